@@ -1,0 +1,230 @@
+"""FSDPModule: what a caller may do with a sharded module."""
+
+from collections.abc import Iterator, Sequence
+from threading import Lock
+from typing import Any
+
+from torch import nn
+
+from shardwise.runtime.group import Group
+from shardwise.runtime.hooks import wrap_method
+from shardwise.runtime.schedule import Member
+
+_MEMBER = "_shardwise_member"
+
+
+class UnshardHandle:
+    """Returned by :meth:`FSDPModule.unshard`; ``wait`` until the full parameters may be used."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def wait(self) -> None:
+        """Wait for the gather. From then on the module's attributes are the full parameters."""
+        self._group.wait_if_gathering()
+
+
+class FSDPModule:
+    """Mixed into the class of every module given to ``fully_shard``.
+
+    A setter acts on this module and, with ``recurse=True``, on all sharded modules inside it.
+    """
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle:
+        """Gather this module's own group (not those of sharded modules inside it).
+
+        Args:
+            async_op: return at once; the caller waits with the handle, or the next forward does.
+
+        Returns:
+            A handle whose ``wait()`` returns when the full parameters may be used.
+
+        The full parameters stay until forward has used them, or ``reshard()``. Collective: all ranks
+        of the mesh must call it in the same order.
+        """
+        member = _member(self)
+        member.schedule.unshard_for_caller(member.group)
+        handle = UnshardHandle(member.group)
+        if not async_op:
+            handle.wait()
+        return handle
+
+    def reshard(self) -> None:
+        """Free the full parameters of this module's own group.
+
+        Raises:
+            RuntimeError: a full parameter was changed in place; the change would be lost.
+        """
+        member = _member(self)
+        member.schedule.reshard_for_caller(member.group)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients. False: they stay full and unreduced, and add up.
+
+        For accumulation over microbatches without communication: False for all but the last. Costs
+        the memory of the full gradients. ``zero_grad()`` clears them as any other gradient.
+        """
+        _check_bool("requires_gradient_sync", requires_gradient_sync)
+        for group in _groups(self, recurse):
+            group.requires_gradient_sync = requires_gradient_sync
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether parameters are freed after forward and gathered again for backward.
+
+        False keeps them until backward. A forward without gradients has no backward to keep them
+        for: they are freed at its end either way.
+        """
+        _check_bool("reshard_after_forward", reshard_after_forward)
+        for group in _groups(self, recurse):
+            group.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether parameters are freed after backward. False spares the next microbatch a gather.
+
+        While they are kept, changes of the sharded parameters are seen and lead to a new gather,
+        except those through ``.data``, which PyTorch does not count: call ``reshard()`` after such.
+        """
+        _check_bool("reshard_after_backward", reshard_after_backward)
+        for group in _groups(self, recurse):
+            group.reshard_after_backward = reshard_after_backward
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is the last before the optimizer step.
+
+        False lets reductions travel on after backward has returned; ``.grad`` is complete only after
+        the last. For schedules with several backward passes a step.
+        """
+        _check_bool("is_last_backward", is_last_backward)
+        _member(self).schedule.is_last_backward = is_last_backward
+
+    def set_modules_to_forward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
+        """Choose what this module's forward gathers ahead, in order, in place of the recorded order.
+
+        An empty list turns prefetching off for this module. All ranks must choose the same.
+        """
+        _member(self).group.forward_prefetch = _groups_of(modules, "set_modules_to_forward_prefetch")
+
+    def set_modules_to_backward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
+        """Choose what this module's backward gathers ahead, in order, in place of the recorded order.
+
+        An empty list turns prefetching off for this module. All ranks must choose the same.
+        """
+        _member(self).group.backward_prefetch = _groups_of(modules, "set_modules_to_backward_prefetch")
+
+    def set_gradient_divide_factor(self, factor: float, *, recurse: bool = True) -> None:
+        """Divide the sum of the ranks' gradients by ``factor`` instead of the world size."""
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
+            raise ValueError(
+                f"set_gradient_divide_factor: factor is {factor!r}; it must be a number above 0. The "
+                "default is the number of ranks, which averages; 1.0 sums."
+            )
+        for group in _groups(self, recurse):
+            group.divide_factor = float(factor)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let ``module.<method_name>(...)`` gather parameters as ``module(...)`` does.
+
+    For modules that are run through other methods than forward, such as ``generate`` or ``encode``.
+    A module that is not sharded is left as it is, so that code need not ask.
+
+    Raises:
+        ValueError: the module has no method of this name.
+
+    Example::
+
+        register_fsdp_forward_method(model, "encode")
+        features = model.encode(images)
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"register_fsdp_forward_method: {type(module).__name__} is not an nn.Module.")
+    if not callable(getattr(module, method_name, None)):
+        raise ValueError(
+            f"register_fsdp_forward_method: {type(module).__name__} has no method '{method_name}'."
+        )
+    if isinstance(module, FSDPModule):
+        wrap_method(module, method_name, _member(module))
+
+
+# --- the mixed-in classes -------------------------------------------------------------------------
+
+_classes: dict[type, type] = {}  # original class -> its sharded class; facts, not state
+_classes_lock = Lock()
+
+
+def sharded_class(original: type) -> type:
+    """The class ``FSDP<Name>``: ``original`` with FSDPModule mixed in. Made once a class.
+
+    FSDPModule comes last among the bases and its methods are copied into the class: in this order
+    the memory layout is that of ``original``, whatever its own bases are, which assigning
+    ``__class__`` demands.
+    """
+    with _classes_lock:
+        made = _classes.get(original)
+        if made is None:
+            methods = {name: value for name, value in vars(FSDPModule).items() if not name.startswith("_")}
+            special = {
+                "__new__": lambda cls, *args, **kwargs: original(*args, **kwargs),
+                "__reduce_ex__": _reduce_ex,
+                "__module__": original.__module__,
+                "__doc__": original.__doc__,
+                "__qualname__": f"FSDP{original.__qualname__}",
+            }
+            made = type(f"FSDP{original.__name__}", (original, FSDPModule), methods | special)
+            _classes[original] = made
+        return made
+
+
+def original_class(module: nn.Module) -> type:
+    """The class that a sharded module had before."""
+    return type(module).__bases__[0] if isinstance(module, FSDPModule) else type(module)
+
+
+def _reduce_ex(self: Any, protocol: Any) -> Any:
+    """Copies and pickles name the original class, which can be imported."""
+    return (_rebuild, (original_class(self),), self.__dict__)
+
+
+def _rebuild(original: type) -> Any:
+    return object.__new__(sharded_class(original))
+
+
+# --- from modules to groups -----------------------------------------------------------------------
+
+
+def set_member(module: nn.Module, member: Member) -> None:
+    """Note on a sharded module which group it belongs to."""
+    module.__dict__[_MEMBER] = member
+
+
+def sharded_members(module: nn.Module) -> list[Member]:
+    """The groups of ``module`` and of all sharded modules inside it, each once, outermost first."""
+    members = [m.__dict__[_MEMBER] for m in module.modules() if _MEMBER in m.__dict__]
+    return list({id(member): member for member in members}.values())
+
+
+def _member(module: Any) -> Member:
+    return module.__dict__[_MEMBER]
+
+
+def _groups(module: Any, recurse: bool) -> Iterator[Group]:
+    """What a setter acts on."""
+    members = sharded_members(module) if recurse else [_member(module)]
+    return (member.group for member in members)
+
+
+def _groups_of(modules: Any, caller: str) -> list[Group]:
+    if isinstance(modules, (nn.Module, str)) or not isinstance(modules, Sequence):
+        raise TypeError(f"{caller}: modules is a {type(modules).__name__}; pass a list of sharded modules.")
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                f"{caller}: {type(module).__name__} is not sharded, so there is nothing to prefetch. "
+                "Call fully_shard on it first, or leave it out."
+            )
+    return [_member(module).group for module in modules]
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"set_{name}: {value!r} is a {type(value).__name__}; pass True or False.")

@@ -1,0 +1,6 @@
+"""The machinery behind ``fully_shard``; nothing here is public.
+
+Imports run one way only::
+
+    compat, layout, mesh, streams <- buffers <- collectives <- param <- group <- schedule <- hooks
+"""

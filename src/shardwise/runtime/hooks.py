@@ -1,0 +1,119 @@
+"""Module hooks and autograd hooks: they tell the schedule what happens, and do nothing else.
+
+Entering and leaving forward are seen by module hooks. The beginning of a call's backward is seen by
+hooks on the graph nodes that made its outputs: unlike hooks on tensors, they stay when an output is
+changed in place. Where an output is a view, its base's node carries one as well: an operation in
+place on the view replaces the view's node, and the base's then stands in the graph instead.
+"""
+
+import sys
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.runtime.outputs import NotAContainer, find_tensors, replace_tensors
+from shardwise.runtime.schedule import Call, Member, Outcome
+
+
+def install_hooks(member: Member) -> None:
+    """Drive the group of ``member`` by the forwards of its modules.
+
+    Our hook before forward is the first, and the one after it the last: the caller's own hooks see
+    full parameters. The latter runs after an exception as well.
+    """
+    for module in member.group.modules:
+        module.register_forward_pre_hook(partial(_before_forward, member), prepend=True, with_kwargs=True)
+        module.register_forward_hook(partial(_after_forward, member), always_call=True)
+
+
+def wrap_method(module: nn.Module, name: str, member: Member) -> None:
+    """Let ``module.<name>(...)`` gather and free as ``module(...)`` does."""
+    method = getattr(module, name)
+
+    @wraps(method)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        _before_forward(member, module, args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        except Exception:
+            _after_forward(member, module, args, None)
+            raise
+        changed = _after_forward(member, module, args, output)
+        return output if changed is None else changed
+
+    setattr(module, name, gathered)
+
+
+def _before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) -> None:
+    member.schedule.enter_forward(member.group, module)
+
+
+def _after_forward(member: Member, module: nn.Module, args: Any, output: Any) -> Any:
+    """Free the group, once the outputs carry what will announce their backward."""
+    call = member.schedule.current_call(module)
+    if call is None:
+        return None  # the hook before forward had failed
+    outcome = Outcome.FAILED
+    try:
+        if output is None and sys.exc_info()[1] is not None:
+            return None  # called from an exception handler: forward has raised
+        output, outcome = _announce(member, call, output)
+        return output
+    finally:
+        member.schedule.exit_forward(call, outcome)
+
+
+def _announce(member: Member, call: Call, output: Any) -> tuple[Any, Outcome]:
+    """Hook the outputs' nodes; the output, with copies in place of raw parameters, and the outcome."""
+    group = call.group
+    if isinstance(output, Tensor):  # the common case, and the quick one
+        tensors = [output]
+    else:
+        tensors = find_tensors(output)
+    raw = [t for t in tensors if group.owns(t)]
+    if raw:
+        copies = {id(t): t.clone() for t in raw}
+        output = _replace(output, copies, group.name)
+        tensors = [copies.get(id(t), t) for t in tensors]
+    if not torch.is_grad_enabled():
+        return output, Outcome.NO_BACKWARD
+    nodes: dict[int, Any] = {}
+    for tensor in tensors:
+        if tensor.requires_grad:
+            _collect_nodes(tensor, nodes)
+    if nodes:
+        announce = partial(_before_backward, member, call)
+        for node in nodes.values():
+            node.register_prehook(announce)
+        return output, Outcome.ANNOUNCED
+    if tensors or not group.is_trainable:
+        return output, Outcome.NO_BACKWARD
+    return output, Outcome.UNANNOUNCED
+
+
+def _collect_nodes(tensor: Tensor, nodes: dict[int, Any]) -> None:
+    node = tensor.grad_fn
+    if node is not None:
+        nodes[id(node)] = node
+    if tensor._is_view():
+        base = tensor._base
+        node = None if base is None else base.grad_fn
+        if node is not None:
+            nodes[id(node)] = node
+
+
+def _before_backward(member: Member, call: Call, gradients: Any) -> None:
+    member.schedule.enter_backward(call)
+
+
+def _replace(output: Any, copies: dict[int, Tensor], name: str) -> Any:
+    try:
+        return replace_tensors(output, copies)
+    except NotAContainer as error:
+        raise TypeError(
+            f"{name}: forward returned one of its own parameters inside a {error}. The parameter's "
+            "memory is freed after forward, so a copy must be returned, but this library does not know "
+            "how to put one there. Return parameter.clone()."
+        ) from None

@@ -1,0 +1,304 @@
+"""One parameter: its shard, its full tensor, and how the full one shadows the shard.
+
+``module._parameters[name]`` is the sharded parameter, the same object for ever: what optimizers,
+``state_dict`` and everything else that walks ``parameters()`` sees. While its group is gathered, the
+full parameter stands in the module's instance dictionary, which Python looks up first, so that the
+module's own code computes with it.
+
+Version counters tie the two together, so that autograd's own check works through the sharding:
+
+- a gathered full parameter carries the version of its shard. If the weights were changed between
+  forward and backward, backward raises, as it does in plain PyTorch;
+- a freed full parameter carries ``FREED``, so that a backward that reaches it without a gather
+  raises instead of reading memory that is gone.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.runtime import compat
+from shardwise.runtime.mesh import ShardMesh
+
+FREED = 2**31 - 1
+"""The version of a full parameter without contents; no tensor is changed that often."""
+
+_SHARDED_MARK = "_shardwise_sharded_as"
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A place where a parameter is registered; a tied parameter has several."""
+
+    module: nn.Module
+    name: str
+    fqn: str
+
+    def registered(self) -> Tensor | None:
+        """What is registered there now."""
+        return self.module._parameters.get(self.name)
+
+
+class Param:
+    """A parameter of a group. ``local`` is this rank's part, a view into the group's flat shard."""
+
+    def __init__(self, original: nn.Parameter, sites: list[Site], mesh: ShardMesh) -> None:
+        self.sites = sites
+        self.mesh = mesh
+        self.attributes = dict(vars(original))
+        self.sharded = original  # until shard() replaces it
+        self.local: Tensor = original
+        self.full: nn.Parameter | None = None
+        self._spec = self._make_spec(original.shape, original.dtype)
+        self._version_base = 0
+        self._hooks_of_full = compat.gradient_hooks(original)
+        self._deferred: tuple[Tensor, int] | None = None
+
+    @property
+    def fqn(self) -> str:
+        """The name under which users know it."""
+        return self.sites[0].fqn
+
+    def rename(self, names: Mapping[nn.Module, str]) -> None:
+        """Name the sites as seen from a module further out."""
+        self.sites = [
+            Site(s.module, s.name, ".".join(p for p in (names[s.module], s.name) if p))
+            if s.module in names
+            else s
+            for s in self.sites
+        ]
+
+    # --- the shard --------------------------------------------------------------------------------
+
+    def make_shard(self, local: Tensor) -> nn.Parameter:
+        """The sharded parameter over ``local``; nothing is registered yet."""
+        original = self.sharded
+        sharded = nn.Parameter(compat.make_dtensor(local, self._spec), original.requires_grad)
+        vars(sharded).update(self.attributes)
+        for hook in compat.post_accumulate_hooks(original):
+            sharded.register_post_accumulate_grad_hook(hook)
+        return sharded
+
+    def install_shard(self, sharded: nn.Parameter) -> None:
+        """Register the sharded parameter at all sites. Cannot fail half-way."""
+        original = self.sharded
+        for site in self.sites:
+            site.module._parameters[site.name] = sharded
+        setattr(original, _SHARDED_MARK, self.fqn)
+        self.stand_on(sharded, compat.local_tensor(sharded))
+
+    def stand_on(self, sharded: nn.Parameter, local: Tensor) -> None:
+        """Take ``sharded``, whose local tensor is ``local``, as the parameter from now on."""
+        self.sharded, self.local = sharded, local
+
+    def rebase(self, local: Tensor, last_version: int) -> None:
+        """Move the shard to ``local`` (its contents are there already), the parameter stays.
+
+        ``last_version`` is the highest that was ever used: the new contents count as newer.
+        """
+        self._version_base = last_version + 1
+        if self.sharded.dtype != self._spec.tensor_meta.dtype:
+            self._spec = self._make_spec(self.sharded.shape, self.sharded.dtype)
+        compat.set_local_tensor(self.sharded, local)
+        self.local = local
+
+    def version(self) -> int:
+        """Grows with every change in place of the shard that PyTorch counts."""
+        return self._version_base + self.sharded._version + self.local._version
+
+    def is_untouched(self) -> bool:
+        """True if the shard is still where, what and as trainable as the group believes."""
+        sharded = self.sharded
+        for site in self.sites:
+            if site.module._parameters.get(site.name) is not sharded:
+                return False
+        if compat.local_tensor(sharded) is not self.local:
+            return False
+        return self.full is None or self.full.requires_grad == sharded.requires_grad
+
+    def replaced_by(self) -> nn.Parameter | None:
+        """The sharded parameter that now stands at the sites instead of ours; None: ours does.
+
+        Raises:
+            RuntimeError: something else stands there, or different things at tied sites.
+        """
+        found = [site.registered() for site in self.sites]
+        if all(tensor is self.sharded for tensor in found):
+            return None
+        site, new = next((s, t) for s, t in zip(self.sites, found, strict=True) if t is not self.sharded)
+        if not self._can_adopt(new):
+            raise RuntimeError(
+                f"{site.fqn}: the parameter was replaced after fully_shard by "
+                f"{_describe(new)}, where a parameter sharded like the old one is expected: "
+                f"{_describe(self.sharded)}. The group gathers shards and cannot use it. Copy values "
+                "into the sharded parameter instead (under torch.no_grad(), "
+                "param.copy_(torch.distributed.tensor.distribute_tensor(value, param.device_mesh, "
+                "param.placements))), or replace parameters before fully_shard."
+            )
+        for other_site, other in zip(self.sites, found, strict=True):
+            if other is not new and not _same_values(other, new):
+                raise RuntimeError(
+                    f"{site.fqn} and {other_site.fqn} are tied (one parameter under two names), but "
+                    f"{site.fqn} alone was replaced. Replace both with the same parameter, or untie "
+                    "them before fully_shard."
+                )
+        assert isinstance(new, nn.Parameter)
+        return new
+
+    def adopt(self, new: nn.Parameter) -> None:
+        """Take ``new`` in place of the old sharded parameter at all sites: tied stays tied."""
+        for key, value in self.attributes.items():
+            vars(new).setdefault(key, value)
+        for site in self.sites:
+            site.module._parameters[site.name] = new
+        self.sharded = new
+
+    def _can_adopt(self, new: Any) -> bool:
+        assert isinstance(self.sharded, DTensor)
+        return (
+            isinstance(new, nn.Parameter)
+            and isinstance(new, DTensor)
+            and new.shape == self.sharded.shape
+            and new.placements == self.sharded.placements
+            and new.device_mesh == self.sharded.device_mesh
+        )
+
+    def _make_spec(self, shape: torch.Size, dtype: torch.dtype) -> Any:
+        return compat.sharded_spec(self.mesh.mesh, self.mesh.placements(shape), shape, dtype)
+
+    # --- the full parameter -----------------------------------------------------------------------
+
+    def make_full(self, data: Tensor) -> None:
+        """Make the full parameter over ``data``, a tensor in the gathered buffer."""
+        self.full = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
+        vars(self.full).update(self.attributes)
+        if self.full.requires_grad:
+            self.attach_hooks_of_full()
+
+    def attach_hooks_of_full(self) -> None:
+        """Give the full parameter the gradient hooks that the caller had put on the original.
+
+        They see this rank's gradient of the full parameter, before it is reduced.
+        """
+        assert self.full is not None
+        for hook in self._hooks_of_full:
+            self.full.register_hook(hook)
+        self._hooks_of_full = []
+
+    def shadow(self) -> None:
+        """Let the modules see the full parameter."""
+        for site in self.sites:
+            site.module.__dict__[site.name] = self.full
+
+    def unshadow(self) -> None:
+        """Let the modules see the sharded parameter again."""
+        for site in self.sites:
+            site.module.__dict__.pop(site.name, None)
+
+    # --- the gradient -----------------------------------------------------------------------------
+
+    def add_gradient(self, local: Tensor) -> None:
+        """Accumulate a reduced gradient into ``.grad``, then run the hooks put on the shard."""
+        gradient: Tensor = compat.make_dtensor(local, self._spec)
+        for hook in compat.gradient_hooks(self.sharded):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        if self.sharded.grad is None:
+            self.sharded.grad = gradient
+        else:
+            assert isinstance(gradient, DTensor)
+            self._accumulate(compat.local_tensor(gradient))
+        for post in compat.post_accumulate_hooks(self.sharded):
+            post(self.sharded)
+
+    def defer_gradient(self) -> None:
+        """Leave the full gradient unreduced, and note what ``.grad`` is, to see whether it is cleared.
+
+        Where there is no ``.grad``, zeros are put there: after ``zero_grad`` they are gone, or
+        changed, and the full gradient, which the caller cannot see, has to go with them.
+        """
+        sharded = self.sharded
+        if sharded.grad is None:
+            sharded.grad = compat.make_dtensor(torch.zeros_like(self.local), self._spec)
+        self._deferred = (sharded.grad, _gradient_version(sharded.grad))
+
+    def was_cleared(self) -> bool:
+        """Whether the caller cleared ``.grad`` since the gradient was deferred."""
+        deferred, self._deferred = self._deferred, None
+        if deferred is None:
+            return False
+        noted, version = deferred
+        current = self.sharded.grad
+        if current is not noted:
+            return True
+        if _gradient_version(noted) == version:
+            return False
+        is_zero = not bool(compat.local_tensor(noted).any()) if isinstance(noted, DTensor) else False
+        outcome = (
+            "they are dropped, as after zero_grad()"
+            if is_zero
+            else "the change does not apply to them; they will be added to it"
+        )
+        warnings.warn(
+            f"{self.fqn}: .grad was changed in place while gradients of backward passes without "
+            f"synchronisation (set_requires_gradient_sync(False)) wait to be reduced: {outcome}. "
+            "Synchronise in the last backward before changing .grad.",
+            stacklevel=2,
+        )
+        return is_zero
+
+    def _accumulate(self, local: Tensor) -> None:
+        existing = self.sharded.grad
+        if not isinstance(existing, DTensor):
+            raise RuntimeError(
+                f"{self.fqn}: .grad is {_describe(existing)}, where a DTensor is expected; a reduced "
+                "gradient cannot be added to it. Assign only DTensors sharded as the parameter to "
+                ".grad, or None."
+            )
+        compat.local_tensor(existing).add_(local)
+
+
+def sharded_before(param: nn.Parameter) -> str | None:
+    """The name under which an earlier ``fully_shard`` took this very parameter; None if none did.
+
+    The module it was taken from has the sharded one now; whoever still holds the original shares
+    nothing with it any more.
+    """
+    return getattr(param, _SHARDED_MARK, None)
+
+
+def refresh_flat_weights(modules: Iterable[nn.Module]) -> None:
+    """Let RNN modules, which keep a list of their weights, see what is to be seen now."""
+    for module in modules:
+        names: list[str] = module._flat_weights_names  # type: ignore[assignment]
+        module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in names]
+
+
+def _gradient_version(gradient: Tensor) -> int:
+    local = compat.local_tensor(gradient) if isinstance(gradient, DTensor) else gradient
+    return gradient._version + local._version
+
+
+def _describe(tensor: Any) -> str:
+    if isinstance(tensor, DTensor):
+        return (
+            f"a DTensor of shape {tuple(tensor.shape)} with placements {tensor.placements} on a mesh "
+            f"of shape {tuple(tensor.device_mesh.shape)}"
+        )
+    if isinstance(tensor, Tensor):
+        return f"a plain {type(tensor).__name__} of shape {tuple(tensor.shape)}"
+    return f"{type(tensor).__name__}"
+
+
+def _same_values(left: Any, right: Any) -> bool:
+    """True for two sharded parameters with equal contents, as ``load_state_dict(assign=True)`` makes
+    of one tied parameter."""
+    if not (isinstance(left, DTensor) and isinstance(right, DTensor)):
+        return False
+    a, b = compat.local_tensor(left), compat.local_tensor(right)
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)

@@ -1,0 +1,506 @@
+"""When the groups of a module tree gather, reduce and free: the root's view.
+
+Forward. Order is recorded, then replayed: the groups a forward enters are written down, and the next
+forward, on entering a group, first issues the gather of the one that came after it. It travels during
+the computation. The record is checked at every step; where the order differs, prefetch stops until
+the next forward, and the new order is what counts. Backward prefetches against the order in which the
+last forward left the groups.
+
+Freeing in backward. Autograd runs the nodes of a graph from the latest made to the earliest, gradient
+accumulation aside. So when the outputs of one call come up in backward, every call that was *entered
+after* that call had *exited* is over, frozen weights included; its group may be freed. A clock that
+ticks at every enter and exit orders the calls.
+
+    forward    [ root [ a ] [ b ] ]         backward   root's outputs, b's outputs, a's outputs
+    clock      1     2   3 4   5   6        a's outputs (exit 3) come up: b (enter 4) is over,
+                                            root (enter 1) is not
+
+Gradients. A group reduces when the gradients of all its trainable parameters are in, one at a time
+in flight beside the group being computed; groups with unused parameters when backward has passed
+their first call, or at its end.
+
+Sessions. One session is one running backward (a graph task of autograd); reentrant checkpointing
+nests them. A session is kept alive only by the callback that autograd holds until that backward has
+ended. If it failed, the callback is gone, and so is the session: this is how a failure is seen.
+"""
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.runtime import compat
+from shardwise.runtime.collectives import Communicator, make_communicator
+from shardwise.runtime.group import (
+    GradientState,
+    Group,
+    Observer,
+    State,
+    meta_message,
+)
+from shardwise.runtime.streams import Lanes
+
+
+class Order:
+    """A planned sequence of groups and how far it was followed."""
+
+    def __init__(self) -> None:
+        self._planned: list[Group] = []
+        self._cursor = 0
+        self._is_followed = False
+
+    def plan(self, sequence: list[Group]) -> None:
+        """Expect ``sequence`` next."""
+        self._planned = sequence
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Expect the planned sequence from its beginning."""
+        self._cursor = 0
+        self._is_followed = True
+
+    def enter(self, group: Group) -> None:
+        """Note that ``group`` comes up now; stop following if another was planned."""
+        if not self._is_followed:
+            return
+        if self._cursor < len(self._planned) and self._planned[self._cursor] is group:
+            self._cursor += 1
+        elif self._cursor == 0 or self._planned[self._cursor - 1] is not group:
+            self._is_followed = False
+
+    def find(self, group: Group) -> None:
+        """Go on from the next place of ``group`` in the plan, wherever that is."""
+        if not self._is_followed:
+            places = [i for i, g in enumerate(self._planned) if g is group]
+            if places:
+                later = [i for i in places if i >= self._cursor]
+                self._cursor = (later or places)[0] + 1
+                self._is_followed = True
+
+    def upcoming(self, count: int) -> list[Group]:
+        """The next groups of the plan; none if it is not being followed."""
+        return self._planned[self._cursor : self._cursor + count] if self._is_followed else []
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One call of a module of ``group``: when it was entered, and when it exited."""
+
+    group: Group
+    module: nn.Module
+    enter: int
+    exit: int = 0
+
+
+class Outcome(Enum):
+    """How a call ended, as far as its backward is concerned."""
+
+    FAILED = "raised an exception"
+    NO_BACKWARD = "no gradient will flow through it"
+    ANNOUNCED = "its outputs will announce its backward"
+    UNANNOUNCED = "gradients may come, but nothing announces them"
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """A group and the schedule that drives it now: what a sharded module knows."""
+
+    group: Group
+    schedule: "Schedule"
+
+
+class Session:
+    """One running backward. ``active`` holds the groups it uses and the clock of their call."""
+
+    __slots__ = ("__weakref__", "active", "graph_task_id")
+
+    def __init__(self, graph_task_id: int) -> None:
+        self.graph_task_id = graph_task_id
+        self.active: dict[Group, float] = {}
+
+
+RUNNING = -1.0  # a module whose forward is being recomputed: never over
+RECOMPUTED = math.inf  # a module whose forward has been recomputed: over when another begins
+
+
+class Schedule:
+    """Drives the groups of one module tree. Replaced by its parent's when that is sharded."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.groups: list[Group] = []
+        self.root: Group | None = None
+        self.observer: Observer | None = None
+        self.is_last_backward = True
+        self._lanes: Lanes  # made when the first gather needs them
+        self._reduce_comms: dict[dist.ProcessGroup, Communicator] = {}
+        self._is_ready = False
+
+        self._clock = 0
+        self._running: list[Call] = []  # calls of the running forward, outermost first
+        self._entered: list[Group] = []
+        self._exited: list[Group] = []
+        self._forward_order = Order()
+        self._backward_order = Order()
+        self._first_enter: dict[Group, int] = {}
+        self._held: dict[Group, None] = {}  # groups that are gathered or on their way
+        self._ahead: set[Group] = set()  # prefetched and not yet entered
+        self._kept_by_caller: set[Group] = set()
+        self._has_run: dict[Group, set[nn.Module]] = {}
+        self._sessions: list[weakref.ref[Session]] = []
+        self._reducing: deque[Group] = deque()
+        self._keeps_for_double_backward = False
+
+    # --- the tree ---------------------------------------------------------------------------------
+
+    def adopt(self, members: Sequence[Member], root: Member) -> None:
+        """Take over all groups of a newly sharded module's tree; ``root`` is its own."""
+        self.root = root.group
+        self.groups = [member.group for member in members]
+        for member in members:
+            self._take_from(member)
+            member.schedule = self
+        self.observe(self.observer)
+
+    def _take_from(self, member: Member) -> None:
+        group = member.group
+        group.on_gradient = self._gradient_came
+        group.on_complete = self._gradients_complete
+        if group.state is not State.SHARDED:
+            self._held[group] = None
+            if group in member.schedule._kept_by_caller:
+                self._kept_by_caller.add(group)
+
+    def observe(self, observer: Observer | None) -> None:
+        """Report every event of every group to ``observer``, as (event, name)."""
+        self.observer = observer
+        for group in self.groups:
+            group.observer = observer
+
+    def _prepare(self) -> None:
+        """Once, before anything runs: check that parameters have values, make lanes."""
+        names = [name for group in self.groups for name in group.meta_parameters()]
+        if names:
+            raise RuntimeError(meta_message(names))
+        self._lanes = Lanes(self._device)
+        for group in self.groups:
+            group.attach(self._lanes, self._reduce_communicator(group))
+        self._is_ready = True
+
+    def _reduce_communicator(self, group: Group) -> Communicator | None:
+        """On a device, reductions have a process group of their own: else gathers wait for them."""
+        pg = group.mesh.pg
+        if self._device.type != "cuda" or dist.get_backend(pg) != dist.Backend.NCCL or pg.size() == 1:
+            return None
+        if pg not in self._reduce_comms:
+            ranks = dist.get_process_group_ranks(pg)
+            own = dist.new_group(ranks, backend="nccl", use_local_synchronization=True)
+            self._reduce_comms[pg] = make_communicator(own, self._device)
+        return self._reduce_comms[pg]
+
+    # --- what the caller asks ---------------------------------------------------------------------
+
+    def unshard_for_caller(self, group: Group) -> None:
+        """Begin a gather that lasts until forward has used it, or ``reshard_for_caller``."""
+        if not self._is_ready:
+            self._prepare()
+        if not self._held:  # between iterations: the optimizer may just have written the shards
+            self._lanes.gather.follow_compute()
+        self._refresh(group)
+        self._gather(group)
+        self._kept_by_caller.add(group)
+
+    def reshard_for_caller(self, group: Group) -> None:
+        """Free the full parameters now."""
+        self._release(group)
+
+    # --- forward ----------------------------------------------------------------------------------
+
+    def enter_forward(self, group: Group, module: nn.Module) -> None:
+        """``module`` is about to run: have the full parameters of its group in place."""
+        if compat.current_graph_task_id() != -1:
+            self._enter_recomputation(group, module)
+            return
+        if self._running and self._running[0].module is module:
+            self._running.clear()  # left by an interrupt, which runs no hooks
+        if not self._running:
+            self._begin_forward()
+        self._open_call(group, module)
+        self._refresh(group)
+        self._forward_order.enter(group)
+        self._entered.append(group)
+        self._kept_by_caller.discard(group)
+        self._gather(group)
+        self._ahead.discard(group)
+        self._prefetch(group.forward_prefetch, self._forward_order, group)
+        group.wait()
+        self._tell("forward", group)
+
+    def current_call(self, module: nn.Module) -> Call | None:
+        """The innermost running call of ``module``; None if it never got to run."""
+        for call in reversed(self._running):
+            if call.module is module:
+                return call
+        return None
+
+    def exit_forward(self, call: Call, outcome: Outcome) -> None:
+        """The module of ``call`` has run."""
+        self._close_call(call)
+        group = call.group
+        if compat.current_graph_task_id() != -1:
+            self._exit_recomputation(group)
+            return
+        self._exited.append(group)
+        if outcome is Outcome.ANNOUNCED:
+            self._first_enter.setdefault(group, call.enter)
+        if outcome is Outcome.FAILED or self._frees_after(call, outcome):
+            self._release(group)
+        if not self._running:
+            self._end_forward(outcome)
+
+    def _begin_forward(self) -> None:
+        if not self._is_ready:
+            self._prepare()
+        self._recover()
+        for group in self.groups:
+            group.drop_cleared()
+        # The optimizer may just have written the shards that gathers are going to read.
+        self._lanes.gather.follow_compute()
+        self._forward_order.rewind()
+        self._entered, self._exited = [], []
+        self._has_run.clear()
+
+    def _end_forward(self, outcome: Outcome) -> None:
+        """The outermost module has run."""
+        if outcome is not Outcome.FAILED:
+            self._forward_order.plan(self._entered)
+        if torch.is_grad_enabled():
+            self._backward_order.plan(self._exited[::-1])
+            unneeded = [*self._ahead, *self._partly_run()]
+        else:
+            # No backward will come for whose sake a group could be kept.
+            unneeded = [group for group in self._held if group not in self._kept_by_caller]
+        for group in unneeded:
+            self._release(group)
+
+    def _frees_after(self, call: Call, outcome: Outcome) -> bool:
+        """Whether the group is freed now that ``call`` is over."""
+        group = call.group
+        has_run = self._has_run.setdefault(group, set())
+        has_run.add(call.module)
+        if len(has_run) < len(group.modules) or outcome is Outcome.UNANNOUNCED:
+            return False
+        if any(running.group is group for running in self._running):
+            return False
+        if group.reshard_after_forward is None:
+            return group is not self.root
+        return group.reshard_after_forward
+
+    def _partly_run(self) -> list[Group]:
+        """Groups of several modules of which not all have run, and that need not be kept."""
+        return [
+            group
+            for group, modules in self._has_run.items()
+            if len(modules) < len(group.modules) and group.reshard_after_forward
+        ]
+
+    def _open_call(self, group: Group, module: nn.Module) -> Call:
+        self._clock += 1
+        call = Call(group, module, self._clock)
+        self._running.append(call)
+        return call
+
+    def _close_call(self, call: Call) -> None:
+        self._clock += 1
+        call.exit = self._clock
+        # Calls inside it that never closed had failed.
+        while self._running and self._running.pop() is not call:
+            pass
+
+    # --- backward ---------------------------------------------------------------------------------
+
+    def enter_backward(self, call: Call) -> None:
+        """Gradients of the outputs of ``call`` are there: its group is needed."""
+        group = call.group
+        session = self._session()
+        if session.active.get(group) == call.enter and group.state is State.GATHERED:
+            return  # another output of the same call
+        self._free_before(session, call.exit, group)
+        session.active[group] = call.enter
+        self._gather_for_backward(group)
+        self._tell("backward", group)
+
+    def _enter_recomputation(self, group: Group, module: nn.Module) -> None:
+        """Activation checkpointing runs a module again inside backward."""
+        session = self._session()
+        call = self._open_call(group, module)
+        for other in [g for g, clock in session.active.items() if clock == RECOMPUTED and g is not group]:
+            self._leave_backward(session, other, call.enter)
+        session.active.setdefault(group, RUNNING)
+        self._gather_for_backward(group)
+        self._tell("recompute", group)
+
+    def _exit_recomputation(self, group: Group) -> None:
+        session = self._session()
+        if session.active.get(group) == RUNNING:
+            session.active[group] = RECOMPUTED
+
+    def _gather_for_backward(self, group: Group) -> None:
+        self._backward_order.enter(group)
+        self._backward_order.find(group)
+        self._gather(group)
+        self._prefetch(group.backward_prefetch, self._backward_order, group)
+        group.wait()
+
+    def _free_before(self, session: Session, exit_clock: int, current: Group) -> None:
+        """Free the groups whose calls are over, as a call that exited at ``exit_clock`` comes up."""
+        over = [g for g, clock in session.active.items() if clock > exit_clock and g is not current]
+        for group in over:
+            self._leave_backward(session, group, exit_clock)
+
+    def _leave_backward(self, session: Session, group: Group, clock: int) -> None:
+        del session.active[group]
+        if group.gradient_state is GradientState.PENDING and group.requires_gradient_sync:
+            first = self._first_enter.get(group)
+            if first is not None and first > clock:
+                self._reduce(group)  # some parameters were not used
+        self._release_after_backward(group)
+
+    def _gradient_came(self, group: Group) -> None:
+        self._session()
+
+    def _gradients_complete(self, group: Group) -> None:
+        if group.requires_gradient_sync:
+            self._reduce(group)
+
+    def _reduce(self, group: Group) -> None:
+        while self._reducing:
+            self._finish_oldest_reduction()
+        group.reduce()
+        self._reducing.append(group)
+
+    def _finish_oldest_reduction(self) -> None:
+        group = self._reducing.popleft()
+        if group.gradient_state is GradientState.REDUCING:
+            group.finish_reduce()
+
+    def _release_after_backward(self, group: Group) -> None:
+        if group.reshard_after_backward and not self._keeps_for_double_backward:
+            self._release(group)
+
+    # --- sessions ---------------------------------------------------------------------------------
+
+    def _session(self) -> Session:
+        """The session of the running backward; a new one at its first event."""
+        task = compat.current_graph_task_id()
+        session = self._sessions[-1]() if self._sessions else None
+        if session is not None and session.graph_task_id == task:
+            return session
+        self._sessions = [ref for ref in self._sessions if ref() is not None]
+        if not self._sessions:
+            self._begin_backward()
+        session = Session(task)
+        self._sessions.append(weakref.ref(session))
+        compat.queue_end_of_backward(lambda kept=session: self._end_session(kept))  # type: ignore[misc]
+        return session
+
+    def _begin_backward(self) -> None:
+        self._abandon_lost_gradients()
+        for group in self.groups:
+            group.drop_cleared()
+        self._lanes.gather.follow_compute()
+        self._backward_order.rewind()
+        # create_graph: the graph being made now will use the full parameters once more.
+        self._keeps_for_double_backward = torch.is_grad_enabled()
+
+    def _end_session(self, session: Session) -> None:
+        self._sessions = [ref for ref in self._sessions if ref() not in (None, session)]
+        if self._sessions:  # a nested backward: the outer one has gradients yet to come
+            for group in list(session.active):
+                self._release_after_backward(group)
+        else:
+            self._end_backward()
+
+    def _end_backward(self) -> None:
+        """The outermost backward has ended: nothing more will come."""
+        for group in self.groups:
+            self._settle_gradients(group)
+        if self.is_last_backward:
+            while self._reducing:
+                self._finish_oldest_reduction()
+        for group in list(self._held):
+            if group not in self._kept_by_caller:
+                self._release_after_backward(group)
+        self._first_enter.clear()
+
+    def _settle_gradients(self, group: Group) -> None:
+        """Reduce what is left of a group's gradients, or leave it for a later backward."""
+        state = group.gradient_state
+        if state in (GradientState.PENDING, GradientState.DEFERRED) and group.requires_gradient_sync:
+            self._reduce(group)
+        elif state is GradientState.PENDING:
+            group.defer()
+
+    # --- after a failure --------------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        """Make good what a failed forward or backward left behind."""
+        if any(ref() is not None for ref in self._sessions):
+            return
+        if self._sessions:  # a backward began and never ended
+            self._sessions = []
+            for group in list(self._held):
+                group.abandon()
+            self._held.clear()
+            self._ahead.clear()
+            self._kept_by_caller.clear()
+            self._first_enter.clear()
+        self._abandon_lost_gradients()
+
+    def _abandon_lost_gradients(self) -> None:
+        """Full gradients that are neither deferred nor of a running backward belong to a lost one."""
+        for group in self.groups:
+            state = group.gradient_state
+            is_lost = state is GradientState.REDUCING and self.is_last_backward
+            if is_lost or state is GradientState.PENDING:
+                group.drop_gradients()
+        if self.is_last_backward:
+            self._reducing.clear()
+
+    # --- gathered groups --------------------------------------------------------------------------
+
+    def _gather(self, group: Group) -> None:
+        group.unshard()
+        self._held[group] = None
+
+    def _release(self, group: Group) -> None:
+        """Free a group, wherever its gather stands."""
+        self._kept_by_caller.discard(group)
+        self._ahead.discard(group)
+        self._held.pop(group, None)
+        if group.state is State.GATHERING:
+            group.wait()
+        if group.state is State.GATHERED:
+            group.reshard()
+
+    def _refresh(self, group: Group) -> None:
+        """Free a group that was kept gathered while its shards were changed: gather them anew."""
+        if group.state is State.GATHERED and group.is_stale():
+            self._release(group)
+
+    def _prefetch(self, chosen: list[Group] | None, order: Order, group: Group) -> None:
+        upcoming = order.upcoming(group.policy.prefetch) if chosen is None else chosen
+        for ahead in upcoming:
+            if ahead.state is State.SHARDED:
+                self._gather(ahead)
+                self._ahead.add(ahead)
+
+    def _tell(self, event: str, group: Group) -> None:
+        if self.observer is not None:
+            self.observer(event, group.name)

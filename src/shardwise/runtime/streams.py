@@ -1,0 +1,88 @@
+"""Lanes: where communication runs beside the computation.
+
+A lane takes a piece of work in two parts: ``start`` issues the collectives and returns ``finish``,
+which waits for them and unpacks. On a device, a lane is a stream: both parts are queued on it at once
+and the caller later lets the computing stream wait for an event. On the host there are no streams:
+``start`` leaves the collectives to the back end's own threads and ``finish`` runs when the result is
+needed.
+
+Memory on a device follows one rule: a transient buffer is allocated and freed with its lane current,
+after that lane has waited for the event that marks the buffer's last use. ``record_stream`` is never
+used.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+Finish = Callable[[], None]
+Start = Callable[[], Finish]
+
+
+class Ticket:
+    """Work in flight. ``wait`` returns when the computation may use the result, once only."""
+
+    def __init__(self, complete: Finish) -> None:
+        self._complete: Finish | None = complete
+
+    def wait(self) -> None:
+        """Let the computation continue only with the result in place."""
+        complete, self._complete = self._complete, None
+        if complete is not None:
+            complete()
+
+
+class HostLane:
+    """Work of the back end's own threads; nothing is ordered but by waiting."""
+
+    def submit(self, start: Start) -> Ticket:
+        """Issue the work now; ``wait`` of the ticket finishes it."""
+        return Ticket(start())
+
+    def follow_compute(self) -> None:
+        """Host computation that was called is done: nothing to wait for."""
+
+    def memory(self) -> AbstractContextManager[Any]:
+        """The context in which the lane's buffers are allocated and freed."""
+        return nullcontext()
+
+
+class DeviceLane:
+    """Work on a stream of its own."""
+
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self._device = device
+        self._stream = torch.Stream(device, priority=priority)
+
+    def submit(self, start: Start) -> Ticket:
+        """Queue the whole work on the lane; ``wait`` makes the computing stream wait for it."""
+        with self._stream:
+            start()()
+            done = self._stream.record_event()
+        return Ticket(lambda: torch.accelerator.current_stream(self._device).wait_event(done))
+
+    def follow_compute(self) -> None:
+        """Order everything submitted later behind what the computing stream has been given."""
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+
+    def memory(self) -> AbstractContextManager[Any]:
+        """The context in which the lane's buffers are allocated and freed."""
+        return self._stream
+
+
+Lane = HostLane | DeviceLane
+
+
+class Lanes:
+    """The lanes of one module tree: gathers on one, reductions on another."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type in ("cpu", "meta"):
+            self.gather: Lane = HostLane()
+            self.reduce: Lane = HostLane()
+        else:
+            # Gathers are what the computation waits for next: they go before its own kernels.
+            self.gather = DeviceLane(device, priority=-1)
+            self.reduce = DeviceLane(device, priority=-1)
