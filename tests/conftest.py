@@ -1,0 +1,38 @@
+"""Fixtures that every test may use: worlds of 1 to 4 ranks, shared by the whole session."""
+
+from collections.abc import Iterator
+
+import pytest
+from harness import World
+
+
+def _shared_world(size: int) -> Iterator[World]:
+    world = World(size)  # its ranks start with its first run
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="session")
+def world1() -> Iterator[World]:
+    yield from _shared_world(1)
+
+
+@pytest.fixture(scope="session")
+def world2() -> Iterator[World]:
+    yield from _shared_world(2)
+
+
+@pytest.fixture(scope="session")
+def world3() -> Iterator[World]:
+    yield from _shared_world(3)
+
+
+@pytest.fixture(scope="session")
+def world4() -> Iterator[World]:
+    yield from _shared_world(4)
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest) -> World:
+    """The world of the size given by `@pytest.mark.parametrize("world", [1, 2], indirect=True)`."""
+    return request.getfixturevalue(f"world{request.param}")

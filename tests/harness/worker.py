@@ -1,0 +1,142 @@
+"""One rank of a World: the child process that executes tasks until its parent is gone.
+
+A task and its answer cross the pipe as plain pickle bytes. Plain, and not multiprocessing's own
+pickler: torch teaches that one to send tensors as shared memory, which dies with the rank.
+"""
+
+import faulthandler
+import fcntl
+import gc
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from harness.strict import strict
+
+STACK_SIGNAL = signal.SIGUSR1
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a worker sits: its rank, its world, and the file its stack goes to."""
+
+    rank: int
+    size: int
+    store_port: int
+    stack_path: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank sends back: a pickled result, or the text of what went wrong."""
+
+    result: bytes | None = None
+    error: str | None = None
+    num_fds: int = 0
+
+
+def serve(conn: Connection, seat: Seat) -> None:
+    """Join the world, then answer one task after another; the process's whole life."""
+    _die_with_parent()
+    _settle_process()
+    with open(seat.stack_path, "w") as stacks:
+        # Both work while the rank is stuck in C++, with or without the GIL.
+        faulthandler.enable(stacks)
+        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+        conn.send_bytes(pickle.dumps(_answer(_join, seat)))
+        while True:
+            try:
+                task = conn.recv_bytes()
+            except EOFError:
+                os._exit(0)
+            conn.send_bytes(pickle.dumps(_answer(_execute, task)))
+
+
+def _die_with_parent() -> None:
+    # A signal from the kernel rather than a thread that watches: it also ends a rank that blocks
+    # in C++ while holding the GIL, and it stays out of the stack dumps. The pipe becomes readable
+    # when the parent goes, however it goes; SIGIO then terminates this process.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(parent.sentinel, fcntl.F_GETFL)
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if wait([parent.sentinel], timeout=0):  # it went before we asked
+        os._exit(1)
+
+
+def _settle_process() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # Every rank would otherwise start its own pool of compiler processes.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    # Only the parent may rewrite expected output: here it would be one writer per rank.
+    os.environ.pop("EXPECTTEST_ACCEPT", None)
+    torch.set_num_threads(1)
+    # The modules loaded before the fork are no garbage: a collection that visits them takes 0.2 s
+    # and copies every page that the ranks share.
+    gc.freeze()
+
+
+def _join(seat: Seat) -> None:
+    store = dist.TCPStore("127.0.0.1", seat.store_port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.size)
+    # gloo connects the ranks at the first collective; pay that here and not in a test.
+    dist.barrier()
+
+
+def _execute(task: bytes) -> Any:
+    sys_path, call = pickle.loads(task)
+    sys.path[:] = sys_path  # before the call is unpickled: that imports the test module
+    fn, args, kwargs = pickle.loads(call)
+    torch.manual_seed(0)
+    return fn(*args, **kwargs)
+
+
+def _answer(act: Callable[..., Any], *args: Any) -> Answer:
+    result = error = None
+    try:
+        with strict():
+            result = _pickled(act(*args))
+    except BaseException as exc:  # whatever it is, the parent reports it
+        error = _text(exc)
+    gc.freeze()  # what outlives a task is modules and caches: out of the sight of later collections
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return Answer(result, error, num_fds=len(os.listdir("/dev/fd")))
+
+
+class _ResultPickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, DTensor):  # torch would let it through, as a wreck
+            raise TypeError(
+                "a DTensor cannot be a result: its mesh means nothing in the parent process. "
+                "Return x.to_local() or x.full_tensor()."
+            )
+        return NotImplemented
+
+
+def _pickled(result: Any) -> bytes:
+    buffer = io.BytesIO()
+    _ResultPickler(buffer).dump(result)
+    return buffer.getvalue()
+
+
+def _text(exc: BaseException) -> str:
+    tb = exc.__traceback__
+    while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
+        tb = tb.tb_next  # start at the test's own function
+    return "".join(traceback.format_exception(exc.with_traceback(tb)))

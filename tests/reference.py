@@ -1,0 +1,134 @@
+"""The reference every parity test compares with: plain PyTorch, one process, the global batch.
+
+A `Recipe` says how to build a model and what a step computes. `plain_run` trains it unsharded;
+`sharded_run` trains it under `fully_shard` on each rank's part of the same batch. Both return the
+same record: losses, the gradients of every step, the parameters at the end.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise import fully_shard
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One training run. All callables are module-level functions: recipes travel by pickle."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int, int], Tensor]  # (step, global batch size) -> inputs
+    loss: Callable[[nn.Module, Tensor], Tensor] = None  # type: ignore[assignment]
+    blocks: Callable[[nn.Module], list[Any]] = None  # type: ignore[assignment]
+    steps: int = 4
+    batch_size: int = 12  # divisible by 1, 2, 3 and 4 ranks
+    dtype: torch.dtype = torch.float64
+    options: dict[str, Any] = field(default_factory=dict)  # of fully_shard, for the blocks
+
+    def but(self, **changes: Any) -> "Recipe":
+        return replace(self, **changes)
+
+
+@dataclass
+class Record:
+    losses: list[float]
+    gradients: list[dict[str, Tensor | None]]
+    parameters: dict[str, Tensor]
+
+
+def mean_of_squares(model: nn.Module, inputs: Tensor) -> Tensor:
+    """A loss that is a mean over the batch, as averaging gradients over ranks presumes."""
+    return (model(inputs) - inputs.sum(dim=-1, keepdim=True)).pow(2).mean()
+
+
+def children_named_blocks(model: nn.Module) -> list[nn.Module]:
+    return list(model.blocks)
+
+
+def built(recipe: Recipe) -> nn.Module:
+    torch.manual_seed(1234)
+    return recipe.build().to(recipe.dtype)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def full(tensor: Tensor | None) -> Tensor | None:
+    """The whole of a tensor, sharded or not, safe from later changes."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return None if tensor is None else tensor.detach().clone()
+
+
+def train(model: nn.Module, recipe: Recipe, rank: int, world: int) -> Record:
+    loss_of = recipe.loss or mean_of_squares
+    optimizer = adamw(model)
+    record = Record([], [], {})
+    share = recipe.batch_size // world
+    for step in range(recipe.steps):
+        inputs = recipe.batch(step, recipe.batch_size)[rank * share : (rank + 1) * share]
+        optimizer.zero_grad()
+        loss = loss_of(model, inputs)
+        loss.backward()
+        record.gradients.append({n: full(p.grad) for n, p in model.named_parameters()})
+        optimizer.step()
+        record.losses.append(loss.item())
+    record.parameters = {n: full(p) for n, p in model.named_parameters()}  # type: ignore[misc]
+    return record
+
+
+def plain_run(recipe: Recipe) -> Record:
+    return train(built(recipe), recipe, rank=0, world=1)
+
+
+def shard(model: nn.Module, recipe: Recipe) -> nn.Module:
+    for block in (recipe.blocks or children_named_blocks)(model):
+        fully_shard(block, **recipe.options)
+    return fully_shard(model, **recipe.options)
+
+
+def sharded_run(recipe: Recipe) -> Record:
+    """Runs on every rank of a world."""
+    model = shard(built(recipe), recipe)
+    record = train(model, recipe, dist.get_rank(), dist.get_world_size())
+    mean = torch.tensor(record.losses, dtype=torch.float64)
+    dist.all_reduce(mean)
+    record.losses = (mean / dist.get_world_size()).tolist()
+    return record
+
+
+def assert_same_training(world: Any, recipe: Recipe, atol: float = 1e-10, **run: Any) -> list[Record]:
+    """Train plainly here and sharded on `world`; every loss, gradient and parameter must agree."""
+    expected = plain_run(recipe)
+    records = world.run(sharded_run, recipe, **run)
+    for record in records:
+        assert_same_record(record, expected, atol)
+    return records
+
+
+def assert_same_record(actual: Record, expected: Record, atol: float = 1e-10) -> None:
+    rtol = 0.0 if atol <= 1e-9 else 1e-4
+    torch.testing.assert_close(actual.losses, expected.losses, rtol=rtol, atol=atol)
+    assert len(actual.gradients) == len(expected.gradients)
+    for step, (got, want) in enumerate(zip(actual.gradients, expected.gradients, strict=True)):
+        assert got.keys() == want.keys()
+        for name in want:
+            _assert_close(got[name], want[name], f"gradient of {name} at step {step}", rtol, atol)
+    assert actual.parameters.keys() == expected.parameters.keys()
+    for name, value in expected.parameters.items():
+        _assert_close(actual.parameters[name], value, f"{name} after training", rtol, atol)
+
+
+def _assert_close(got: Tensor | None, want: Tensor | None, what: str, rtol: float, atol: float) -> None:
+    if want is None or got is None:
+        assert got is want, f"{what}: {got} where {want} is expected"
+        return
+    torch.testing.assert_close(
+        got, want, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}"
+    )
