@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.runtime import compat
 from shardwise.runtime.outputs import NotAContainer, find_tensors, replace_tensors
 from shardwise.runtime.schedule import Call, Member, Outcome
 
@@ -23,9 +24,11 @@ def install_hooks(member: Member) -> None:
     Our hook before forward is the first, and the one after it the last: the caller's own hooks see
     full parameters. The latter runs after an exception as well.
     """
+    before = partial(compat.outside_graphs(_before_forward), member)
+    after = partial(compat.outside_graphs(_after_forward), member)
     for module in member.group.modules:
-        module.register_forward_pre_hook(partial(_before_forward, member), prepend=True, with_kwargs=True)
-        module.register_forward_hook(partial(_after_forward, member), always_call=True)
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(after, always_call=True)
 
 
 def wrap_method(module: nn.Module, name: str, member: Member) -> None:

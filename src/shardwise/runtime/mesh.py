@@ -59,7 +59,7 @@ def resolve_mesh(mesh: DeviceMesh | None) -> ShardMesh:
         )
     pg = mesh.get_group()
     served = compat.group_devices(pg)
-    if mesh.device_type not in served:
+    if served and mesh.device_type not in served:
         raise ValueError(
             f"fully_shard: the mesh is of device type '{mesh.device_type}', but its process group "
             f"has back ends only for {sorted(served)}; its collectives would fail or crash. Pass "
@@ -75,7 +75,7 @@ def _default_mesh() -> DeviceMesh:
             "torch.distributed.init_process_group() first (torchrun sets what it reads), or pass mesh=."
         )
     assert dist.group.WORLD is not None
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = "cpu"
     if accelerator is not None and accelerator.type in compat.group_devices(dist.group.WORLD):
         kind = accelerator.type

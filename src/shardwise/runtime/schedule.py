@@ -380,10 +380,10 @@ class Schedule:
             self._reduce(group)
 
     def _reduce(self, group: Group) -> None:
-        while self._reducing:
-            self._finish_oldest_reduction()
         group.reduce()
         self._reducing.append(group)
+        while len(self._reducing) > 1:
+            self._finish_oldest_reduction()
 
     def _finish_oldest_reduction(self) -> None:
         group = self._reducing.popleft()
