@@ -157,8 +157,7 @@ class GlooExchange:
             pieces = output.view(self._world, -1)
             works += self._swap([(pieces[rank], source) for rank in self._others])
             own.append((pieces[self._rank], source))
-        for piece, source in own:
-            piece.copy_(source)
+        self._place_own(own)
         return _waiting_for(works)
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
@@ -177,6 +176,11 @@ class GlooExchange:
                 self._sum(output, source.view(self._world, -1), landing, divisor)
 
         return finish
+
+    def _place_own(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """The part of an all-gather that stays on this rank, which every back end has to copy too."""
+        for piece, source in pairs:
+            piece.copy_(source)
 
     def _swap(self, pairs: list[tuple[Tensor, Tensor]]) -> list[Any]:
         """Receive into and send from each (landing, source), one pair a rank of ``_others``."""

@@ -41,12 +41,14 @@ def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
 
 def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     """Hooks that ``tensor.register_hook`` registered; torch has no public way to list them."""
-    return list((getattr(tensor, "_backward_hooks", None) or {}).values())
+    hooks = tensor._backward_hooks
+    return list(hooks.values()) if hooks else []
 
 
 def post_accumulate_hooks(tensor: Tensor) -> list[Callable[[Tensor], None]]:
     """Hooks that ``register_post_accumulate_grad_hook`` registered."""
-    return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+    hooks = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return list(hooks.values()) if hooks else []
 
 
 def profiler_is_on() -> bool:

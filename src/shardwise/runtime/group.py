@@ -34,7 +34,7 @@ class State(Enum):
 class GradientState(Enum):
     """Where the gradients of the full parameters are."""
 
-    NONE = "none"  # nothing but .grad of the shards
+    NONE = "empty"  # nothing but .grad of the shards
     PENDING = "pending"  # full gradients of the running backward, perhaps not all
     DEFERRED = "deferred"  # full gradients of earlier backwards, left unreduced on request
     REDUCING = "reducing"  # full gradients and the reduced ones, in flight
@@ -205,7 +205,8 @@ class Group:
         self._memory = self._gathered.addresses()
         for param in self.params:
             param.shadow()
-        refresh_flat_weights(self._rnns)
+        if self._rnns:
+            refresh_flat_weights(self._rnns)
         self.state = state
 
     def reshard(self) -> None:
@@ -214,12 +215,13 @@ class Group:
         Raises:
             RuntimeError: a full parameter was changed in place; the change would be lost.
         """
+        state = self._next(STATES, self.state, "reshard")
         changed = [
             param.fqn
             for param, full, version in zip(self.params, self._fulls, self._versions, strict=True)
             if full._version != version
         ]
-        self._free(self._next(STATES, self.state, "reshard"))
+        self._free(state)
         if changed:
             raise RuntimeError(
                 f"{', '.join(changed)}: changed in place while gathered (group '{self.name}'). Inside "
@@ -262,7 +264,8 @@ class Group:
     def _free(self, state: State) -> None:
         for param in self.params:
             param.unshadow()
-        refresh_flat_weights(self._rnns)
+        if self._rnns:
+            refresh_flat_weights(self._rnns)
         compat.set_versions(self._fulls, self._freed)
         lane = self._lanes.gather
         lane.follow_compute()
@@ -429,7 +432,8 @@ class Group:
             gradient = full.grad
             if gradient is not None:
                 full.grad = None
-                gradient = gradient.detach()
+                if gradient.requires_grad:  # made by create_graph=True
+                    gradient = gradient.detach()
                 if gradient.layout is not torch.strided:
                     raise RuntimeError(
                         f"{param.fqn}: its gradient has layout {gradient.layout}; only dense gradients "

@@ -21,6 +21,7 @@ those that share one ("packed"); within each part, parameters of one dtype lie t
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 ALIGNMENT = 16
@@ -41,7 +42,7 @@ class Entry:
     kind: Hashable
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Slot:
     """One parameter's place in the shard buffer and in the gathered buffer."""
 
@@ -54,27 +55,22 @@ class Slot:
     shard_offset: int
     slot_offset: int
 
-    @property
+    @cached_property
     def is_replicated(self) -> bool:
         """True for a scalar, which every rank keeps whole."""
         return not self.entry.shape
 
-    @property
+    @cached_property
     def chunk_bytes(self) -> int:
         """What one rank contributes to a gather, padding rows included."""
         return self.chunk_rows * self.row_bytes
 
-    @property
-    def chunk_numel(self) -> int:
-        """``chunk_bytes`` counted in elements."""
-        return self.chunk_bytes // self.entry.itemsize
-
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Size of the slot in the gathered buffer."""
         return self.world * self.chunk_bytes
 
-    @property
+    @cached_property
     def is_even(self) -> bool:
         """True if no rank's chunk holds padding."""
         return self.rows == self.world * self.chunk_rows and not self.is_replicated
@@ -123,7 +119,7 @@ class Layout:
         """What one rank contributes to the packed gather."""
         return self.shard_bytes - self.packed_start
 
-    @property
+    @cached_property
     def has_padding(self) -> bool:
         """True if some bytes of a shard buffer belong to no parameter."""
         return any(not s.is_even or s.chunk_bytes % ALIGNMENT for s in self.slots)

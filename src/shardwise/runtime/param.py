@@ -204,17 +204,17 @@ class Param:
 
     def add_gradient(self, local: Tensor) -> None:
         """Accumulate a reduced gradient into ``.grad``, then run the hooks put on the shard."""
+        sharded = self.sharded
         gradient: Tensor = compat.make_dtensor(local, self._spec)
-        for hook in compat.gradient_hooks(self.sharded):
+        for hook in compat.gradient_hooks(sharded):
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
-        if self.sharded.grad is None:
-            self.sharded.grad = gradient
+        if sharded.grad is None:
+            sharded.grad = gradient
         else:
-            assert isinstance(gradient, DTensor)
             self._accumulate(compat.local_tensor(gradient))
-        for post in compat.post_accumulate_hooks(self.sharded):
-            post(self.sharded)
+        for post in compat.post_accumulate_hooks(sharded):
+            post(sharded)
 
     def defer_gradient(self) -> None:
         """Leave the full gradient unreduced, and note what ``.grad`` is, to see whether it is cleared.
