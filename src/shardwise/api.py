@@ -272,6 +272,11 @@ def _check_param(param: nn.Parameter, where: str) -> None:
             "groups, which is not supported yet. Shard both in one call, as the parameters of their "
             "common parent or as a list of modules, or untie them."
         )
+    if param.grad is not None:
+        raise ValueError(
+            f"{where} has a gradient already, which would be lost: the shard is a new parameter. Call "
+            "zero_grad() on the model before fully_shard."
+        )
     if isinstance(param, DTensor):
         raise NotImplementedError(
             f"{where} is already a DTensor, with placements {param.placements}. Sharding it further "

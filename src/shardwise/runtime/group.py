@@ -347,11 +347,11 @@ class Group:
     def _accumulated(self, index: int, _full: Tensor) -> None:
         """Autograd has put the gradient of one full parameter in place."""
         if self.gradient_state is not GradientState.PENDING:
+            self.on_gradient(self)
             if self.gradient_state is GradientState.REDUCING:
                 self.finish_reduce()
             self.gradient_state = self._next(GRADIENT_STATES, self.gradient_state, "accumulate")
             self._awaited = set(self._trainable)
-            self.on_gradient(self)
         self._awaited.discard(index)
         if not self._awaited:
             self.on_complete(self)

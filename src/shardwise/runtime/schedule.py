@@ -402,7 +402,7 @@ class Schedule:
         session = self._sessions[-1]() if self._sessions else None
         if session is not None and session.graph_task_id == task:
             return session
-        self._sessions = [ref for ref in self._sessions if ref() is not None]
+        self._recover()
         if not self._sessions:
             self._begin_backward()
         session = Session(task)
@@ -411,7 +411,6 @@ class Schedule:
         return session
 
     def _begin_backward(self) -> None:
-        self._abandon_lost_gradients()
         for group in self.groups:
             group.drop_cleared()
         self._lanes.gather.follow_compute()
@@ -450,28 +449,24 @@ class Schedule:
     # --- after a failure --------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        """Make good what a failed forward or backward left behind."""
-        if any(ref() is not None for ref in self._sessions):
-            return
-        if self._sessions:  # a backward began and never ended
-            self._sessions = []
-            for group in list(self._held):
-                group.abandon()
-            self._held.clear()
-            self._ahead.clear()
-            self._kept_by_caller.clear()
-            self._first_enter.clear()
-        self._abandon_lost_gradients()
+        """Make good what a failed backward left behind: its session is gone without having ended.
 
-    def _abandon_lost_gradients(self) -> None:
-        """Full gradients that are neither deferred nor of a running backward belong to a lost one."""
+        Its gradients are dropped. A failed forward leaves nothing: its hooks ran.
+        """
+        if not self._sessions or any(ref() is not None for ref in self._sessions):
+            return
+        self._sessions = []
+        for group in list(self._held):
+            group.abandon()
         for group in self.groups:
-            state = group.gradient_state
-            is_lost = state is GradientState.REDUCING and self.is_last_backward
-            if is_lost or state is GradientState.PENDING:
+            if group.gradient_state in (GradientState.PENDING, GradientState.REDUCING):
                 group.drop_gradients()
-        if self.is_last_backward:
-            self._reducing.clear()
+        self._reducing.clear()
+        self._held.clear()
+        self._ahead.clear()
+        self._kept_by_caller.clear()
+        self._first_enter.clear()
+        self._running.clear()
 
     # --- gathered groups --------------------------------------------------------------------------
 
