@@ -361,7 +361,6 @@ class Group:
         state = self._next(GRADIENT_STATES, self.gradient_state, "reduce")
         gradients = self._take_gradients()
         lane = self._lanes.reduce
-        self._tell("reduce")
         with torch.no_grad(), torch.inference_mode(False), _label(f"shardwise.reduce {self.name}"):
             make = torch.zeros if self.layout.has_padding else torch.empty
             output = make(self.layout.shard_bytes, dtype=torch.uint8, device=self.shard.bytes.device)
@@ -370,6 +369,7 @@ class Group:
             ticket = lane.submit(start)
         self._reduction = (ticket, gradients, output)
         self.gradient_state = state
+        self._tell("reduce")
 
     @torch.no_grad()
     def finish_reduce(self) -> None:
