@@ -65,4 +65,6 @@ def test_a_step_is_planned_for_a_rank_of_any_world(world: int, local: list[list[
 def test_a_model_on_the_meta_device_is_planned_but_does_not_run() -> None:
     result = planned(1024, "meta")
     assert result["bytes"] == 256 * 4 + 16 + 512 * 4 + 16
-    assert result["error"].startswith("Cannot run forward: 12 parameters are still on the meta device: 0.0.weight")
+    assert result["error"].startswith(
+        "Cannot run forward: 12 parameters are still on the meta device: 0.0.weight"
+    )

@@ -185,6 +185,8 @@ class Schedule:
 
     def _prepare(self) -> None:
         """Once, before anything runs: check that parameters have values, make lanes."""
+        if self._is_ready:
+            return
         names = [name for group in self.groups for name in group.meta_parameters()]
         if names:
             raise RuntimeError(meta_message(names))
@@ -208,8 +210,7 @@ class Schedule:
 
     def unshard_for_caller(self, group: Group) -> None:
         """Begin a gather that lasts until forward has used it, or ``reshard_for_caller``."""
-        if not self._is_ready:
-            self._prepare()
+        self._prepare()
         if not self._held:  # between iterations: the optimizer may just have written the shards
             self._lanes.gather.follow_compute()
         self._refresh(group)
@@ -265,8 +266,7 @@ class Schedule:
             self._end_forward(outcome)
 
     def _begin_forward(self) -> None:
-        if not self._is_ready:
-            self._prepare()
+        self._prepare()
         self._recover()
         for group in self.groups:
             group.drop_cleared()
@@ -411,6 +411,7 @@ class Schedule:
         return session
 
     def _begin_backward(self) -> None:
+        self._prepare()
         for group in self.groups:
             group.drop_cleared()
         self._lanes.gather.follow_compute()
