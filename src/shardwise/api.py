@@ -4,7 +4,8 @@ Everything that can fail happens before the first module is touched, so that aft
 is as it was.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +29,15 @@ from shardwise.runtime.mesh import ShardMesh, resolve_mesh
 from shardwise.runtime.param import Param, Site, sharded_before
 from shardwise.runtime.schedule import Member, Schedule
 
-_OWNER = "_shardwise_owner"
+_PLACE = "_shardwise_place"
+
+
+@dataclass(eq=False)
+class _Place:
+    """Noted on every module whose parameters a group has taken: the group, and the module's name."""
+
+    group: Group
+    fqn: str
 
 
 M = TypeVar("M", nn.Module, list[nn.Module])
@@ -96,7 +105,8 @@ def fully_shard(
     shard_mesh = resolve_mesh(mesh)
     name = type(modules[0]).__name__
     managed = _modules_to_manage(modules)
-    params = _collect_params(modules, managed, shard_mesh)
+    names = _names_below(modules)
+    params = _collect_params(modules, managed, names, shard_mesh)
     classes = [sharded_class(type(m)) for m in modules]
     group = Group(name, modules, params, shard_mesh, comm_policy or CommPolicy())
     group.reshard_after_forward = reshards
@@ -110,7 +120,7 @@ def fully_shard(
         set_member(each, member)
         compat.register_api(each)
     for each in managed:
-        each.__dict__[_OWNER] = group
+        each.__dict__[_PLACE] = _Place(group, names[each] or name)
         compat.mark_managed(each)
     install_hooks(member)
     _build_tree(modules, member)
@@ -125,50 +135,55 @@ def _check_modules(module: Any) -> list[nn.Module]:
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     if not modules:
         raise ValueError("fully_shard: the list of modules is empty; there is nothing to shard.")
-    for each in modules:
-        _check_module(each)
-    for each in modules:
+    is_list = isinstance(module, (list, tuple))
+    for index, each in enumerate(modules):
+        _check_module(each, f" at [{index}] of the list" if is_list else "")
+    for index, each in enumerate(modules):
+        if each in modules[:index]:
+            raise ValueError(
+                f"fully_shard: a {_class_name(each)} stands twice in the list, at "
+                f"[{modules.index(each)}] and [{index}]. Leave one out."
+            )
         inside = set(each.modules())
-        for other in modules:
+        for other_index, other in enumerate(modules):
             if other is not each and other in inside:
                 raise ValueError(
-                    f"fully_shard: in the list, {_class_name(other)} is inside {_class_name(each)}. The "
-                    "modules of one group must lie beside each other; leave the inner one out."
+                    f"fully_shard: in the list, {_class_name(other)} at [{other_index}] is inside "
+                    f"{_class_name(each)} at [{index}]. The modules of one group must lie beside each "
+                    "other; leave the inner one out."
                 )
-    if len(set(modules)) < len(modules):
-        raise ValueError("fully_shard: a module stands twice in the list.")
     return modules
 
 
-def _check_module(module: Any) -> None:
+def _check_module(module: Any, where: str) -> None:
     if not isinstance(module, nn.Module):
         hint = " (its instance is needed, not the class)" if isinstance(module, type) else ""
         raise TypeError(
-            f"fully_shard: expected an nn.Module or a list of them, got {_describe(module)}{hint}."
+            f"fully_shard: expected an nn.Module or a list of them, got {_describe(module)}{where}{hint}."
         )
+    place: _Place | None = module.__dict__.get(_PLACE)
     if isinstance(module, FSDPModule):
+        known_as = f" as '{place.fqn}'" if place and place.fqn != _class_name(module) else ""
         raise ValueError(
-            f"fully_shard: this {_class_name(module)} is already sharded; call it once a module."
+            f"fully_shard: this {_class_name(module)}{where} is already sharded{known_as}; call it once a "
+            "module."
         )
-    if owner := module.__dict__.get(_OWNER):
+    if place is not None:
         raise ValueError(
-            f"fully_shard: {_class_name(module)} is inside {owner.name}, which was sharded before and "
-            "has taken its parameters. Apply fully_shard bottom-up: on the inner modules first, then "
-            f"on {owner.name}."
+            f"fully_shard: {_class_name(module)} '{place.fqn}'{where} is inside {place.group.name}, which "
+            "was sharded before and has taken its parameters. Apply fully_shard bottom-up: on the inner "
+            f"modules first, then on {place.group.name}."
         )
-    if others := [name for name in compat.registered_apis(module) if name in _EXCLUSIVE]:
+    if others := compat.applied_apis(module):
         raise ValueError(
-            f"fully_shard: torch's {others[0]} was already applied to this {_class_name(module)}. A "
+            f"fully_shard: torch's {others[0]} was already applied to this {_class_name(module)}{where}. A "
             "module can be managed by one of them only."
         )
-    if type(module).forward is nn.Module.forward:
+    if getattr(module.forward, "__func__", None) is nn.Module.forward:
         raise ValueError(
-            f"fully_shard: {_class_name(module)} has no forward, so nothing would tell when to gather "
+            f"fully_shard: {_class_name(module)}{where} has no forward, so nothing would tell when to gather "
             "its parameters. Call fully_shard on its children, one by one, or on the module around it."
         )
-
-
-_EXCLUSIVE = ("fully_shard", "replicate")
 
 
 def _check_reshard(reshard_after_forward: Any) -> bool | None:
@@ -190,7 +205,8 @@ def _check_unsupported(
     """Refuse what is not supported yet; nothing that was asked for is silently ignored."""
     if shard_placement_fn is not None:
         raise NotImplementedError(
-            "fully_shard: shard_placement_fn (sharding on other dimensions than 0) is not supported yet."
+            "fully_shard: shard_placement_fn (sharding on other dimensions than 0) is not supported yet. "
+            "Leave it out: every parameter is sharded on dimension 0."
         )
     fields = ("param_dtype", "reduce_dtype", "output_dtype")
     asked = [f for f in fields if getattr(mp_policy, f, None) is not None]
@@ -199,21 +215,25 @@ def _check_unsupported(
             f"fully_shard: mp_policy with {', '.join(asked)} (mixed precision) is not supported yet. Use "
             "torch.autocast, or convert the model with .to(dtype)."
         )
-    if mp_policy is not None and not hasattr(mp_policy, "param_dtype"):
-        raise TypeError(
-            f"fully_shard: mp_policy is a {type(mp_policy).__name__}, not a MixedPrecisionPolicy."
-        )
+    if isinstance(mp_policy, type) or (mp_policy is not None and not hasattr(mp_policy, "param_dtype")):
+        raise TypeError(f"fully_shard: mp_policy is {_describe(mp_policy)}, not a MixedPrecisionPolicy.")
     if hasattr(offload_policy, "pin_memory"):
         raise NotImplementedError(
-            "fully_shard: offload_policy=CPUOffloadPolicy (shards in host memory) is not supported yet."
+            "fully_shard: offload_policy=CPUOffloadPolicy (shards in host memory) is not supported yet. "
+            "Leave it out: shards stay on the device of the mesh."
         )
     if offload_policy is not None and not type(offload_policy).__name__.endswith("OffloadPolicy"):
         raise TypeError(
             f"fully_shard: offload_policy is a {type(offload_policy).__name__}, not an OffloadPolicy."
         )
+    if ignored_params is not None and not isinstance(ignored_params, (Set, list, tuple)):
+        raise TypeError(
+            f"fully_shard: ignored_params is a {type(ignored_params).__name__}; pass a set of parameters."
+        )
     if ignored_params:
         raise NotImplementedError(
-            f"fully_shard: ignored_params ({len(ignored_params)} given) is not supported yet."
+            f"fully_shard: ignored_params ({len(ignored_params)} given) is not supported yet. Leave it out "
+            "and let those parameters be sharded, or call fully_shard on the modules beside them."
         )
 
 
@@ -236,18 +256,22 @@ def _modules_to_manage(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return list(managed)
 
 
-def _collect_params(modules: list[nn.Module], managed: list[nn.Module], mesh: ShardMesh) -> list[Param]:
+def _collect_params(
+    modules: list[nn.Module],
+    managed: list[nn.Module],
+    names: dict[nn.Module, str],
+    mesh: ShardMesh,
+) -> list[Param]:
     """The parameters of the call, tied ones once with all their places; each of them checked."""
-    names = _names_below(modules)
     sites: dict[nn.Parameter, list[Site]] = {}
     for module in managed:
         for name, param in module._parameters.items():
             if param is not None:
-                prefix = names[module]
-                fqn = f"{prefix}.{name}" if prefix else name
-                sites.setdefault(param, []).append(Site(module, name, fqn))
+                sites.setdefault(param, []).append(Site(module, name, _joined(names[module], name)))
     for param, places in sites.items():
-        _check_param(param, f"{_class_name(modules[0])}: {places[0].fqn}")
+        where = f"{_class_name(modules[0])}: {places[0].fqn}"
+        _check_is_free(param, where, places[0].module, modules)
+        _check_param(param, where)
     return [Param(param, places, mesh) for param, places in sites.items()]
 
 
@@ -256,8 +280,40 @@ def _names_below(modules: list[nn.Module]) -> dict[nn.Module, str]:
     for index, root in enumerate(modules):
         own = f"[{index}]" if len(modules) > 1 else ""
         for name, module in root.named_modules():
-            names.setdefault(module, ".".join(part for part in (own, name) if part))
+            names.setdefault(module, _joined(own, name))
     return names
+
+
+def _joined(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+def _check_is_free(param: nn.Parameter, where: str, module: nn.Module, modules: list[nn.Module]) -> None:
+    """No earlier sharding, ours or torch's, may have taken the parameter."""
+    if (before := sharded_before(param)) is not None:
+        before = _full_name_of_shard(param, modules) or before
+        raise NotImplementedError(
+            f"{where} is already sharded, as '{before}': the two are tied, but belong to different groups, "
+            "which is not supported yet. Shard both in one call, as the parameters of their common parent "
+            "or as a list of modules, or untie them."
+        )
+    if isinstance(param, DTensor) and compat.is_managed_by_torch(module):
+        raise ValueError(
+            f"{where} was already sharded by torch's fully_shard. A model can be sharded by one library "
+            "only: call the fully_shard of either on all of its modules."
+        )
+
+
+def _full_name_of_shard(param: nn.Parameter, modules: list[nn.Module]) -> str | None:
+    """The name, seen from ``modules``, of the sharded parameter that was made from ``param``."""
+    for root in modules:
+        names = {module: name for name, module in root.named_modules()}
+        for member in sharded_members(root):
+            for candidate in member.group.params:
+                site = candidate.sites[0]
+                if candidate.was_made_from(param) and site.module in names:
+                    return _joined(names[site.module], site.name)
+    return None
 
 
 def _check_param(param: nn.Parameter, where: str) -> None:
@@ -265,12 +321,6 @@ def _check_param(param: nn.Parameter, where: str) -> None:
         raise ValueError(
             f"{where} is not initialised: the module is lazy and does not know its shape yet. Run one "
             "forward before fully_shard."
-        )
-    if (before := sharded_before(param)) is not None:
-        raise NotImplementedError(
-            f"{where} was already sharded as '{before}': the two are tied, but belong to different "
-            "groups, which is not supported yet. Shard both in one call, as the parameters of their "
-            "common parent or as a list of modules, or untie them."
         )
     if param.grad is not None:
         raise ValueError(
@@ -280,7 +330,13 @@ def _check_param(param: nn.Parameter, where: str) -> None:
     if isinstance(param, DTensor):
         raise NotImplementedError(
             f"{where} is already a DTensor, with placements {param.placements}. Sharding it further "
-            "(tensor parallelism on a second mesh dimension) is not supported yet."
+            "(tensor parallelism on a second mesh dimension) is not supported yet. Pass a module whose "
+            "parameters are plain tensors."
+        )
+    if type(param.data) is not torch.Tensor:
+        raise NotImplementedError(
+            f"{where} holds a {type(param.data).__name__}; tensor subclasses cannot be sharded yet. Convert "
+            "it to a plain tensor before fully_shard, or leave its module out."
         )
     if type(param) is not nn.Parameter:
         raise NotImplementedError(
@@ -288,12 +344,11 @@ def _check_param(param: nn.Parameter, where: str) -> None:
             "lost: its shard is a DTensor. Wrap the value in a plain nn.Parameter; attributes set on it "
             "are kept."
         )
-    if type(param.data) is not torch.Tensor:
-        raise NotImplementedError(
-            f"{where} holds a {type(param.data).__name__}; tensor subclasses cannot be sharded yet."
-        )
     if param.layout is not torch.strided:
-        raise NotImplementedError(f"{where} has layout {param.layout}; only dense parameters can be sharded.")
+        raise NotImplementedError(
+            f"{where} has layout {param.layout}; only dense parameters can be sharded. Convert it with "
+            ".to_dense(), or leave its module out."
+        )
 
 
 # --- applying -------------------------------------------------------------------------------------
@@ -333,6 +388,10 @@ def _build_tree(modules: list[nn.Module], member: Member) -> None:
         for inner in sharded_members(root):
             if inner is not member:
                 inner.group.rename(names)
+        for module, name in names.items():
+            place: _Place | None = module.__dict__.get(_PLACE)
+            if place is not None and place.group is not member.group:
+                place.fqn = name
 
 
 def _class_name(module: nn.Module) -> str:

@@ -1,5 +1,9 @@
 """FSDPModule: what a caller may do with a sharded module."""
 
+import importlib
+import inspect
+import math
+import re
 from collections.abc import Iterator, Sequence
 from threading import Lock
 from typing import Any
@@ -42,6 +46,7 @@ class FSDPModule:
         The full parameters stay until forward has used them, or ``reshard()``. Collective: all ranks
         of the mesh must call it in the same order.
         """
+        _check_bool("unshard", "async_op", async_op)
         member = _member(self)
         member.schedule.unshard_for_caller(member.group)
         handle = UnshardHandle(member.group)
@@ -64,7 +69,7 @@ class FSDPModule:
         For accumulation over microbatches without communication: False for all but the last. Costs
         the memory of the full gradients. ``zero_grad()`` clears them as any other gradient.
         """
-        _check_bool("requires_gradient_sync", requires_gradient_sync)
+        _check_bool("set_requires_gradient_sync", "requires_gradient_sync", requires_gradient_sync)
         for group in _groups(self, recurse):
             group.requires_gradient_sync = requires_gradient_sync
 
@@ -74,7 +79,7 @@ class FSDPModule:
         False keeps them until backward. A forward without gradients has no backward to keep them
         for: they are freed at its end either way.
         """
-        _check_bool("reshard_after_forward", reshard_after_forward)
+        _check_bool("set_reshard_after_forward", "reshard_after_forward", reshard_after_forward)
         for group in _groups(self, recurse):
             group.reshard_after_forward = reshard_after_forward
 
@@ -84,7 +89,7 @@ class FSDPModule:
         While they are kept, changes of the sharded parameters are seen and lead to a new gather,
         except those through ``.data``, which PyTorch does not count: call ``reshard()`` after such.
         """
-        _check_bool("reshard_after_backward", reshard_after_backward)
+        _check_bool("set_reshard_after_backward", "reshard_after_backward", reshard_after_backward)
         for group in _groups(self, recurse):
             group.reshard_after_backward = reshard_after_backward
 
@@ -94,7 +99,7 @@ class FSDPModule:
         False lets reductions travel on after backward has returned; ``.grad`` is complete only after
         the last. For schedules with several backward passes a step.
         """
-        _check_bool("is_last_backward", is_last_backward)
+        _check_bool("set_is_last_backward", "is_last_backward", is_last_backward)
         _member(self).schedule.is_last_backward = is_last_backward
 
     def set_modules_to_forward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
@@ -113,7 +118,7 @@ class FSDPModule:
 
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = True) -> None:
         """Divide the sum of the ranks' gradients by ``factor`` instead of the world size."""
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
             raise ValueError(
                 f"set_gradient_divide_factor: factor is {factor!r}; it must be a number above 0. The "
                 "default is the number of ranks, which averages; 1.0 sums."
@@ -138,9 +143,25 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"register_fsdp_forward_method: {type(module).__name__} is not an nn.Module.")
+    if not isinstance(method_name, str):
+        raise TypeError(
+            f"register_fsdp_forward_method: method_name is {method_name!r}, a {type(method_name).__name__}; "
+            "pass the method's name as a string."
+        )
     if not callable(getattr(module, method_name, None)):
         raise ValueError(
             f"register_fsdp_forward_method: {type(module).__name__} has no method '{method_name}'."
+        )
+    method = inspect.unwrap(getattr(module, method_name))
+    if (
+        inspect.isgeneratorfunction(method)
+        or inspect.iscoroutinefunction(method)
+        or inspect.isasyncgenfunction(method)
+    ):
+        raise NotImplementedError(
+            f"register_fsdp_forward_method: {type(module).__name__}.{method_name} is a generator or a "
+            "coroutine: it returns before it has run, so its parameters would be freed too early. Register "
+            "the methods it calls for each piece, or collect the pieces in a method that returns them."
         )
     if isinstance(module, FSDPModule):
         wrap_method(module, method_name, _member(module))
@@ -158,21 +179,50 @@ def sharded_class(original: type) -> type:
     FSDPModule comes last among the bases and its methods are copied into the class: in this order
     the memory layout is that of ``original``, whatever its own bases are, which assigning
     ``__class__`` demands.
+
+    Raises:
+        TypeError: ``original`` uses one of the names of FSDPModule's methods for its own ends.
     """
     with _classes_lock:
         made = _classes.get(original)
         if made is None:
-            methods = {name: value for name, value in vars(FSDPModule).items() if not name.startswith("_")}
-            special = {
-                "__new__": lambda cls, *args, **kwargs: original(*args, **kwargs),
-                "__reduce_ex__": _reduce_ex,
-                "__module__": original.__module__,
-                "__doc__": original.__doc__,
-                "__qualname__": f"FSDP{original.__qualname__}",
-            }
-            made = type(f"FSDP{original.__name__}", (original, FSDPModule), methods | special)
-            _classes[original] = made
+            made = _classes[original] = _make_sharded_class(original)
         return made
+
+
+def _make_sharded_class(original: type) -> type:
+    methods = {name: value for name, value in vars(FSDPModule).items() if not name.startswith("_")}
+    if taken := [name for name in methods if hasattr(original, name)]:
+        raise TypeError(
+            f"fully_shard: {original.__name__} has an attribute '{taken[0]}' of its own, a name that sharded "
+            "modules need: the method of FSDPModule would take its place. Rename it in the class."
+        )
+    special = {
+        "__new__": lambda cls, *args, **kwargs: original(*args, **kwargs),
+        "__reduce_ex__": _refuse_to_copy,
+        "__module__": __name__,
+        "__doc__": original.__doc__,
+        "__qualname__": f"FSDP<{original.__module__}:{original.__qualname__}>".replace(".", "/"),
+    }
+    try:
+        return type(f"FSDP{original.__name__}", (original, FSDPModule), methods | special)
+    except Exception as error:
+        raise TypeError(
+            f"fully_shard: the class {original.__name__} cannot be extended ({error}); shard the module "
+            "around it instead."
+        ) from error
+
+
+def __getattr__(name: str) -> type:
+    """Give sharded classes a home that pickle can find: here, by the name of the original class."""
+    match = re.fullmatch(r"FSDP<(.+):(.+)>", name)
+    if match is None:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    module, path = (part.replace("/", ".") for part in match.groups())
+    original: Any = importlib.import_module(module)
+    for part in path.split("."):
+        original = getattr(original, part)
+    return sharded_class(original)
 
 
 def original_class(module: nn.Module) -> type:
@@ -180,13 +230,12 @@ def original_class(module: nn.Module) -> type:
     return type(module).__bases__[0] if isinstance(module, FSDPModule) else type(module)
 
 
-def _reduce_ex(self: Any, protocol: Any) -> Any:
-    """Copies and pickles name the original class, which can be imported."""
-    return (_rebuild, (original_class(self),), self.__dict__)
-
-
-def _rebuild(original: type) -> Any:
-    return object.__new__(sharded_class(original))
+def _refuse_to_copy(self: Any, protocol: Any) -> Any:
+    raise NotImplementedError(
+        f"{_member(self).group.name}: copying or pickling a sharded module is not supported yet: a copy "
+        "would share its collectives and none of its memory. Copy the model before fully_shard and shard "
+        "both, or save its state_dict()."
+    )
 
 
 # --- from modules to groups -----------------------------------------------------------------------
@@ -209,6 +258,7 @@ def _member(module: Any) -> Member:
 
 def _groups(module: Any, recurse: bool) -> Iterator[Group]:
     """What a setter acts on."""
+    _check_bool("FSDPModule", "recurse", recurse)
     members = sharded_members(module) if recurse else [_member(module)]
     return (member.group for member in members)
 
@@ -216,15 +266,15 @@ def _groups(module: Any, recurse: bool) -> Iterator[Group]:
 def _groups_of(modules: Any, caller: str) -> list[Group]:
     if isinstance(modules, (nn.Module, str)) or not isinstance(modules, Sequence):
         raise TypeError(f"{caller}: modules is a {type(modules).__name__}; pass a list of sharded modules.")
-    for module in modules:
+    for index, module in enumerate(modules):
         if not isinstance(module, FSDPModule):
             raise ValueError(
-                f"{caller}: {type(module).__name__} is not sharded, so there is nothing to prefetch. "
-                "Call fully_shard on it first, or leave it out."
+                f"{caller}: {type(module).__name__} at [{index}] is not sharded, so there is nothing to "
+                "prefetch. Call fully_shard on it first, or leave it out."
             )
     return [_member(module).group for module in modules]
 
 
-def _check_bool(name: str, value: object) -> None:
+def _check_bool(caller: str, name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"set_{name}: {value!r} is a {type(value).__name__}; pass True or False.")
+        raise TypeError(f"{caller}: {name} is {value!r}, a {type(value).__name__}; pass True or False.")

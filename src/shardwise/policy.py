@@ -51,7 +51,12 @@ class CommPolicy:
     prefetch: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse negative sizes and counts."""
+        """Refuse what is not a size or a count."""
+        for name in ("packing_limit_bytes", "prefetch"):
+            value = getattr(self, name)
+            is_default = value is None and name == "packing_limit_bytes"
+            if not is_default and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"CommPolicy: {name} is {value!r}, a {type(value).__name__}; pass an int.")
         if self.packing_limit_bytes is not None and self.packing_limit_bytes < 0:
             raise ValueError(
                 f"CommPolicy: packing_limit_bytes is {self.packing_limit_bytes}; it is a size in "

@@ -165,18 +165,23 @@ def group_devices(pg: dist.ProcessGroup) -> set[str]:
 # --- modules --------------------------------------------------------------------------------------
 
 
-def registered_apis(module: nn.Module) -> dict[str, RegistryItem]:
-    """torch's record of which composable API was applied to ``module``.
-
-    An entry named ``fully_shard`` makes torch's own ``fully_shard`` and ``replicate`` refuse the
-    module with a clear message instead of sharding it twice.
-    """
-    return module.__dict__.setdefault(REGISTRY_KEY, {})
+def applied_apis(module: nn.Module) -> list[str]:
+    """Which of torch's composable APIs that exclude ours were applied to ``module`` itself."""
+    return [name for name in ("fully_shard", "replicate") if name in module.__dict__.get(REGISTRY_KEY, ())]
 
 
 def register_api(module: nn.Module) -> None:
-    """Enter ``fully_shard`` in torch's record, and set what dynamo and Transformers look for."""
-    registered_apis(module)["fully_shard"] = RegistryItem()
+    """Enter ``fully_shard`` in torch's record of composable APIs.
+
+    torch's own ``fully_shard`` and ``replicate`` then refuse the module with a clear message instead of
+    sharding it twice.
+    """
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+
+
+def is_managed_by_torch(module: nn.Module) -> bool:
+    """True if torch's own FSDP says that it manages the parameters of ``module``."""
+    return "_is_fsdp_managed_module" in module.__dict__
 
 
 def mark_managed(module: nn.Module) -> None:

@@ -120,12 +120,19 @@ class Group:
         self._comm = self._reduce_comm = comm
         self._lay_out([param.sharded for param in self.params], self._initial_device())
         rank = self.mesh.rank
+        shards = []
         with torch.no_grad(), torch.inference_mode(False):
             for param, slot, view in zip(self.params, self.layout.slots, self.shard.views, strict=True):
-                rows = slice(*slot.row_range(rank))
-                original = param.sharded.detach()
-                view.copy_(original if slot.is_replicated else original[rows])
-            return [param.make_shard(view) for param, view in zip(self.params, self.shard.views, strict=True)]
+                part = param.sharded.detach()
+                if not slot.is_replicated:
+                    part = part[slice(*slot.row_range(rank))]
+                if view.is_meta and not part.is_meta:
+                    # Others of the group have no values yet: this one waits for them beside the buffer.
+                    view = torch.empty_like(
+                        part, device=self.mesh.device, memory_format=torch.contiguous_format
+                    )
+                shards.append(param.make_shard(view.copy_(part)))
+        return shards
 
     def install(self, shards: Sequence[nn.Parameter]) -> None:
         """Register the shards in the modules, in place of the full parameters."""
@@ -291,13 +298,15 @@ class Group:
 
     def _follow_changes(self) -> None:
         """See what was assigned, moved, cast, frozen or unfrozen since the last gather."""
-        if all(param.is_untouched() for param in self.params):
+        if all(param.is_untouched() for param in self.params) and not self.shard.bytes.is_meta:
             return
         for param in self.params:
             new = param.replaced_by()
             if new is not None:
                 param.adopt(new)
-        if any(compat.local_tensor(p.sharded) is not p.local for p in self.params):
+        if self.shard.bytes.is_meta or any(
+            compat.local_tensor(p.sharded) is not p.local for p in self.params
+        ):
             self._move_in()
         for param in self.params:
             if param.full is not None and param.full.requires_grad != param.sharded.requires_grad:
@@ -459,17 +468,6 @@ class Group:
     def _tell(self, event: str) -> None:
         if self.observer is not None:
             self.observer(event, self.name)
-
-    def __deepcopy__(self, memo: object) -> "Group":
-        """Refuse: a copy would share the process's collectives and none of the memory."""
-        raise NotImplementedError(
-            f"{self.name}: copying or pickling a sharded module is not supported yet. Copy the model "
-            "before fully_shard and shard both, or copy its state_dict()."
-        )
-
-    def __reduce__(self) -> str:
-        """Refuse pickling as copying."""
-        return self.__deepcopy__(None)  # type: ignore[return-value]
 
 
 def meta_message(names: Sequence[str]) -> str:

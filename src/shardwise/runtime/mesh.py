@@ -34,7 +34,7 @@ def resolve_mesh(mesh: DeviceMesh | None) -> ShardMesh:
 
     Raises:
         TypeError: ``mesh`` is no DeviceMesh.
-        RuntimeError: no mesh given and no process group initialised.
+        RuntimeError: there is no process group, or no device of the mesh's type.
         ValueError: this rank is not in the mesh, or its back end does not serve its device.
         NotImplementedError: the mesh has more than one dimension.
     """
@@ -57,7 +57,7 @@ def resolve_mesh(mesh: DeviceMesh | None) -> ShardMesh:
             f"fully_shard: rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}, so it "
             "would have no shard. Call fully_shard only on the ranks of the mesh."
         )
-    pg = mesh.get_group()
+    pg = _group_of(mesh)
     served = compat.group_devices(pg)
     if served and mesh.device_type not in served:
         raise ValueError(
@@ -82,8 +82,23 @@ def _default_mesh() -> DeviceMesh:
     return init_device_mesh(kind, (dist.get_world_size(),))
 
 
+def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    try:
+        return mesh.get_group()
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(
+            f"fully_shard: the process group of the mesh of shape {tuple(mesh.shape)} is gone ({error}). Was "
+            "destroy_process_group() called since? Make the mesh again after init_process_group()."
+        ) from None
+
+
 def _device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type in ("cpu", "meta"):
         return torch.device(mesh.device_type)
-    index = torch.get_device_module(mesh.device_type).current_device()
-    return torch.device(mesh.device_type, index)
+    module = torch.get_device_module(mesh.device_type)
+    if not module.is_available():
+        raise RuntimeError(
+            f"fully_shard: the mesh is of device type '{mesh.device_type}', but this process has no such "
+            "device, or torch was built without it. Make the mesh for 'cpu', or run where the device is."
+        )
+    return torch.device(mesh.device_type, module.current_device())

@@ -4,14 +4,20 @@ Tuples, lists, dicts and their subclasses, dataclasses, whatever is registered w
 and plain objects, through their attributes. Knows nothing of sharding.
 """
 
+import copy
 import dataclasses
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # registered containers; torch has no public list of them
 
-_LEAVES = (str, bytes, int, float, complex, bool, type(None), type, nn.Module)
+# What is not searched: values, and what all of a program hangs on.
+_LEAVES = (
+    *(str, bytes, int, float, complex, bool, type(None), type, nn.Module),
+    *(types.ModuleType, types.FunctionType, types.MethodType),
+)
 _MAX_DEPTH = 8
 
 
@@ -22,13 +28,15 @@ class NotAContainer(TypeError):
 def find_tensors(output: Any) -> list[Tensor]:
     """All tensors in ``output``, each once, in order."""
     found: dict[int, Tensor] = {}
-    seen: set[int] = set()
+    seen: dict[int, tuple[int, Any]] = {}  # id -> depth, and the object, so that the id stays its own
 
     def visit(value: Any, depth: int) -> None:
         if isinstance(value, Tensor):
             found.setdefault(id(value), value)
-        elif depth < _MAX_DEPTH and not isinstance(value, _LEAVES) and id(value) not in seen:
-            seen.add(id(value))
+        elif depth < _MAX_DEPTH and not isinstance(value, _LEAVES):
+            if id(value) in seen and seen[id(value)][0] <= depth:
+                return
+            seen[id(value)] = (depth, value)
             for child in _children(value):
                 visit(child, depth + 1)
 
@@ -43,39 +51,47 @@ def _children(value: Any) -> Iterable[Any]:
         return value
     if type(value) in pytree.SUPPORTED_NODES:
         return pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0]
-    return list(_attributes(value))
+    return [getattr(value, name) for name in _attributes(value)]
 
 
-def _attributes(value: Any) -> Iterator[Any]:
-    yield from getattr(value, "__dict__", {}).values()
+def _attributes(value: Any) -> Iterator[str]:
+    """Names of the attributes that ``value`` itself holds, in its dictionary and its slots."""
+    yield from getattr(value, "__dict__", ())
     for cls in type(value).__mro__:
         slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            is_private = slot.startswith("__") and not slot.endswith("__")
+            name = f"_{cls.__name__.lstrip('_')}{slot}" if is_private else slot
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield getattr(value, name)
+                yield name
 
 
-def replace_tensors(output: Any, new: dict[int, Tensor]) -> Any:
+def replace_tensors(output: Any, new: Mapping[int, Tensor]) -> Any:
     """``output`` with tensors replaced, ``new`` going by the id of the old.
 
     Raises:
         NotAContainer: a tensor to be replaced is in an object that cannot be rebuilt.
     """
-    if isinstance(output, Tensor):
-        return new.get(id(output), output)
-    if isinstance(output, _LEAVES) or not any(id(t) in new for t in find_tensors(output)):
-        return output
-    if isinstance(output, tuple) and hasattr(output, "_fields"):
-        return type(output)(*(replace_tensors(value, new) for value in output))
-    if type(output) in (tuple, list):
-        return type(output)(replace_tensors(value, new) for value in output)
-    if type(output) is dict:
-        return {key: replace_tensors(value, new) for key, value in output.items()}
-    if dataclasses.is_dataclass(output) and not isinstance(output, (type, Mapping)):
-        changes = {
-            field.name: replace_tensors(getattr(output, field.name), new)
-            for field in dataclasses.fields(output)
-            if field.init
-        }
-        return dataclasses.replace(output, **changes)
-    raise NotAContainer(type(output).__name__)
+    return _replace(output, new, ())
+
+
+def _replace(value: Any, new: Mapping[int, Tensor], around: tuple[int, ...]) -> Any:
+    if isinstance(value, Tensor):
+        return new.get(id(value), value)
+    if isinstance(value, _LEAVES) or not any(id(t) in new for t in find_tensors(value)):
+        return value
+    if id(value) in around:
+        raise NotAContainer(f"{type(value).__name__} that contains itself")
+    inside = (*around, id(value))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_replace(child, new, inside) for child in value))
+    if type(value) in (tuple, list):
+        return type(value)(_replace(child, new, inside) for child in value)
+    if type(value) is dict:
+        return {key: _replace(child, new, inside) for key, child in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, (Mapping, list, tuple)):
+        changed = copy.copy(value)
+        for name in list(_attributes(value)):
+            object.__setattr__(changed, name, _replace(getattr(value, name), new, inside))
+        return changed
+    raise NotAContainer(type(value).__name__)

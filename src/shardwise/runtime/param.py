@@ -14,6 +14,7 @@ Version counters tie the two together, so that autograd's own check works throug
 """
 
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ from shardwise.runtime.mesh import ShardMesh
 FREED = 2**31 - 1
 """The version of a full parameter without contents; no tensor is changed that often."""
 
-_SHARDED_MARK = "_shardwise_sharded_as"
+_NAME = "_shardwise_name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,17 @@ class Param:
             else s
             for s in self.sites
         ]
+        self._sign()
+
+    def was_made_from(self, param: Tensor) -> bool:
+        """True if ``param`` is our sharded parameter or the original it was made from."""
+        return param is self.sharded or param is self._original()
+
+    def _sign(self) -> None:
+        """Leave our name on the sharded parameter and on the original, for whoever meets them."""
+        original = self._original()
+        for tensor in (self.sharded, *([] if original is None else [original])):
+            setattr(tensor, _NAME, self.fqn)
 
     # --- the shard --------------------------------------------------------------------------------
 
@@ -89,8 +101,9 @@ class Param:
         original = self.sharded
         for site in self.sites:
             site.module._parameters[site.name] = sharded
-        setattr(original, _SHARDED_MARK, self.fqn)
         self.stand_on(sharded, compat.local_tensor(sharded))
+        self._original = weakref.ref(original)
+        self._sign()
 
     def stand_on(self, sharded: nn.Parameter, local: Tensor) -> None:
         """Take ``sharded``, whose local tensor is ``local``, as the parameter from now on."""
@@ -157,6 +170,7 @@ class Param:
         for site in self.sites:
             site.module._parameters[site.name] = new
         self.sharded = new
+        self._sign()
 
     def _can_adopt(self, new: Any) -> bool:
         assert isinstance(self.sharded, DTensor)
@@ -264,12 +278,11 @@ class Param:
 
 
 def sharded_before(param: nn.Parameter) -> str | None:
-    """The name under which an earlier ``fully_shard`` took this very parameter; None if none did.
+    """The name under which an earlier ``fully_shard`` took ``param``, or made it; None if none did.
 
-    The module it was taken from has the sharded one now; whoever still holds the original shares
-    nothing with it any more.
+    Whoever still holds an original shares nothing with its shard any more.
     """
-    return getattr(param, _SHARDED_MARK, None)
+    return getattr(param, _NAME, None)
 
 
 def refresh_flat_weights(modules: Iterable[nn.Module]) -> None:

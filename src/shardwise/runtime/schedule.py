@@ -172,6 +172,7 @@ class Schedule:
         group = member.group
         group.on_gradient = self._gradient_came
         group.on_complete = self._gradients_complete
+        self.is_last_backward &= member.schedule.is_last_backward
         if group.state is not State.SHARDED:
             self._held[group] = None
             if group in member.schedule._kept_by_caller:
@@ -331,6 +332,9 @@ class Schedule:
         session = self._session()
         if session.active.get(group) == call.enter and group.state is State.GATHERED:
             return  # another output of the same call
+        if torch.is_grad_enabled():
+            # create_graph=True: the graph being made now will use the full parameters once more.
+            self._keeps_for_double_backward = True
         self._free_before(session, call.exit, group)
         session.active[group] = call.enter
         self._gather_for_backward(group)
@@ -342,7 +346,8 @@ class Schedule:
         call = self._open_call(group, module)
         for other in [g for g, clock in session.active.items() if clock == RECOMPUTED and g is not group]:
             self._leave_backward(session, other, call.enter)
-        session.active.setdefault(group, RUNNING)
+        if session.active.get(group, RECOMPUTED) == RECOMPUTED:
+            session.active[group] = RUNNING
         self._gather_for_backward(group)
         self._tell("recompute", group)
 
@@ -416,8 +421,7 @@ class Schedule:
             group.drop_cleared()
         self._lanes.gather.follow_compute()
         self._backward_order.rewind()
-        # create_graph: the graph being made now will use the full parameters once more.
-        self._keeps_for_double_backward = torch.is_grad_enabled()
+        self._keeps_for_double_backward = False
 
     def _end_session(self, session: Session) -> None:
         self._sessions = [ref for ref in self._sessions if ref() not in (None, session)]
@@ -493,6 +497,12 @@ class Schedule:
     def _prefetch(self, chosen: list[Group] | None, order: Order, group: Group) -> None:
         upcoming = order.upcoming(group.policy.prefetch) if chosen is None else chosen
         for ahead in upcoming:
+            if chosen is not None and ahead not in self.groups:
+                raise RuntimeError(
+                    f"{group.name}: it was told to prefetch {ahead.name}, which is not part of the same "
+                    "sharded model, so that the two share no schedule. Call fully_shard on the module around "
+                    "both, or choose modules of this model."
+                )
             if ahead.state is State.SHARDED:
                 self._gather(ahead)
                 self._ahead.add(ahead)

@@ -1,0 +1,174 @@
+"""What both benchmarks share: which `fully_shard`, alternating timing, spread, record, table.
+
+Knows nothing of what is measured. A benchmark hands over one callable per variant; `alternate`
+runs them A B C, C B A, ..., so that a slow minute of the machine falls on all of them alike, and
+so does a cache that the neighbour left cold. (A second instance of the peer still measures 1 to
+5% faster than the first in host_overhead: take differences of that size for noise.)
+"""
+
+import gc
+import importlib
+import json
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy
+import psutil
+import torch
+from tabulate import tabulate
+
+PLAIN, PEER, OURS, PEER_AGAIN = "plain", "peer", "ours", "peer again"
+
+Sample = Mapping[str, float]
+"""One step's measurements by name, the unit in the name."""
+
+Step = Callable[[int], Sample]
+"""Runs step `i` of one variant and returns what it measured."""
+
+
+def find_fully_shard(variant: str) -> Callable[..., Any]:
+    """The `fully_shard` a variant stands for; exits with advice when it is not installed."""
+    if variant in (PEER, PEER_AGAIN):
+        from torch.distributed.fsdp import fully_shard
+
+        return fully_shard
+    try:
+        return importlib.import_module("shardwise").fully_shard
+    except ImportError as error:
+        raise SystemExit(
+            f"The variant 'ours' needs shardwise, which cannot be imported ({error}).\n"
+            "Install it (pip install -e .) or leave it out: --variants plain peer"
+        ) from error
+
+
+def choose_variants(requested: Sequence[str], *, noise: bool) -> list[str]:
+    """The variants in running order: plain first, then the peer, ours, and the peer once more."""
+    chosen = [name for name in (PLAIN, PEER, OURS) if name in requested]
+    if PLAIN not in chosen or len(chosen) < 2:
+        raise SystemExit(f"--variants needs 'plain' and one of 'peer', 'ours'; got {requested}")
+    for name in chosen[1:]:
+        find_fully_shard(name)
+    return chosen + [PEER_AGAIN] * (noise and PEER in chosen)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Collect once, then not again until the end of the block."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def alternate(
+    variants: Mapping[str, Step], *, warmup: int, steps: int
+) -> dict[str, dict[str, numpy.ndarray]]:
+    """Run every variant once per round; return {variant: {measure: one value per round}}.
+
+    The order is the mapping's in even rounds and its reverse in odd ones, the same on every rank.
+    The first `warmup` rounds are run and thrown away.
+    """
+    samples: dict[str, list[Sample]] = {name: [] for name in variants}
+    with no_garbage_collection():
+        for round_index in range(warmup + steps):
+            order = list(variants) if round_index % 2 == 0 else list(reversed(variants))
+            for name in order:
+                samples[name].append(variants[name](round_index))
+    return {
+        name: {key: numpy.array([row[key] for row in rows[warmup:]]) for key in rows[0]}
+        for name, rows in samples.items()
+    }
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of one measure."""
+
+    median: float
+    q1: float
+    q3: float
+
+    @classmethod
+    def of(cls, values: numpy.ndarray) -> "Spread":
+        q1, median, q3 = numpy.percentile(values, [25, 50, 75])
+        return cls(*(round(float(value), 4) for value in (median, q1, q3)))
+
+    def __str__(self) -> str:
+        digits = 0 if self.median >= 1000 else 1 if self.median >= 10 else 3
+        return f"{self.median:.{digits}f} [{self.q1:.{digits}f}, {self.q3:.{digits}f}]"
+
+
+def ratios_to_peer(values: Mapping[str, numpy.ndarray]) -> dict[str, Spread]:
+    """Per variant, the spread over rounds of its value over the peer's in the same round.
+
+    In the same round, because a noisy machine slows neighbours alike. Empty without the peer.
+    """
+    if PEER not in values:
+        return {}
+    return {name: Spread.of(value / values[PEER]) for name, value in values.items()}
+
+
+def environment() -> dict[str, Any]:
+    """Versions and hardware, for the JSON record. Nothing in it comes from git."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu": cpu_model(),
+        "cores": psutil.cpu_count(logical=True),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "load_average": [round(load, 2) for load in psutil.getloadavg()],
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name, from the kernel where it tells."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def print_noise(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Say how far the peer is from itself, where it ran twice."""
+    for row in rows:
+        if row["variant"] == PEER_AGAIN:
+            where = f" at width {row['width']}" if "width" in row else ""
+            print(f"noise{where}: the peer against itself {_cell(row['ratio_to_peer'])}")
+
+
+def print_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
+    """Print `columns` ({key of a row: heading}) of the rows; a missing or None cell is empty."""
+    cells = [[_cell(row.get(key)) for key in columns] for row in rows]
+    print(tabulate(cells, headers=list(columns.values()), disable_numparse=True), flush=True)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return str(Spread(**value))
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return "" if value is None else str(value)
+
+
+def write_json(
+    path: Path | None,
+    benchmark: str,
+    options: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    **more: Any,
+) -> None:
+    """Write one JSON object: what ran, with which options, on what, the rows, and `more`."""
+    if path is None:
+        return
+    kept = {key: value for key, value in options.items() if key != "json"}
+    record = {"benchmark": benchmark, "options": kept, **environment(), "rows": list(rows), **more}
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    print(f"wrote {path}")

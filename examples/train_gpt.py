@@ -1,0 +1,260 @@
+"""Train a small byte-level GPT whose weights are sharded over all processes.
+
+    python examples/train_gpt.py                                # one process
+    torchrun --nproc-per-node 2 examples/train_gpt.py           # the same run, shared by two
+    torchrun --nproc-per-node 8 examples/train_gpt.py --layers 24 --width 1536 --heads 16 \
+        --context 1024 --batch 64 --lr 3e-4 --dtype bf16        # eight GPUs
+
+Runs on CPUs (gloo) and on CUDA GPUs (nccl), needs no data but the Python installation itself,
+and takes about two minutes with the defaults on two CPU cores. The one part that is about
+sharding is `build_sharded_model`; the rest is what a training script looks like anyway.
+"""
+
+import argparse
+import importlib.metadata
+import math
+import os
+import platform
+import time
+from collections.abc import Callable
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from corpus import (
+    Corpus,
+    draw_offsets,
+    evenly_spaced_offsets,
+    read_corpus,
+    unigram_cross_entropy,
+    windows_at,
+)
+from gpt import GPT, generate
+from report import History, draw_loss, verdict, write_metrics
+from settings import parse_settings
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from tqdm import tqdm
+
+EVAL_BATCHES = 32
+SAMPLE_PROMPT = b"def "
+SAMPLE_BYTES = 300
+
+
+def main() -> None:
+    """Set up, train, sample, report."""
+    settings = parse_settings()
+    fully_shard = import_fully_shard(settings.peer)
+    start_processes(settings.device)
+    mesh = init_device_mesh(settings.device.type, settings.mesh, mesh_dim_names=("shard",))
+
+    corpus = read_corpus()
+    model = build_sharded_model(settings, mesh, fully_shard)
+    history = train(model, corpus, settings)
+    # All ranks take part: a forward gathers weights. It draws the same bytes on each of them.
+    sample = generate(model, SAMPLE_PROMPT, SAMPLE_BYTES, settings.seed)
+
+    if dist.get_rank() == 0:
+        write_report(settings, history, sample)
+    dist.destroy_process_group()
+
+
+def build_sharded_model(settings: argparse.Namespace, mesh: DeviceMesh, fully_shard: Callable) -> GPT:
+    """Build the same model on every rank, then leave each rank only its shard of the weights."""
+    torch.manual_seed(settings.seed)
+    model = GPT(
+        layers=settings.layers,
+        width=settings.width,
+        heads=settings.heads,
+        context=settings.context,
+    ).to(settings.device)
+    # One call per block: its weights are gathered for its own forward and backward, then freed.
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    # The call on the whole model takes what is left: embeddings, last norm, head.
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def build_optimizer(model: GPT, settings: argparse.Namespace) -> torch.optim.Optimizer:
+    """Make AdamW over the sharded parameters: its state is sharded because they are.
+
+    It has to come after `fully_shard`, which replaces the parameters by DTensors.
+    """
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]  # norms: not pulled towards zero
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
+
+
+def learning_rate(step: int, peak: float, steps: int) -> float:
+    """Rise linearly over the first tenth of the steps, then fall along a cosine to a tenth."""
+    warm_up = max(1, steps // 10)
+    if step < warm_up:
+        return peak * (step + 1) / warm_up
+    progress = (step - warm_up) / max(1, steps - warm_up)
+    return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def train(model: GPT, corpus: Corpus, settings: argparse.Namespace) -> History:
+    """Run all steps, with a validation every `eval_every` steps and after the last one."""
+    optimizer = build_optimizer(model, settings)
+    generator = torch.Generator().manual_seed(settings.seed)
+    validation = validation_batches(corpus, settings)
+    targets = torch.cat(validation)[:, 1:]
+    history = History(unigram=unigram_cross_entropy(corpus.train, targets))
+
+    quiet = dist.get_rank() != 0
+    bar = tqdm(range(settings.steps), unit="step", disable=quiet, dynamic_ncols=True)
+    for step in bar:
+        began = time.perf_counter()
+        offsets = draw_offsets(corpus.train, settings.context, settings.batch, generator)
+        windows = windows_at(corpus.train, rows_of_this_rank(offsets), settings.context)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, settings.lr, settings.steps)
+        loss = train_step(model, optimizer, windows, settings)
+        history.train_loss.append(loss)
+        history.step_seconds.append(time.perf_counter() - began)
+        history.memory_mb.append(memory_mb(settings.device))
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"step {step + 1}: the loss is {loss}; try a smaller --lr")
+
+        done = step + 1
+        if done % settings.eval_every == 0 or done == settings.steps:
+            history.val_steps.append(done)
+            history.val_loss.append(evaluate(model, validation, settings))
+        show_progress(bar, history, settings)
+    return history
+
+
+def train_step(
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    windows: torch.Tensor,
+    settings: argparse.Namespace,
+) -> float:
+    """Learn from this rank's windows; return the loss averaged over all ranks.
+
+    Nothing here mentions ranks: backward averages the gradients, the norm of DTensors is the norm
+    over all shards, and the optimizer updates the shard that is here.
+    """
+    loss = mean_loss(model, windows, settings)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return mean_over_ranks(loss)
+
+
+def mean_loss(model: GPT, windows: torch.Tensor, settings: argparse.Namespace) -> torch.Tensor:
+    """Nats per byte over this rank's windows, each (context + 1) bytes long."""
+    windows = windows.to(settings.device)
+    # No cache: it would keep a bf16 copy of every weight that fully_shard has already freed.
+    with torch.autocast(
+        settings.device.type,
+        dtype=torch.bfloat16,
+        enabled=settings.dtype == "bf16",
+        cache_enabled=False,
+    ):
+        logits = model(windows[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+
+
+@torch.no_grad()
+def evaluate(model: GPT, batches: list[torch.Tensor], settings: argparse.Namespace) -> float:
+    """Validation loss over all ranks, which must hold equally many batches: forwards gather."""
+    losses = [mean_loss(model, rows_of_this_rank(batch), settings) for batch in batches]
+    return mean_over_ranks(torch.stack(losses).mean())
+
+
+def validation_batches(corpus: Corpus, settings: argparse.Namespace) -> list[torch.Tensor]:
+    """Cut the same global batches on every rank, spread evenly over the validation text."""
+    text, count = corpus.validation, EVAL_BATCHES * settings.batch
+    offsets = evenly_spaced_offsets(text, settings.context, count)
+    return list(windows_at(text, offsets, settings.context).split(settings.batch))
+
+
+def rows_of_this_rank(batch: torch.Tensor) -> torch.Tensor:
+    """Take this rank's equal share of a global batch."""
+    return batch.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def mean_over_ranks(value: torch.Tensor) -> float:
+    """Average a number over all ranks. By a sum, because gloo has no averaging reduction."""
+    total = value.detach().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def memory_mb(device: torch.device) -> float:
+    """Return the peak of allocated GPU memory, or on a CPU what the process occupies now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    return psutil.Process().memory_info().rss / 1e6
+
+
+def show_progress(bar: tqdm, history: History, settings: argparse.Namespace) -> None:
+    """Put the newest numbers behind the bar; it draws them when it moves on."""
+    shown = {
+        "loss": f"{history.train_loss[-1]:.3f}",
+        "tokens/s": f"{history.tokens_per_s(settings.batch * settings.context, last=20):,.0f}",
+        "MB": f"{history.memory_mb[-1]:,.0f}",
+    }
+    if history.val_loss:
+        shown["val"] = f"{history.val_loss[-1]:.3f}"
+    bar.set_postfix(shown, refresh=False)
+
+
+def write_report(settings: argparse.Namespace, history: History, sample: bytes) -> None:
+    """Write metrics.json and loss.png, print the verdict and the sample."""
+    settings.out.mkdir(parents=True, exist_ok=True)
+    tokens_per_s = history.tokens_per_s(settings.batch * settings.context)
+    write_metrics(
+        settings.out / "metrics.json",
+        history,
+        settings=vars(settings),
+        versions=versions(settings.peer),
+        world_size=dist.get_world_size(),
+        tokens_per_s=tokens_per_s,
+    )
+    processes = dist.get_world_size()
+    how = f"{settings.peer}, {processes} x {settings.device.type}, {tokens_per_s:,.0f} tokens/s"
+    draw_loss(settings.out / "loss.png", history, title=f"Sharded byte-level GPT: {how}")
+
+    print(f"\nA sample:\n{sample.decode(errors='replace')}\n")
+    print(verdict(history))
+    print(f"\n{how}; curve and metrics are in {settings.out}")
+
+
+def versions(peer: str) -> dict[str, str]:
+    """Name what the numbers were measured with."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    if peer == "shardwise":
+        found["shardwise"] = importlib.metadata.version("shardwise")
+    return found
+
+
+def import_fully_shard(peer: str) -> Callable:
+    """Import one implementation and not the other, so that neither can lean on the other."""
+    if peer == "torch":
+        from torch.distributed.fsdp import fully_shard
+    else:
+        from shardwise import fully_shard
+    return fully_shard
+
+
+def start_processes(device: torch.device) -> None:
+    """Join the processes that torchrun started, or be the only one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    device_id = device if device.type == "cuda" else None
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, device_id=device_id)
+    else:
+        store = dist.HashStore()  # in this process: a world of one needs no address and no port
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device_id)
+
+
+if __name__ == "__main__":
+    main()

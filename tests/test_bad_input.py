@@ -1,0 +1,568 @@
+"""Modules and parameters that cannot be sharded are refused, in words that help, and stay as they were."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as peer
+from expecttest import assert_expected_inline
+from harness import World
+from models import Tower, random_batch
+from refusals import (
+    SHARDED,
+    assert_says,
+    assert_says_what_to_do,
+    assert_trains,
+    refusal,
+    refusals,
+    refuse,
+    shard_block_1,
+    shard_bottom_up,
+    shard_root,
+    sharded_tower,
+    start_again,
+    tower,
+    wrapped,
+)
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
+
+from shardwise import fully_shard
+
+# --- what is given to be sharded ------------------------------------------------------------------
+
+
+def shard_instead(model: nn.Module, make: Callable[[nn.Module], Any]) -> None:
+    fully_shard(make(model))
+
+
+def the_class(model: nn.Module) -> Any:
+    return type(model)
+
+
+def its_parameters(model: nn.Module) -> Any:
+    return model.parameters()
+
+
+def its_state(model: nn.Module) -> Any:
+    return model.state_dict()
+
+
+def an_empty_list(model: nn.Module) -> Any:
+    return []
+
+
+def a_generator_of_blocks(model: nn.Module) -> Any:
+    return (block for block in model.blocks)
+
+
+def its_block_list(model: nn.Module) -> Any:
+    return model.blocks
+
+
+def a_dict_of_layers(model: nn.Module) -> Any:
+    return nn.ModuleDict({"inlet": model.inlet})
+
+
+def a_block_and_a_string(model: nn.Module) -> Any:
+    return [model.blocks[0], "blocks.1"]
+
+
+def a_block_and_a_container(model: nn.Module) -> Any:
+    return [model.inlet, model.blocks]
+
+
+def a_block_twice(model: nn.Module) -> Any:
+    return [model.inlet, model.blocks[0], model.blocks[0]]
+
+
+def a_block_and_its_layer(model: nn.Module) -> Any:
+    return [model.blocks[0], model.outlet, model.blocks[1].up, model.blocks[1]]
+
+
+def test_what_is_no_module_is_refused(world1: World) -> None:
+    makers = [the_class, its_parameters, its_state, a_generator_of_blocks]
+    text = refusals(world1, *(partial(shard_instead, make=make) for make in makers))
+    assert_expected_inline(
+        text,
+        """\
+TypeError: fully_shard: expected an nn.Module or a list of them, got
+the class Tower (its instance is needed, not the class).
+
+TypeError: fully_shard: expected an nn.Module or a list of them, got a
+generator.
+
+TypeError: fully_shard: expected an nn.Module or a list of them, got a
+OrderedDict.
+
+TypeError: fully_shard: expected an nn.Module or a list of them, got a
+generator.""",
+    )
+
+
+def test_an_empty_list_is_refused(world1: World) -> None:
+    text = refusals(world1, partial(shard_instead, make=an_empty_list))
+    assert_expected_inline(
+        text,
+        """\
+ValueError: fully_shard: the list of modules is empty; there is
+nothing to shard.""",
+    )
+
+
+def test_a_container_without_forward_is_refused(world1: World) -> None:
+    makers = [its_block_list, a_dict_of_layers]
+    text = refusals(world1, *(partial(shard_instead, make=make) for make in makers))
+    assert_expected_inline(
+        text,
+        """\
+ValueError: fully_shard: ModuleList has no forward, so nothing would
+tell when to gather its parameters. Call fully_shard on its children,
+one by one, or on the module around it.
+
+ValueError: fully_shard: ModuleDict has no forward, so nothing would
+tell when to gather its parameters. Call fully_shard on its children,
+one by one, or on the module around it.""",
+    )
+
+
+def test_a_container_without_forward_in_a_list_is_refused(world1: World) -> None:
+    text = refusal(world1, partial(shard_instead, make=a_block_and_a_container))
+    assert_says(text, "ValueError", "ModuleList", "has no forward")
+
+
+def test_a_list_with_something_else_in_it_is_refused_and_says_where(world1: World) -> None:
+    text = refusal(world1, partial(shard_instead, make=a_block_and_a_string))
+    assert_says(text, "TypeError", "str", "[1]")
+
+
+def test_a_module_twice_in_the_list_is_refused_and_named(world1: World) -> None:
+    text = refusal(world1, partial(shard_instead, make=a_block_twice))
+    assert_says(text, "ValueError", "twice", "Block", "[1]", "[2]")
+    assert_says_what_to_do(text)
+
+
+def test_a_module_inside_another_of_the_list_is_refused_and_named(world1: World) -> None:
+    text = refusal(world1, partial(shard_instead, make=a_block_and_its_layer))
+    assert_says(text, "ValueError", "Linear", "inside Block", "leave the inner one out")
+    assert_says(text, "up")  # which of the block's layers
+
+
+# --- modules that were sharded before -------------------------------------------------------------
+
+
+def wholly_sharded_tower() -> nn.Module:
+    return fully_shard(tower())
+
+
+def tower_with_a_pair() -> nn.Module:
+    model = tower()
+    fully_shard([model.blocks[0], model.blocks[1]])
+    return fully_shard(model)
+
+
+def shard_block_1_in_a_list(model: nn.Module) -> None:
+    fully_shard([model.blocks[1], model.blocks[0]])
+
+
+def shard_layer_of_block_1(model: nn.Module) -> None:
+    fully_shard(model.blocks[1].up)
+
+
+def test_the_root_cannot_be_sharded_twice(world1: World) -> None:
+    text = refusal(world1, shard_root, build=sharded_tower, **SHARDED)
+    assert_says(text, "ValueError: fully_shard: this Tower is already sharded", "once")
+
+
+@pytest.mark.parametrize("act", [shard_block_1, shard_block_1_in_a_list])
+def test_a_block_cannot_be_sharded_twice_and_is_named_in_full(world1: World, act: Any) -> None:
+    text = refusal(world1, act, build=sharded_tower, **SHARDED)
+    assert_says(text, "ValueError", "already sharded", "blocks.1")
+
+
+PARENT_FIRST = {
+    "block after root": (shard_block_1, wholly_sharded_tower, "Tower", "blocks.1"),
+    "layer after block": (shard_layer_of_block_1, sharded_tower, "blocks.1", "blocks.1.up"),
+    "layer after a list": (shard_layer_of_block_1, tower_with_a_pair, "blocks.1", "blocks.1.up"),
+}
+
+
+@pytest.mark.parametrize("case", PARENT_FIRST)
+def test_f32_a_child_after_its_parent_is_refused(world1: World, case: str) -> None:
+    act, build, parent, _ = PARENT_FIRST[case]
+    text = refusal(world1, act, build=build, **SHARDED)
+    assert_says(text, "ValueError", f"{parent}, which", "bottom-up", "inner modules first")
+
+
+@pytest.mark.parametrize("case", PARENT_FIRST)
+def test_f32_the_child_is_named_in_full(world1: World, case: str) -> None:
+    act, build, parent, child = PARENT_FIRST[case]
+    text = refusal(world1, act, build=build, **SHARDED)
+    assert_says(text.replace(f"{parent}, which", ""), child)
+
+
+# --- torch's own fully_shard and replicate --------------------------------------------------------
+
+
+def peer_sharded_root() -> nn.Module:
+    return peer.fully_shard(tower())
+
+
+def peer_sharded_block() -> nn.Module:
+    model = tower()
+    peer.fully_shard(model.blocks[1])
+    return model
+
+
+def replicated() -> nn.Module:
+    return replicate(tower())
+
+
+@pytest.mark.parametrize(
+    ("build", "applied"), [(peer_sharded_root, "fully_shard"), (replicated, "replicate")]
+)
+def test_a_module_that_torch_manages_is_refused(world1: World, build: Any, applied: str) -> None:
+    text = refusal(world1, shard_root, build=build, then=start_again)
+    assert_says(text, "ValueError", f"torch's {applied}", "Tower", "one of them only")
+
+
+@pytest.mark.parametrize(
+    ("build", "act", "where"),
+    [(peer_sharded_root, shard_block_1, "Block"), (peer_sharded_block, shard_root, "Tower: blocks.1")],
+    ids=["ours-inside", "ours-around"],
+)
+def test_what_torchs_fully_shard_took_is_refused_as_such(
+    world1: World, build: Any, act: Any, where: str
+) -> None:
+    text = refusal(world1, act, build=build, then=start_again)
+    assert_says(text, where, "torch's fully_shard")
+    assert "tensor parallelism" not in text
+
+
+def apply_torchs_fully_shard(model: nn.Module) -> None:
+    peer.fully_shard(model)
+
+
+def apply_torchs_replicate(model: nn.Module) -> None:
+    replicate(model)
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (apply_torchs_fully_shard, "fully_shard has already been applied"),
+        (apply_torchs_replicate, "already managed by `fully_shard`"),
+    ],
+)
+def test_torch_refuses_what_we_have_sharded(world1: World, act: Any, words: str) -> None:
+    (told,) = world1.run(refuse, act, build=sharded_tower, **SHARDED)
+    assert words in told.text
+    assert told.trains == "as the plain model"
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+
+class Annotated(nn.Parameter):
+    """A Parameter subclass that carries information of its own."""
+
+
+def an_annotated_one() -> Tensor:
+    return Annotated(torch.ones(4))
+
+
+def a_tensor_subclass() -> Tensor:
+    return nn.Parameter(TwoTensor(torch.ones(4), torch.ones(4)))
+
+
+def a_sparse_one() -> Tensor:
+    return nn.Parameter(torch.eye(4).to_sparse())
+
+
+def a_dtensor() -> Tensor:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+
+
+def tower_with(make: Callable[[], Tensor]) -> nn.Module:
+    model = tower()
+    model.blocks[1].up.register_parameter("special", make())
+    return model
+
+
+def shard_without_the_special_one(model: nn.Module) -> None:
+    model.blocks[1].up.register_parameter("special", None)
+    del model.blocks[1].up._parameters["special"]
+    shard_bottom_up(model)
+
+
+def special(world: World, make: Callable[[], Tensor]) -> str:
+    how = {"build": partial(tower_with, make), "then": shard_without_the_special_one}
+    inner = refusal(world, shard_block_1, **how)
+    assert_says(inner, "Block", "up.special")
+    outer = refusal(world, shard_root, **how)
+    assert_says(outer, "Tower", "blocks.1.up.special")
+    return outer
+
+
+def test_f08_a_parameter_subclass_is_refused(world1: World) -> None:
+    assert_expected_inline(
+        wrapped(special(world1, an_annotated_one)),
+        """\
+NotImplementedError: Tower: blocks.1.up.special is of the class
+Annotated, a subclass of nn.Parameter, which would be lost: its shard
+is a DTensor. Wrap the value in a plain nn.Parameter; attributes set
+on it are kept.""",
+    )
+
+
+def test_a_tensor_subclass_is_refused_for_what_it_is(world1: World) -> None:
+    text = special(world1, a_tensor_subclass)
+    assert_says(text, "NotImplementedError", "TwoTensor")
+    assert "subclass of nn.Parameter" not in text
+    assert_says_what_to_do(text)
+
+
+def test_a_sparse_parameter_is_refused_with_a_way_out(world1: World) -> None:
+    text = special(world1, a_sparse_one)
+    assert_says(text, "NotImplementedError", "torch.sparse_coo", "dense")
+    assert_says_what_to_do(text)
+
+
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+def test_a_dtensor_is_refused_with_a_way_out(world: World) -> None:
+    text = special(world, a_dtensor)
+    assert_says(text, "NotImplementedError", "already a DTensor", "Shard(dim=0)", "tensor parallelism")
+    assert_says_what_to_do(text)
+
+
+class LazyTower(Tower):
+    """Knows the width of its input only after the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=1)
+        self.inlet = nn.LazyLinear(8)
+
+
+def lazy_tower() -> nn.Module:
+    return LazyTower().double()
+
+
+def shard_after_a_forward(model: nn.Module) -> None:
+    torch.manual_seed(1)
+    model(random_batch(0, 1))
+    shard_bottom_up(model)
+
+
+def initialised_lazy_tower() -> nn.Module:
+    model = lazy_tower()
+    torch.manual_seed(1)
+    model(random_batch(0, 1))
+    return model
+
+
+def shard_inlet(model: nn.Module) -> None:
+    fully_shard(model.inlet)
+
+
+def test_a_lazy_module_is_refused_until_it_knows_its_shape(world1: World) -> None:
+    how = {"build": lazy_tower, "then": shard_after_a_forward, "plain": initialised_lazy_tower}
+    assert_expected_inline(
+        refusals(world1, shard_root, shard_inlet, **how),
+        """\
+ValueError: LazyTower: inlet.weight is not initialised: the module is
+lazy and does not know its shape yet. Run one forward before
+fully_shard.
+
+ValueError: LazyLinear: weight is not initialised: the module is lazy
+and does not know its shape yet. Run one forward before fully_shard.""",
+    )
+
+
+class TiedTower(Tower):
+    """Its inlet and its last block's norm share a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=2)
+        self.blocks[1].norm.bias = self.inlet.bias
+
+
+def tied_tower() -> nn.Module:
+    return TiedTower().double()
+
+
+def tied_tower_with_one_side_sharded() -> nn.Module:
+    model = tied_tower()
+    fully_shard(model.blocks[1])
+    return model
+
+
+def tied_tower_tied_after_sharding() -> nn.Module:
+    model = tied_tower()
+    fully_shard(model.blocks[1])
+    model.inlet.bias = model.blocks[1].norm.bias
+    return model
+
+
+def shard_the_rest(model: nn.Module) -> None:
+    model.inlet.bias = nn.Parameter(torch.zeros(8, dtype=torch.float64))
+    fully_shard(model)
+
+
+def tower_with_inlet_bias_zero() -> nn.Module:
+    model = tied_tower()
+    model.inlet.bias = nn.Parameter(torch.zeros(8, dtype=torch.float64))
+    return model
+
+
+TIED = {"then": shard_the_rest, "plain": tower_with_inlet_bias_zero}
+
+
+def test_f23_a_tie_across_groups_is_refused_as_a_tie(world1: World) -> None:
+    text = refusal(world1, shard_root, build=tied_tower_with_one_side_sharded, **TIED)
+    assert_says(text, "TiedTower: inlet.bias", "norm.bias", "tied", "untie", "common parent")
+
+
+def test_f23_a_tie_across_groups_names_both_places_in_full(world1: World) -> None:
+    text = refusal(world1, shard_root, build=tied_tower_with_one_side_sharded, **TIED)
+    assert_says(text, "inlet.bias", "blocks.1.norm.bias")
+
+
+@pytest.mark.parametrize("act", [shard_root, shard_inlet])
+def test_f23_a_tie_made_after_sharding_is_refused_as_a_tie(world1: World, act: Any) -> None:
+    text = refusal(world1, act, build=tied_tower_tied_after_sharding, **TIED)
+    assert_says(text, "inlet.bias" if act is shard_root else "bias", "already sharded", "tied")
+    assert "tensor parallelism" not in text
+
+
+def test_f23_a_tie_within_one_call_is_fine(world1: World) -> None:
+    assert_trains(world1, shard_root, build=tied_tower, plain=tied_tower)
+
+
+class Holder(nn.Module):
+    """Two of these can hold one and the same layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.own = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(self.layer(x))
+
+
+def two_holders_of_one_layer() -> nn.Module:
+    layer = nn.Linear(8, 8)
+    return nn.Sequential(Holder(layer), Holder(layer)).double()
+
+
+def two_holders_one_sharded() -> nn.Module:
+    model = two_holders_of_one_layer()
+    fully_shard(model[0])
+    return model
+
+
+def shard_second(model: nn.Module) -> None:
+    fully_shard(model[1])
+
+
+def give_the_second_its_own(model: nn.Module) -> None:
+    torch.manual_seed(1)
+    model[1].layer = nn.Linear(8, 8).double()
+    fully_shard(model[1])
+    fully_shard(model)
+
+
+def two_holders() -> nn.Module:
+    model = two_holders_of_one_layer()
+    torch.manual_seed(1)
+    model[1].layer = nn.Linear(8, 8).double()
+    return model
+
+
+def test_a_layer_shared_with_a_sharded_module_is_refused_as_such(world1: World) -> None:
+    how = {"build": two_holders_one_sharded, "then": give_the_second_its_own, "plain": two_holders}
+    text = refusal(world1, shard_second, **how)
+    assert_says(text, "Holder: layer", "already sharded")
+    assert "tensor parallelism" not in text
+
+
+# --- parameters without values --------------------------------------------------------------------
+
+
+def meta_tower() -> nn.Module:
+    with torch.device("meta"):
+        model = tower()
+    shard_bottom_up(model)
+    return model
+
+
+def partly_meta_tower() -> nn.Module:
+    model = tower()
+    with torch.device("meta"):
+        model.blocks[1].up = nn.Linear(8, 16).double()
+    shard_bottom_up(model)
+    return model
+
+
+def give_values(model: nn.Module) -> None:
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.125)
+
+
+def tower_with_values() -> nn.Module:
+    model = tower()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.125)
+    return model
+
+
+def run_forward(model: nn.Module) -> None:
+    model(random_batch(0, 4))
+
+
+def run_forward_of_a_block(model: nn.Module) -> None:
+    model.blocks[1](random_batch(0, 4))
+
+
+def gather_by_hand(model: nn.Module) -> None:
+    model.unshard()
+
+
+META = {"then": give_values, "plain": tower_with_values}
+
+
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+def test_the_first_forward_names_the_parameters_that_have_no_values(world: World) -> None:
+    assert_expected_inline(
+        refusals(world, run_forward, build=meta_tower, **META),
+        """\
+RuntimeError: Cannot run forward: 16 parameters are still on the meta
+device: inlet.weight, inlet.bias, outlet.weight, outlet.bias,
+blocks.0.norm.weight, blocks.0.norm.bias, blocks.0.up.weight,
+blocks.0.up.bias and 8 more. Nothing has given them values. Call
+model.to_empty(device=...) and initialise the parameters, or load a
+checkpoint, before the first forward.""",
+    )
+
+
+@pytest.mark.parametrize("act", [run_forward_of_a_block, gather_by_hand])
+def test_no_other_use_of_parameters_without_values_gets_through(world1: World, act: Any) -> None:
+    text = refusal(world1, act, build=meta_tower, **META)
+    assert_says(text, "RuntimeError", "meta", "blocks.0.norm.weight", "to_empty")
+
+
+def test_only_the_parameters_that_have_no_values_are_named(world1: World) -> None:
+    text = refusal(world1, run_forward, build=partly_meta_tower, **META)
+    assert_says(text, "blocks.1.up.weight", "blocks.1.up.bias")
+    assert "blocks.1.down" not in text
+    assert "blocks.1.norm" not in text

@@ -1,0 +1,565 @@
+"""FAILURES.md, the rows about calls in odd places and about what an exception leaves behind.
+
+Scripts run plainly and sharded (scenario.py) in float64. Exceptions are raised on all ranks at the
+same point and caught there, as a training loop does that skips a bad batch.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from failure_models import (
+    Chain,
+    CheckpointedTower,
+    Constrained,
+    Failure,
+    Fragile,
+    block,
+    built,
+    fragile_tower,
+)
+from harness import World
+from models import even_tower, random_batch
+from reference import adamw, mean_of_squares
+from scenario import Side, assert_same
+from torch import Tensor, nn
+
+from shardwise import fully_shard, register_fsdp_forward_method
+
+RESHARD = [None, True, False]
+
+# --- F31 ------------------------------------------------------------------------------------------
+
+
+def block_alone(side: Side, reshard: bool | None) -> None:
+    """A block is called before the root, between two calls of it, after it, and trained alone."""
+    model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
+    optimizer = adamw(model)
+    first, second, _ = model.blocks
+    with torch.no_grad():
+        side.note_rows("before", first(side.inputs(0)))
+    first(side.inputs(1)).pow(2).mean().backward()
+    side.note_gradients(model)
+    side.assert_settled(model)
+    side.step(model, optimizer, 2)
+    loss = mean_of_squares(model, side.inputs(3))
+    loss = loss + second(side.inputs(4)).pow(2).mean()
+    loss.backward()
+    side.note_gradients(model)
+    side.assert_settled(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    loss = second(side.inputs(5)).pow(2).mean()
+    loss = loss + mean_of_squares(model, side.inputs(6))
+    loss.backward()
+    side.note_gradients(model)
+    optimizer.step()
+    with torch.no_grad():
+        side.note_rows("after", second(side.inputs(7)))
+    side.steps(model, optimizer, [8, 9])
+
+
+@pytest.mark.parametrize("world", [2, 3], indirect=True)
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_f31_a_block_may_be_called_alone_at_any_time(world: World, reshard: bool | None) -> None:
+    assert_same(world, block_alone, reshard)
+
+
+def several_roots(side: Side) -> None:
+    """Encoder and decoder sharded apart, trained by one loss; a frozen third looks on."""
+    encoder, decoder, judge = built(Chain, block, block), built(even_tower), built(Chain, block)
+    encoder.outlet = nn.Linear(8, 8).double()
+    with torch.no_grad():
+        for param in encoder.outlet.parameters():
+            param.copy_(torch.linspace(-1, 1, param.numel()).view_as(param))
+    judge.requires_grad_(False)
+    for model in (encoder, decoder, judge):
+        side.shard_tower(model)
+    optimizer = torch.optim.AdamW([*encoder.parameters(), *decoder.parameters()], lr=1e-2)
+    for step in range(3):
+        optimizer.zero_grad()
+        code = torch.tanh(encoder(side.inputs(step)))
+        output = decoder(code)
+        loss = output.pow(2).mean() + (judge(code) - output).pow(2).mean()
+        loss.backward()
+        side.note_mean("loss", loss)
+        for model in (encoder, decoder, judge):
+            side.note_gradients(model)
+        optimizer.step()
+        side.assert_settled(encoder)
+        side.assert_settled(decoder)
+    side.note_parameters(encoder)
+
+
+def test_f31_several_roots_may_share_a_loss(world2: World) -> None:
+    assert_same(world2, several_roots)
+
+
+class Holder(nn.Module):
+    """A root that calls another root, which it does not contain."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block()])
+        self.outlet = nn.Linear(8, 1)
+        self.others = [other]  # hidden from modules()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        x = x * torch.tanh(self.others[0](x))
+        return self.outlet(x)
+
+
+def root_inside_root(side: Side) -> None:
+    inner = side.shard_tower(built(even_tower))
+    model = built(Holder, inner)
+    side.shard_tower(model)
+    optimizer = torch.optim.AdamW([*model.parameters(), *inner.parameters()], lr=1e-2)
+    for step in range(3):
+        side.step(model, optimizer, step)
+        side.note_gradients(inner)
+        side.assert_settled(inner)
+
+
+def test_f31_a_root_may_call_another_root(world2: World) -> None:
+    assert_same(world2, root_inside_root)
+
+
+def sharded_after_use(side: Side) -> None:
+    """The blocks are roots first; the model around them is sharded after they have been trained."""
+    model = built(even_tower)
+    side.shard(*model.blocks)
+    optimizer = adamw(model.blocks)
+    for step in range(2):
+        optimizer.zero_grad()
+        x = side.inputs(step)
+        for each in model.blocks:
+            x = each(x)
+        x.pow(2).mean().backward()
+        side.note_gradients(model.blocks)
+        optimizer.step()
+    side.shard(model)
+    side.steps(model, adamw(model), range(2))
+
+
+def test_f31_blocks_may_be_used_before_the_root_is_sharded(world2: World) -> None:
+    assert_same(world2, sharded_after_use)
+
+
+def sharded_between_forward_and_backward(side: Side) -> None:
+    model = built(even_tower)
+    side.shard(*model.blocks)
+    loss = model.blocks[0](side.inputs(0)).pow(2).mean()
+    side.shard(model)
+    loss.backward()
+    side.note_gradients(model)
+    side.assert_settled(model)
+    side.steps(model, adamw(model), range(2))
+
+
+def test_f31_the_root_may_be_sharded_between_forward_and_backward_of_a_block(world2: World) -> None:
+    assert_same(world2, sharded_between_forward_and_backward)
+
+
+class Grouped(nn.Module):
+    """Inlet and outlet are one group; some forwards use only one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.outlet = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([block(), block()])
+        self.skips: str | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.skips == "inlet" else self.inlet(x)
+        for each in self.blocks:
+            x = each(x)
+        return (x if self.skips == "outlet" else self.outlet(x)).sum(1, keepdim=True)
+
+
+def grouped(side: Side, reshard: bool | None) -> None:
+    model = built(Grouped)
+    if side.is_sharded:
+        fully_shard([model.inlet, model.outlet], reshard_after_forward=reshard)
+    side.shard_tower(model, reshard_after_forward=reshard)
+    optimizer = adamw(model)
+    for step, skips in enumerate([None, "inlet", None, "outlet", "inlet"]):
+        model.skips = skips
+        side.step(model, optimizer, step)
+        with torch.no_grad():
+            side.note_rows("evaluation", model(side.inputs(9)))
+        side.assert_settled(model)
+    side.note_parameters(model)
+
+
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_f31_modules_of_one_group_need_not_all_run(world2: World, reshard: bool | None) -> None:
+    assert_same(world2, grouped, reshard)
+
+
+class WithMethods(Chain):
+    """Run through another method, which calls forward in turn."""
+
+    def __init__(self) -> None:
+        super().__init__(block, block)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inlet(self.blocks[0](x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outlet(self.blocks[1](self.encode(x)))
+
+    def score(self, x: Tensor) -> Tensor:
+        return self(self.encode(x))
+
+
+def other_methods(side: Side) -> None:
+    model = side.shard_tower(built(WithMethods))
+    for name in ("encode", "score"):
+        register_fsdp_forward_method(model, name)
+    optimizer = adamw(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model.encode(side.inputs(step)).pow(2).mean() + model.score(side.inputs(step)).mean()
+        loss.backward()
+        side.note_gradients(model)
+        optimizer.step()
+        side.assert_settled(model)
+        with torch.no_grad():
+            side.note_rows("encoded", model.encode(side.inputs(step)))
+        side.assert_settled(model)
+
+
+def test_f31_registered_methods_train_as_forward_does(world2: World) -> None:
+    assert_same(world2, other_methods)
+
+
+# --- F32 ------------------------------------------------------------------------------------------
+
+
+def error_of_top_down() -> str:
+    model = nn.ModuleDict({"tower": even_tower()})["tower"]
+    fully_shard(model)
+    with pytest.raises(ValueError, match="bottom-up") as caught:
+        fully_shard(model.blocks[0])
+    return str(caught.value)
+
+
+def test_f32_a_child_sharded_after_its_parent_is_refused_with_both_names(world2: World) -> None:
+    first, second = world2.run(error_of_top_down)
+    assert first == second
+    assert_expected_inline(
+        first,
+        """fully_shard: Block 'blocks.0' is inside Tower, which was sharded before and has taken its parameters. Apply fully_shard bottom-up: on the inner modules first, then on Tower.""",  # noqa: E501
+    )
+
+
+def error_of_shared_child() -> str:
+    """One module inside two blocks: the second block finds it sharded already."""
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Sequential(shared, nn.Tanh()), nn.Sequential(shared, nn.Linear(4, 4)))
+    fully_shard(model[0])
+    with pytest.raises((ValueError, NotImplementedError)) as caught:
+        fully_shard(model[1])
+    return str(caught.value)
+
+
+def test_f23_a_module_inside_two_blocks_is_refused_as_tied(world2: World) -> None:
+    for message in world2.run(error_of_shared_child):
+        assert "tied" in message or "shared" in message, message
+        assert "tensor parallelism" not in message
+
+
+# --- F41 ------------------------------------------------------------------------------------------
+
+
+def attempt(model: nn.Module, inputs: Tensor, errors: list[BaseException]) -> None:
+    try:
+        mean_of_squares(model, inputs).backward()
+    except (Failure, KeyboardInterrupt) as error:
+        errors.append(error)
+
+
+def failing_iterations(side: Side, fails: str, where: int, keeps_error: bool, options: Any) -> None:
+    model = side.shard_tower(built(fragile_tower), **options)
+    optimizer = adamw(model)
+    errors: list[BaseException] = []
+    for step in range(4):
+        if step in (0, 2):  # the very first, and one in the middle
+            model.blocks[where].fails = fails
+            attempt(model, side.inputs(90 + step), errors)
+            model.blocks[where].fails = None
+            assert len(errors) == 1
+            if not keeps_error:
+                errors.clear()
+        side.step(model, optimizer, step)
+        errors.clear()
+    side.note_parameters(model)
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("where", [0, 1, 2])
+@pytest.mark.parametrize("fails", ["early", "late", "backward", "interrupted"])
+def test_f41_the_iteration_after_a_failed_one_is_as_if_nothing_had_been(
+    world2: World, fails: str, where: int, reshard: bool | None
+) -> None:
+    assert_same(world2, failing_iterations, fails, where, False, {"reshard_after_forward": reshard})
+
+
+@pytest.mark.parametrize("fails", ["late", "backward", "interrupted"])
+def test_f41_it_is_the_same_while_the_error_is_still_held(world2: World, fails: str) -> None:
+    assert_same(world2, failing_iterations, fails, 1, True, {})
+
+
+def leftovers(side: Side, fails: str, reshard: bool | None) -> None:
+    """What is in memory after the failure itself, once gradients have been cleared."""
+    model = side.shard_tower(built(fragile_tower), reshard_after_forward=reshard)
+    side.step(model, adamw(model), 0)
+    model.blocks[1].fails = fails
+    attempt(model, side.inputs(1), [])
+    model.blocks[1].fails = None
+    model.zero_grad()
+    with torch.no_grad():
+        side.note_rows("evaluation", model(side.inputs(2)))
+    side.assert_settled(model)
+
+
+@pytest.mark.parametrize("reshard", RESHARD)
+@pytest.mark.parametrize("fails", ["early", "late", "backward"])
+def test_f41_nothing_is_left_gathered_after_a_failure(
+    world2: World, fails: str, reshard: bool | None
+) -> None:
+    assert_same(world2, leftovers, fails, reshard)
+
+
+class FallsBack(Chain):
+    """Catches what a block raises, and goes on without it."""
+
+    def __init__(self) -> None:
+        super().__init__(Fragile, Fragile, Fragile)
+
+    def between(self, block: nn.Module, x: Tensor) -> Tensor:
+        try:
+            return block(x)
+        except Failure:
+            return self.inlet(x)
+
+
+def falling_back(side: Side, fails: str) -> None:
+    model = side.shard_tower(built(FallsBack))
+    optimizer = adamw(model)
+    for step in range(4):
+        model.blocks[1].fails = fails if step % 2 else None
+        side.step(model, optimizer, step)
+    side.note_parameters(model)
+
+
+@pytest.mark.parametrize("fails", ["early", "late"])
+def test_f41_a_parent_may_catch_what_a_block_raises(world2: World, fails: str) -> None:
+    assert_same(world2, falling_back, fails)
+
+
+class FragileCheckpoints(CheckpointedTower):
+    def __init__(self, where: str, reentrant: bool) -> None:
+        super().__init__(where, reentrant)
+        self.blocks = nn.ModuleList([Fragile(), Fragile(), Fragile()])
+
+
+def failing_recomputation(side: Side, where: str, reentrant: bool, fails: str) -> None:
+    model = side.shard_tower(built(FragileCheckpoints, where, reentrant))
+    optimizer = adamw(model)
+    for step in range(3):
+        if step == 1:
+            loss = model(side.inputs(7)).mean()
+            model.blocks[1].fails = fails  # from now on: in the recomputation
+            try:
+                loss.backward()
+            except Failure:
+                optimizer.zero_grad()
+            else:
+                raise AssertionError("it did not fail")
+            model.blocks[1].fails = None
+        side.step(model, optimizer, step)
+    side.note_parameters(model)
+
+
+RECOMPUTATIONS = [(True, "early"), (True, "late"), (True, "backward"), (False, "early")]
+
+
+@pytest.mark.parametrize(("reentrant", "fails"), RECOMPUTATIONS)
+@pytest.mark.parametrize("where", ["around", "pairs"])
+def test_f41_a_failed_recomputation_leaves_nothing_behind(
+    world2: World, where: str, reentrant: bool, fails: str
+) -> None:
+    assert_same(world2, failing_recomputation, where, reentrant, fails)
+
+
+def failing_microbatch(side: Side) -> None:
+    """The second of three unsynchronised microbatches fails; the gradients of the first stay."""
+    model = side.shard_tower(built(fragile_tower))
+    for step in range(2):
+        model.zero_grad()
+        side.sync(model, False)
+        mean_of_squares(model, side.inputs(step)).backward()
+        model.blocks[1].fails = "late"
+        attempt(model, side.inputs(5), [])
+        model.blocks[1].fails = None
+        side.sync(model, True)
+        mean_of_squares(model, side.inputs(6)).backward()
+        side.note_gradients(model)
+        side.assert_settled(model)
+
+
+def test_f41_a_failed_forward_keeps_the_gradients_of_earlier_microbatches(world2: World) -> None:
+    assert_same(world2, failing_microbatch)
+
+
+def failure_of_the_library(side: Side, how: str) -> None:
+    """An error of our own in backward, held by the caller as a notebook holds the last one."""
+    model = side.shard_tower(built(even_tower))
+    optimizer = adamw(model)
+    side.step(model, optimizer, 0)
+    held: list[BaseException] = []
+    if side.is_sharded:
+        loss = mean_of_squares(model, side.inputs(1))
+        weight = model.blocks[1].up.weight
+        model.blocks[1].up.weight = nn.Parameter(torch.ones(3, 3))
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            held.append(error)
+            if how == "retried":
+                model.blocks[1].up.weight = weight
+                side.steps(model, optimizer, [2, 3])
+        else:
+            raise AssertionError("it did not fail")
+        model.blocks[1].up.weight = weight
+    if how == "held" or not side.is_sharded:
+        side.steps(model, optimizer, [2, 3])
+
+
+@pytest.mark.parametrize("how", ["held", "retried"])
+def test_f41_an_error_that_is_still_held_does_not_keep_its_backward_alive(world2: World, how: str) -> None:
+    assert_same(world2, failure_of_the_library, how)
+
+
+def refused_change(side: Side) -> None:
+    """A forward that changes its weight in place is refused; the next, which does not, trains."""
+    model = side.shard_tower(built(Chain, lambda: Constrained("no"), block))
+    optimizer = adamw(model)
+    for step in range(3):
+        if side.is_sharded and step in (0, 2):
+            model.blocks[0].how = "no_grad"
+            with pytest.raises(RuntimeError, match=r"blocks\.0\.linear\.weight: changed in place"):
+                mean_of_squares(model, side.inputs(7))
+            model.blocks[0].how = "no"
+        side.step(model, optimizer, step)
+    side.note_parameters(model)
+
+
+def test_f41_training_goes_on_after_a_refused_change_of_a_weight(world2: World) -> None:
+    assert_same(world2, refused_change)
+
+
+def evaluation_inside_backward(side: Side) -> None:
+    """A gradient hook that runs the model, to log what it would say."""
+    model = side.shard_tower(built(even_tower))
+    optimizer = adamw(model)
+    model.blocks[1].register_forward_hook(lambda m, args, out: watch(out))
+
+    def watch(output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(look)
+
+    def look(gradient: Tensor) -> None:
+        with torch.no_grad():
+            side.note_rows("seen", model(side.inputs(9)))
+
+    for step in range(3):
+        side.step(model, optimizer, step)
+    side.note_parameters(model)
+
+
+def test_f31_the_model_may_be_evaluated_inside_backward(world2: World) -> None:
+    assert_same(world2, evaluation_inside_backward)
+
+
+def failing_hooks(side: Side, which: str) -> None:
+    """The caller's own hooks fail, before and after ours."""
+    model = side.shard_tower(built(even_tower))
+    optimizer = adamw(model)
+    is_failing = False
+
+    def hook(*_: Any) -> None:
+        if is_failing:
+            raise Failure("in a hook")
+
+    module = model.blocks[1]
+    if which == "pre":
+        module.register_forward_pre_hook(hook)
+    elif which == "post":
+        module.register_forward_hook(hook)
+    elif which == "root_post":
+        model.register_forward_hook(hook)
+    elif which == "inner":
+        module.up.register_forward_hook(hook)
+    else:
+        dict(module.named_parameters())["up.weight"].register_post_accumulate_grad_hook(hook)
+    for step in range(3):
+        if step == 1:
+            is_failing = True
+            errors: list[BaseException] = []
+            attempt(model, side.inputs(7), errors)
+            assert len(errors) == 1
+            optimizer.zero_grad()
+            is_failing = False
+        side.step(model, optimizer, step)
+    side.note_parameters(model)
+
+
+@pytest.mark.parametrize("which", ["pre", "post", "root_post", "inner", "post_accumulate"])
+def test_f41_a_hook_of_the_caller_may_fail(world2: World, which: str) -> None:
+    assert_same(world2, failing_hooks, which)
+
+
+def module_hooks(side: Side) -> None:
+    """Backward hooks of torch on blocks and root; hooks that replace inputs and outputs."""
+    model = side.shard_tower(built(even_tower))
+    calls: list[str] = []
+    for index, each in enumerate(model.blocks):
+        each.register_full_backward_hook(lambda m, gi, go, i=index: calls.append(f"backward {i}"))
+        each.register_full_backward_pre_hook(lambda m, go, i=index: calls.append(f"before {i}"))
+        each.register_forward_pre_hook(lambda m, args: tuple(a * 1.1 for a in args))
+        each.register_forward_hook(lambda m, args, output: output * 0.9)
+    optimizer = adamw(model)
+    for step in range(2):
+        side.step(model, optimizer, step)
+        side.note("calls", list(calls))
+        calls.clear()
+
+
+def test_f31_hooks_of_the_caller_run_as_without_sharding(world2: World) -> None:
+    assert_same(world2, module_hooks)
+
+
+def retried_inside_the_handler(side: Side) -> None:
+    """As people do after running out of memory: the next, smaller batch inside the except clause."""
+    model = side.shard_tower(built(fragile_tower))
+    optimizer = adamw(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        model.blocks[2].fails = "backward" if step else "late"
+        try:
+            mean_of_squares(model, side.inputs(step)).backward()
+        except Failure:
+            optimizer.zero_grad()
+            model.blocks[2].fails = None
+            mean_of_squares(model, side.part(random_batch(step, 12))).backward()
+        side.note_gradients(model)
+        optimizer.step()
+        side.assert_settled(model)
+
+
+def test_f41_a_batch_may_be_tried_again_inside_the_except_clause(world2: World) -> None:
+    assert_same(world2, retried_inside_the_handler)

@@ -1,0 +1,379 @@
+"""runtime/outputs.py: tensors are found in, and replaced inside, whatever a forward may return.
+
+In this process and without torch.distributed: the file under test knows nothing of sharding.
+"""
+
+import collections
+import dataclasses
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shardwise.runtime.outputs import NotAContainer, find_tensors, replace_tensors
+
+
+def tensors(count: int) -> list[Tensor]:
+    return [torch.full((1,), float(i)) for i in range(count)]
+
+
+def assert_finds(output: Any, expected: list[Tensor]) -> None:
+    """Each tensor once, in order, and the object itself rather than an equal one."""
+    found = find_tensors(output)
+    assert [id(t) for t in found] == [id(t) for t in expected]
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass
+class Output:
+    logits: Any
+    loss: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrozenOutput:
+    logits: Any
+    loss: Any = None
+
+
+class Plain:
+    """An object that nobody registered anywhere."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+class Slotted:
+    __slots__ = ("left", "right", "unset")
+
+    def __init__(self, left: Any, right: Any) -> None:
+        self.left, self.right = left, right
+
+
+class SlottedAndMore(Slotted):
+    __slots__ = "extra"  # a single name may stand alone
+
+    def __init__(self, left: Any, right: Any, extra: Any) -> None:
+        super().__init__(left, right)
+        self.extra = extra
+
+
+class SlottedInPrivate:
+    __slots__ = ("__hidden",)
+
+    def __init__(self, hidden: Any) -> None:
+        self.__hidden = hidden
+
+
+class MyList(list):  # type: ignore[type-arg]
+    pass
+
+
+class MyDict(dict):  # type: ignore[type-arg]
+    pass
+
+
+class LazyMapping(Mapping[str, Any]):
+    """Makes its values when they are asked for, as some dictionaries of tensors do."""
+
+    def __init__(self, *pairs: tuple[Tensor, Tensor]) -> None:
+        self._pairs = pairs
+
+    def __getitem__(self, key: str) -> Any:
+        return list(self._pairs[int(key)])
+
+    def __iter__(self) -> Iterator[str]:
+        return (str(i) for i in range(len(self._pairs)))
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+
+class Registered:
+    """Known to torch's pytree, which is shown lists made on the spot. Its attributes show nothing."""
+
+    __slots__ = ("read",)
+
+    def __init__(self, *values: Any) -> None:
+        self.read = lambda: values
+
+
+pytree.register_pytree_node(
+    Registered,
+    lambda value: ([list(value.read())], None),
+    lambda children, _: Registered(*next(iter(children))),
+    serialized_type_name="test_outputs.Registered",
+)
+
+
+# --- finding --------------------------------------------------------------------------------------
+
+
+def test_tensors_are_found_in_containers_of_every_kind() -> None:
+    a, b = tensors(2)
+    for output in (
+        a,
+        [a],
+        (a,),
+        {"x": a},
+        {a},
+        frozenset([a]),
+        collections.OrderedDict(x=a),
+        collections.defaultdict(list, x=a),
+        collections.deque([a]),
+        types.MappingProxyType({"x": a}),
+        MyList([a]),
+        MyDict(x=a),
+        Plain(x=a),
+        Registered(a),
+    ):
+        assert_finds(output, [a])
+    for output in (
+        Pair(a, b),
+        Output(a, b),
+        FrozenOutput(a, b),
+        Slotted(a, b),
+        SlottedAndMore(a, None, b),
+        torch.return_types.max((a, b)),
+        nn.utils.rnn.PackedSequence(a, b),
+    ):
+        assert {id(t) for t in find_tensors(output)} == {id(a), id(b)}, type(output)
+
+
+def test_tensors_are_found_in_order_and_each_once() -> None:
+    a, b, c, d = tensors(4)
+    assert_finds({"z": a, "y": [b, (c, a)], "x": Output(d, b)}, [a, b, c, d])
+    assert_finds([a, Pair(a, [a])], [a])
+
+
+def test_equal_tensors_are_different_tensors() -> None:
+    a, b = torch.zeros(1), torch.zeros(1)
+    assert_finds([a, b], [a, b])
+
+
+def test_subclasses_and_parameters_are_tensors() -> None:
+    parameter, subclass = nn.Parameter(torch.ones(1)), torch.ones(1).as_subclass(_Subclass)
+    assert_finds([parameter, subclass], [parameter, subclass])
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+def test_what_cannot_hold_an_output_is_not_searched() -> None:
+    layer = nn.Linear(2, 2)
+    namespace = types.ModuleType("namespace")
+    namespace.tensor = torch.ones(1)  # type: ignore[attr-defined]
+    attribute_of_a_class = type("Holder", (), {"tensor": torch.ones(1)})
+    for output in (None, 1, 2.0, 3j, True, "text", b"bytes", layer, [layer], attribute_of_a_class):
+        assert_finds(output, [])
+    # An output may refer to a Python module (through its config, say); all of torch hangs on that.
+    assert_finds([namespace], [])
+
+
+def test_an_iterator_in_the_output_is_not_consumed() -> None:
+    a, b = tensors(2)
+    waiting = iter([a, b])
+    find_tensors((waiting, a))
+    assert list(waiting) == [a, b]
+
+
+def test_properties_of_an_object_are_not_run() -> None:
+    class Costly(Plain):
+        @property
+        def computed(self) -> Tensor:
+            raise AssertionError("a property was run")
+
+    (a,) = tensors(1)
+    assert_finds(Costly(x=a), [a])
+
+
+def test_cycles_end() -> None:
+    a, b = tensors(2)
+    ring: list[Any] = [a]
+    ring.append({"again": ring, "b": b})
+    assert_finds(ring, [a, b])
+    node = Plain(x=a)
+    node.itself = node  # type: ignore[attr-defined]
+    assert_finds(node, [a])
+
+
+def nested(depth: int, core: Any) -> Any:
+    for _ in range(depth):
+        core = [core]
+    return core
+
+
+def test_nesting_is_followed_to_a_bounded_depth() -> None:
+    (a,) = tensors(1)
+    assert_finds(nested(8, a), [a])
+    assert_finds(nested(sys.getrecursionlimit(), a), [])  # and ends, without a RecursionError
+
+
+def test_what_was_met_too_deep_is_searched_where_it_is_met_again() -> None:
+    (a,) = tensors(1)
+    shared = [[[a]]]
+    assert_finds([nested(6, shared), shared], [a])
+
+
+def test_a_private_slot_is_searched() -> None:
+    (a,) = tensors(1)
+    assert_finds(SlottedInPrivate(a), [a])
+
+
+def test_containers_made_on_the_spot_are_all_searched() -> None:
+    """The lists live only while they are looked at: the next one may lie at the same address."""
+    values = tensors(200)
+    pairs = list(zip(values[::2], values[1::2], strict=True))
+    assert_finds([Registered(*pair) for pair in pairs], values)
+    assert_finds([LazyMapping(pair) for pair in pairs], values)
+    assert_finds(LazyMapping(*pairs), values)
+
+
+# --- replacing ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a, b: [a, b],
+        lambda a, b: (a, b),
+        lambda a, b: {"x": a, "y": b},
+        Pair,
+        Output,
+        FrozenOutput,
+        nn.utils.rnn.PackedSequence,
+        lambda a, b: [Pair({"x": (a,)}, Output([b]))],
+    ],
+    ids=["list", "tuple", "dict", "namedtuple", "dataclass", "frozen", "packed", "nested"],
+)
+def test_a_tensor_is_replaced_where_it_stands(make: Callable[[Tensor, Tensor], Any]) -> None:
+    old, kept, new = tensors(3)
+    for output, expected in ((make(old, kept), [new, kept]), (make(kept, old), [kept, new])):
+        replaced = replace_tensors(output, {id(old): new})
+        assert type(replaced) is type(output)
+        assert_finds(replaced, expected)
+        assert old in find_tensors(output)  # what the caller's forward holds on to stays as it was
+
+
+def test_a_tensor_alone_is_replaced() -> None:
+    old, new = tensors(2)
+    assert replace_tensors(old, {id(old): new}) is new
+
+
+def test_a_tensor_that_stands_twice_is_replaced_by_one_and_the_same() -> None:
+    old, new = tensors(2)
+    first, (second,) = replace_tensors([old, (old,)], {id(old): new})
+    assert first is new
+    assert second is new
+
+
+def test_what_needs_no_replacement_is_returned_itself() -> None:
+    old, kept, new = tensors(3)
+    same = collections.deque([kept])
+    for output in (None, 3, "text", kept, [kept], Plain(x=kept), same, nn.Linear(2, 2)):
+        assert replace_tensors(output, {id(old): new}) is output
+    replaced = replace_tensors([old, same], {id(old): new})
+    assert replaced[1] is same
+
+
+@dataclasses.dataclass
+class WithDerivedField:
+    logits: Any
+    derived: Any = dataclasses.field(default=None, init=False)
+
+
+@dataclasses.dataclass
+class WithInitVar:
+    logits: Any
+    scale: dataclasses.InitVar[float]
+
+    def __post_init__(self, scale: float) -> None:
+        self.scaled = scale
+
+
+def derived_field(a: Tensor) -> WithDerivedField:
+    output = WithDerivedField(None)
+    output.derived = a
+    return output
+
+
+def attribute_beside_fields(a: Tensor) -> Output:
+    output = Output(None)
+    output.hidden = a  # type: ignore[attr-defined]
+    return output
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a: collections.OrderedDict(x=a),
+        lambda a: collections.defaultdict(list, x=a),
+        lambda a: collections.deque([a]),
+        lambda a: torch.return_types.max((a, a)),
+        lambda a: MyList([a]),
+        lambda a: MyDict(x=a),
+        lambda a: {a},
+        lambda a: Slotted(a, None),
+        lambda a: Plain(x=a),
+        lambda a: WithInitVar(a, 2.0),
+        Registered,
+        derived_field,
+        attribute_beside_fields,
+    ],
+    ids=[
+        "OrderedDict",
+        "defaultdict",
+        "deque",
+        "structseq",
+        "list-subclass",
+        "dict-subclass",
+        "set",
+        "slots",
+        "plain",
+        "initvar",
+        "registered",
+        "field-not-in-init",
+        "attribute-beside-fields",
+    ],
+)
+def test_any_other_container_is_rebuilt_or_refused_by_name(make: Callable[[Tensor], Any]) -> None:
+    """Never returned with the old tensor inside, or without the tensor."""
+    old, new = tensors(2)
+    output = make(old)
+    try:
+        replaced = replace_tensors([output], {id(old): new})
+    except NotAContainer as error:
+        assert type(output).__name__ in str(error)  # noqa: PT017
+    else:
+        assert_finds(replaced, [new])
+        assert type(replaced[0]) is type(output)
+    assert_finds(output, [old])
+
+
+def test_other_fields_of_a_dataclass_keep_their_values() -> None:
+    old, new = tensors(2)
+    output = WithDerivedField(old)
+    output.derived = "kept"
+    output.note = "kept as well"  # type: ignore[attr-defined]
+    replaced = replace_tensors(output, {id(old): new})
+    assert replaced.logits is new
+    assert replaced.derived == "kept"
+    assert replaced.note == "kept as well"
+
+
+def test_a_ring_is_refused_where_it_would_have_to_be_rebuilt() -> None:
+    old, new = tensors(2)
+    ring: list[Any] = [old]
+    ring.append(ring)
+    with pytest.raises(NotAContainer):
+        replace_tensors(ring, {id(old): new})
