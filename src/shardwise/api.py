@@ -108,7 +108,7 @@ def fully_shard(
     names = _names_below(modules)
     params = _collect_params(modules, managed, names, shard_mesh)
     classes = [sharded_class(type(m)) for m in modules]
-    group = Group(name, modules, params, shard_mesh, comm_policy or CommPolicy())
+    group = Group(name, modules, managed, params, shard_mesh, comm_policy or CommPolicy())
     group.reshard_after_forward = reshards
     shards = group.plan(make_communicator(shard_mesh.pg, shard_mesh.device))
 

@@ -94,13 +94,12 @@ class FSDPModule:
             group.reshard_after_backward = reshard_after_backward
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last before the optimizer step.
+        """Whether the next backward is the last before the optimizer step; accepted and not needed.
 
-        False lets reductions travel on after backward has returned; ``.grad`` is complete only after
-        the last. For schedules with several backward passes a step.
+        Every backward here ends with its reductions finished, so that ``.grad`` is complete and
+        ``zero_grad()`` clears all of it, whether it is the last or not.
         """
         _check_bool("set_is_last_backward", "is_last_backward", is_last_backward)
-        _member(self).schedule.is_last_backward = is_last_backward
 
     def set_modules_to_forward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
         """Choose what this module's forward gathers ahead, in order, in place of the recorded order.

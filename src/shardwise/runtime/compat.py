@@ -39,16 +39,17 @@ def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
-def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
-    """Hooks that ``tensor.register_hook`` registered; torch has no public way to list them."""
-    hooks = tensor._backward_hooks
-    return list(hooks.values()) if hooks else []
+Hooks = dict[int, Callable[..., Any]]
 
 
-def post_accumulate_hooks(tensor: Tensor) -> list[Callable[[Tensor], None]]:
-    """Hooks that ``register_post_accumulate_grad_hook`` registered."""
-    hooks = getattr(tensor, "_post_accumulate_grad_hooks", None)
-    return list(hooks.values()) if hooks else []
+def gradient_hooks(tensor: Tensor) -> Hooks | None:
+    """Where ``tensor.register_hook`` keeps its hooks; torch has no public way to list them."""
+    return tensor._backward_hooks
+
+
+def post_accumulate_hooks(tensor: Tensor) -> Hooks | None:
+    """Where ``register_post_accumulate_grad_hook`` keeps its hooks."""
+    return getattr(tensor, "_post_accumulate_grad_hooks", None)
 
 
 def profiler_is_on() -> bool:
@@ -81,13 +82,13 @@ def sharded_spec(
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
 
-def make_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
+def make_dtensor(local: Tensor, spec: DTensorSpec, cls: type[DTensor] = DTensor) -> DTensor:
     """A DTensor over ``local``, 8 times cheaper than ``DTensor.from_local`` (1.9 against 15.6 us).
 
     Its ``__init__`` is passed over: it does nothing but import all of ``torch._dynamo``, and with it
     torch's FSDP, the first time.
     """
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return DTensor.__new__(cls, local, spec, requires_grad=False)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

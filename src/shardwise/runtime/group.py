@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.policy import CommPolicy
 from shardwise.runtime import compat
@@ -76,6 +77,7 @@ class Group:
         self,
         name: str,
         modules: Sequence[nn.Module],
+        owners: Sequence[nn.Module],
         params: list[Param],
         mesh: ShardMesh,
         policy: CommPolicy,
@@ -84,6 +86,8 @@ class Group:
         self.modules = tuple(modules)
         self.params = params
         self.mesh = mesh
+        self._owners = tuple(module for module in owners)
+        self._num_registered = sum(len(module._parameters) for module in owners)
         self.policy = policy
         self.state = State.SHARDED
         self.gradient_state = GradientState.NONE
@@ -186,6 +190,20 @@ class Group:
 
     # --- full parameters --------------------------------------------------------------------------
 
+    def check_modules(self) -> None:
+        """Refuse parameters that were added after sharding: nobody would reduce their gradients."""
+        if sum([len(module._parameters) for module in self._owners]) == self._num_registered:
+            return
+        known = {(site.module, site.name) for param in self.params for site in param.sites}
+        for module in self._owners:
+            for name, param in module._parameters.items():
+                if param is not None and (module, name) not in known:
+                    raise RuntimeError(
+                        f"{self.name}: {type(module).__name__} has got a parameter '{name}' after "
+                        "fully_shard. Its gradient would stay this rank's own and the ranks would drift apart. Add "
+                        "parameters before fully_shard, or in a module that is sharded itself."
+                    )
+
     def unshard(self) -> None:
         """Begin to gather the full parameters, if they are not there or on their way."""
         if self.state is not State.SHARDED:
@@ -223,15 +241,18 @@ class Group:
             RuntimeError: a full parameter was changed in place; the change would be lost.
         """
         state = self._next(STATES, self.state, "reshard")
+        start = self._gathered.bytes.data_ptr()
         changed = [
             param.fqn
-            for param, full, version in zip(self.params, self._fulls, self._versions, strict=True)
-            if full._version != version
+            for param, full, slot, version in zip(
+                self.params, self._fulls, self.layout.slots, self._versions, strict=True
+            )
+            if full._version != version or (slot.slot_bytes and full.data_ptr() != start + slot.slot_offset)
         ]
         self._free(state)
         if changed:
             raise RuntimeError(
-                f"{', '.join(changed)}: changed in place while gathered (group '{self.name}'). Inside "
+                f"{', '.join(changed)}: changed while gathered (group '{self.name}'). Inside "
                 "forward a module sees a gathered copy, which is now freed, so the change would be "
                 "lost. Change the sharded parameter outside of forward, under torch.no_grad()."
             )
@@ -250,6 +271,15 @@ class Group:
         """True if any of its parameters wants a gradient."""
         return bool(self._trainable)
 
+    def side_tensors(self) -> list[Tensor]:
+        """Tensors of a graph that forward left on attributes of its modules, such as auxiliary losses."""
+        return [
+            value
+            for module in self._owners
+            for value in module.__dict__.values()
+            if type(value) is Tensor and value.requires_grad
+        ]
+
     def owns(self, tensor: Tensor) -> bool:
         """True if ``tensor`` lies in the gathered buffer, so that freeing would take its contents."""
         if self._memory is None or type(tensor) not in (Tensor, nn.Parameter):
@@ -262,11 +292,28 @@ class Group:
             self.wait()
 
     def is_stale(self) -> bool:
-        """True if the shards changed since the full parameters were gathered from them."""
-        for param, version in zip(self.params, self._versions, strict=True):
-            if param.version() != version or not param.is_untouched():
-                return True
-        return False
+        """True if this rank's shards changed since the full parameters were gathered from them.
+
+        Compares contents with its own part of the gathered buffer: versions do not tell, since foreach
+        and fused optimizers, and changes through ``.data``, count none on a DTensor.
+        """
+        if self.mesh.world == 1:
+            return False
+        rank = self.mesh.rank
+        return not all(param.is_untouched() for param in self.params) or any(
+            not torch.equal(self.shard.chunk(slot), self._gathered.slot(slot).view(slot.world, -1)[rank])
+            for slot in self.layout.slots
+            if slot.chunk_bytes
+        )
+
+    def follow_changes(self) -> None:
+        """Take over shards that were just moved, cast or assigned, as soon as all have values here."""
+        if self.state is State.SHARDED and all(
+            compat.local_tensor(param.sharded).device == self.mesh.device
+            for param in self.params
+            if isinstance(param.sharded, DTensor)
+        ):
+            self._follow_changes()
 
     def _free(self, state: State) -> None:
         for param in self.params:
@@ -327,18 +374,22 @@ class Group:
                     f"{self.mesh.device}, where it has to be gathered. Move the model back with "
                     f".to('{self.mesh.device}'), or shard it over a mesh of the other device."
                 )
+        carried = [full.grad for full in self._fulls]
         same_dtypes = all(
             param.sharded.dtype == slot.entry.kind
             for param, slot in zip(self.params, self.layout.slots, strict=True)
         )
         if not same_dtypes or self.shard.bytes.device != self.mesh.device:
-            if self.gradient_state is not GradientState.NONE:
-                self.drop_gradients()
             self._lay_out([param.sharded for param in self.params], self.mesh.device)
         with torch.inference_mode(False):
             self.shard.fill(locals_)
         for param, view, last in zip(self.params, self.shard.views, self._versions, strict=True):
             param.rebase(view, last)
+        if not self._fulls and any(gradient is not None for gradient in carried):
+            self._make_full_parameters()
+            self._gathered.free()
+            for full, gradient in zip(self._fulls, carried, strict=True):
+                full.grad = None if gradient is None else gradient.to(full.dtype)
 
     def _watch_gradients(self) -> None:
         """Have trainable full parameters report their gradients."""

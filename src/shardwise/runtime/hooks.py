@@ -28,7 +28,7 @@ def install_hooks(member: Member) -> None:
     after = partial(compat.outside_graphs(_after_forward), member)
     for module in member.group.modules:
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        module.register_forward_hook(after, always_call=True)
+        module.register_forward_hook(after, with_kwargs=True, always_call=True)
 
 
 def wrap_method(module: nn.Module, name: str, member: Member) -> None:
@@ -41,9 +41,9 @@ def wrap_method(module: nn.Module, name: str, member: Member) -> None:
         try:
             output = method(*args, **kwargs)
         except Exception:
-            _after_forward(member, module, args, None)
+            _after_forward(member, module, args, kwargs, None)
             raise
-        changed = _after_forward(member, module, args, output)
+        changed = _after_forward(member, module, args, kwargs, output)
         return output if changed is None else changed
 
     setattr(module, name, gathered)
@@ -53,24 +53,25 @@ def _before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) -
     member.schedule.enter_forward(member.group, module)
 
 
-def _after_forward(member: Member, module: nn.Module, args: Any, output: Any) -> Any:
+def _after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     """Free the group, once the outputs carry what will announce their backward."""
     call = member.schedule.current_call(module)
     if call is None:
         return None  # the hook before forward had failed
     outcome = Outcome.FAILED
     try:
-        if output is None and sys.exc_info()[1] is not None:
-            return None  # called from an exception handler: forward has raised
-        output, outcome = _announce(member, call, output)
+        if output is None and sys.exc_info()[1] not in (None, call.handled):
+            return None  # called from the handler of an exception that is new: forward has raised
+        output, outcome = _announce(member, call, (args, kwargs), output)
         return output
     finally:
         member.schedule.exit_forward(call, outcome)
 
 
-def _announce(member: Member, call: Call, output: Any) -> tuple[Any, Outcome]:
+def _announce(member: Member, call: Call, inputs: Any, output: Any) -> tuple[Any, Outcome]:
     """Hook the outputs' nodes; the output, with copies in place of raw parameters, and the outcome."""
     group = call.group
+    group.check_modules()
     if isinstance(output, Tensor):  # the common case, and the quick one
         tensors = [output]
     else:
@@ -86,6 +87,9 @@ def _announce(member: Member, call: Call, output: Any) -> tuple[Any, Outcome]:
     for tensor in tensors:
         if tensor.requires_grad:
             _collect_nodes(tensor, nodes)
+    _leave_out(inputs, nodes)
+    for tensor in group.side_tensors():
+        _collect_nodes(tensor, nodes)
     if nodes:
         announce = partial(_before_backward, member, call)
         for node in nodes.values():
@@ -105,6 +109,12 @@ def _collect_nodes(tensor: Tensor, nodes: dict[int, Any]) -> None:
         node = None if base is None else base.grad_fn
         if node is not None:
             nodes[id(node)] = node
+
+
+def _leave_out(inputs: Any, nodes: dict[int, Any]) -> None:
+    """Drop the nodes of inputs that were handed on: they belong to calls before this one."""
+    for tensor in find_tensors(inputs):
+        nodes.pop(id(tensor.grad_fn), None)
 
 
 def _before_backward(member: Member, call: Call, gradients: Any) -> None:

@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.runtime import compat
+from shardwise.runtime.deferred import DeferredGradient, deferred_gradient
 from shardwise.runtime.mesh import ShardMesh
 
 FREED = 2**31 - 1
@@ -57,8 +59,10 @@ class Param:
         self.full: nn.Parameter | None = None
         self._spec = self._make_spec(original.shape, original.dtype)
         self._version_base = 0
-        self._hooks_of_full = compat.gradient_hooks(original)
-        self._deferred: tuple[Tensor, int] | None = None
+        # The caller's hooks on the original; these stay their home, so that a handle can remove them.
+        self._original_hooks = compat.gradient_hooks(original)
+        self._original_post_hooks = compat.post_accumulate_hooks(original)
+        self._deferred: DeferredGradient | None = None
 
     @property
     def fqn(self) -> str:
@@ -92,8 +96,6 @@ class Param:
         original = self.sharded
         sharded = nn.Parameter(compat.make_dtensor(local, self._spec), original.requires_grad)
         vars(sharded).update(self.attributes)
-        for hook in compat.post_accumulate_hooks(original):
-            sharded.register_post_accumulate_grad_hook(hook)
         return sharded
 
     def install_shard(self, sharded: nn.Parameter) -> None:
@@ -119,6 +121,7 @@ class Param:
             self._spec = self._make_spec(self.sharded.shape, self.sharded.dtype)
         compat.set_local_tensor(self.sharded, local)
         self.local = local
+        self._describe_itself()
 
     def version(self) -> int:
         """Grows with every change in place of the shard that PyTorch counts."""
@@ -165,11 +168,15 @@ class Param:
 
     def adopt(self, new: nn.Parameter) -> None:
         """Take ``new`` in place of the old sharded parameter at all sites: tied stays tied."""
-        for key, value in self.attributes.items():
-            vars(new).setdefault(key, value)
         for site in self.sites:
             site.module._parameters[site.name] = new
         self.sharded = new
+        self._describe_itself()
+
+    def _describe_itself(self) -> None:
+        """Put back on the sharded parameter what a conversion or an assignment has lost."""
+        for key, value in self.attributes.items():
+            vars(self.sharded).setdefault(key, value)
         self._sign()
 
     def _can_adopt(self, new: Any) -> bool:
@@ -191,18 +198,15 @@ class Param:
         """Make the full parameter over ``data``, a tensor in the gathered buffer."""
         self.full = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
         vars(self.full).update(self.attributes)
-        if self.full.requires_grad:
-            self.attach_hooks_of_full()
 
     def attach_hooks_of_full(self) -> None:
-        """Give the full parameter the gradient hooks that the caller had put on the original.
+        """Have the gradient hooks run that the caller had put on the original.
 
         They see this rank's gradient of the full parameter, before it is reduced.
         """
         assert self.full is not None
-        for hook in self._hooks_of_full:
-            self.full.register_hook(hook)
-        self._hooks_of_full = []
+        if self._original_hooks is not None:
+            self.full.register_hook(partial(_run_hooks, self._original_hooks))
 
     def shadow(self) -> None:
         """Let the modules see the full parameter."""
@@ -220,51 +224,39 @@ class Param:
         """Accumulate a reduced gradient into ``.grad``, then run the hooks put on the shard."""
         sharded = self.sharded
         gradient: Tensor = compat.make_dtensor(local, self._spec)
-        for hook in compat.gradient_hooks(sharded):
-            changed = hook(gradient)
-            gradient = gradient if changed is None else changed
+        if hooks := compat.gradient_hooks(sharded):
+            gradient = _run_hooks(hooks, gradient)
         if sharded.grad is None:
             sharded.grad = gradient
         else:
             self._accumulate(compat.local_tensor(gradient))
-        for post in compat.post_accumulate_hooks(sharded):
-            post(sharded)
+        for hooks in (self._original_post_hooks, compat.post_accumulate_hooks(sharded)):
+            for post in list(hooks.values()) if hooks else ():
+                post(sharded)
 
     def defer_gradient(self) -> None:
-        """Leave the full gradient unreduced, and note what ``.grad`` is, to see whether it is cleared.
-
-        Where there is no ``.grad``, zeros are put there: after ``zero_grad`` they are gone, or
-        changed, and the full gradient, which the caller cannot see, has to go with them.
-        """
+        """Leave the full gradient unreduced, and have ``.grad`` notice whether it is cleared."""
         sharded = self.sharded
         if sharded.grad is None:
             sharded.grad = compat.make_dtensor(torch.zeros_like(self.local), self._spec)
-        self._deferred = (sharded.grad, _gradient_version(sharded.grad))
+        sharded.grad = self._deferred = deferred_gradient(sharded.grad)
 
     def was_cleared(self) -> bool:
         """Whether the caller cleared ``.grad`` since the gradient was deferred."""
         deferred, self._deferred = self._deferred, None
         if deferred is None:
             return False
-        noted, version = deferred
-        current = self.sharded.grad
-        if current is not noted:
+        if self.sharded.grad is not deferred:
             return True
-        if _gradient_version(noted) == version:
-            return False
-        is_zero = not bool(compat.local_tensor(noted).any()) if isinstance(noted, DTensor) else False
-        outcome = (
-            "they are dropped, as after zero_grad()"
-            if is_zero
-            else "the change does not apply to them; they will be added to it"
-        )
-        warnings.warn(
-            f"{self.fqn}: .grad was changed in place while gradients of backward passes without "
-            f"synchronisation (set_requires_gradient_sync(False)) wait to be reduced: {outcome}. "
-            "Synchronise in the last backward before changing .grad.",
-            stacklevel=2,
-        )
-        return is_zero
+        if deferred.mark.is_changed and not deferred.mark.is_zeroed:
+            warnings.warn(
+                f"{self.fqn}: .grad was changed in place while gradients of backward passes without "
+                "synchronisation (set_requires_gradient_sync(False)) wait to be reduced. The change does "
+                "not apply to them; they will be added to it. Synchronise in the last backward before "
+                "changing .grad.",
+                stacklevel=2,
+            )
+        return deferred.mark.is_zeroed
 
     def _accumulate(self, local: Tensor) -> None:
         existing = self.sharded.grad
@@ -274,6 +266,12 @@ class Param:
                 "gradient cannot be added to it. Assign only DTensors sharded as the parameter to "
                 ".grad, or None."
             )
+        if existing.placements != self._spec.placements:
+            # Left by autograd, where the loss used the sharded parameter itself.
+            existing = self.sharded.grad = existing.redistribute(placements=self._spec.placements)
+        elif isinstance(existing, DeferredGradient):
+            existing = compat.make_dtensor(compat.local_tensor(existing), self._spec)
+            self.sharded.grad = existing
         compat.local_tensor(existing).add_(local)
 
 
@@ -292,9 +290,11 @@ def refresh_flat_weights(modules: Iterable[nn.Module]) -> None:
         module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in names]
 
 
-def _gradient_version(gradient: Tensor) -> int:
-    local = compat.local_tensor(gradient) if isinstance(gradient, DTensor) else gradient
-    return gradient._version + local._version
+def _run_hooks(hooks: compat.Hooks, gradient: Tensor) -> Tensor:
+    for hook in list(hooks.values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
 
 
 def _describe(tensor: Any) -> str:

@@ -20,16 +20,19 @@ in flight beside the group being computed; groups with unused parameters when ba
 their first call, or at its end.
 
 Sessions. One session is one running backward (a graph task of autograd); reentrant checkpointing
-nests them. A session is kept alive only by the callback that autograd holds until that backward has
-ended. If it failed, the callback is gone, and so is the session: this is how a failure is seen.
+nests them. Autograd holds a callback with a token until that backward has ended. If it failed, the
+callback and its token are gone, but the session was never ended: this is how a failure is seen.
 """
 
 import math
+import sys
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -95,7 +98,10 @@ class Call:
     group: Group
     module: nn.Module
     enter: int
+    parent: "Call | None"
     exit: int = 0
+    frame: FrameType | None = None  # of the outermost call: whether it still runs
+    handled: BaseException | None = None  # what was being handled when it was entered
 
 
 class Outcome(Enum):
@@ -115,14 +121,28 @@ class Member:
     schedule: "Schedule"
 
 
+class _Token:
+    """Held by autograd alone, through the callback at the end of a backward."""
+
+    __slots__ = ("__weakref__",)
+
+
 class Session:
     """One running backward. ``active`` holds the groups it uses and the clock of their call."""
 
-    __slots__ = ("__weakref__", "active", "graph_task_id")
-
-    def __init__(self, graph_task_id: int) -> None:
+    def __init__(self, graph_task_id: int, token: _Token) -> None:
         self.graph_task_id = graph_task_id
         self.active: dict[Group, float] = {}
+        self._token = weakref.ref(token)
+
+    @property
+    def is_running(self) -> bool:
+        """False once autograd has dropped the backward, ended or failed.
+
+        Not the session's own life is asked for, but the token's: a traceback that somebody holds keeps
+        sessions alive.
+        """
+        return self._token() is not None
 
 
 RUNNING = -1.0  # a module whose forward is being recomputed: never over
@@ -137,7 +157,6 @@ class Schedule:
         self.groups: list[Group] = []
         self.root: Group | None = None
         self.observer: Observer | None = None
-        self.is_last_backward = True
         self._lanes: Lanes  # made when the first gather needs them
         self._reduce_comms: dict[dist.ProcessGroup, Communicator] = {}
         self._is_ready = False
@@ -153,9 +172,12 @@ class Schedule:
         self._ahead: set[Group] = set()  # prefetched and not yet entered
         self._kept_by_caller: set[Group] = set()
         self._has_run: dict[Group, set[nn.Module]] = {}
-        self._sessions: list[weakref.ref[Session]] = []
+        self._sessions: list[Session] = []
         self._reducing: deque[Group] = deque()
+        # A graph made by create_graph=True uses full parameters again: they are kept until a backward
+        # has ended that made none.
         self._keeps_for_double_backward = False
+        self._makes_graph = False
 
     # --- the tree ---------------------------------------------------------------------------------
 
@@ -172,7 +194,6 @@ class Schedule:
         group = member.group
         group.on_gradient = self._gradient_came
         group.on_complete = self._gradients_complete
-        self.is_last_backward &= member.schedule.is_last_backward
         if group.state is not State.SHARDED:
             self._held[group] = None
             if group in member.schedule._kept_by_caller:
@@ -214,7 +235,7 @@ class Schedule:
         self._prepare()
         if not self._held:  # between iterations: the optimizer may just have written the shards
             self._lanes.gather.follow_compute()
-        self._refresh(group)
+        self._free_stale([group])
         self._gather(group)
         self._kept_by_caller.add(group)
 
@@ -229,12 +250,10 @@ class Schedule:
         if compat.current_graph_task_id() != -1:
             self._enter_recomputation(group, module)
             return
-        if self._running and self._running[0].module is module:
-            self._running.clear()  # left by an interrupt, which runs no hooks
+        self._forget_interrupted()
         if not self._running:
             self._begin_forward()
         self._open_call(group, module)
-        self._refresh(group)
         self._forward_order.enter(group)
         self._entered.append(group)
         self._kept_by_caller.discard(group)
@@ -258,7 +277,8 @@ class Schedule:
         if compat.current_graph_task_id() != -1:
             self._exit_recomputation(group)
             return
-        self._exited.append(group)
+        if outcome is not Outcome.NO_BACKWARD or not torch.is_grad_enabled():
+            self._exited.append(group)
         if outcome is Outcome.ANNOUNCED:
             self._first_enter.setdefault(group, call.enter)
         if outcome is Outcome.FAILED or self._frees_after(call, outcome):
@@ -270,7 +290,9 @@ class Schedule:
         self._prepare()
         self._recover()
         for group in self.groups:
+            group.check_modules()
             group.drop_cleared()
+        self._free_stale([group for group in self.groups if group.state is State.GATHERED])
         # The optimizer may just have written the shards that gathers are going to read.
         self._lanes.gather.follow_compute()
         self._forward_order.rewind()
@@ -283,6 +305,7 @@ class Schedule:
             self._forward_order.plan(self._entered)
         if torch.is_grad_enabled():
             self._backward_order.plan(self._exited[::-1])
+        if outcome in (Outcome.ANNOUNCED, Outcome.UNANNOUNCED) and torch.is_grad_enabled():
             unneeded = [*self._ahead, *self._partly_run()]
         else:
             # No backward will come for whose sake a group could be kept.
@@ -296,6 +319,8 @@ class Schedule:
         has_run = self._has_run.setdefault(group, set())
         has_run.add(call.module)
         if len(has_run) < len(group.modules) or outcome is Outcome.UNANNOUNCED:
+            return False
+        if self._keeps_for_double_backward:
             return False
         if any(running.group is group for running in self._running):
             return False
@@ -313,9 +338,21 @@ class Schedule:
 
     def _open_call(self, group: Group, module: nn.Module) -> Call:
         self._clock += 1
-        call = Call(group, module, self._clock)
+        parent = self._running[-1] if self._running else None
+        call = Call(group, module, self._clock, parent, handled=sys.exc_info()[1])
+        if parent is None:
+            call.frame = _frame_of_call()
         self._running.append(call)
         return call
+
+    def _forget_interrupted(self) -> None:
+        """Forget a forward that an interrupt ended, which runs no hooks: its frame no longer runs."""
+        if self._running and self._running[0].frame is not None:
+            frame: FrameType | None = sys._getframe()
+            while frame is not None and frame is not self._running[0].frame:
+                frame = frame.f_back
+            if frame is None:
+                self._running.clear()
 
     def _close_call(self, call: Call) -> None:
         self._clock += 1
@@ -323,6 +360,7 @@ class Schedule:
         # Calls inside it that never closed had failed.
         while self._running and self._running.pop() is not call:
             pass
+        call.frame = call.handled = None
 
     # --- backward ---------------------------------------------------------------------------------
 
@@ -333,12 +371,18 @@ class Schedule:
         if session.active.get(group) == call.enter and group.state is State.GATHERED:
             return  # another output of the same call
         if torch.is_grad_enabled():
-            # create_graph=True: the graph being made now will use the full parameters once more.
-            self._keeps_for_double_backward = True
+            self._makes_graph = self._keeps_for_double_backward = True
         self._free_before(session, call.exit, group)
         session.active[group] = call.enter
         self._gather_for_backward(group)
         self._tell("backward", group)
+        around = call.parent
+        while around is not None and session.active.get(around.group) is None:
+            # Its own outputs are not part of this backward, but what ran before this call may be.
+            session.active[around.group] = around.enter
+            self._gather(around.group)
+            around.group.wait()
+            around = around.parent
 
     def _enter_recomputation(self, group: Group, module: nn.Module) -> None:
         """Activation checkpointing runs a module again inside backward."""
@@ -404,15 +448,15 @@ class Schedule:
     def _session(self) -> Session:
         """The session of the running backward; a new one at its first event."""
         task = compat.current_graph_task_id()
-        session = self._sessions[-1]() if self._sessions else None
-        if session is not None and session.graph_task_id == task:
-            return session
+        if self._sessions and self._sessions[-1].graph_task_id == task:
+            return self._sessions[-1]
         self._recover()
         if not self._sessions:
             self._begin_backward()
-        session = Session(task)
-        self._sessions.append(weakref.ref(session))
-        compat.queue_end_of_backward(lambda kept=session: self._end_session(kept))  # type: ignore[misc]
+        token = _Token()
+        session = Session(task, token)
+        self._sessions.append(session)
+        compat.queue_end_of_backward(partial(self._end_session, session, token))
         return session
 
     def _begin_backward(self) -> None:
@@ -421,10 +465,10 @@ class Schedule:
             group.drop_cleared()
         self._lanes.gather.follow_compute()
         self._backward_order.rewind()
-        self._keeps_for_double_backward = False
+        self._makes_graph = False
 
-    def _end_session(self, session: Session) -> None:
-        self._sessions = [ref for ref in self._sessions if ref() not in (None, session)]
+    def _end_session(self, session: Session, token: _Token) -> None:
+        self._sessions.remove(session)
         if self._sessions:  # a nested backward: the outer one has gradients yet to come
             for group in list(session.active):
                 self._release_after_backward(group)
@@ -435,11 +479,12 @@ class Schedule:
         """The outermost backward has ended: nothing more will come."""
         for group in self.groups:
             self._settle_gradients(group)
-        if self.is_last_backward:
-            while self._reducing:
-                self._finish_oldest_reduction()
+        while self._reducing:
+            self._finish_oldest_reduction()
+        self._keeps_for_double_backward = self._makes_graph
+        running = {call.group for call in self._running}  # a forward may run a backward of its own
         for group in list(self._held):
-            if group not in self._kept_by_caller:
+            if group not in self._kept_by_caller and group not in running:
                 self._release_after_backward(group)
         self._first_enter.clear()
 
@@ -458,7 +503,7 @@ class Schedule:
 
         Its gradients are dropped. A failed forward leaves nothing: its hooks ran.
         """
-        if not self._sessions or any(ref() is not None for ref in self._sessions):
+        if not self._sessions or any(session.is_running for session in self._sessions):
             return
         self._sessions = []
         for group in list(self._held):
@@ -489,10 +534,20 @@ class Schedule:
         if group.state is State.GATHERED:
             group.reshard()
 
-    def _refresh(self, group: Group) -> None:
-        """Free a group that was kept gathered while its shards were changed: gather them anew."""
-        if group.state is State.GATHERED and group.is_stale():
-            self._release(group)
+    def _free_stale(self, kept: Sequence[Group]) -> None:
+        """Free groups that were kept gathered while shards were changed, to gather them anew.
+
+        Changed on any rank: the ranks agree, since all of them gather or none.
+        """
+        kept = [group for group in kept if group.state is State.GATHERED and group.mesh.world > 1]
+        if not kept:
+            return
+        mesh = kept[0].mesh
+        flags = torch.tensor([group.is_stale() for group in kept], dtype=torch.int32, device=mesh.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=mesh.pg)
+        for group, is_stale in zip(kept, flags.tolist(), strict=True):
+            if is_stale:
+                self._release(group)
 
     def _prefetch(self, chosen: list[Group] | None, order: Order, group: Group) -> None:
         upcoming = order.upcoming(group.policy.prefetch) if chosen is None else chosen
@@ -510,3 +565,11 @@ class Schedule:
     def _tell(self, event: str, group: Group) -> None:
         if self.observer is not None:
             self.observer(event, group.name)
+
+
+def _frame_of_call() -> FrameType | None:
+    """The frame of ``nn.Module.__call__`` (or of a registered method) that is being entered."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name not in ("_call_impl", "gathered"):
+        frame = frame.f_back
+    return frame
