@@ -129,6 +129,4 @@ def _assert_close(got: Tensor | None, want: Tensor | None, what: str, rtol: floa
     if want is None or got is None:
         assert got is want, f"{what}: {got} where {want} is expected"
         return
-    torch.testing.assert_close(
-        got, want, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}"
-    )
+    torch.testing.assert_close(got, want, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")

@@ -120,9 +120,7 @@ def reduce_everything(limit: int, missing: int | None, divisor: float) -> None:
 @all_limits
 @pytest.mark.parametrize("missing", [None, 0, 4])
 @pytest.mark.parametrize("divisor", [1.0, 4.0])
-def test_every_rank_reduces_its_rows(
-    world: World, limit: int, missing: int | None, divisor: float
-) -> None:
+def test_every_rank_reduces_its_rows(world: World, limit: int, missing: int | None, divisor: float) -> None:
     world.run(reduce_everything, limit, missing, divisor)
 
 

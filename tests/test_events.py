@@ -46,7 +46,9 @@ def the_same_on_all_ranks(logs: list[list[str]]) -> str:
 def test_the_first_step_records_and_gathers_each_group_as_it_comes(world2: World) -> None:
     log = the_same_on_all_ranks(world2.run(events_of_steps, 1))
     forward = log[: log.index("backward")]
-    assert_expected_inline(forward, """\
+    assert_expected_inline(
+        forward,
+        """\
 gather Tower
 forward Tower
 gather blocks.0
@@ -59,11 +61,14 @@ gather blocks.2
 forward blocks.2
 free blocks.2
 gather blocks.2
-""")
+""",
+    )
 
 
 def test_from_the_second_step_on_the_next_group_is_gathered_during_the_computation(world2: World) -> None:
-    assert_expected_inline(the_same_on_all_ranks(world2.run(events_of_steps, 2)), """\
+    assert_expected_inline(
+        the_same_on_all_ranks(world2.run(events_of_steps, 2)),
+        """\
 gather Tower
 gather blocks.0
 forward Tower
@@ -93,12 +98,15 @@ reduce Tower
 reduced blocks.0
 reduced Tower
 free Tower
-free blocks.0""")
+free blocks.0""",
+    )
 
 
 def test_groups_kept_after_forward_are_not_gathered_again(world2: World) -> None:
     log = the_same_on_all_ranks(world2.run(events_of_steps, 2, reshard_after_forward=False))
-    assert_expected_inline(log, """\
+    assert_expected_inline(
+        log,
+        """\
 gather Tower
 gather blocks.0
 forward Tower
@@ -122,12 +130,15 @@ reduce Tower
 reduced blocks.0
 reduced Tower
 free Tower
-free blocks.0""")
+free blocks.0""",
+    )
 
 
 def test_without_prefetch_a_group_is_gathered_when_it_is_entered(world2: World) -> None:
     log = the_same_on_all_ranks(world2.run(events_of_steps, 2, prefetch=0))
-    assert_expected_inline(log[: log.index("backward blocks.1")], """\
+    assert_expected_inline(
+        log[: log.index("backward blocks.1")],
+        """\
 gather Tower
 forward Tower
 gather blocks.0
@@ -145,7 +156,8 @@ backward blocks.2
 reduce blocks.2
 free blocks.2
 gather blocks.1
-""")
+""",
+    )
 
 
 def gathered_at_once(log: list[str]) -> int:
@@ -196,7 +208,9 @@ def events_as_the_order_changes() -> list[str]:
 
 
 def test_a_new_order_stops_prefetch_and_is_what_the_next_forward_follows(world2: World) -> None:
-    assert_expected_inline(the_same_on_all_ranks(world2.run(events_as_the_order_changes)), """\
+    assert_expected_inline(
+        the_same_on_all_ranks(world2.run(events_as_the_order_changes)),
+        """\
 -- [0, 1, 2]
 gather Switching
 forward Switching
@@ -248,7 +262,8 @@ forward blocks.0
 free blocks.0
 forward blocks.1
 free blocks.1
-free Switching""")
+free Switching""",
+    )
 
 
 def events_of_a_checkpointed_step(use_reentrant: bool) -> list[str]:

@@ -1,5 +1,7 @@
 """layout.py: pure arithmetic, compared with torch's own chunking and checked on random shapes."""
 
+from itertools import pairwise
+
 import torch
 from expecttest import assert_expected_inline
 from hypothesis import given
@@ -35,10 +37,8 @@ def test_no_two_parameters_overlap_and_all_lie_inside(layout: Layout) -> None:
         ("shard_offset", "chunk_bytes", layout.shard_bytes),
         ("slot_offset", "slot_bytes", layout.gathered_bytes),
     ):
-        stretches = sorted(
-            (getattr(s, offset), getattr(s, offset) + getattr(s, size)) for s in layout.slots
-        )
-        for (_, before), (after, _) in zip(stretches, stretches[1:], strict=False):
+        stretches = sorted((getattr(s, offset), getattr(s, offset) + getattr(s, size)) for s in layout.slots)
+        for (_, before), (after, _) in pairwise(stretches):
             assert before <= after
         assert all(stop <= end for _, stop in stretches)
 
@@ -69,7 +69,7 @@ def test_packed_parameters_lie_together_by_dtype(layout: Layout) -> None:
     assert sum(align(layout.slots[i].chunk_bytes) for i in layout.packed) == layout.packed_bytes
     for run in runs:
         assert {layout.slots[i].entry.kind for i in run.slots} == {run.kind}
-    for before, after in zip(runs, runs[1:], strict=False):
+    for before, after in pairwise(runs):
         assert (before.end, True) == (after.start, before.kind != after.kind)
 
 
@@ -90,9 +90,12 @@ def test_a_layout_reads_like_its_picture() -> None:
         for s in layout.slots
     ]
     lines.append(f"shard {layout.shard_bytes} bytes, gathered {layout.gathered_bytes}")
-    assert_expected_inline("\n".join(lines), """\
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
   10x3  f32 direct shard   0 +36  slot   0 +144
     10  f32 packed shard  48 +12  slot 144 +48
 scalar  f32 packed shard  64 +4   slot 192 +16
      4 bf16 packed shard  80 +2   slot 208 +8
-shard 96 bytes, gathered 224""")
+shard 96 bytes, gathered 224""",
+    )

@@ -67,7 +67,9 @@ def test_a_device_lane_queues_all_work_at_once_and_the_computation_waits_for_an_
     ticket.wait()
     with lane.memory():
         log.append("free")
-    assert_expected_inline("\n".join(log), """\
+    assert_expected_inline(
+        "\n".join(log),
+        """\
 lane waits for all of computing
 lane is current
 start
@@ -78,7 +80,8 @@ lane is left
 computing waits for event of lane
 lane is current
 free
-lane is left""")
+lane is left""",
+    )
 
 
 def test_a_host_lane_finishes_when_the_result_is_needed() -> None:

@@ -44,4 +44,3 @@ class RanksAsThreads(MultiThreadedTestCase):
 
     def test_language_model(self) -> None:
         self._trains_as_plain("text")
-

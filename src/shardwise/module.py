@@ -199,6 +199,7 @@ def _make_sharded_class(original: type) -> type:
     special = {
         "__new__": lambda cls, *args, **kwargs: original(*args, **kwargs),
         "__reduce_ex__": _refuse_to_copy,
+        "_apply": _apply_and_follow,
         "__module__": __name__,
         "__doc__": original.__doc__,
         "__qualname__": f"FSDP<{original.__module__}:{original.__qualname__}>".replace(".", "/"),
@@ -227,6 +228,13 @@ def __getattr__(name: str) -> type:
 def original_class(module: nn.Module) -> type:
     """The class that a sharded module had before."""
     return type(module).__bases__[0] if isinstance(module, FSDPModule) else type(module)
+
+
+def _apply_and_follow(self: Any, fn: Any, recurse: bool = True) -> Any:
+    """What ``.to()`` and its like call: the shards move back into their buffer at once."""
+    result = original_class(self)._apply(self, fn, recurse)  # type: ignore[attr-defined]
+    _member(self).group.follow_changes()
+    return result
 
 
 def _refuse_to_copy(self: Any, protocol: Any) -> Any:

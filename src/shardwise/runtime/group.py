@@ -194,15 +194,27 @@ class Group:
         """Refuse parameters that were added after sharding: nobody would reduce their gradients."""
         if sum([len(module._parameters) for module in self._owners]) == self._num_registered:
             return
-        known = {(site.module, site.name) for param in self.params for site in param.sites}
+        known = {(site.module, site.name): site.fqn for p in self.params for site in p.sites}
+        prefixes = {site.module: site.fqn.rpartition(".")[0] for p in self.params for site in p.sites}
         for module in self._owners:
-            for name, param in module._parameters.items():
-                if param is not None and (module, name) not in known:
-                    raise RuntimeError(
-                        f"{self.name}: {type(module).__name__} has got a parameter '{name}' after "
-                        "fully_shard. Its gradient would stay this rank's own and the ranks would drift apart. Add "
-                        "parameters before fully_shard, or in a module that is sharded itself."
-                    )
+            for name, tensor in module._parameters.items():
+                if tensor is not None and (module, name) not in known:
+                    where = f"{prefixes.get(module, self.name)}.{name}".lstrip(".")
+                    self._refuse_added(where, tensor)
+
+    def _refuse_added(self, where: str, tensor: Tensor) -> None:
+        ours = [param.fqn for param in self.params if param.full is tensor]
+        if ours:
+            raise RuntimeError(
+                f"{where}: forward assigned the gathered parameter {ours[0]} to this attribute, which makes "
+                "it a second parameter, and its memory is freed after forward. Keep a copy of it (.clone()), or "
+                "read it where it is."
+            )
+        raise RuntimeError(
+            f"{where}: this parameter was added after fully_shard (group '{self.name}'). Its gradient would "
+            "stay this rank's own and the ranks would drift apart. Add parameters before fully_shard, or in "
+            "a module that is sharded itself."
+        )
 
     def unshard(self) -> None:
         """Begin to gather the full parameters, if they are not there or on their way."""
@@ -252,7 +264,7 @@ class Group:
         self._free(state)
         if changed:
             raise RuntimeError(
-                f"{', '.join(changed)}: changed while gathered (group '{self.name}'). Inside "
+                f"{', '.join(changed)}: changed in place while gathered (group '{self.name}'). Inside "
                 "forward a module sees a gathered copy, which is now freed, so the change would be "
                 "lost. Change the sharded parameter outside of forward, under torch.no_grad()."
             )
@@ -308,12 +320,13 @@ class Group:
 
     def follow_changes(self) -> None:
         """Take over shards that were just moved, cast or assigned, as soon as all have values here."""
-        if self.state is State.SHARDED and all(
-            compat.local_tensor(param.sharded).device == self.mesh.device
-            for param in self.params
-            if isinstance(param.sharded, DTensor)
-        ):
+        if self.state is not State.SHARDED:
+            return
+        tensors = [site.registered() for param in self.params for site in param.sites]
+        if all(isinstance(t, DTensor) and t.to_local().device == self.mesh.device for t in tensors):
             self._follow_changes()
+            for param in self.params:
+                param.describe_itself()
 
     def _free(self, state: State) -> None:
         for param in self.params:

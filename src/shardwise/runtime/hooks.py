@@ -29,6 +29,12 @@ def install_hooks(member: Member) -> None:
     for module in member.group.modules:
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, with_kwargs=True, always_call=True)
+        module.register_load_state_dict_post_hook(partial(_after_load, member))
+
+
+def _after_load(member: Member, module: nn.Module, incompatible_keys: Any) -> None:
+    """Shards that ``load_state_dict(assign=True)`` put in place move into the buffer at once."""
+    member.group.follow_changes()
 
 
 def wrap_method(module: nn.Module, name: str, member: Member) -> None:

@@ -121,7 +121,7 @@ class Param:
             self._spec = self._make_spec(self.sharded.shape, self.sharded.dtype)
         compat.set_local_tensor(self.sharded, local)
         self.local = local
-        self._describe_itself()
+        self.describe_itself()
 
     def version(self) -> int:
         """Grows with every change in place of the shard that PyTorch counts."""
@@ -147,6 +147,12 @@ class Param:
         if all(tensor is self.sharded for tensor in found):
             return None
         site, new = next((s, t) for s, t in zip(self.sites, found, strict=True) if t is not self.sharded)
+        if new is None:
+            raise RuntimeError(
+                f"{site.fqn}: the parameter was removed after fully_shard (deleted, set to None, or replaced "
+                "by a parametrization), but its group still gathers it. Put it back, or change the module "
+                "before fully_shard."
+            )
         if not self._can_adopt(new):
             raise RuntimeError(
                 f"{site.fqn}: the parameter was replaced after fully_shard by "
@@ -171,9 +177,9 @@ class Param:
         for site in self.sites:
             site.module._parameters[site.name] = new
         self.sharded = new
-        self._describe_itself()
+        self.describe_itself()
 
-    def _describe_itself(self) -> None:
+    def describe_itself(self) -> None:
         """Put back on the sharded parameter what a conversion or an assignment has lost."""
         for key, value in self.attributes.items():
             vars(self.sharded).setdefault(key, value)
@@ -248,6 +254,8 @@ class Param:
             return False
         if self.sharded.grad is not deferred:
             return True
+        if not isinstance(deferred, DeferredGradient):
+            return False  # converted by .to(), which swaps what a tensor is
         if deferred.mark.is_changed and not deferred.mark.is_zeroed:
             warnings.warn(
                 f"{self.fqn}: .grad was changed in place while gradients of backward passes without "

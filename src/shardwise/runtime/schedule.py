@@ -404,6 +404,7 @@ class Schedule:
         self._backward_order.enter(group)
         self._backward_order.find(group)
         self._gather(group)
+        self._ahead.discard(group)
         self._prefetch(group.backward_prefetch, self._backward_order, group)
         group.wait()
 
