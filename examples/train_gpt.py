@@ -11,6 +11,7 @@ sharding is `build_sharded_model`; the rest is what a training script looks like
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import math
 import os
@@ -230,7 +231,9 @@ def versions(peer: str) -> dict[str, str]:
     """Name what the numbers were measured with."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     if peer == "shardwise":
-        found["shardwise"] = importlib.metadata.version("shardwise")
+        # Used from a source tree that is on the path but not installed, it has no version.
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found["shardwise"] = importlib.metadata.version("shardwise")
     return found
 
 

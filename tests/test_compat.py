@@ -82,11 +82,17 @@ def test_hooks_of_a_tensor_are_found() -> None:
         pass
 
     x = torch.ones(2, requires_grad=True)
-    assert compat.gradient_hooks(x) == compat.post_accumulate_hooks(x) == []
-    x.register_hook(scaled)
+    assert not compat.gradient_hooks(x)
+    assert not compat.post_accumulate_hooks(x)
+    handle = x.register_hook(scaled)
     x.register_post_accumulate_grad_hook(after)
-    assert compat.gradient_hooks(x) == [scaled]
-    assert compat.post_accumulate_hooks(x) == [after]
+    gradient_hooks, post_hooks = compat.gradient_hooks(x), compat.post_accumulate_hooks(x)
+    assert gradient_hooks is not None
+    assert post_hooks is not None
+    assert list(gradient_hooks.values()) == [scaled]
+    assert list(post_hooks.values()) == [after]
+    handle.remove()
+    assert not gradient_hooks  # the same home: a handle removes for whoever looks there
 
 
 def dtensor_made_cheaply() -> None:

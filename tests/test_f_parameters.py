@@ -97,7 +97,7 @@ def test_f08_a_subclass_of_parameter_is_refused_by_name(world2: World) -> None:
     assert first == second
     assert_expected_inline(
         first,
-        """Sequential: 1.weight is of the class Quantized, a subclass of nn.Parameter, which would be lost: its shard is a DTensor. Wrap the value in a plain nn.Parameter; attributes set on it are kept.""",  # noqa: E501
+        """Sequential: 1.weight is of the class Quantized, a subclass of nn.Parameter, which would be lost: its shard is a DTensor. Wrap the value in a plain nn.Parameter; attributes set on it are kept.""",
     )
 
 
@@ -353,7 +353,7 @@ def refusal(world: World, change: str) -> str:
 def test_f09_a_plain_parameter_in_place_of_a_sharded_one_is_refused(world2: World) -> None:
     assert_expected_inline(
         refusal(world2, "plain"),
-        """blocks.0.up.weight: the parameter was replaced after fully_shard by a plain Parameter of shape (13, 7), where a parameter sharded like the old one is expected: a DTensor of shape (13, 7) with placements (Shard(dim=0),) on a mesh of shape (2,). The group gathers shards and cannot use it. Copy values into the sharded parameter instead (under torch.no_grad(), param.copy_(torch.distributed.tensor.distribute_tensor(value, param.device_mesh, param.placements))), or replace parameters before fully_shard.""",  # noqa: E501
+        """blocks.0.up.weight: the parameter was replaced after fully_shard by a plain Parameter of shape (13, 7), where a parameter sharded like the old one is expected: a DTensor of shape (13, 7) with placements (Shard(dim=0),) on a mesh of shape (2,). The group gathers shards and cannot use it. Copy values into the sharded parameter instead (under torch.no_grad(), param.copy_(torch.distributed.tensor.distribute_tensor(value, param.device_mesh, param.placements))), or replace parameters before fully_shard.""",
     )
 
 

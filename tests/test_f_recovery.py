@@ -251,7 +251,7 @@ def test_f32_a_child_sharded_after_its_parent_is_refused_with_both_names(world2:
     assert first == second
     assert_expected_inline(
         first,
-        """fully_shard: Block 'blocks.0' is inside Tower, which was sharded before and has taken its parameters. Apply fully_shard bottom-up: on the inner modules first, then on Tower.""",  # noqa: E501
+        """fully_shard: Block 'blocks.0' is inside Tower, which was sharded before and has taken its parameters. Apply fully_shard bottom-up: on the inner modules first, then on Tower.""",
     )
 
 

@@ -125,4 +125,4 @@ def test_autograds_own_check_sees_through_the_sharding(world2: World) -> None:
 one of the variables needed for gradient computation has been modified by an inplace operation
 one of the variables needed for gradient computation has been modified by an inplace operation
 0.weight: changed in place while gathered (group '0'). Inside forward a module sees a gathered copy, which is now freed, so the change would be lost. Change the sharded parameter outside of forward, under torch.no_grad().""",
-    )  # noqa: E501
+    )

@@ -207,8 +207,8 @@ class Group:
         if ours:
             raise RuntimeError(
                 f"{where}: forward assigned the gathered parameter {ours[0]} to this attribute, which makes "
-                "it a second parameter, and its memory is freed after forward. Keep a copy of it (.clone()), or "
-                "read it where it is."
+                "it a second parameter, and its memory is freed after forward. Keep a copy (.clone()), or read "
+                "it where it is."
             )
         raise RuntimeError(
             f"{where}: this parameter was added after fully_shard (group '{self.name}'). Its gradient would "
@@ -320,13 +320,13 @@ class Group:
 
     def follow_changes(self) -> None:
         """Take over shards that were just moved, cast or assigned, as soon as all have values here."""
-        if self.state is not State.SHARDED:
-            return
         tensors = [site.registered() for param in self.params for site in param.sites]
-        if all(isinstance(t, DTensor) and t.to_local().device == self.mesh.device for t in tensors):
+        if not all(isinstance(t, DTensor) and t.to_local().device == self.mesh.device for t in tensors):
+            return
+        if self.state is State.SHARDED:
             self._follow_changes()
-            for param in self.params:
-                param.describe_itself()
+        for param in self.params:
+            param.describe_itself()
 
     def _free(self, state: State) -> None:
         for param in self.params:
