@@ -329,7 +329,7 @@ def test_what_is_kept_after_backward_is_gathered_anew_once_the_weights_have_chan
 # --- set_is_last_backward -------------------------------------------------------------------------
 
 
-def two_backwards_a_step() -> tuple[list[str], list[str], dict[str, Tensor | None]]:
+def two_backwards_a_step() -> tuple[list[str], dict[str, Tensor | None]]:
     model = sharded_tower()
     events = observe(model)
     model.set_is_last_backward(False)
@@ -337,29 +337,13 @@ def two_backwards_a_step() -> tuple[list[str], list[str], dict[str, Tensor | Non
     first = list(events)
     model.set_is_last_backward(True)
     backward(model, 1)
-    return first, events, gradients(model)
+    return first, gradients(model)
 
 
-def test_before_the_last_backward_a_reduction_may_travel_on(world2: World) -> None:
-    for first, events, got in world2.run(two_backwards_a_step):
-        assert counts(first, "reduce") == dict.fromkeys(GROUPS, 1)
-        assert sum(counts(first, "reduced").values()) < 4
-        assert counts(events, "reduce") == counts(events, "reduced") == dict.fromkeys(GROUPS, 2)
+def test_every_backward_ends_with_its_reductions_whether_it_is_the_last_or_not(world2: World) -> None:
+    for first, got in world2.run(two_backwards_a_step):
+        assert counts(first, "reduce") == counts(first, "reduced") == dict.fromkeys(GROUPS, 1)
         assert_close(got, plain_gradients(0, 1))
-
-
-def reductions_left_by_a_setting_made_before_the_root() -> int:
-    model = plain_tower()
-    for block in model.blocks:
-        fully_shard(block).set_is_last_backward(False)
-    fully_shard(model)
-    events = observe(model)
-    backward(model)
-    return len(counts(events, "reduce")) - len(counts(events, "reduced"))
-
-
-def test_that_it_is_not_the_last_is_remembered_when_the_parent_is_sharded(world2: World) -> None:
-    assert all(left > 0 for left in world2.run(reductions_left_by_a_setting_made_before_the_root))
 
 
 # --- prefetch lists -------------------------------------------------------------------------------

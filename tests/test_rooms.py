@@ -13,7 +13,7 @@ SOURCE = Path(shardwise.__file__).parent
 # A room may import only rooms to its left.
 ORDER = [
     "policy", "runtime.compat", "runtime.layout", "runtime.mesh", "runtime.streams", "runtime.outputs",
-    "runtime.buffers", "runtime.collectives", "runtime.param", "runtime.group", "runtime.schedule",
+    "runtime.deferred", "runtime.buffers", "runtime.collectives", "runtime.param", "runtime.group", "runtime.schedule",
     "runtime.hooks", "module", "api",
 ]  # fmt: skip
 

@@ -361,7 +361,7 @@ def _mix_in(modules: list[nn.Module], classes: list[type]) -> None:
         for module, cls in zip(modules, classes, strict=True):
             module.__class__ = cls
             done.append(module)
-    except TypeError as error:
+    except Exception as error:
         for module in done:
             module.__class__ = original_class(module)
         failed = modules[len(done)]

@@ -109,6 +109,7 @@ class Group:
         self._trainable: frozenset[int] = frozenset()
         self._awaited: set[int] = set()
         self._gathering: Ticket | None = None
+        self._is_shown = False
         self._memory: range | None = None
         self._reduction: tuple[Ticket, list[Tensor | None], Tensor] | None = None
         self._rnns = [
@@ -207,8 +208,7 @@ class Group:
         if ours:
             raise RuntimeError(
                 f"{where}: forward assigned the gathered parameter {ours[0]} to this attribute, which makes "
-                "it a second parameter, and its memory is freed after forward. Keep a copy (.clone()), or read "
-                "it where it is."
+                "it a second parameter, and its memory is freed after forward. Keep a copy (.clone())."
             )
         raise RuntimeError(
             f"{where}: this parameter was added after fully_shard (group '{self.name}'). Its gradient would "
@@ -233,6 +233,7 @@ class Group:
     def wait(self) -> None:
         """Wait for the gather and let the modules see the full parameters."""
         if self.state is State.GATHERED:
+            self.show()
             return
         state = self._next(STATES, self.state, "wait")
         assert self._gathering is not None
@@ -240,11 +241,30 @@ class Group:
         self._gathering = None
         compat.set_versions(self._fulls, self._versions)
         self._memory = self._gathered.addresses()
-        for param in self.params:
-            param.shadow()
-        if self._rnns:
-            refresh_flat_weights(self._rnns)
+        self.show()
         self.state = state
+
+    def show(self) -> None:
+        """Let the modules see the full parameters, which are in place."""
+        if not self._is_shown:
+            self._is_shown = True
+            for param in self.params:
+                param.shadow()
+            if self._rnns:
+                refresh_flat_weights(self._rnns)
+
+    def hide(self) -> None:
+        """Let the modules see the shards, also where the full parameters are kept in memory.
+
+        Between a forward and what follows it, the caller's edits of ``module.weight`` are meant for the
+        shard.
+        """
+        if self._is_shown:
+            self._is_shown = False
+            for param in self.params:
+                param.unshadow()
+            if self._rnns:
+                refresh_flat_weights(self._rnns)
 
     def reshard(self) -> None:
         """Free the full parameters.
@@ -329,10 +349,7 @@ class Group:
             param.describe_itself()
 
     def _free(self, state: State) -> None:
-        for param in self.params:
-            param.unshadow()
-        if self._rnns:
-            refresh_flat_weights(self._rnns)
+        self.hide()
         compat.set_versions(self._fulls, self._freed)
         lane = self._lanes.gather
         lane.follow_compute()

@@ -312,6 +312,13 @@ class Schedule:
             unneeded = [group for group in self._held if group not in self._kept_by_caller]
         for group in unneeded:
             self._release(group)
+        self._hide_kept()
+
+    def _hide_kept(self) -> None:
+        """Between passes the modules show their shards, whatever is kept in memory."""
+        for group in self._held:
+            if group.state is State.GATHERED and group not in self._kept_by_caller:
+                group.hide()
 
     def _frees_after(self, call: Call, outcome: Outcome) -> bool:
         """Whether the group is freed now that ``call`` is over."""
@@ -487,6 +494,8 @@ class Schedule:
         for group in list(self._held):
             if group not in self._kept_by_caller and group not in running:
                 self._release_after_backward(group)
+        if not running:
+            self._hide_kept()
         self._first_enter.clear()
 
     def _settle_gradients(self, group: Group) -> None:
