@@ -13,7 +13,9 @@ What the mode does not see is memory that the transport moves inside a collectiv
 on its own threads (gloo's all-gather copies its whole output once). `count_transport_copies`
 asks the profiler for that, and only for that. One exception: gloo's reduce-scatter copies its
 result out in `wait()`, on the calling thread and outside the collective's operator, so the mode
-counts that copy, a shard, as `aten.copy_`. A test that expects zero must not meet it.
+counts that copy, a shard, as `aten.copy_`. A test that expects zero must not meet it. The other way
+round, shardwise's exchange over gloo is written in Python: the copy of a rank's own part, which
+every all-gather makes, would be seen, and is counted as "in transport" (`_transport_marked`).
 
     >>> import torch
     >>> w = torch.ones(1000, requires_grad=True)
@@ -22,10 +24,11 @@ counts that copy, a shard, as `aten.copy_`. A test that expects zero must not me
     4000
 """
 
+import contextlib
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +54,7 @@ ALLOCATIONS = {
     *("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_"),
     *("set_", "detach_", "_unsafe_view", "lift_fresh", "record_stream", "_local_scalar_dense"),
 }
-KINDS = ("copied", "filled", "arithmetic", "other")
+KINDS = ("copied", "in transport", "filled", "arithmetic", "other")
 NUM_BYTES_OF_DTYPE = {
     **{"double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2},
     **{"bool": 1, "unsigned char": 1, "signed char": 1},
@@ -106,7 +109,7 @@ def count_copies(step: Callable[[], object]) -> Copies:
     DTensor operators are counted by what they do to the local tensors.
     """
     counter = _Counter()
-    with counter:
+    with _transport_marked(counter), counter:
         step()
     return Copies(counter.num_bytes, counter.num_calls)
 
@@ -127,6 +130,7 @@ class _Counter(TorchDispatchMode):
         self.num_bytes: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
         self.num_calls: Counter[str] = Counter()
         self.thread = threading.get_ident()
+        self.is_in_transport = False
 
     def __torch_dispatch__(
         self,
@@ -145,8 +149,38 @@ class _Counter(TorchDispatchMode):
         self.num_calls[op] += 1
         kind = _kind(func)
         if kind is not None:
+            if kind == "copied" and self.is_in_transport:
+                kind = "in transport"
             self.num_bytes[kind][op] += _moved(func, kind, args, kwargs or {}, result)
         return result
+
+
+@contextlib.contextmanager
+def _transport_marked(counter: _Counter) -> Iterator[None]:
+    """Tell `counter` when shardwise's own exchange over gloo puts a rank's part of a gather in place.
+
+    Every all-gather makes that copy, gloo's in C++, where the mode does not see it. Beside the same
+    copy of gloo's it belongs under "in transport", not among the copies around collectives.
+    """
+    try:
+        from shardwise.runtime.collectives import GlooExchange
+    except ImportError:
+        yield
+        return
+    place_own = GlooExchange._place_own
+
+    def marked(self: GlooExchange, pairs: Any) -> None:
+        counter.is_in_transport = True
+        try:
+            place_own(self, pairs)
+        finally:
+            counter.is_in_transport = False
+
+    GlooExchange._place_own = marked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        GlooExchange._place_own = place_own  # type: ignore[method-assign]
 
 
 def _is_collective(op: str) -> bool:

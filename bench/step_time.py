@@ -252,7 +252,8 @@ def copy_cells(record: RankRecord, plain: RankRecord) -> dict[str, Any]:
     """Megabytes beyond the plain step by kind, and the operators that copied them."""
     passes, update = (mine.beyond(its) for mine, its in zip(record.copies, plain.copies, strict=True))
     beyond = passes + update
-    in_transport = record.in_transport
+    own_part = beyond.total("in transport")
+    in_transport = None if record.in_transport is None else record.in_transport + own_part
     return {
         "copied_mb": beyond.total("copied") / 1e6,
         "in_transport_mb": None if in_transport is None else in_transport / 1e6,
