@@ -22,6 +22,7 @@ from shardwise.runtime.collectives import (
     make_communicator,
 )
 from shardwise.runtime.layout import Entry, Layout, plan_layout
+from shardwise.runtime.streams import HostLane
 
 CPU = torch.device("cpu")
 SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
@@ -87,7 +88,7 @@ def gather_everything(limit: int) -> None:
         gather = Gather(comm, layout, shard, gathered)
         for _ in range(2):  # again, into the same buffer
             gathered.free()
-            gather.start()()
+            gather.start(HostLane())()
             for slot, value in zip(layout.slots, expected, strict=True):
                 assert torch.equal(gathered.full_tensor(slot), value), (type(comm), slot)
 
@@ -108,7 +109,7 @@ def reduce_everything(limit: int, missing: int | None, divisor: float) -> None:
     gradients = [g if want else None for g, want in zip(of_ranks[rank], wanted, strict=True)]
     for comm in communicators():
         output = torch.zeros(layout.shard_bytes, dtype=torch.uint8)
-        Reduce(comm, layout, CPU).start(gradients, output, divisor)()
+        Reduce(comm, layout, CPU).start(HostLane(), gradients, output, divisor)()
         views = FlatShard(layout, rank, CPU)
         views.bytes.copy_(output)
         for view, want, value in zip(views.views, wanted, expected, strict=True):
@@ -141,7 +142,7 @@ def messages_beside_ours() -> tuple[float, bool]:
     shard = FlatShard(layout, rank, CPU)
     shard.fill([torch.full((2,), float(rank))])
     gathered = GatheredBuffer(layout, shard, CPU)
-    finish = Gather(GlooExchange(dist.group.WORLD), layout, shard, gathered).start()
+    finish = Gather(GlooExchange(dist.group.WORLD), layout, shard, gathered).start(HostLane())
     theirs = torch.empty(2)
     work = dist.irecv(theirs, other)
     dist.send(torch.full((2,), 10.0 + rank), other)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from shardwise import fully_shard
 
-WIDTH, DEPTH = 64, 6
-B = 2 * WIDTH * WIDTH * 4  # a block's full parameters, in bytes
+WIDTH, DEPTH = 512, 6
+B = 2 * WIDTH * WIDTH * 4  # a block's full parameters, in bytes; small ones keep their memory
 
 
 class Pair(nn.Module):

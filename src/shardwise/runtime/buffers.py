@@ -5,7 +5,9 @@ Buffers of bytes; each parameter sees its own stretch under its own dtype. Who m
 - the shard lives as long as the group;
 - the gathered buffer has one storage for ever. Tensors that autograd saved point at that storage, so
   it is emptied by resizing it to nothing and refilled in place, never replaced;
-- in a world of one, the gathered buffer *is* the shard and is never emptied.
+- in a world of one, the gathered buffer *is* the shard and is never emptied;
+- on the host, a small one keeps its memory: giving it back and faulting its pages in again would cost
+  several times the copy into it.
 """
 
 from collections.abc import Sequence
@@ -37,12 +39,19 @@ class FlatShard:
         return self.bytes[slot.shard_offset : slot.shard_offset + slot.chunk_bytes]
 
 
+KEPT_ON_HOST_BYTES = 1 << 20
+"""A gathered buffer in host memory up to this size is not given back between uses."""
+
+
 class GatheredBuffer:
     """The full parameters of a group, while they are needed."""
 
     def __init__(self, layout: Layout, shard: FlatShard, device: torch.device) -> None:
         self._num_bytes = layout.gathered_bytes
         self._is_alias = layout.world == 1
+        self._keeps_memory = self._is_alias or (
+            device.type == "cpu" and self._num_bytes <= KEPT_ON_HOST_BYTES
+        )
         if self._is_alias:
             self.bytes = shard.bytes
         else:
@@ -51,12 +60,12 @@ class GatheredBuffer:
 
     def allocate(self) -> None:
         """Get memory for the full parameters; their contents are undefined until gathered."""
-        if not self._is_alias and self._storage.nbytes() == 0:
+        if not self._keeps_memory and self._storage.nbytes() == 0:
             self._storage.resize_(self._num_bytes)
 
     def free(self) -> None:
         """Give the memory back. The tensors over it stay, without contents."""
-        if not self._is_alias:
+        if not self._keeps_memory:
             self._storage.resize_(0)
 
     def addresses(self) -> range | None:

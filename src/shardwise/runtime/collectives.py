@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwise.runtime import compat
 from shardwise.runtime.buffers import FlatShard, GatheredBuffer, typed_stretch
 from shardwise.runtime.layout import ALIGNMENT, Layout, Slot
-from shardwise.runtime.streams import Finish
+from shardwise.runtime.streams import Finish, Lane
 
 
 class Communicator(Protocol):
@@ -234,17 +234,18 @@ class Gather:
             self._inputs.append(shard.bytes[layout.packed_start :])
             self._plan_unpacking(layout, gathered)
 
-    def start(self) -> Finish:
+    def start(self, lane: Lane) -> Finish:
         """Allocate the gathered buffer and issue its collectives; returns the function that waits."""
         self._gathered.allocate()
         if not self._packed_bytes:
             return self._comm.all_gather(self._outputs, self._inputs)
-        staging = self._gathered.bytes.new_empty(self._world * self._packed_bytes)
+        staging = lane.borrow(self._world * self._packed_bytes, self._gathered.bytes.device)
         wait = self._comm.all_gather([*self._outputs, staging], self._inputs)
 
         def finish() -> None:
             wait()
             torch.split_with_sizes_copy(staging.view(self._world, -1), self._sizes, dim=1, out=self._targets)
+            lane.give_back(staging)
 
         return finish
 
@@ -271,7 +272,7 @@ class Reduce:
         self._device = device
         self._packed_runs = layout.packed_runs()
 
-    def start(self, gradients: Sequence[Tensor | None], output: Tensor, divisor: float) -> Finish:
+    def start(self, lane: Lane, gradients: Sequence[Tensor | None], output: Tensor, divisor: float) -> Finish:
         """Issue the reduction of ``gradients`` (None: nothing for it on any rank) into ``output``.
 
         ``output`` is laid out as the shard buffer. The gradients must stay untouched until the
@@ -279,6 +280,7 @@ class Reduce:
         """
         outputs: list[Tensor] = []
         inputs: list[Tensor] = []
+        borrowed: list[Tensor] = []
         for index in self._layout.direct:
             gradient = gradients[index]
             if gradient is not None:
@@ -289,15 +291,22 @@ class Reduce:
         for run in self._packed_runs:
             if run.end > run.start and any(gradients[index] is not None for index in run.slots):
                 assert isinstance(run.kind, torch.dtype)
-                inputs.append(self._pack(run.slots, gradients, run.kind).view(-1))
+                borrowed.append(lane.borrow(self._layout.world * (run.end - run.start), self._device))
+                inputs.append(borrowed[-1].view(run.kind))
+                self._pack(run.slots, gradients, inputs[-1])
                 outputs.append(typed_stretch(output, run.start, run.end, run.kind))
-        return self._comm.reduce_scatter(outputs, inputs, divisor)
+        wait = self._comm.reduce_scatter(outputs, inputs, divisor)
 
-    def _pack(
-        self, indices: tuple[int, ...], gradients: Sequence[Tensor | None], dtype: torch.dtype
-    ) -> Tensor:
-        """Small gradients side by side: row r is what rank r will keep."""
-        world = self._layout.world
+        def finish() -> None:
+            wait()
+            for buffer in borrowed:
+                lane.give_back(buffer)
+
+        return finish
+
+    def _pack(self, indices: tuple[int, ...], gradients: Sequence[Tensor | None], target: Tensor) -> None:
+        """Put small gradients side by side: row r of ``target`` is what rank r will keep."""
+        world, dtype = self._layout.world, target.dtype
         columns: list[Tensor] = []
         for index in indices:
             slot, gradient = self._layout.slots[index], gradients[index]
@@ -307,7 +316,7 @@ class Reduce:
                 columns.append(_whole_slot(gradient, slot).view(world, -1))
             if padding := -slot.chunk_bytes % ALIGNMENT:
                 columns.append(gradient.new_zeros(world, padding // dtype.itemsize))
-        return torch.cat(columns, dim=1)
+        torch.cat(columns, dim=1, out=target.view(world, -1))
 
 
 def _whole_slot(gradient: Tensor, slot: Slot) -> Tensor:

@@ -227,7 +227,7 @@ class Group:
         self._versions = [param.version() for param in self.params]
         self._tell("gather")
         with _label(f"shardwise.gather {self.name}"):
-            self._gathering = self._lanes.gather.submit(self._gather.start)
+            self._gathering = self._lanes.gather.submit(partial(self._gather.start, self._lanes.gather))
         self.state = self._next(STATES, self.state, "unshard")
 
     def wait(self) -> None:
@@ -455,7 +455,7 @@ class Group:
             make = torch.zeros if self.layout.has_padding else torch.empty
             output = make(self.layout.shard_bytes, dtype=torch.uint8, device=self.shard.bytes.device)
             lane.follow_compute()
-            start = partial(self._reduce.start, gradients, output, self.divide_factor)
+            start = partial(self._reduce.start, lane, gradients, output, self.divide_factor)
             ticket = lane.submit(start)
         self._reduction = (ticket, gradients, output)
         self.gradient_state = state

@@ -68,7 +68,7 @@ def _after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, ou
     try:
         if output is None and sys.exc_info()[1] not in (None, call.handled):
             return None  # called from the handler of an exception that is new: forward has raised
-        output, outcome = _announce(member, call, (args, kwargs), output)
+        output, outcome = _announce(member, call, (*args, *kwargs.values()), output)
         return output
     finally:
         member.schedule.exit_forward(call, outcome)
@@ -119,8 +119,10 @@ def _collect_nodes(tensor: Tensor, nodes: dict[int, Any]) -> None:
 
 def _leave_out(inputs: Any, nodes: dict[int, Any]) -> None:
     """Drop the nodes of inputs that were handed on: they belong to calls before this one."""
-    for tensor in find_tensors(inputs):
-        nodes.pop(id(tensor.grad_fn), None)
+    for value in inputs:
+        for tensor in (value,) if isinstance(value, Tensor) else find_tensors(value):
+            if tensor.requires_grad:
+                nodes.pop(id(tensor.grad_fn), None)
 
 
 def _before_backward(member: Member, call: Call, gradients: Any) -> None:

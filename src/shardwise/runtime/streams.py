@@ -35,7 +35,28 @@ class Ticket:
 
 
 class HostLane:
-    """Work of the back end's own threads; nothing is ordered but by waiting."""
+    """Work of the back end's own threads; nothing is ordered but by waiting.
+
+    Keeps a few scratch buffers for the next use: memory fresh from the system costs more in page
+    faults than the copies through it (at width 128 a third of the time added to a block).
+    """
+
+    _MOST_KEPT = 2  # a group's, and that of the one after it
+
+    def __init__(self) -> None:
+        self._kept: list[torch.Tensor] = []
+
+    def borrow(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """A buffer of undefined contents."""
+        for index, buffer in enumerate(self._kept):
+            if num_bytes <= buffer.numel() and buffer.device == device:
+                return self._kept.pop(index)[:num_bytes]
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """End of use: all that was issued with the buffer has been waited for."""
+        whole = buffer if buffer._base is None else buffer._base
+        self._kept = sorted([*self._kept, whole], key=torch.Tensor.numel)[-self._MOST_KEPT :]
 
     def submit(self, start: Start) -> Ticket:
         """Issue the work now; ``wait`` of the ticket finishes it."""
@@ -70,6 +91,13 @@ class DeviceLane:
     def memory(self) -> AbstractContextManager[Any]:
         """The context in which the lane's buffers are allocated and freed."""
         return self._stream
+
+    def borrow(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """A buffer of undefined contents, from the lane's own memory: torch keeps it for reuse."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """Nothing to do: what the lane frees, it alone allocates again, in order."""
 
 
 Lane = HostLane | DeviceLane
