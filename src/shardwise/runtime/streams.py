@@ -51,7 +51,8 @@ class HostLane:
         for index, buffer in enumerate(self._kept):
             if num_bytes <= buffer.numel() and buffer.device == device:
                 return self._kept.pop(index)[:num_bytes]
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):  # the next user may be training
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """End of use: all that was issued with the buffer has been waited for."""
