@@ -6,6 +6,7 @@ asynchronous: the fallback path runs here.
 
 import threading
 
+import pytest
 import torch
 import torch.distributed as dist
 from models import language_model, next_token_loss, token_batch, uneven_batch, uneven_tower
@@ -19,6 +20,9 @@ RECIPES = {
 _building = threading.Lock()
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11"), reason="2.11 crashes when several threads enter a FakeTensorMode"
+)
 class RanksAsThreads(MultiThreadedTestCase):
     @property
     def world_size(self) -> int:
