@@ -112,8 +112,8 @@ def fully_shard(
     group.reshard_after_forward = reshards
     shards = group.plan(make_communicator(shard_mesh.pg, shard_mesh.device))
 
-    _mix_in(modules, classes)
     _move_buffers(managed, shard_mesh.device)
+    _mix_in(modules, classes)
     group.install(shards)
     member = Member(group, Schedule(shard_mesh.device))
     for each in modules:

@@ -25,7 +25,7 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Wait for the gather. From then on the module's attributes are the full parameters."""
-        self._group.wait_if_gathering()
+        self._group.wait_if_unsharded()
 
 
 class FSDPModule:
@@ -86,8 +86,8 @@ class FSDPModule:
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are freed after backward. False spares the next microbatch a gather.
 
-        While they are kept, changes of the sharded parameters are seen and lead to a new gather,
-        except those through ``.data``, which PyTorch does not count: call ``reshard()`` after such.
+        While they are kept, the next forward compares the shards with what was gathered from them; if
+        any rank's have changed, all gather anew.
         """
         _check_bool("set_reshard_after_backward", "reshard_after_backward", reshard_after_backward)
         for group in _groups(self, recurse):

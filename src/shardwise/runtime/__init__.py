@@ -2,5 +2,6 @@
 
 Imports run one way only::
 
-    compat, layout, mesh, streams <- buffers <- collectives <- param <- group <- schedule <- hooks
+    compat, layout, mesh, streams, outputs, deferred
+        <- buffers <- collectives <- param <- group <- schedule <- hooks
 """

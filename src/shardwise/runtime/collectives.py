@@ -44,7 +44,7 @@ def make_communicator(pg: dist.ProcessGroup, device: torch.device) -> Communicat
     """The communicator that serves ``pg`` best."""
     if pg.size() == 1:
         return SingleRank()
-    if device.type == "cpu" and dist.get_backend(pg) == dist.Backend.GLOO:
+    if device.type == "cpu" and compat.backend_name(pg, device) == "gloo":
         return GlooExchange(pg)
     return BackendCollectives(pg, device)
 
@@ -79,7 +79,7 @@ class BackendCollectives:
         self._pg = pg
         self._is_async = device.type == "cpu"
         self._can_coalesce = True
-        self._averages = dist.get_backend(pg) == dist.Backend.NCCL
+        self._averages = compat.backend_name(pg, device) == "nccl"
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
         """One coalesced call, or one call an output."""
@@ -138,9 +138,12 @@ class GlooExchange:
     """
 
     packing_limit_bytes = 64 * 1024
-    # Messages with one tag between two ranks are matched in the order of their calls, which is the
-    # same on both, as it has to be for collectives. The tag keeps clear of the caller's own messages.
-    _tag = 0x5A4D
+    # Messages with one tag between two ranks are matched in the order of their calls. Each parameter
+    # has a tag of its own, by its place in the shard buffer, so that ranks which disagree on what to
+    # exchange wait for each other instead of adding up what does not belong together. Tags keep clear
+    # of the caller's own messages.
+    _first_tag = 0x5A000000
+    _num_tags = 1 << 20
 
     def __init__(self, pg: dist.ProcessGroup) -> None:
         self._pg = pg
@@ -155,7 +158,7 @@ class GlooExchange:
         own: list[tuple[Tensor, Tensor]] = []
         for output, source in zip(outputs, inputs, strict=True):
             pieces = output.view(self._world, -1)
-            works += self._swap([(pieces[rank], source) for rank in self._others])
+            works += self._swap([(pieces[rank], source) for rank in self._others], source)
             own.append((pieces[self._rank], source))
         self._place_own(own)
         return _waiting_for(works)
@@ -164,10 +167,10 @@ class GlooExchange:
         """Each rank sends every other one its piece, and sums what it receives."""
         received: list[Tensor] = []
         works: list[Any] = []
-        for source in inputs:
+        for output, source in zip(outputs, inputs, strict=True):
             pieces = source.view(self._world, -1)
             landing = pieces.new_empty(self._world, pieces.shape[1])
-            works += self._swap([(landing[rank], pieces[rank]) for rank in self._others])
+            works += self._swap([(landing[rank], pieces[rank]) for rank in self._others], output)
             received.append(landing)
 
         def finish() -> None:
@@ -182,15 +185,16 @@ class GlooExchange:
         for piece, source in pairs:
             piece.copy_(source)
 
-    def _swap(self, pairs: list[tuple[Tensor, Tensor]]) -> list[Any]:
+    def _swap(self, pairs: list[tuple[Tensor, Tensor]], in_shard: Tensor) -> list[Any]:
         """Receive into and send from each (landing, source), one pair a rank of ``_others``."""
+        place = in_shard.storage_offset() * in_shard.itemsize // ALIGNMENT
+        tag = self._first_tag + place % self._num_tags
         receives = [
-            self._pg.recv([landing], rank, self._tag)
+            self._pg.recv([landing], rank, tag)
             for (landing, _), rank in zip(pairs, self._others, strict=True)
         ]
         sends = [
-            self._pg.send([source], rank, self._tag)
-            for (_, source), rank in zip(pairs, self._others, strict=True)
+            self._pg.send([source], rank, tag) for (_, source), rank in zip(pairs, self._others, strict=True)
         ]
         return receives + sends
 

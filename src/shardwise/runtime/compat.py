@@ -158,6 +158,14 @@ def reduce_scatter_coalesced(
     return getattr(pg, _REDUCE_MANY)(outputs, sources, options)
 
 
+def backend_name(pg: dist.ProcessGroup, device: torch.device) -> str:
+    """What serves ``device`` in ``pg``; ``dist.get_backend`` says "undefined" where several do."""
+    try:
+        return pg._get_backend(device).name().lower()
+    except (RuntimeError, AttributeError, TypeError):  # a process group that is written in Python
+        return str(dist.get_backend(pg)).lower()
+
+
 def group_devices(pg: dist.ProcessGroup) -> set[str]:
     """Device types for which ``pg`` has a back end; empty where it does not say (threads as ranks)."""
     return {device.type for device in pg._device_types}

@@ -86,7 +86,7 @@ class Group:
         self.modules = tuple(modules)
         self.params = params
         self.mesh = mesh
-        self._owners = tuple(module for module in owners)
+        self._owners = tuple(owners)
         self._num_registered = sum(len(module._parameters) for module in owners)
         self.policy = policy
         self.state = State.SHARDED
@@ -220,7 +220,8 @@ class Group:
         """Begin to gather the full parameters, if they are not there or on their way."""
         if self.state is not State.SHARDED:
             return
-        self._follow_changes()
+        if self._follow_changes():
+            self._lanes.gather.follow_compute()  # which is where the shards were just moved
         if self._gather is None:
             self._make_full_parameters()
         assert self._gather is not None
@@ -318,9 +319,9 @@ class Group:
             return False
         return tensor.data_ptr() in self._memory
 
-    def wait_if_gathering(self) -> None:
-        """Wait for a gather that is under way, if one is."""
-        if self.state is State.GATHERING:
+    def wait_if_unsharded(self) -> None:
+        """Have the full parameters visible, unless they were freed meanwhile."""
+        if self.state is not State.SHARDED:
             self.wait()
 
     def is_stale(self) -> bool:
@@ -373,10 +374,10 @@ class Group:
 
     # --- what the caller does to the shards -------------------------------------------------------
 
-    def _follow_changes(self) -> None:
-        """See what was assigned, moved, cast, frozen or unfrozen since the last gather."""
+    def _follow_changes(self) -> bool:
+        """See what was assigned, moved, cast, frozen or unfrozen since the last gather; True if any was."""
         if all(param.is_untouched() for param in self.params) and not self.shard.bytes.is_meta:
-            return
+            return False
         for param in self.params:
             new = param.replaced_by()
             if new is not None:
@@ -389,6 +390,7 @@ class Group:
             if param.full is not None and param.full.requires_grad != param.sharded.requires_grad:
                 param.full.requires_grad_(param.sharded.requires_grad)
         self._watch_gradients()
+        return True
 
     @torch.no_grad()
     def _move_in(self) -> None:

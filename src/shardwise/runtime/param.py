@@ -54,7 +54,7 @@ class Param:
         self.sites = sites
         self.mesh = mesh
         self.attributes = dict(vars(original))
-        self.sharded = original  # until shard() replaces it
+        self.sharded = original  # until install_shard() replaces it
         self.local: Tensor = original
         self.full: nn.Parameter | None = None
         self._spec = self._make_spec(original.shape, original.dtype)

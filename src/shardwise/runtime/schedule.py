@@ -220,7 +220,7 @@ class Schedule:
     def _reduce_communicator(self, group: Group) -> Communicator | None:
         """On a device, reductions have a process group of their own: else gathers wait for them."""
         pg = group.mesh.pg
-        if self._device.type != "cuda" or dist.get_backend(pg) != dist.Backend.NCCL or pg.size() == 1:
+        if self._device.type != "cuda" or compat.backend_name(pg, self._device) != "nccl" or pg.size() == 1:
             return None
         if pg not in self._reduce_comms:
             ranks = dist.get_process_group_ranks(pg)
@@ -233,8 +233,7 @@ class Schedule:
     def unshard_for_caller(self, group: Group) -> None:
         """Begin a gather that lasts until forward has used it, or ``reshard_for_caller``."""
         self._prepare()
-        if not self._held:  # between iterations: the optimizer may just have written the shards
-            self._lanes.gather.follow_compute()
+        self._lanes.gather.follow_compute()  # the optimizer may just have written the shards
         self._free_stale([group])
         self._gather(group)
         self._kept_by_caller.add(group)
@@ -288,7 +287,8 @@ class Schedule:
 
     def _begin_forward(self) -> None:
         self._prepare()
-        self._recover()
+        if self._sessions:  # no backward is running now, whatever still holds on to one
+            self._abandon_backward()
         for group in self.groups:
             group.check_modules()
             group.drop_cleared()
@@ -459,6 +459,10 @@ class Schedule:
         if self._sessions and self._sessions[-1].graph_task_id == task:
             return self._sessions[-1]
         self._recover()
+        self._sessions = [session for session in self._sessions if session.is_running]
+        for session in self._sessions:
+            if session.graph_task_id == task:
+                return session
         if not self._sessions:
             self._begin_backward()
         token = _Token()
@@ -476,12 +480,12 @@ class Schedule:
         self._makes_graph = False
 
     def _end_session(self, session: Session, token: _Token) -> None:
-        self._sessions.remove(session)
-        if self._sessions:  # a nested backward: the outer one has gradients yet to come
+        if len(self._sessions) > 1:  # a nested backward: the outer one has gradients yet to come
             for group in list(session.active):
                 self._release_after_backward(group)
         else:
             self._end_backward()
+        self._sessions.remove(session)  # last: if this failed, the session tells so
 
     def _end_backward(self) -> None:
         """The outermost backward has ended: nothing more will come."""
@@ -513,9 +517,12 @@ class Schedule:
 
         Its gradients are dropped. A failed forward leaves nothing: its hooks ran.
         """
-        if not self._sessions or any(session.is_running for session in self._sessions):
-            return
+        if self._sessions and not any(session.is_running for session in self._sessions):
+            self._abandon_backward()
+
+    def _abandon_backward(self) -> None:
         self._sessions = []
+        self._keeps_for_double_backward = self._makes_graph = False
         for group in list(self._held):
             group.abandon()
         for group in self.groups:

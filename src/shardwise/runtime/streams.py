@@ -6,7 +6,8 @@ and the caller later lets the computing stream wait for an event. On the host th
 ``start`` leaves the collectives to the back end's own threads and ``finish`` runs when the result is
 needed.
 
-Memory on a device follows one rule: a transient buffer is allocated and freed with its lane current,
+Memory on a device follows one rule: a gathered or scratch buffer is allocated and freed with its lane
+current,
 after that lane has waited for the event that marks the buffer's last use. ``record_stream`` is never
 used.
 """
