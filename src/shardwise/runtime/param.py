@@ -58,6 +58,7 @@ class Param:
         self.local: Tensor = original
         self.full: nn.Parameter | None = None
         self._spec = self._make_spec(original.shape, original.dtype)
+        self._original = weakref.ref(original)
         self._version_base = 0
         # The caller's hooks on the original; these stay their home, so that a handle can remove them.
         self._original_hooks = compat.gradient_hooks(original)
@@ -100,16 +101,10 @@ class Param:
 
     def install_shard(self, sharded: nn.Parameter) -> None:
         """Register the sharded parameter at all sites. Cannot fail half-way."""
-        original = self.sharded
         for site in self.sites:
             site.module._parameters[site.name] = sharded
-        self.stand_on(sharded, compat.local_tensor(sharded))
-        self._original = weakref.ref(original)
+        self.sharded, self.local = sharded, compat.local_tensor(sharded)
         self._sign()
-
-    def stand_on(self, sharded: nn.Parameter, local: Tensor) -> None:
-        """Take ``sharded``, whose local tensor is ``local``, as the parameter from now on."""
-        self.sharded, self.local = sharded, local
 
     def rebase(self, local: Tensor, last_version: int) -> None:
         """Move the shard to ``local`` (its contents are there already), the parameter stays.
