@@ -25,15 +25,19 @@ from shardwise.runtime.layout import Entry, Layout, plan_layout
 from shardwise.runtime.streams import HostLane
 
 CPU = torch.device("cpu")
-SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
-    ((12, 5), torch.float32),  # divides by 2, 3, 4
-    ((7, 3), torch.float32),  # divides by none
-    ((2, 2), torch.float64),  # fewer rows than ranks
-    ((), torch.float32),
-    ((5,), torch.bfloat16),
-    ((24,), torch.float64),
-    ((0, 3), torch.float32),
-    ((9,), torch.int32),
+SHAPES: list[tuple[tuple[int, ...], torch.dtype, int]] = [  # and the dim to shard on
+    ((12, 5), torch.float32, 0),  # divides by 2, 3, 4
+    ((7, 3), torch.float32, 0),  # divides by none
+    ((2, 2), torch.float64, 0),  # fewer rows than ranks
+    ((), torch.float32, 0),
+    ((5,), torch.bfloat16, 0),
+    ((24,), torch.float64, 0),
+    ((0, 3), torch.float32, 0),
+    ((9,), torch.int32, 0),
+    ((3, 12), torch.float32, 1),  # parts that do not lie in one piece
+    ((3, 7, 2), torch.float64, 1),
+    ((2, 3, 2), torch.float32, 2),
+    ((1, 8, 3), torch.float32, 1),  # these do after all
 ]
 EVERYTHING_DIRECT, MIXED, EVERYTHING_PACKED = 0, 24, 1 << 20
 
@@ -61,21 +65,32 @@ def communicators() -> list[Communicator]:
 
 
 def layout_of(limit: int) -> Layout:
-    entries = [Entry(shape, dtype.itemsize, dtype) for shape, dtype in SHAPES]
-    return plan_layout(entries, dist.get_world_size(), lambda num_bytes: num_bytes >= limit)
+    return planned(SHAPES, dist.get_world_size(), limit)
+
+
+def planned(shapes: list[tuple[tuple[int, ...], torch.dtype, int]], world: int, limit: int) -> Layout:
+    entries = [
+        Entry(shape, dtype, dtype.itemsize, dtype, 16 // dtype.itemsize, dim) for shape, dtype, dim in shapes
+    ]
+    is_direct = [e.chunk_numel(world) * e.itemsize >= limit for e in entries]
+    return plan_layout(entries, world, is_direct)
 
 
 def full_values(seed: int) -> list[Tensor]:
     torch.manual_seed(seed)
-    return [torch.randint(-8, 8, shape).to(dtype) for shape, dtype in SHAPES]
+    return [torch.randint(-8, 8, shape).to(dtype) for shape, dtype, _ in SHAPES]
 
 
 def my_rows(layout: Layout, values: list[Tensor]) -> list[Tensor]:
     rank = dist.get_rank()
     return [
-        v if slot.is_replicated else v[slice(*slot.row_range(rank))]
+        v if slot.is_replicated else part_of(v, slot.entry.dim, *slot.index_range(rank))
         for slot, v in zip(layout.slots, values, strict=True)
     ]
+
+
+def part_of(tensor: Tensor, dim: int, start: int, end: int) -> Tensor:
+    return tensor.narrow(dim, start, end - start)
 
 
 def gather_everything(limit: int) -> None:
@@ -84,11 +99,12 @@ def gather_everything(limit: int) -> None:
     for comm in communicators():
         shard = FlatShard(layout, dist.get_rank(), CPU)
         shard.fill(my_rows(layout, expected))
-        gathered = GatheredBuffer(layout, shard, CPU)
-        gather = Gather(comm, layout, shard, gathered)
+        gathered = GatheredBuffer(layout, CPU, shard.bytes if dist.get_world_size() == 1 else None)
+        gather = Gather(comm, layout, gathered)
         for _ in range(2):  # again, into the same buffer
             gathered.free()
-            gather.start(HostLane())()
+            gathered.allocate()
+            gather.start(HostLane(), gather.cut(shard.bytes))()
             for slot, value in zip(layout.slots, expected, strict=True):
                 assert torch.equal(gathered.full_tensor(slot), value), (type(comm), slot)
 
@@ -105,7 +121,7 @@ def reduce_everything(limit: int, missing: int | None, divisor: float) -> None:
     of_ranks = [full_values(seed) for seed in range(world)]
     sums = [torch.stack([values[i] for values in of_ranks]).sum(0) / divisor for i in range(len(SHAPES))]
     expected = my_rows(layout, sums)
-    wanted = [dtype.is_floating_point and i != missing for i, (_, dtype) in enumerate(SHAPES)]
+    wanted = [dtype.is_floating_point and i != missing for i, (_, dtype, _) in enumerate(SHAPES)]
     gradients = [g if want else None for g, want in zip(of_ranks[rank], wanted, strict=True)]
     for comm in communicators():
         output = torch.zeros(layout.shard_bytes, dtype=torch.uint8)
@@ -138,11 +154,12 @@ def test_gloo_on_the_host_is_served_by_direct_exchange(world1: World, world2: Wo
 def messages_beside_ours() -> tuple[float, bool]:
     """The caller's own point-to-point messages must not meet those of a gather in flight."""
     rank, other = dist.get_rank(), 1 - dist.get_rank()
-    layout = plan_layout([Entry((4,), 4, torch.float32)], 2, lambda _: True)
+    layout = planned([((4,), torch.float32, 0)], 2, 0)
     shard = FlatShard(layout, rank, CPU)
     shard.fill([torch.full((2,), float(rank))])
-    gathered = GatheredBuffer(layout, shard, CPU)
-    finish = Gather(GlooExchange(dist.group.WORLD), layout, shard, gathered).start(HostLane())
+    gathered = GatheredBuffer(layout, CPU)
+    gather = Gather(GlooExchange(dist.group.WORLD), layout, gathered)
+    finish = gather.start(HostLane(), gather.cut(shard.bytes))
     theirs = torch.empty(2)
     work = dist.irecv(theirs, other)
     dist.send(torch.full((2,), 10.0 + rank), other)

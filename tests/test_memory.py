@@ -36,14 +36,15 @@ def stack() -> nn.Module:
 def gathered_bytes(model: nn.Module) -> int:
     """Bytes of gathered buffers that are allocated now."""
     groups = model._shardwise_member.schedule.groups
-    return sum(g._gathered._storage.nbytes() for g in groups if hasattr(g, "_gathered"))
+    buckets = [bucket for group in groups for bucket in group.buckets if hasattr(bucket, "gathered")]
+    return sum(bucket.gathered._storage.nbytes() for bucket in buckets)
 
 
 def full_gradient_bytes(model: nn.Module) -> int:
     """Bytes of full gradients that are allocated now, waiting or in flight."""
     total = 0
     for group in model._shardwise_member.schedule.groups:
-        in_flight = group._reduction[1] if group._reduction else []
+        in_flight = [g for reduction in group._reductions for g in reduction.gradients or ()]
         waiting = [full.grad for full in group._fulls]
         total += sum(g.untyped_storage().nbytes() for g in (*in_flight, *waiting) if g is not None)
     return total

@@ -1,12 +1,14 @@
 """Trying this library is a change of one import line.
 
-Signatures are compared with those of ``torch.distributed.fsdp``, whatever version is installed; then
-one and the same training script runs with either import.
+The public surface of ``torch.distributed.fsdp.fully_shard`` is walked as the installed torch has it: whatever
+name, method, parameter or field a script may use there must be here, and mean the same argument. Then one
+and the same training script runs with either import.
 """
 
 import dataclasses
 import importlib
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,91 +27,133 @@ OURS, PEERS = "shardwise", "torch.distributed.fsdp"
 
 # --- names and signatures -------------------------------------------------------------------------
 
-# What a script for torch's fully_shard may pass.
-ARGUMENTS = [
-    "module",
-    "mesh",
-    "reshard_after_forward",
-    "shard_placement_fn",
-    "mp_policy",
-    "offload_policy",
-    "ignored_params",
-]
+# What the peer has and we leave out on purpose: "Name" or "Class.method", each with the reason.
+LEFT_OUT: dict[str, str] = {}
 
-METHODS = [
-    "unshard",
-    "reshard",
-    "set_requires_gradient_sync",
-    "set_reshard_after_forward",
-    "set_reshard_after_backward",
-    "set_is_last_backward",
-    "set_modules_to_forward_prefetch",
-    "set_modules_to_backward_prefetch",
-    "set_gradient_divide_factor",
-]
+# What we have and no peer exports, each with the reason.
+BEYOND: dict[str, str] = {
+    "CommPolicy": "how parameters travel",
+    "ShardPlacementResult": "the peer takes one of these from shard_placement_fn, and exports no name for it",
+}
+# What the peer exports in newer versions of torch only.
+YOUNGER = {"DataParallelMeshDims"}
 
 
-def comparable(value: Any) -> Any:
-    """A default in a form that is equal across the two libraries: policies by their fields."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return type(value).__name__, dataclasses.asdict(value)
-    return value
+def public(thing: Any) -> list[str]:
+    return sorted(name for name in dir(thing) if not name.startswith("_"))
 
 
-def parameter(function: Any, name: str) -> tuple[Any, Any]:
-    found = inspect.signature(function).parameters[name]
-    return found.kind, comparable(found.default)
+def peers_names() -> list[str]:
+    """What ``torch.distributed.fsdp`` exports of fully_shard's family.
+
+    The older ``FullyShardedDataParallel`` shares the package; its names say that they come from modules
+    inside it, those of the new family that they come from the package itself.
+    """
+    return [name for name in public(peer) if getattr(getattr(peer, name), "__module__", None) == PEERS]
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_fully_shard_takes_the_same_argument(name: str) -> None:
-    assert parameter(shardwise.fully_shard, name) == parameter(peer.fully_shard, name)
+def peers_classes() -> list[str]:
+    return [name for name in peers_names() if inspect.isclass(getattr(peer, name))]
 
 
-def test_fully_shard_takes_its_arguments_in_the_same_order() -> None:
-    ours = [name for name in inspect.signature(shardwise.fully_shard).parameters if name in ARGUMENTS]
-    theirs = [name for name in inspect.signature(peer.fully_shard).parameters if name in ARGUMENTS]
-    assert ours == theirs == ARGUMENTS
-
-
-def test_what_we_take_beyond_is_optional_and_by_name() -> None:
-    parameters = inspect.signature(shardwise.fully_shard).parameters
-    for name in parameters.keys() - set(ARGUMENTS):
-        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
-        assert parameters[name].default is not inspect.Parameter.empty
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_sharded_module_has_the_same_method(name: str) -> None:
-    """Every call that the peer's signature allows binds to ours, to the same parameters."""
-    ours = inspect.signature(getattr(shardwise.FSDPModule, name)).parameters
-    theirs = inspect.signature(getattr(peer.FSDPModule, name)).parameters
-    assert list(ours)[: len(theirs)] == list(theirs)
-    for each, their in theirs.items():
-        assert ours[each].kind == their.kind, each
-        assert ours[each].default == their.default, each
-    for each in list(ours)[len(theirs) :]:
-        assert ours[each].default is not inspect.Parameter.empty
-
-
-def test_a_forward_method_is_registered_by_the_same_call() -> None:
-    ours = inspect.signature(shardwise.register_fsdp_forward_method).parameters
-    theirs = inspect.signature(peer.register_fsdp_forward_method).parameters
-    assert [(p.name, p.kind, p.default) for p in ours.values()] == [
-        (p.name, p.kind, p.default) for p in theirs.values()
+def peers_callables() -> list[str]:
+    """Functions, methods, and classes whose constructors a script calls, as dotted names."""
+    functions = [name for name in peers_names() if inspect.isfunction(getattr(peer, name))]
+    values = [name for name in peers_classes() if dataclasses.is_dataclass(getattr(peer, name))]
+    methods = [
+        f"{name}.{method}"
+        for name in peers_classes()
+        for method in public(getattr(peer, name))
+        if callable(getattr(getattr(peer, name), method))
     ]
+    return functions + values + methods
 
 
-@pytest.mark.parametrize("name", ["MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"])
+def required(names: list[str]) -> list[str]:
+    return [name for name in names if name not in LEFT_OUT]
+
+
+def found(library: Any, dotted: str) -> Any:
+    """The thing of this name in a library; its absence is a failure that names it."""
+    thing = library
+    for part in dotted.split("."):
+        assert hasattr(thing, part), f"{library.__name__} has no {dotted}"
+        thing = getattr(thing, part)
+    return thing
+
+
+def same_default(ours: Any, theirs: Any) -> bool:
+    """Equal across the two libraries: policies by the peer's fields, since ours may have more."""
+    if not dataclasses.is_dataclass(theirs) or isinstance(theirs, type):
+        return bool(ours is theirs or ours == theirs)
+    names = [field.name for field in dataclasses.fields(theirs)]
+    return type(ours).__name__ == type(theirs).__name__ and all(
+        getattr(ours, name) == getattr(theirs, name) for name in names
+    )
+
+
+def assert_takes_every_call(ours: Callable[..., Any], theirs: Callable[..., Any]) -> None:
+    """Every call that the peer's signature allows binds to ours, to the same parameters.
+
+    What we take beyond is optional and by name, so that the peer may grow without a clash.
+    """
+    mine, others = inspect.signature(ours).parameters, inspect.signature(theirs).parameters
+    missing = [name for name in others if name not in mine]
+    assert not missing, f"no parameter {', '.join(missing)}"
+    assert [name for name in mine if name in others] == list(others), "another order"
+    for name, other in others.items():
+        assert mine[name].kind is other.kind, name
+        assert same_default(mine[name].default, other.default), name
+    for name in mine.keys() - others.keys():
+        assert mine[name].kind is inspect.Parameter.KEYWORD_ONLY, name
+        assert mine[name].default is not inspect.Parameter.empty, name
+
+
+def test_the_walk_sees_the_peer() -> None:
+    """So that no other test here passes because nothing was found."""
+    assert {"fully_shard", "register_fsdp_forward_method", "share_comm_ctx"} <= set(peers_callables())
+    assert {"MixedPrecisionPolicy", "FSDPModule.unshard", "UnshardHandle.wait"} <= set(peers_callables())
+    assert not {"FullyShardedDataParallel", "MixedPrecision", "CPUOffload"} & set(peers_names())
+
+
+@pytest.mark.parametrize("name", required(peers_names()))
+def test_we_export_the_same_name(name: str) -> None:
+    assert inspect.isclass(found(shardwise, name)) == inspect.isclass(getattr(peer, name))
+    assert name in shardwise.__all__
+
+
+@pytest.mark.parametrize("name", required(peers_callables()))
+def test_it_takes_every_call_that_the_peers_takes(name: str) -> None:
+    assert_takes_every_call(found(shardwise, name), found(peer, name))
+
+
+@pytest.mark.parametrize("name", [n for n in peers_callables() if "." not in n and n in peers_classes()])
 def test_a_policy_has_the_same_fields(name: str) -> None:
-    ours, theirs = getattr(shardwise, name), getattr(peer, name)
-    assert [(f.name, f.default) for f in dataclasses.fields(ours)] == [
-        (f.name, f.default) for f in dataclasses.fields(theirs)
-    ]
+    """By name and default, to read from and to replace; in the same order where they are positional."""
+    ours, theirs = found(shardwise, name), getattr(peer, name)
+    if theirs.__dataclass_params__.frozen:  # then it may be a key of a dictionary
+        assert ours.__dataclass_params__.frozen
+    fields = [(field.name, field.default, field.kw_only) for field in dataclasses.fields(theirs)]
+    assert [(f.name, f.default, f.kw_only) for f in dataclasses.fields(ours)][: len(fields)] == fields
 
 
-def test_our_public_names_are_the_peers_and_one_more() -> None:
-    assert set(shardwise.__all__) - set(dir(peer)) == {"CommPolicy"}
+def test_classes_derive_from_each_other_as_the_peers_do() -> None:
+    """``isinstance(policy, OffloadPolicy)`` answers the same."""
+    names = required(peers_classes())
+    for name in names:
+        bases = [base for base in names if issubclass(getattr(peer, name), getattr(peer, base))]
+        assert [b for b in names if issubclass(found(shardwise, name), found(shardwise, b))] == bases
+
+
+def test_our_names_are_the_peers_and_a_few_more() -> None:
+    assert set(shardwise.__all__) - set(peers_names()) - YOUNGER == set(BEYOND)
+
+
+def test_what_is_left_out_is_there_to_be_left_out() -> None:
+    for name in LEFT_OUT:
+        found(peer, name)
+        with pytest.raises(AssertionError):
+            found(shardwise, name)
 
 
 # --- the same script ------------------------------------------------------------------------------

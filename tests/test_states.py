@@ -25,7 +25,10 @@ def test_the_states_of_parameters() -> None:
         """\
 sharded --unshard--> gathering
 gathering --wait--> gathered
-gathered --reshard--> sharded""",
+gathered --reshard--> sharded
+gathered --keep_part--> partly gathered
+partly gathered --unshard--> gathering
+partly gathered --reshard--> sharded""",
     )
 
 
@@ -40,6 +43,8 @@ pending --defer--> deferred
 pending --reduce--> reducing
 deferred --reduce--> reducing
 reducing --finish--> empty
+reducing --defer--> deferred
+empty --join--> reducing
 pending --drop--> empty
 deferred --drop--> empty
 reducing --drop--> empty""",
@@ -77,9 +82,9 @@ def test_a_step_out_of_turn_names_the_group_and_what_is_possible(world1: World, 
     expected = {
         "wait": "Sequential: cannot wait() while sharded; from here only unshard() is possible. ",
         "reshard": "Sequential: cannot reshard() while sharded; from here only unshard() is possible. ",
-        "reduce": "Sequential: cannot reduce() while empty; from here only accumulate() is possible. ",
-        "finish_reduce": "Sequential: cannot finish() while empty; from here only accumulate() is possible. ",
-        "defer": "Sequential: cannot defer() while empty; from here only accumulate() is possible. ",
+        "reduce": "Sequential: cannot reduce() while empty; from here only accumulate() or join() is possible. ",
+        "finish_reduce": "Sequential: cannot finish() while empty; from here only accumulate() or join() is possible. ",
+        "defer": "Sequential: cannot defer() while empty; from here only accumulate() or join() is possible. ",
     }
     assert message == expected[step] + "Did a hook call into the group out of turn?"
 

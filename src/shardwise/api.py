@@ -4,14 +4,17 @@ Everything that can fail happens before the first module is touched, so that aft
 is as it was.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from shardwise.module import (
     FSDPModule,
@@ -20,13 +23,15 @@ from shardwise.module import (
     sharded_class,
     sharded_members,
 )
-from shardwise.policy import CommPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.policy import CommPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.runtime import compat
-from shardwise.runtime.collectives import make_communicator
-from shardwise.runtime.group import Group
+from shardwise.runtime.bucket import Bucket, Storage
+from shardwise.runtime.extension import ExtensionBucket, is_extension
+from shardwise.runtime.group import GradientState, Group, State, Tie
 from shardwise.runtime.hooks import install_hooks
 from shardwise.runtime.mesh import ShardMesh, resolve_mesh
 from shardwise.runtime.param import Param, Site, sharded_before
+from shardwise.runtime.precision import Casts, FullPrecisionRule, cast_around, precision_of
 from shardwise.runtime.schedule import Member, Schedule
 
 _PLACE = "_shardwise_place"
@@ -52,6 +57,7 @@ def fully_shard(
     mp_policy: Any = MixedPrecisionPolicy(),  # noqa: B008 (immutable)
     offload_policy: Any = OffloadPolicy(),  # noqa: B008 (immutable)
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     comm_policy: CommPolicy | None = None,
 ) -> M:
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
@@ -63,16 +69,27 @@ def fully_shard(
     averaged over the ranks and scattered together. Call it bottom-up: on the blocks first, then on the
     model.
 
+    A parameter that is a DTensor already, of tensor or expert parallelism, becomes one on the joint mesh;
+    modules see it as it was. One that is tied to a parameter of a module sharded before moves to the
+    group of this call, if that module is inside ``module``.
+
     Args:
         module: an ``nn.Module`` with a forward, or a list of such, which then form one group.
-        mesh: a one-dimensional ``DeviceMesh``. None: all ranks of the default process group.
+        mesh: a ``DeviceMesh`` of one dimension, to shard over, or of two: parameters are replicated over
+            the first and sharded over the second. None: all ranks of the default process group.
         reshard_after_forward: True frees the full parameters after forward and gathers them again for
             backward; False keeps them; None frees them except in the outermost sharded module,
-            which backward needs at once.
-        shard_placement_fn: not supported yet, like the next three.
-        mp_policy: defaults only.
-        offload_policy: defaults only.
-        ignored_params: empty only.
+            which backward needs at once. A number n of ranks, a divisor of the number sharded over: each n
+            neighbours keep them together and gather them again among themselves.
+        shard_placement_fn: called with each parameter; returns the ``Shard(dim)`` to use for it, a
+            :class:`ShardPlacementResult` to choose its mesh as well, or None for ``Shard(0)``. Sharding on
+            other dims than 0 costs a copy of the parameter at every gather and reduction.
+        mp_policy: dtypes of computation and reduction; see :class:`MixedPrecisionPolicy`.
+        offload_policy: :class:`CPUOffloadPolicy` keeps the shards in host memory.
+        ignored_params: parameters to leave as they are. They are not moved to the device either, and their
+            gradients are this rank's own, unless ``set_reduce_ignored_params(True)`` says otherwise.
+        dp_mesh_dims: ``mesh`` is the mesh of all dimensions, and this says which of them to shard and to
+            replicate over; parameters may be DTensors on all of it, replicated on these dimensions.
         comm_policy: how the parameters travel; see :class:`CommPolicy`.
 
     Returns:
@@ -82,9 +99,9 @@ def fully_shard(
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: a module cannot be sharded as asked: it has no forward, is already sharded, comes
-            after its parent, or the mesh does not fit.
+            after its parent, or the mesh, a dtype or a placement does not fit.
         RuntimeError: there is no process group.
-        NotImplementedError: an argument asks for what is not supported yet.
+        NotImplementedError: a parameter is of a kind that is not supported.
 
     After an error nothing has changed. Costs no communication; each rank keeps 1 / world of every
     parameter. Every rank keeps its own rows: ranks must start from equal weights.
@@ -98,32 +115,58 @@ def fully_shard(
         optimizer = torch.optim.AdamW(model.parameters())
     """
     modules = _check_modules(module)
-    _check_unsupported(shard_placement_fn, mp_policy, offload_policy, ignored_params)
-    reshards = _check_reshard(reshard_after_forward)
+    check_precision(mp_policy)
+    is_offloaded = _check_offload(offload_policy)
+    ignored = _check_ignored(ignored_params)
     if comm_policy is not None and not isinstance(comm_policy, CommPolicy):
         raise TypeError(f"fully_shard: comm_policy is a {type(comm_policy).__name__}, not a CommPolicy.")
-    shard_mesh = resolve_mesh(mesh)
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise TypeError(
+            f"fully_shard: shard_placement_fn is {_describe(shard_placement_fn)}; pass a function of a "
+            "parameter."
+        )
+    meshes = _Meshes(resolve_mesh(mesh, dp_mesh_dims))
+    reshards = _check_reshard(reshard_after_forward, meshes.default)
     name = type(modules[0]).__name__
     managed = _modules_to_manage(modules)
-    names = _names_below(modules)
-    params = _collect_params(modules, managed, names, shard_mesh)
+    found = _Found(modules, managed, _names_below(modules), ignored)
+    rule = FullPrecisionRule(getattr(mp_policy, "full_precision", None))
+    make_param = partial(_make_param, meshes, shard_placement_fn, mp_policy, rule, modules)
+    moves: list[_Move] = _resolve_ties(modules, found)
+    params: list[Param] = [make_param(param, sites) for param, sites in found.params.items()]
+    params += [move.param for move in moves]
     classes = [sharded_class(type(m)) for m in modules]
-    group = Group(name, modules, managed, params, shard_mesh, comm_policy or CommPolicy())
+    policy = comm_policy or CommPolicy()
+    storage = _storage(offload_policy if is_offloaded else None, meshes.default.device)
+    for move in moves:
+        move.check(meshes.default)
+    buckets = _make_buckets(params, meshes, policy, storage, mp_policy)
+    group = Group(name, modules, managed, buckets, meshes.default.device, policy, Casts(mp_policy))
     group.reshard_after_forward = reshards
-    shards = group.plan(make_communicator(shard_mesh.pg, shard_mesh.device))
+    group.ignored = [p for p in found.ignored if p.requires_grad]
+    shards = group.plan()
 
-    _move_buffers(managed, shard_mesh.device)
+    _move_buffers(managed, meshes.default.device, getattr(mp_policy, "buffer_dtype", None))
     _mix_in(modules, classes)
+    for move in moves:
+        move.apply(partial(precision_of, policy=mp_policy, is_full=False))
     group.install(shards)
-    member = Member(group, Schedule(shard_mesh.device))
+    for bucket in group.buckets if moves else ():
+        bucket.move_in()
+    _leave_ties(group, found.ties, moves)
+    for kept in rule.modules(managed) if mp_policy is not None and mp_policy.param_dtype else ():
+        cast_around(kept)
+    member = Member(group, Schedule(meshes.default.device))
     for each in modules:
         set_member(each, member)
         compat.register_api(each)
     for each in managed:
-        each.__dict__[_PLACE] = _Place(group, names[each] or name)
+        each.__dict__[_PLACE] = _Place(group, found.names[each] or name)
         compat.mark_managed(each)
     install_hooks(member)
     _build_tree(modules, member)
+    if group.ignored:
+        warnings.warn(_message_about_ignored(group, found), stacklevel=2)
     return module
 
 
@@ -186,55 +229,97 @@ def _check_module(module: Any, where: str) -> None:
         )
 
 
-def _check_reshard(reshard_after_forward: Any) -> bool | None:
+def _check_reshard(reshard_after_forward: Any, mesh: ShardMesh) -> bool | int | None:
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
-    if isinstance(reshard_after_forward, int):
-        raise NotImplementedError(
-            f"fully_shard: reshard_after_forward={reshard_after_forward} (resharding to a smaller world "
-            "after forward) is not supported yet. Pass True, False or None."
-        )
-    raise TypeError(
-        f"fully_shard: reshard_after_forward is {reshard_after_forward!r}; pass True, False or None."
-    )
-
-
-def _check_unsupported(
-    shard_placement_fn: Any, mp_policy: Any, offload_policy: Any, ignored_params: Any
-) -> None:
-    """Refuse what is not supported yet; nothing that was asked for is silently ignored."""
-    if shard_placement_fn is not None:
-        raise NotImplementedError(
-            "fully_shard: shard_placement_fn (sharding on other dimensions than 0) is not supported yet. "
-            "Leave it out: every parameter is sharded on dimension 0."
-        )
-    fields = ("param_dtype", "reduce_dtype", "output_dtype")
-    asked = [f for f in fields if getattr(mp_policy, f, None) is not None]
-    if asked:
-        raise NotImplementedError(
-            f"fully_shard: mp_policy with {', '.join(asked)} (mixed precision) is not supported yet. Use "
-            "torch.autocast, or convert the model with .to(dtype)."
-        )
-    if isinstance(mp_policy, type) or (mp_policy is not None and not hasattr(mp_policy, "param_dtype")):
-        raise TypeError(f"fully_shard: mp_policy is {_describe(mp_policy)}, not a MixedPrecisionPolicy.")
-    if hasattr(offload_policy, "pin_memory"):
-        raise NotImplementedError(
-            "fully_shard: offload_policy=CPUOffloadPolicy (shards in host memory) is not supported yet. "
-            "Leave it out: shards stay on the device of the mesh."
-        )
-    if offload_policy is not None and not type(offload_policy).__name__.endswith("OffloadPolicy"):
+    if not isinstance(reshard_after_forward, int):
         raise TypeError(
-            f"fully_shard: offload_policy is a {type(offload_policy).__name__}, not an OffloadPolicy."
+            f"fully_shard: reshard_after_forward is {reshard_after_forward!r}; pass True, False, None or a "
+            "number of ranks."
         )
-    if ignored_params is not None and not isinstance(ignored_params, (Set, list, tuple)):
+    world = mesh.shard.world
+    if reshard_after_forward == world or reshard_after_forward == 1:
+        same = "True" if reshard_after_forward == world else "False"
+        raise ValueError(
+            f"fully_shard: reshard_after_forward={reshard_after_forward} with {world} ranks to shard over is "
+            "the "
+            f"same as {same}; pass that."
+        )
+    if reshard_after_forward < 1 or world % reshard_after_forward:
+        divisors = [n for n in range(2, world) if world % n == 0]
+        fitting = f"of {divisors}" if divisors else "True or False: there are no divisors between"
+        raise ValueError(
+            f"fully_shard: reshard_after_forward={reshard_after_forward} does not divide the {world} ranks "
+            "to "
+            f"shard over, so they cannot form groups of that size. Pass one {fitting}."
+        )
+    return reshard_after_forward
+
+
+def check_precision(policy: Any) -> None:
+    """Refuse what is no policy of mixed precision, and dtypes that cannot do what is asked of them."""
+    if policy is None:
+        return
+    if isinstance(policy, type) or not hasattr(policy, "param_dtype") or not hasattr(policy, "reduce_dtype"):
+        raise TypeError(f"fully_shard: mp_policy is {_describe(policy)}, not a MixedPrecisionPolicy.")
+    for field in ("param_dtype", "reduce_dtype", "output_dtype", "accumulate_dtype", "buffer_dtype"):
+        dtype = getattr(policy, field, None)
+        if dtype is None:
+            continue
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(
+                f"fully_shard: mp_policy.{field} is {dtype!r}, a {type(dtype).__name__}; pass a torch.dtype."
+            )
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            why = (
+                "numbers of it cannot be added up"
+                if dtype.is_floating_point
+                else "it is no floating-point type"
+            )
+            raise ValueError(
+                f"fully_shard: mp_policy.{field} is {dtype}: {why}. Pass torch.bfloat16, torch.float16, "
+                "torch.float32 or torch.float64."
+            )
+    rule = getattr(policy, "full_precision", None)
+    classes = rule if isinstance(rule, (tuple, list)) else () if rule is None or callable(rule) else (rule,)
+    if not all(isinstance(each, type) for each in classes):
+        raise TypeError(
+            f"fully_shard: mp_policy.full_precision is {rule!r}; pass a module class, a tuple of them, or a "
+            "function (name, module, parameter) -> bool."
+        )
+
+
+def _check_offload(policy: Any) -> bool:
+    """Whether shards live in host memory."""
+    if policy is None:
+        return False
+    if isinstance(policy, type) or not type(policy).__name__.endswith("OffloadPolicy"):
+        raise TypeError(f"fully_shard: offload_policy is {_describe(policy)}, not an OffloadPolicy.")
+    return hasattr(policy, "pin_memory")
+
+
+def _check_ignored(ignored_params: Any) -> set[int]:
+    """The ids of the parameters to leave alone."""
+    if ignored_params is None:
+        return set()
+    if not isinstance(ignored_params, (Set, list, tuple)):
         raise TypeError(
             f"fully_shard: ignored_params is a {type(ignored_params).__name__}; pass a set of parameters."
         )
-    if ignored_params:
-        raise NotImplementedError(
-            f"fully_shard: ignored_params ({len(ignored_params)} given) is not supported yet. Leave it out "
-            "and let those parameters be sharded, or call fully_shard on the modules beside them."
-        )
+    for param in ignored_params:
+        if not isinstance(param, nn.Parameter):
+            raise TypeError(
+                f"fully_shard: ignored_params contains {_describe(param)}; pass the nn.Parameter objects, "
+                "not "
+                "names or modules."
+            )
+    return {id(param) for param in ignored_params}
+
+
+def _storage(policy: Any, device: torch.device) -> Storage:
+    if policy is None:
+        return Storage(device)
+    return Storage(torch.device("cpu"), is_pinned=bool(policy.pin_memory) and device.type != "cpu")
 
 
 # --- collecting -----------------------------------------------------------------------------------
@@ -256,23 +341,209 @@ def _modules_to_manage(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return list(managed)
 
 
-def _collect_params(
+class _Found:
+    """The parameters of the call: to be sharded, tied to ones sharded before, and to be left alone."""
+
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        managed: list[nn.Module],
+        names: dict[nn.Module, str],
+        ignored: set[int],
+    ) -> None:
+        self.names = names
+        self.params: dict[nn.Parameter, list[Site]] = {}
+        self.ties: list[Tie] = []
+        self.ignored: dict[nn.Parameter, str] = {}
+        for module in managed:
+            for name, param in module._parameters.items():
+                if param is not None:
+                    self._add(param, Site(module, name, _joined(names[module], name)), ignored)
+        for param, sites in self.params.items():
+            _check_param(param, f"{_class_name(modules[0])}: {sites[0].fqn}", sites[0].module)
+
+    def _add(self, param: nn.Parameter, site: Site, ignored: set[int]) -> None:
+        if id(param) in ignored:
+            self.ignored[param] = site.fqn
+        elif sharded_before(param) is not None:
+            self.ties.append(Tie(site, param))
+        else:
+            self.params.setdefault(param, []).append(site)
+
+
+class _Meshes:
+    """The mesh of the call, and those that single parameters were given."""
+
+    def __init__(self, default: ShardMesh) -> None:
+        self.default = default
+        self._others: dict[int, tuple[Any, ShardMesh]] = {}
+
+    def resolve(self, info: Any, where: str) -> ShardMesh:
+        """The mesh that a ShardPlacementResult names."""
+        mesh = getattr(info, "mesh", info) if not isinstance(info, DeviceMesh) else info
+        if mesh is None:
+            return self.default
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(
+                f"{where}: shard_placement_fn returned a mesh_info that is {_describe(info)}; pass a "
+                "DeviceMesh, "
+                "or an object with an attribute mesh."
+            )
+        if id(mesh) not in self._others:
+            resolved = resolve_mesh(mesh, _named_dims(mesh, info))
+            if resolved.device != self.default.device:
+                raise ValueError(
+                    f"{where}: shard_placement_fn chose a mesh of {resolved.device}, but fully_shard was "
+                    "given "
+                    f"one of {self.default.device}; the parameters of a group are on one device."
+                )
+            self._others[id(mesh)] = (mesh, resolved)
+        return self._others[id(mesh)][1]
+
+
+def _named_dims(mesh: DeviceMesh, info: Any) -> DataParallelMeshDims | None:
+    """What torch's FSDPMeshInfo says of a mesh, where it is not what its number of dims says already."""
+    shard, replicate = (getattr(info, f"{role}_mesh_dim", None) for role in ("shard", "replicate"))
+    usual = (None, None), ((0, None) if mesh.ndim == 1 else (1, 0))
+    if (shard, replicate) in usual:
+        return None
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError(
+            "fully_shard: shard_placement_fn chose dimensions of a mesh without names. Give the mesh names "
+            "with "
+            "init_device_mesh(..., mesh_dim_names=...)."
+        )
+    return DataParallelMeshDims(
+        None if shard is None else names[shard], None if replicate is None else names[replicate]
+    )
+
+
+def _make_param(
+    meshes: _Meshes,
+    placement_fn: Callable[[nn.Parameter], Any] | None,
+    mp_policy: Any,
+    rule: FullPrecisionRule,
     modules: list[nn.Module],
-    managed: list[nn.Module],
-    names: dict[nn.Module, str],
-    mesh: ShardMesh,
-) -> list[Param]:
-    """The parameters of the call, tied ones once with all their places; each of them checked."""
-    sites: dict[nn.Parameter, list[Site]] = {}
-    for module in managed:
-        for name, param in module._parameters.items():
-            if param is not None:
-                sites.setdefault(param, []).append(Site(module, name, _joined(names[module], name)))
-    for param, places in sites.items():
-        where = f"{_class_name(modules[0])}: {places[0].fqn}"
-        _check_is_free(param, where, places[0].module, modules)
-        _check_param(param, where)
-    return [Param(param, places, mesh) for param, places in sites.items()]
+    param: nn.Parameter,
+    sites: list[Site],
+) -> Param:
+    where = f"{_class_name(modules[0])}: {sites[0].fqn}"
+    choice: Any = None if placement_fn is None else placement_fn(param)
+    placement, mesh = choice, meshes.default
+    if hasattr(choice, "placement") and hasattr(choice, "mesh_info"):
+        placement, mesh = choice.placement, meshes.resolve(choice.mesh_info, where)
+    is_full = rule.keeps(sites[0].fqn, sites[0].module, param)
+    precision_for = partial(precision_of, policy=mp_policy, is_full=is_full)
+    return Param(param, sites, mesh, _shard_dim(placement, param, where), precision_for, where)
+
+
+def _shard_dim(placement: Any, param: nn.Parameter, where: str) -> int:
+    """The dim that a placement shards on."""
+    if placement is None:
+        return 0
+    if type(placement) is not Shard:
+        raise (ValueError if isinstance(placement, Placement) else TypeError)(
+            f"{where}: shard_placement_fn returned {placement!r}; pass Shard(dim), a ShardPlacementResult, "
+            "or None "
+            "for Shard(0). Parameters to be replicated need a mesh that replicates (dp_mesh_dims), or "
+            "ignored_params."
+        )
+    dim = placement.dim + param.dim() if placement.dim < 0 else placement.dim
+    if not 0 <= dim < max(1, param.dim()):
+        raise ValueError(
+            f"{where}: shard_placement_fn returned {placement}, but the parameter of shape "
+            f"{tuple(param.shape)} "
+            f"has only {param.dim()} dims."
+        )
+    return dim
+
+
+def _make_buckets(
+    params: list[Param], meshes: _Meshes, policy: CommPolicy, storage: Storage, mp_policy: Any
+) -> list[Bucket]:
+    """One bucket a mesh, in the order in which the meshes come up; that of the call first.
+
+    Parameters that gather themselves have one each.
+    """
+    by_mesh: dict[ShardMesh, list[Param]] = {meshes.default: []}
+    extensions: list[Param] = []
+    for param in params:
+        if is_extension(param.local):
+            extensions.append(param)
+        else:
+            by_mesh.setdefault(param.mesh, []).append(param)
+    return [
+        *(Bucket(group, mesh, policy, storage) for mesh, group in by_mesh.items() if group),
+        *(ExtensionBucket(param, param.mesh, policy, storage, mp_policy) for param in extensions),
+    ]
+
+
+# --- tied parameters ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Move:
+    """A parameter of a group inside, tied to one of another, that moves to the group of the call."""
+
+    param: Param
+    owner: Group
+    ties: list[Tie]
+
+    def check(self, mesh: ShardMesh) -> None:
+        """Refuse what cannot move."""
+        names = f"{self.ties[0].site.fqn} and {self.param.fqn}"
+        if self.param.mesh.mesh != mesh.mesh:
+            raise ValueError(
+                f"{names} are tied, but {self.param.fqn} was sharded over the mesh {self.param.mesh.mesh} "
+                "and this "
+                f"fully_shard call has {mesh.mesh}. Shard both over one mesh, or untie them."
+            )
+        if self.owner.state is not State.SHARDED or self.owner.gradient_state is not GradientState.NONE:
+            raise RuntimeError(
+                f"{names} are tied, but the group '{self.owner.name}' has run already and holds gathered "
+                "parameters or gradients. Call fully_shard on all modules before the first forward."
+            )
+
+    def apply(self, precision_for: Any) -> None:
+        """Take the parameter out of its group."""
+        self.owner.give_up(self.param)
+        self.param.take_over([tie.site for tie in self.ties], precision_for)
+
+
+def _resolve_ties(modules: list[nn.Module], found: _Found) -> list[_Move]:
+    """Which parameters of groups inside move to the group of this call, as the lowest that contains all
+    their places."""
+    inner = [member.group for module in modules for member in sharded_members(module)]
+    inner = list(dict.fromkeys(inner))
+    ties = found.ties + [tie for group in inner for tie in group.ties]
+    moves: list[_Move] = []
+    for group in inner:
+        for param in group.params:
+            own = [tie for tie in ties if param.was_made_from(tie.original)]
+            if own:
+                moves.append(_Move(param, group, own))
+    return moves
+
+
+def _leave_ties(group: Group, ties: list[Tie], moves: list[_Move]) -> None:
+    """Leave what could not be resolved to a later call, and forget what was."""
+    resolved = {tie for move in moves for tie in move.ties}
+    group.ties = [tie for tie in ties if tie not in resolved]
+    for module in group.modules:
+        for member in sharded_members(module):
+            member.group.ties = [tie for tie in member.group.ties if tie not in resolved]
+
+
+def _message_about_ignored(group: Group, found: _Found) -> str:
+    names = [found.ignored[p] for p in group.ignored]
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return (
+        f"{group.name}: ignored_params contains trainable parameters ({shown}). Their gradients are this "
+        "rank's "
+        "own, so that the ranks will drift apart unless something else reduces them. "
+        "model.set_reduce_ignored_params(True) averages them at the end of each backward."
+    )
 
 
 def _names_below(modules: list[nn.Module]) -> dict[nn.Module, str]:
@@ -288,35 +559,7 @@ def _joined(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
-def _check_is_free(param: nn.Parameter, where: str, module: nn.Module, modules: list[nn.Module]) -> None:
-    """No earlier sharding, ours or torch's, may have taken the parameter."""
-    if (before := sharded_before(param)) is not None:
-        before = _full_name_of_shard(param, modules) or before
-        raise NotImplementedError(
-            f"{where} is already sharded, as '{before}': the two are tied, but belong to different groups, "
-            "which is not supported yet. Shard both in one call, as the parameters of their common parent "
-            "or as a list of modules, or untie them."
-        )
-    if isinstance(param, DTensor) and compat.is_managed_by_torch(module):
-        raise ValueError(
-            f"{where} was already sharded by torch's fully_shard. A model can be sharded by one library "
-            "only: call the fully_shard of either on all of its modules."
-        )
-
-
-def _full_name_of_shard(param: nn.Parameter, modules: list[nn.Module]) -> str | None:
-    """The name, seen from ``modules``, of the sharded parameter that was made from ``param``."""
-    for root in modules:
-        names = {module: name for name, module in root.named_modules()}
-        for member in sharded_members(root):
-            for candidate in member.group.params:
-                site = candidate.sites[0]
-                if candidate.was_made_from(param) and site.module in names:
-                    return _joined(names[site.module], site.name)
-    return None
-
-
-def _check_param(param: nn.Parameter, where: str) -> None:
+def _check_param(param: nn.Parameter, where: str, module: nn.Module) -> None:
     if nn.parameter.is_lazy(param):
         raise ValueError(
             f"{where} is not initialised: the module is lazy and does not know its shape yet. Run one "
@@ -328,25 +571,25 @@ def _check_param(param: nn.Parameter, where: str) -> None:
             "zero_grad() on the model before fully_shard."
         )
     if isinstance(param, DTensor):
+        if compat.is_managed_by_torch(module):
+            raise ValueError(
+                f"{where} was already sharded by torch's fully_shard. A model can be sharded by one library "
+                "only: call the fully_shard of either on all of its modules."
+            )
+        content = compat.local_tensor(param)
+    else:
+        content = param.data
+    if is_extension(content):
+        return
+    if type(content) is not torch.Tensor:
         raise NotImplementedError(
-            f"{where} is already a DTensor, with placements {param.placements}. Sharding it further "
-            "(tensor parallelism on a second mesh dimension) is not supported yet. Pass a module whose "
-            "parameters are plain tensors."
+            f"{where} holds a {type(content).__name__}, a tensor subclass that does not say how it is "
+            "gathered. Give the class fsdp_pre_all_gather and fsdp_post_all_gather, as torchao's have, "
+            "convert the parameter to a plain tensor, or pass it in ignored_params."
         )
-    if type(param.data) is not torch.Tensor:
+    if content.layout is not torch.strided:
         raise NotImplementedError(
-            f"{where} holds a {type(param.data).__name__}; tensor subclasses cannot be sharded yet. Convert "
-            "it to a plain tensor before fully_shard, or leave its module out."
-        )
-    if type(param) is not nn.Parameter:
-        raise NotImplementedError(
-            f"{where} is of the class {type(param).__name__}, a subclass of nn.Parameter, which would be "
-            "lost: its shard is a DTensor. Wrap the value in a plain nn.Parameter; attributes set on it "
-            "are kept."
-        )
-    if param.layout is not torch.strided:
-        raise NotImplementedError(
-            f"{where} has layout {param.layout}; only dense parameters can be sharded. Convert it with "
+            f"{where} has layout {content.layout}; only dense parameters can be sharded. Convert it with "
             ".to_dense(), or leave its module out."
         )
 
@@ -371,12 +614,15 @@ def _mix_in(modules: list[nn.Module], classes: list[type]) -> None:
         ) from None
 
 
-def _move_buffers(managed: list[nn.Module], device: torch.device) -> None:
-    """Bring buffers to the device that will compute; their values stay as they are."""
+def _move_buffers(managed: list[nn.Module], device: torch.device, dtype: torch.dtype | None) -> None:
+    """Bring buffers to the device that will compute, and floating-point ones to ``dtype``."""
     for module in managed:
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device and not buffer.is_meta:
-                module._buffers[name] = buffer.to(device)
+            if buffer is not None:
+                wanted = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+                target = buffer.device if buffer.is_meta else device
+                if (buffer.device, buffer.dtype) != (target, wanted):
+                    module._buffers[name] = buffer.to(target, wanted)
 
 
 def _build_tree(modules: list[nn.Module], member: Member) -> None:

@@ -4,15 +4,26 @@ import importlib
 import inspect
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from shardwise.runtime import compat
+from shardwise.runtime.bucket import Bucket
+from shardwise.runtime.custom import (
+    CustomAllGather,
+    CustomReduceScatter,
+    ProcessGroupMemory,
+    SymmetricMemory,
+    WithMemory,
+)
 from shardwise.runtime.group import Group
 from shardwise.runtime.hooks import wrap_method
 from shardwise.runtime.schedule import Member
+from shardwise.runtime.streams import in_stream
 
 _MEMBER = "_shardwise_member"
 
@@ -124,6 +135,237 @@ class FSDPModule:
             )
         for group in _groups(self, recurse):
             group.divide_factor = float(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The former name of :meth:`set_gradient_divide_factor`."""
+        FSDPModule.set_gradient_divide_factor(self, factor)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward sums gradients over replicas, where the mesh has any.
+
+        False: they are reduce-scattered over the shards only; the sums are kept, sharded, and join those of
+        the next backward that all-reduces. ``zero_grad()`` clears them as any other gradient.
+        """
+        _check_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
+        for group in _groups(self, recurse):
+            group.requires_all_reduce = requires_all_reduce
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Reduce zeros for parameters without a gradient: for ranks that use different parameters of a
+        group.
+
+        All ranks must run the module itself. A parameter that no rank has used gets a gradient of zeros. The
+        group then reduces when backward has passed it, not as soon as its gradients are in.
+        """
+        _check_bool(
+            "set_reduce_scatter_unused_params", "reduce_scatter_unused_params", reduce_scatter_unused_params
+        )
+        for group in _groups(self, recurse):
+            group.zeros_for_unused = reduce_scatter_unused_params
+
+    def set_may_be_unused(self, may_be_unused: bool = True) -> None:
+        """Whether some ranks may leave out this module while others run it.
+
+        It is then gathered when the sharded module around it runs, used or not, and freed with that; its
+        gradients are reduced at the end of backward, with zeros from ranks that have none. Costs the memory
+        of its full parameters for that long.
+        """
+        _check_bool("set_may_be_unused", "may_be_unused", may_be_unused)
+        group = _member(self).group
+        group.may_be_unused = group.zeros_for_unused = may_be_unused
+
+    def set_reduce_ignored_params(self, reduce_ignored_params: bool, *, recurse: bool = True) -> None:
+        """Average the gradients of ``ignored_params`` over the ranks at the end of each synchronised
+        backward."""
+        _check_bool("set_reduce_ignored_params", "reduce_ignored_params", reduce_ignored_params)
+        for group in _groups(self, recurse):
+            group.averages_ignored = reduce_ignored_params
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward needs this module's full parameters. An embedding does not, for one.
+
+        False spares a gather; a backward that uses the parameters after all raises.
+        """
+        _check_bool("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
+        _member(self).group.unshard_in_backward = unshard_in_backward
+
+    # --- the caller's own communication -----------------------------------------------------------
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather this module's group by ``comm``.
+
+        Args:
+            comm: an object with ``allocate(size, *, dtype, device) -> Tensor``, which gives the output
+                buffer, and ``__call__(output_tensor, input_tensor, group, async_op=False) -> Work | None``.
+
+        All parameters of the group then travel in one call, and are copied out of the buffer after it.
+        """
+        _check_comm("set_custom_all_gather", comm)
+        self._communicate(lambda pg, device: (CustomAllGather(comm, pg, device), None))
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce-scatter the gradients of this module's group by ``comm``.
+
+        Args:
+            comm: an object with ``allocate``, as for the gather, which gives the input buffer, and
+                ``__call__(output_tensor, input_tensor, group, op, async_op=False) -> Work | None``.
+
+        ``op`` is always a sum; the division comes after it.
+        """
+        _check_comm("set_custom_reduce_scatter", comm)
+        self._communicate(lambda pg, device: (None, CustomReduceScatter(comm, pg, device)))
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
+        """Call ``hook`` with this module's reduced gradients, before they are added to ``.grad``.
+
+        It gets a flat tensor of the reduce dtype, once a reduction (once a dtype in groups of several), after
+        the reduce-scatter and the sum over replicas, and changes it in place: by an all-reduce over replicas
+        of its own, for one.
+
+        Args:
+            hook: the function.
+            stream: a stream to run it in; only without replicas in the mesh, which have a stream.
+        """
+        if not callable(hook):
+            raise TypeError(
+                f"set_all_reduce_hook: hook is {hook!r}, a {type(hook).__name__}; pass a function."
+            )
+        group = _member(self).group
+        if stream is not None:
+            if any(not bucket.mesh.replicate.is_alone for bucket in group.buckets):
+                raise ValueError(
+                    "set_all_reduce_hook: stream was given, but the mesh has replicas, whose all-reduce runs "
+                    "in "
+                    "a stream of its own; the hook runs there as well. Leave stream out."
+                )
+            hook = in_stream(hook, stream)
+        group.all_reduce_hook = hook
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Have the back end sum only, never average, for this module's group; the division comes after it."""
+        _check_bool("set_force_sum_reduction_for_comms", "enable", enable)
+        for bucket in _member(self).group.buckets:
+            bucket.force_sums(enable)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Take buffers to send from and receive into from the allocator of the process group, if it has one.
+
+        All parameters of this module's group then travel packed, in one call and with a copy, instead of
+        straight from where they lie to where they belong.
+        """
+        _check_bool("set_allocate_memory_from_process_group_for_comm", "enable", enable)
+        group = _member(self).group
+        pgs = [b.mesh.shard.pg for b in group.buckets if b.mesh.shard.pg is not None]
+        if not enable:
+            group.replan(lambda bucket: bucket.use_default_communicators())
+        elif all(compat.can_allocate(pg, group.device) for pg in pgs):
+            self._communicate(lambda pg, device: (WithMemory(pg, device, ProcessGroupMemory(pg)),) * 2)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Gather this module's group through symmetric memory. Needs CUDA and NCCL.
+
+        All parameters of the group then travel packed, in one call and with a copy.
+        """
+        if backend != "NCCL":
+            raise ValueError(f"set_symm_mem_for_comm: backend is {backend!r}; only 'NCCL' is supported.")
+        group = _member(self).group
+        if group.device.type != "cuda":
+            raise ValueError(
+                f"set_symm_mem_for_comm: the mesh is of {group.device.type}, and symmetric memory of NCCL is "
+                "memory of CUDA devices. Leave the call out."
+            )
+        self._communicate(lambda pg, device: (WithMemory(pg, device, SymmetricMemory(pg)), None))
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Whether reductions have a process group of their own, beside that of the gathers.
+
+        Without this call they have on NCCL, where they would wait for each other otherwise. Collective: the
+        process group is made at the next forward.
+        """
+        _check_bool("set_separate_reduce_scatter_group", "enable", enable)
+        for group in _groups(self, recurse):
+            group.separate_reduce_group = enable
+        _member(self).schedule.prepare_anew()
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many groups' full gradients may be on their way at once, beside those of the running group.
+
+        More lets communication that is slower than the computation fall behind further, for their memory.
+        """
+        caller = "set_reduce_scatter_max_input_buffers"
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(
+                f"{caller}: max_input_buffers is {max_input_buffers!r}, a "
+                f"{type(max_input_buffers).__name__}; "
+                "pass an int."
+            )
+        if max_input_buffers < 1:
+            raise ValueError(f"{caller}: max_input_buffers is {max_input_buffers}; it must be 1 or more.")
+        for group in _groups(self, recurse):
+            group.max_reductions = max_input_buffers
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Have the gathers of the next forward wait for ``event`` only, recorded after the optimizer's step.
+
+        Without it they wait for all that the computing stream has been given. For the root module; used once.
+        On the host it is needless and does nothing.
+        """
+        if not callable(getattr(event, "wait", None)):
+            raise TypeError(
+                f"set_post_optim_event: event is {event!r}, a {type(event).__name__}; pass an Event."
+            )
+        _member(self).schedule.post_optim_event = event
+
+    def reset_iter_state(self) -> None:
+        """Forget what a failed iteration left behind, gradients that wait to be reduced included.
+
+        The next iteration runs without it as well: a failure is noticed and its own gradients dropped. This
+        drops those of earlier microbatches too.
+
+        Raises:
+            RuntimeError: this is not the root module.
+        """
+        member = _member(self)
+        if member.schedule.root is not member.group:
+            raise RuntimeError(
+                f"reset_iter_state: {member.group.name} is not the root, but inside a sharded module that "
+                "drives "
+                "it. Call it on the outermost sharded module."
+            )
+        member.schedule.reset()
+
+    def _communicate(self, make: Callable[[Any, torch.device], tuple[Any, Any]]) -> None:
+        """Let each bucket of the group communicate as ``make(pg, device)`` says: (gather, reduce)."""
+
+        def change(bucket: Bucket) -> None:
+            pg = bucket.mesh.shard.pg
+            if pg is not None and pg.size() > 1:
+                bucket.use_communicators(*make(pg, bucket.mesh.device))
+
+        _member(self).group.replan(change)
+
+
+def share_comm_ctx(modules: "Sequence[FSDPModule]") -> None:
+    """Let several root modules communicate on the same streams, as chunks of a pipeline should.
+
+    Spares the memory that each stream's allocations would hold on to. On the host there are none.
+    """
+    if not isinstance(modules, (list, tuple)):
+        raise TypeError(
+            f"share_comm_ctx: modules is a {type(modules).__name__}; pass a list of sharded modules."
+        )
+    for index, module in enumerate(modules):
+        if not isinstance(module, FSDPModule):
+            raise TypeError(
+                f"share_comm_ctx: {type(module).__name__} at [{index}] is not sharded. Call fully_shard on "
+                "it "
+                "first."
+            )
+    if modules:
+        first, *others = [_member(module).schedule for module in modules]
+        first.share_lanes(others)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -280,6 +522,15 @@ def _groups_of(modules: Any, caller: str) -> list[Group]:
                 "prefetch. Call fully_shard on it first, or leave it out."
             )
     return [_member(module).group for module in modules]
+
+
+def _check_comm(caller: str, comm: Any) -> None:
+    if isinstance(comm, type) or not (callable(comm) and callable(getattr(comm, "allocate", None))):
+        raise TypeError(
+            f"{caller}: comm is {comm!r}; pass an object with a method allocate(size, *, dtype, device) that "
+            "can "
+            "be called with the tensors and the process group."
+        )
 
 
 def _check_bool(caller: str, name: str, value: object) -> None:

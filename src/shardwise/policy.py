@@ -3,23 +3,50 @@
 Policies are read by attribute, never by class, so that torch's own policy objects serve as well.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+FullPrecision = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module, nn.Parameter], bool]
 
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes of computation, reduction and outputs; the fields of torch's policy of this name.
+    """Dtypes of computation, reduction and outputs. The first four fields are those of torch's policy.
 
-    Only the defaults are supported so far: ``fully_shard`` refuses any dtype given here. Use
-    ``torch.autocast`` for bfloat16 computation.
+    Shards, and with them the optimizer, keep the parameters' own dtype.
+
+    Args:
+        param_dtype: dtype of the full parameters, hence of the gather and of the computation. None: the
+            parameters' own.
+        reduce_dtype: dtype in which gradients are summed over ranks. None: that of the full gradients.
+        output_dtype: floating-point outputs of forward are cast to it. None: left as they are.
+        cast_forward_inputs: cast floating-point inputs of forward to ``param_dtype``.
+        accumulate_dtype: dtype in which full gradients add up, within a backward and over microbatches
+            without synchronisation. None: ``reduce_dtype``, or the dtype of the full parameter. Costs
+            full gradients of this dtype while they wait.
+        buffer_dtype: ``fully_shard`` casts floating-point buffers to it. None: left as they are.
+        keep_low_precision_grads: leave ``.grad`` of the shards in ``reduce_dtype`` instead of casting it
+            to the parameter's dtype. The optimizer must be able to mix the two.
+        full_precision: what stays in its own dtype inside the same group: a module class or a tuple of
+            them, or a predicate ``(name, module, parameter) -> bool``, ``module`` the one that the
+            parameter is registered in. Modules of a class given have their floating-point inputs cast to
+            their parameters' dtype and their outputs back; with a predicate, the module's own code has
+            to handle the mixture.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    accumulate_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    buffer_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    keep_low_precision_grads: bool = field(default=False, kw_only=True)
+    full_precision: FullPrecision | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -29,9 +56,50 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Keep shards in host memory. Not supported so far: ``fully_shard`` refuses it."""
+    """Keep shards, their gradients and so the optimizer's state and work in host memory.
+
+    One copy a group brings the shards to the device before a gather, and one takes the reduced gradients
+    back; both run beside the computation.
+
+    Args:
+        pin_memory: pin the host memory of shards and gradients, without which copies hold up the
+            computation. Other processes cannot use pinned memory. Without effect on a CPU mesh.
+    """
 
     pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which dimensions of a mesh of all dimensions are data-parallel.
+
+    Args:
+        shard: name of the dimension to shard over, or a tuple of names, which are flattened into one.
+        replicate: name or names of the dimensions to replicate over; with ``shard=None`` this is pure data
+            parallelism.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what names nothing."""
+        if self.shard is None and self.replicate is None:
+            raise ValueError("DataParallelMeshDims: set shard, replicate or both; neither names a dimension.")
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """What ``shard_placement_fn`` may return: which dim to shard a parameter on, and over which mesh.
+
+    Args:
+        placement: ``Shard(dim)``; None means ``Shard(0)``.
+        mesh_info: the mesh, as ``fully_shard`` takes it; or an object with an attribute ``mesh``, as
+            torch's ``FSDPMeshInfo``. None means that of the call.
+    """
+
+    placement: Shard | None
+    mesh_info: Any = None
 
 
 @dataclass(frozen=True)

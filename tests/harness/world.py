@@ -43,7 +43,12 @@ MAX_FDS = 300
 _context = multiprocessing.get_context("forkserver")
 # Imported once by the server that forks the ranks, so that a rank starts with them loaded.
 _context.set_forkserver_preload(
-    ["torch.distributed.tensor", "torch.distributed.device_mesh", "torch._dynamo", "pytest"]
+    [
+        "torch.distributed.tensor.parallel",
+        "torch.distributed.checkpoint.state_dict",
+        "torch._dynamo",
+        "pytest",
+    ]
 )
 
 

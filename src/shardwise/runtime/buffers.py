@@ -1,11 +1,11 @@
-"""The memory of a group: one flat shard, and one gathered buffer that is emptied and refilled.
+"""The memory of a bucket: one flat shard, and one gathered buffer that is emptied and refilled.
 
 Buffers of bytes; each parameter sees its own stretch under its own dtype. Who may free what, when:
 
-- the shard lives as long as the group;
+- the shard lives as long as the bucket;
 - the gathered buffer has one storage for ever. Tensors that autograd saved point at that storage, so
   it is emptied by resizing it to nothing and refilled in place, never replaced;
-- in a world of one, the gathered buffer *is* the shard and is never emptied;
+- in a world of one, where nothing is cast, the gathered buffer *is* the shard and is never emptied;
 - on the host, a small one keeps its memory: giving it back and faulting its pages in again would cost
   several times the copy into it.
 """
@@ -19,24 +19,17 @@ from shardwise.runtime.layout import Layout, Slot
 
 
 class FlatShard:
-    """This rank's shards of a group's parameters, back to back in one buffer."""
+    """This rank's shards of a bucket's parameters, back to back in one buffer."""
 
-    def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
+    def __init__(self, layout: Layout, rank: int, device: torch.device, *, is_pinned: bool = False) -> None:
         self.layout = layout
-        self.bytes = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device)
-        self.views = [
-            _typed(self.bytes, slot.shard_offset, slot.local_shape(rank), dtype_of(slot))
-            for slot in layout.slots
-        ]
+        self.bytes = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)
+        self.views = local_views(self.bytes, layout, rank)
 
     def fill(self, locals_: Sequence[Tensor]) -> None:
         """Copy the local tensors, one a parameter, into their places."""
         for view, local in zip(self.views, locals_, strict=True):
             view.copy_(local)
-
-    def chunk(self, slot: Slot) -> Tensor:
-        """The bytes that a rank sends of one parameter, padding included."""
-        return self.bytes[slot.shard_offset : slot.shard_offset + slot.chunk_bytes]
 
 
 KEPT_ON_HOST_BYTES = 1 << 20
@@ -44,16 +37,17 @@ KEPT_ON_HOST_BYTES = 1 << 20
 
 
 class GatheredBuffer:
-    """The full parameters of a group, while they are needed."""
+    """The full parameters of a bucket, while they are needed."""
 
-    def __init__(self, layout: Layout, shard: FlatShard, device: torch.device) -> None:
+    def __init__(self, layout: Layout, device: torch.device, alias: Tensor | None = None) -> None:
+        """``alias``: the buffer of shards, where it serves as it is."""
         self._num_bytes = layout.gathered_bytes
-        self._is_alias = layout.world == 1
+        self._is_alias = alias is not None
         self._keeps_memory = self._is_alias or (
             device.type == "cpu" and self._num_bytes <= KEPT_ON_HOST_BYTES
         )
-        if self._is_alias:
-            self.bytes = shard.bytes
+        if alias is not None:
+            self.bytes = alias
         else:
             self.bytes = torch.empty(self._num_bytes, dtype=torch.uint8, device=device)
         self._storage = self.bytes.untyped_storage()
@@ -68,12 +62,12 @@ class GatheredBuffer:
         if not self._keeps_memory:
             self._storage.resize_(0)
 
-    def addresses(self) -> range | None:
-        """Where the contents lie that ``free`` takes away; None if it takes nothing away."""
+    def addresses(self) -> list[range]:
+        """Where the contents lie that ``free`` takes away."""
         if self._is_alias:
-            return None
+            return []
         start = self.bytes.data_ptr()
-        return range(start, start + self._num_bytes)
+        return [range(start, start + self._num_bytes)]
 
     def slot(self, slot: Slot) -> Tensor:
         """The bytes of one parameter's slot."""
@@ -94,13 +88,30 @@ class GatheredBuffer:
 
 def dtype_of(slot: Slot) -> torch.dtype:
     """The dtype that the layout carries as a key."""
-    assert isinstance(slot.entry.kind, torch.dtype)
-    return slot.entry.kind
+    assert isinstance(slot.entry.dtype, torch.dtype)
+    return slot.entry.dtype
 
 
 def typed_stretch(buffer: Tensor, start: int, end: int, dtype: torch.dtype) -> Tensor:
     """The bytes [start, end) of ``buffer`` as a 1D tensor of ``dtype``."""
     return buffer[start:end].view(dtype)
+
+
+def local_views(buffer: Tensor, layout: Layout, rank: int) -> list[Tensor]:
+    """The parts of ``rank`` in a buffer laid out as a shard buffer, one a parameter."""
+    return [
+        _typed(buffer, slot.shard_offset, slot.local_shape(rank), dtype_of(slot)) for slot in layout.slots
+    ]
+
+
+def cast_buffer(source: Tensor, laid_out: Layout, target: Tensor, to: Layout) -> None:
+    """Copy a shard buffer into one of another layout of the same parameters: one cast a kind."""
+    for old, new in zip(laid_out.runs, to.runs, strict=True):
+        assert isinstance(old.dtype, torch.dtype)
+        assert isinstance(new.dtype, torch.dtype)
+        typed_stretch(target, new.start, new.end, new.dtype).copy_(
+            typed_stretch(source, old.start, old.end, old.dtype), non_blocking=True
+        )
 
 
 def _typed(buffer: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

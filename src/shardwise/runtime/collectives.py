@@ -8,7 +8,8 @@ together first.
 Everything here is issued at once and finished later (see streams.py).
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,20 +17,37 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.runtime import compat
-from shardwise.runtime.buffers import FlatShard, GatheredBuffer, typed_stretch
-from shardwise.runtime.layout import ALIGNMENT, Layout, Slot
+from shardwise.runtime.buffers import GatheredBuffer, dtype_of, typed_stretch
+from shardwise.runtime.layout import ALIGNMENT, Layout, Run, Slot
 from shardwise.runtime.streams import Finish, Lane
+
+
+class Memory(Protocol):
+    """Lends buffers of bytes."""
+
+    def borrow(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """A buffer of bytes of undefined contents, to hold numbers of ``dtype``."""
+        ...
+
+    def give_back(self, buffer: Tensor) -> None:
+        """End of use."""
+        ...
 
 
 class Communicator(Protocol):
     """Moves pieces between the ranks of a process group.
 
+    ``packing_limit_bytes``: chunks from this size on are worth a collective of their own.
+    ``memory``: where packed pieces are put together, if not in that of the lane.
+    ``packs_everything``: no parameter travels alone, however large.
     All tensors are contiguous and 1D; ``outputs`` of a gather and ``inputs`` of a reduction hold
     ``world`` pieces of equal size, piece r for or from rank r. Each call returns the function that
     waits for it.
     """
 
     packing_limit_bytes: int
+    packs_everything: bool
+    memory: Any  # Memory | None; a Protocol's variable is invariant
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
         """Fill each output with the inputs of all ranks."""
@@ -40,9 +58,14 @@ class Communicator(Protocol):
         ...
 
 
-def make_communicator(pg: dist.ProcessGroup, device: torch.device) -> Communicator:
-    """The communicator that serves ``pg`` best."""
-    if pg.size() == 1:
+def all_reduce(pg: dist.ProcessGroup, tensors: Sequence[Tensor], is_async: bool) -> Finish:
+    """Sum each of ``tensors`` over the ranks of ``pg``, in place."""
+    return _waiting_for([dist.all_reduce(tensor, group=pg, async_op=is_async) for tensor in tensors])
+
+
+def make_communicator(pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
+    """The communicator that serves ``pg`` best; None is a rank alone."""
+    if pg is None or pg.size() == 1:
         return SingleRank()
     if device.type == "cpu" and compat.backend_name(pg, device) == "gloo":
         return GlooExchange(pg)
@@ -53,6 +76,8 @@ class SingleRank:
     """A world of one: gathered and sharded are the same bytes."""
 
     packing_limit_bytes = 0
+    packs_everything = False
+    memory: Any = None
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
         """Nothing to move: the outputs are the inputs."""
@@ -74,12 +99,15 @@ class BackendCollectives:
     # NCCL is slow with many small collectives; on NVLink a copy of 256 KiB costs about as much as
     # the launch of one more.
     packing_limit_bytes = 256 * 1024
+    packs_everything = False
+    memory: Any = None
 
     def __init__(self, pg: dist.ProcessGroup, device: torch.device) -> None:
         self._pg = pg
         self._is_async = device.type == "cpu"
         self._can_coalesce = True
         self._averages = compat.backend_name(pg, device) == "nccl"
+        self.force_sum = False
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
         """One coalesced call, or one call an output."""
@@ -93,9 +121,14 @@ class BackendCollectives:
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
         """Sum and divide, in the back end where it averages over exactly this world."""
-        averages = self._averages and divisor == self._pg.size()
+        averages = self._averages and not self.force_sum and divisor == self._pg.size()
         op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         works: list[Any] = []
+        before = 1.0
+        if not averages and any(output.dtype is torch.float16 for output in outputs):
+            # A sum of float16 numbers leaves their range soon: divide by one half before it.
+            before = 2.0 ** round(math.log2(divisor) / 2) if divisor > 1 else 1.0
+            inputs = [source / before for source in inputs]
         for dtype in dict.fromkeys(output.dtype for output in outputs):
             pairs = [(o, i) for o, i in zip(outputs, inputs, strict=True) if o.dtype == dtype]
             outs, ins = [o for o, _ in pairs], [i for _, i in pairs]
@@ -104,8 +137,8 @@ class BackendCollectives:
 
         def finish() -> None:
             _waiting_for(works)()
-            if not averages and divisor != 1:
-                torch._foreach_div_(list(outputs), divisor)
+            if not averages and divisor != before:
+                torch._foreach_div_(list(outputs), divisor / before)
 
         return finish
 
@@ -138,6 +171,8 @@ class GlooExchange:
     """
 
     packing_limit_bytes = 64 * 1024
+    packs_everything = False
+    memory: Any = None
     # Messages with one tag between two ranks are matched in the order of their calls. Each parameter
     # has a tag of its own, by its place in the shard buffer, so that ranks which disagree on what to
     # exchange wait for each other instead of adding up what does not belong together. Tags keep clear
@@ -201,6 +236,12 @@ class GlooExchange:
     def _sum(self, output: Tensor, own: Tensor, landing: Tensor, divisor: float) -> None:
         """Add the pieces in order of ranks, so that the result does not depend on who computes it."""
         pieces = [own[r] if r == self._rank else landing[r] for r in range(self._world)]
+        if output.dtype in (torch.bfloat16, torch.float16):  # round once, not once a rank
+            total = pieces[0].float()
+            for piece in pieces[1:]:
+                total.add_(piece)
+            output.copy_(total.div_(divisor))
+            return
         torch.add(pieces[0], pieces[1], out=output)
         for piece in pieces[2:]:
             output.add_(piece)
@@ -222,36 +263,42 @@ def _waiting_for(works: Sequence[Any]) -> Finish:
 
 
 class Gather:
-    """The all-gather of one group, planned once and issued many times."""
+    """The all-gather of one bucket, planned once and issued many times."""
 
-    def __init__(
-        self, comm: Communicator, layout: Layout, shard: FlatShard, gathered: GatheredBuffer
-    ) -> None:
+    def __init__(self, comm: Communicator, layout: Layout, gathered: GatheredBuffer) -> None:
         self._comm = comm
         self._gathered = gathered
+        self._layout = layout
         self._world = layout.world
-        slots = [layout.slots[i] for i in layout.direct]
-        self._inputs = [shard.chunk(slot) for slot in slots]
-        self._outputs = [gathered.slot(slot) for slot in slots]
-        self._packed_bytes = layout.packed_bytes
-        if self._packed_bytes:
-            self._inputs.append(shard.bytes[layout.packed_start :])
+        dtypes = {run.dtype for run in layout.runs}
+        self._dtype: Any = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        self._outputs = [gathered.slot(layout.slots[i]) for i in layout.direct]
+        if layout.packed_bytes:
             self._plan_unpacking(layout, gathered)
 
-    def start(self, lane: Lane) -> Finish:
-        """Allocate the gathered buffer and issue its collectives; returns the function that waits."""
-        self._gathered.allocate()
-        if not self._packed_bytes:
-            return self._comm.all_gather(self._outputs, self._inputs)
-        staging = lane.borrow(self._world * self._packed_bytes, self._gathered.bytes.device)
-        wait = self._comm.all_gather([*self._outputs, staging], self._inputs)
+    def start(self, lane: Lane, inputs: Sequence[Tensor]) -> Finish:
+        """Fill the gathered buffer from ``inputs``, as ``cut`` makes them; returns what waits."""
+        packed_bytes = self._layout.packed_bytes
+        if not packed_bytes:
+            return self._comm.all_gather(self._outputs, inputs)
+        memory = self._comm.memory or lane
+        staging = memory.borrow(self._world * packed_bytes, self._gathered.bytes.device, self._dtype)
+        wait = self._comm.all_gather([*self._outputs, staging], inputs)
 
         def finish() -> None:
             wait()
-            torch.split_with_sizes_copy(staging.view(self._world, -1), self._sizes, dim=1, out=self._targets)
-            lane.give_back(staging)
+            self._unpack(staging.view(self._world, -1))
+            memory.give_back(staging)
 
         return finish
+
+    def cut(self, send: Tensor) -> list[Tensor]:
+        """The pieces that travel of ``send``, laid out as a shard buffer."""
+        slots = [self._layout.slots[i] for i in self._layout.direct]
+        pieces = [send[s.shard_offset : s.shard_offset + s.chunk_bytes] for s in slots]
+        if self._layout.packed_bytes:
+            pieces.append(send[self._layout.packed_start :])
+        return pieces
 
     def _plan_unpacking(self, layout: Layout, gathered: GatheredBuffer) -> None:
         """Columns of the staging buffer and where they go; padding between them goes to scrap."""
@@ -262,19 +309,27 @@ class Gather:
             if slot.chunk_bytes:
                 self._sizes.append(slot.chunk_bytes)
                 self._targets.append(gathered.slot(slot).view(self._world, -1))
-            if padding := -slot.chunk_bytes % ALIGNMENT:
+            if padding := slot.padded_bytes - slot.chunk_bytes:
                 self._sizes.append(padding)
                 self._targets.append(gathered.bytes.new_empty(self._world, padding))
+        self._strided = [(layout.slots[i], gathered.full_tensor(layout.slots[i])) for i in layout.strided]
+
+    def _unpack(self, staging: Tensor) -> None:
+        split = self._layout.strided_start - self._layout.packed_start
+        if self._sizes:
+            torch.split_with_sizes_copy(staging[:, :split], self._sizes, dim=1, out=self._targets)
+        for slot, full in self._strided:
+            for piece, part in _strided_pieces(slot, staging, self._layout.packed_start, full):
+                part.copy_(piece)
 
 
 class Reduce:
-    """The reduce-scatter of one group's gradients, planned once and issued many times."""
+    """The reduce-scatter of one bucket's gradients, planned once and issued many times."""
 
     def __init__(self, comm: Communicator, layout: Layout, device: torch.device) -> None:
         self._comm = comm
         self._layout = layout
         self._device = device
-        self._packed_runs = layout.packed_runs()
 
     def start(self, lane: Lane, gradients: Sequence[Tensor | None], output: Tensor, divisor: float) -> Finish:
         """Issue the reduction of ``gradients`` (None: nothing for it on any rank) into ``output``.
@@ -285,42 +340,61 @@ class Reduce:
         outputs: list[Tensor] = []
         inputs: list[Tensor] = []
         borrowed: list[Tensor] = []
+        memory = self._comm.memory or lane
         for index in self._layout.direct:
             gradient = gradients[index]
             if gradient is not None:
                 slot = self._layout.slots[index]
-                inputs.append(_whole_slot(gradient, slot).view(-1))
+                dtype = dtype_of(slot)
+                inputs.append(_whole_slot(gradient.to(dtype), slot).view(-1))
                 end = slot.shard_offset + slot.chunk_bytes
-                outputs.append(typed_stretch(output, slot.shard_offset, end, gradient.dtype))
-        for run in self._packed_runs:
+                outputs.append(typed_stretch(output, slot.shard_offset, end, dtype))
+        for run in self._layout.packed_runs:
             if run.end > run.start and any(gradients[index] is not None for index in run.slots):
-                assert isinstance(run.kind, torch.dtype)
-                borrowed.append(lane.borrow(self._layout.world * (run.end - run.start), self._device))
-                inputs.append(borrowed[-1].view(run.kind))
-                self._pack(run.slots, gradients, inputs[-1])
-                outputs.append(typed_stretch(output, run.start, run.end, run.kind))
+                assert isinstance(run.dtype, torch.dtype)
+                num_bytes = self._layout.world * (run.end - run.start)
+                borrowed.append(memory.borrow(num_bytes, self._device, run.dtype))
+                inputs.append(borrowed[-1].view(run.dtype))
+                self._pack(run, gradients, inputs[-1].view(self._layout.world, -1))
+                outputs.append(typed_stretch(output, run.start, run.end, run.dtype))
         wait = self._comm.reduce_scatter(outputs, inputs, divisor)
 
         def finish() -> None:
             wait()
             for buffer in borrowed:
-                lane.give_back(buffer)
+                memory.give_back(buffer)
 
         return finish
 
-    def _pack(self, indices: tuple[int, ...], gradients: Sequence[Tensor | None], target: Tensor) -> None:
+    def _pack(self, run: Run, gradients: Sequence[Tensor | None], target: Tensor) -> None:
         """Put small gradients side by side: row r of ``target`` is what rank r will keep."""
         world, dtype = self._layout.world, target.dtype
         columns: list[Tensor] = []
-        for index in indices:
+        packed_numel = 0
+        for index in run.slots:
             slot, gradient = self._layout.slots[index], gradients[index]
+            if slot.is_strided:
+                continue
             if gradient is None:
                 gradient = torch.zeros(slot.entry.shape, dtype=dtype, device=self._device)
             if slot.chunk_bytes:
                 columns.append(_whole_slot(gradient, slot).view(world, -1))
-            if padding := -slot.chunk_bytes % ALIGNMENT:
-                columns.append(gradient.new_zeros(world, padding // dtype.itemsize))
-        torch.cat(columns, dim=1, out=target.view(world, -1))
+            if padding := slot.padded_numel - slot.chunk_numel:
+                columns.append(gradient.new_zeros(world, padding))
+            packed_numel += slot.padded_numel
+        if columns:
+            torch.cat(columns, dim=1, out=target[:, :packed_numel])
+        self._pack_strided(run, gradients, target, packed_numel)
+
+    def _pack_strided(
+        self, run: Run, gradients: Sequence[Tensor | None], target: Tensor, packed_numel: int
+    ) -> None:
+        target[:, packed_numel:].zero_()
+        for index in run.slots:
+            slot, gradient = self._layout.slots[index], gradients[index]
+            if slot.is_strided and gradient is not None:
+                for piece, part in _strided_pieces(slot, target.view(torch.uint8), run.start, gradient):
+                    piece.copy_(part)
 
 
 def _whole_slot(gradient: Tensor, slot: Slot) -> Tensor:
@@ -329,6 +403,30 @@ def _whole_slot(gradient: Tensor, slot: Slot) -> Tensor:
         return gradient.expand(slot.world).contiguous()
     if slot.is_even:
         return gradient.contiguous()
-    padded = gradient.new_zeros(slot.world * slot.chunk_rows, *gradient.shape[1:])
-    padded[: slot.rows].copy_(gradient)
+    dim = slot.entry.dim
+    shape = list(gradient.shape)
+    shape[dim] = slot.world * slot.chunk_size
+    padded = gradient.new_zeros(shape)
+    padded.narrow(dim, 0, gradient.shape[dim]).copy_(gradient)
     return padded
+
+
+def _strided_pieces(slot: Slot, rows: Tensor, origin: int, full: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each rank's part of a strided parameter, twice: in ``rows`` and in ``full``.
+
+    Row r of ``rows`` holds what rank r keeps, in bytes, from the offset ``origin`` of the shard buffer on.
+    """
+    if not slot.chunk_bytes:
+        return
+    start = slot.shard_offset - origin
+    dtype, dim = dtype_of(slot), slot.entry.dim
+    columns = rows[:, start : start + slot.chunk_bytes].view(dtype)
+    if slot.is_even:
+        parts = full.unflatten(dim, (slot.world, slot.chunk_size)).movedim(dim, 0)
+        yield columns.unflatten(1, slot.local_shape(0)), parts
+        return
+    for rank in range(slot.world):
+        first, end = slot.index_range(rank)
+        if end > first:
+            shape = slot.local_shape(rank)
+            yield columns[rank, : torch.Size(shape).numel()].view(shape), full.narrow(dim, first, end - first)

@@ -16,7 +16,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 # --- autograd -------------------------------------------------------------------------------------
 
@@ -70,6 +70,35 @@ def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
 # --- DTensor --------------------------------------------------------------------------------------
 
 
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """``Shard(dim)`` of what ``split_factor`` ranks of later mesh dims had split before. Private in torch,
+    but what torch's own composition of tensor parallelism and sharding rests on."""
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def is_strided_shard(placement: Placement) -> bool:
+    """True for what ``strided_shard`` makes; it is no ``Shard``."""
+    return isinstance(placement, _StridedShard)
+
+
+def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """The mesh of all dims of ``meshes``, slices of one root, in this order.
+
+    Public slicing (``root["dp", "tp"]``) keeps the root's order of dims, which may be the other one.
+    """
+    return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)
+
+
+def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """All dims of ``mesh`` as one; torch documents it, but with an underscore."""
+    return mesh._flatten()
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that ``mesh`` was sliced from, or itself. Nothing public tells."""
+    return mesh._get_root_mesh()
+
+
 def sharded_spec(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
@@ -89,6 +118,22 @@ def make_dtensor(local: Tensor, spec: DTensorSpec, cls: type[DTensor] = DTensor)
     torch's FSDP, the first time.
     """
     return DTensor.__new__(cls, local, spec, requires_grad=False)
+
+
+def as_subclass_of_parameter(cls: type, data: Tensor, requires_grad: bool) -> nn.Parameter:
+    """A parameter of the class ``cls`` over ``data``, without calling its constructor.
+
+    ``nn.Parameter`` itself is made by the same function.
+    """
+    return torch.Tensor._make_subclass(cls, data, requires_grad)  # type: ignore[return-value]
+
+
+def set_grad_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
+    """Have gradients of ``tensor``, a leaf, be cast to ``dtype`` and added up in it.
+
+    Public since 2.10, but not yet in torch's annotations.
+    """
+    tensor.grad_dtype = dtype  # type: ignore[attr-defined]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -164,6 +209,30 @@ def backend_name(pg: dist.ProcessGroup, device: torch.device) -> str:
         return pg._get_backend(device).name().lower()
     except (RuntimeError, AttributeError, TypeError):  # a process group that is written in Python
         return str(dist.get_backend(pg)).lower()
+
+
+def can_allocate(pg: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the back end of ``pg`` has an allocator of its own for ``device``."""
+    try:
+        return bool(pg._get_backend(device).supports_tensor_alloc(device))
+    except (RuntimeError, AttributeError, TypeError):
+        return False
+
+
+def allocate_from_group(
+    pg: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A tensor from the allocator of the back end of ``pg``; there is no public function for it."""
+    return pg._get_backend(device).allocate_tensor(numel, dtype=dtype, device=device)
+
+
+def symmetric_buffer(pg: dist.ProcessGroup, num_bytes: int, device: torch.device) -> Tensor:
+    """A buffer of bytes that all ranks of ``pg`` see; collective. torch's module for it is still private."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    buffer = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+    symmetric.rendezvous(buffer, pg.group_name)
+    return buffer
 
 
 def group_devices(pg: dist.ProcessGroup) -> set[str]:

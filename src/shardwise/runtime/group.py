@@ -6,22 +6,24 @@ to do it.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.policy import CommPolicy
 from shardwise.runtime import compat
-from shardwise.runtime.buffers import FlatShard, GatheredBuffer
-from shardwise.runtime.collectives import Communicator, Gather, Reduce
-from shardwise.runtime.layout import Entry, Layout, plan_layout
-from shardwise.runtime.mesh import ShardMesh
-from shardwise.runtime.param import FREED, Param, refresh_flat_weights
-from shardwise.runtime.streams import Lanes, Ticket
+from shardwise.runtime.bucket import Bucket
+from shardwise.runtime.mesh import Axis
+from shardwise.runtime.param import FREED, Param, Site, refresh_flat_weights, sharded_before
+from shardwise.runtime.precision import Casts
+from shardwise.runtime.reduction import Hook, Reduction
+from shardwise.runtime.streams import Finish, Lanes, Ticket
 
 
 class State(Enum):
@@ -30,6 +32,7 @@ class State(Enum):
     SHARDED = "sharded"  # only the shard is in memory
     GATHERING = "gathering"  # the gathered buffer is allocated and being filled
     GATHERED = "gathered"  # full parameters shadow the sharded ones
+    PARTLY = "partly gathered"  # a few ranks keep the full parameters together, for backward
 
 
 class GradientState(Enum):
@@ -37,7 +40,7 @@ class GradientState(Enum):
 
     NONE = "empty"  # nothing but .grad of the shards
     PENDING = "pending"  # full gradients of the running backward, perhaps not all
-    DEFERRED = "deferred"  # full gradients of earlier backwards, left unreduced on request
+    DEFERRED = "deferred"  # gradients of earlier backwards, left unreduced, in part or at all, on request
     REDUCING = "reducing"  # full gradients and the reduced ones, in flight
 
 
@@ -45,6 +48,9 @@ STATES: dict[tuple[State, str], State] = {
     (State.SHARDED, "unshard"): State.GATHERING,
     (State.GATHERING, "wait"): State.GATHERED,
     (State.GATHERED, "reshard"): State.SHARDED,
+    (State.GATHERED, "keep_part"): State.PARTLY,
+    (State.PARTLY, "unshard"): State.GATHERING,
+    (State.PARTLY, "reshard"): State.SHARDED,
 }
 
 GRADIENT_STATES: dict[tuple[GradientState, str], GradientState] = {
@@ -55,6 +61,8 @@ GRADIENT_STATES: dict[tuple[GradientState, str], GradientState] = {
     (GradientState.PENDING, "reduce"): GradientState.REDUCING,
     (GradientState.DEFERRED, "reduce"): GradientState.REDUCING,
     (GradientState.REDUCING, "finish"): GradientState.NONE,
+    (GradientState.REDUCING, "defer"): GradientState.DEFERRED,
+    (GradientState.NONE, "join"): GradientState.REDUCING,  # with zeros, where other ranks may have more
     (GradientState.PENDING, "drop"): GradientState.NONE,
     (GradientState.DEFERRED, "drop"): GradientState.NONE,
     (GradientState.REDUCING, "drop"): GradientState.NONE,
@@ -64,6 +72,14 @@ _S = TypeVar("_S", bound=Enum)
 
 Observer = Callable[[str, str], None]
 """Hears (event, name of the group)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tie:
+    """A place where a parameter is registered that another group has taken: the two are tied."""
+
+    site: Site
+    original: nn.Parameter
 
 
 class Group:
@@ -78,78 +94,117 @@ class Group:
         name: str,
         modules: Sequence[nn.Module],
         owners: Sequence[nn.Module],
-        params: list[Param],
-        mesh: ShardMesh,
+        buckets: list[Bucket],
+        device: torch.device,
         policy: CommPolicy,
+        casts: Casts,
     ) -> None:
         self.name = name
         self.modules = tuple(modules)
-        self.params = params
-        self.mesh = mesh
-        self._owners = tuple(owners)
-        self._num_registered = sum(len(module._parameters) for module in owners)
+        self.buckets = buckets
+        self.device = device
         self.policy = policy
+        self.casts = casts
+        self.owners = tuple(owners)
+        self.ties: list[Tie] = []
+        self.ignored: list[nn.Parameter] = []
+        self.averages_ignored = False
+        self._num_registered = sum(len(module._parameters) for module in owners)
         self.state = State.SHARDED
         self.gradient_state = GradientState.NONE
         self.observer: Observer | None = None
         self.on_gradient: Callable[[Group], None] = _ignore
         self.on_complete: Callable[[Group], None] = _ignore
         # What the caller may set through FSDPModule.
-        self.reshard_after_forward: bool | None = None
+        self.reshard_after_forward: bool | int | None = None
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
-        self.divide_factor: float = float(mesh.world)
+        self.requires_all_reduce = True
+        self.unshard_in_backward = True
+        self.zeros_for_unused = False
+        self.may_be_unused = False
+        self.divide_factor: float | None = None
+        self.max_reductions = 1
+        self.separate_reduce_group: bool | None = None  # None: where it pays
+        self.all_reduce_hook: Hook | None = None
         self.forward_prefetch: list[Group] | None = None
         self.backward_prefetch: list[Group] | None = None
 
-        self._versions: list[int] = [0] * len(params)
-        self._fulls: list[nn.Parameter] = []
-        self._freed = [FREED] * len(params)
-        self._hooked: set[int] = set()
-        self._trainable: frozenset[int] = frozenset()
-        self._awaited: set[int] = set()
         self._gathering: Ticket | None = None
         self._is_shown = False
-        self._memory: range | None = None
-        self._reduction: tuple[Ticket, list[Tensor | None], Tensor] | None = None
-        self._rnns = [
-            module
-            for module in dict.fromkeys(site.module for p in params for site in p.sites)
-            if isinstance(module, nn.RNNBase)
-        ]
+        self._reductions: list[Reduction] = []
+        self._take_stock()
 
     # --- setting up -------------------------------------------------------------------------------
 
-    def plan(self, comm: Communicator) -> list[nn.Parameter]:
-        """Lay out the group and make its shards from the full parameters; touches no module."""
-        self._comm = self._reduce_comm = comm
-        self._lay_out([param.sharded for param in self.params], self._initial_device())
-        rank = self.mesh.rank
-        shards = []
-        with torch.no_grad(), torch.inference_mode(False):
-            for param, slot, view in zip(self.params, self.layout.slots, self.shard.views, strict=True):
-                part = param.sharded.detach()
-                if not slot.is_replicated:
-                    part = part[slice(*slot.row_range(rank))]
-                if view.is_meta and not part.is_meta:
-                    # Others of the group have no values yet: this one waits for them beside the buffer.
-                    view = torch.empty_like(
-                        part, device=self.mesh.device, memory_format=torch.contiguous_format
-                    )
-                shards.append(param.make_shard(view.copy_(part)))
-        return shards
+    def _take_stock(self) -> None:
+        """Begin anew with the parameters that the buckets have now, none of them gathered."""
+        self.params = [param for bucket in self.buckets for param in bucket.params]
+        self._versions: list[int] = [0] * len(self.params)
+        self._freed = [FREED] * len(self.params)
+        self._fulls: list[nn.Parameter] = []
+        self._hooked: set[int] = set()
+        self._trainable: frozenset[int] = frozenset()
+        self._awaited: set[int] = set()
+        self._memory: list[range] = []
+        self._rnns = [
+            module
+            for module in dict.fromkeys(site.module for p in self.params for site in p.sites)
+            if isinstance(module, nn.RNNBase)
+        ]
+
+    @torch.no_grad()
+    def plan(self) -> list[nn.Parameter]:
+        """Lay out the buckets and make their shards from the full parameters; touches no module."""
+        with torch.inference_mode(False):
+            return [shard for bucket in self.buckets for shard in bucket.make_shards()]
 
     def install(self, shards: Sequence[nn.Parameter]) -> None:
         """Register the shards in the modules, in place of the full parameters."""
         for param, sharded in zip(self.params, shards, strict=True):
             param.install_shard(sharded)
 
-    def attach(self, lanes: Lanes, reduce_comm: Communicator | None = None) -> None:
+    def attach(self, lanes: Lanes) -> None:
         """Tell the group where its communication runs."""
         self._lanes = lanes
-        if reduce_comm is not None and reduce_comm is not self._reduce_comm:
-            self._reduce_comm = reduce_comm
-            self._reduce = Reduce(reduce_comm, self.layout, self.shard.bytes.device)
+
+    def replan(self, change: Callable[[Bucket], None]) -> None:
+        """Let ``change`` plan each bucket anew, while nothing is gathered."""
+        if self.state is not State.SHARDED or self.gradient_state is not GradientState.NONE:
+            raise RuntimeError(
+                f"{self.name}: its communication cannot be changed while its parameters are "
+                f"{self.state.value} and its gradients {self.gradient_state.value}. Change it between steps, "
+                "after a backward with gradient synchronisation."
+            )
+        for bucket in self.buckets:
+            change(bucket)
+        self._take_stock()
+
+    def give_up(self, param: Param) -> None:
+        """Leave a parameter to another group, which is about to take it."""
+
+        def leave(bucket: Bucket) -> None:
+            if param in bucket.params:
+                bucket.params.remove(param)
+                bucket.move_in()
+
+        self.replan(leave)
+
+    def refuse_open_ties(self) -> None:
+        """No parameter may be tied to one of a group that nothing sharded has in common with this one."""
+        if self.ties:
+            tie = self.ties[0]
+            raise RuntimeError(
+                f"{tie.site.fqn} is tied to {sharded_before(tie.original)}, which was sharded in another "
+                "fully_shard call, and no sharded module contains both, to own the parameter. Call "
+                "fully_shard on the module around both, after these two, or shard both in one call, as a "
+                "list."
+            )
+
+    def axes(self) -> list[Axis]:
+        """The axes along which its shards are spread, the longest first."""
+        axes = {id(axis.pg): axis for b in self.buckets for axis in b.mesh.axes() if axis is b.mesh.shard}
+        return sorted(axes.values(), key=lambda axis: -axis.world)
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
         """Take names from the view of a module further out, where ``names`` knows our modules."""
@@ -163,41 +218,16 @@ class Group:
         """Names of parameters that have no values yet."""
         return [param.fqn for param in self.params if param.sharded.is_meta]
 
-    def _initial_device(self) -> torch.device:
-        on_meta = any(param.sharded.is_meta for param in self.params)
-        return torch.device("meta") if on_meta else self.mesh.device
-
-    def _lay_out(self, tensors: Sequence[Tensor], device: torch.device) -> None:
-        """Plan buffers and collectives for parameters of these shapes and dtypes."""
-        entries = [Entry(tuple(t.shape), t.dtype.itemsize, t.dtype) for t in tensors]
-        limit = self.policy.packing_limit_bytes
-        if limit is None:
-            limit = self._comm.packing_limit_bytes
-        self.layout: Layout = plan_layout(entries, self.mesh.world, lambda size: size >= limit)
-        rank = self.mesh.rank
-        with torch.inference_mode(False):
-            self.shard = FlatShard(self.layout, rank, device)
-        self._gather: Gather | None = None
-        self._reduce = Reduce(self._reduce_comm, self.layout, device)
-        self._gradient_places = [
-            (slot.local_shape(rank), _contiguous_stride(slot.local_shape(rank)),
-             slot.shard_offset // slot.entry.itemsize)
-            for slot in self.layout.slots
-        ]  # fmt: skip
-        for param in self.params:
-            param.full = None
-        self._fulls = []
-        self._hooked = set()
-
     # --- full parameters --------------------------------------------------------------------------
 
     def check_modules(self) -> None:
         """Refuse parameters that were added after sharding: nobody would reduce their gradients."""
-        if sum([len(module._parameters) for module in self._owners]) == self._num_registered:
+        if sum([len(module._parameters) for module in self.owners]) == self._num_registered:
             return
-        known = {(site.module, site.name): site.fqn for p in self.params for site in p.sites}
+        known = {(site.module, site.name) for p in self.params for site in p.sites}
+        known |= {(tie.site.module, tie.site.name) for tie in self.ties}
         prefixes = {site.module: site.fqn.rpartition(".")[0] for p in self.params for site in p.sites}
-        for module in self._owners:
+        for module in self.owners:
             for name, tensor in module._parameters.items():
                 if tensor is not None and (module, name) not in known:
                     where = f"{prefixes.get(module, self.name)}.{name}".lstrip(".")
@@ -218,18 +248,30 @@ class Group:
 
     def unshard(self) -> None:
         """Begin to gather the full parameters, if they are not there or on their way."""
-        if self.state is not State.SHARDED:
+        if self.state is State.SHARDED:
+            if self._follow_changes():
+                self._lanes.gather.follow_compute()  # which is where the shards were just moved
+            if len(self._fulls) != len(self.params):
+                self._make_full_parameters()
+            self._versions = [param.version() for param in self.params]
+        elif self.state is not State.PARTLY:
             return
-        if self._follow_changes():
-            self._lanes.gather.follow_compute()  # which is where the shards were just moved
-        if self._gather is None:
-            self._make_full_parameters()
-        assert self._gather is not None
-        self._versions = [param.version() for param in self.params]
         self._tell("gather")
         with _label(f"shardwise.gather {self.name}"):
-            self._gathering = self._lanes.gather.submit(partial(self._gather.start, self._lanes.gather))
+            self._gathering = self._lanes.gather.submit(self._start_gather)
         self.state = self._next(STATES, self.state, "unshard")
+
+    def _start_gather(self) -> Finish:
+        lane = self._lanes.gather
+        if len(self.buckets) == 1:
+            return self.buckets[0].start_gather(lane)
+        finishes = [bucket.start_gather(lane) for bucket in self.buckets]
+
+        def finish() -> None:
+            for each in finishes:
+                each()
+
+        return finish
 
     def wait(self) -> None:
         """Wait for the gather and let the modules see the full parameters."""
@@ -240,10 +282,15 @@ class Group:
         assert self._gathering is not None
         self._gathering.wait()
         self._gathering = None
-        compat.set_versions(self._fulls, self._versions)
-        self._memory = self._gathered.addresses()
+        for bucket in self.buckets:
+            bucket.drop_part()
+        self._set_versions(self._versions)
+        self._memory = [m for bucket in self.buckets for m in bucket.gathered.addresses()]
         self.show()
         self.state = state
+
+    def _set_versions(self, versions: list[int]) -> None:
+        compat.set_versions(self._fulls, versions)
 
     def show(self) -> None:
         """Let the modules see the full parameters, which are in place."""
@@ -273,16 +320,44 @@ class Group:
         Raises:
             RuntimeError: a full parameter was changed in place; the change would be lost.
         """
+        if self.state is State.PARTLY:
+            self._drop_parts()
+            return
         state = self._next(STATES, self.state, "reshard")
-        start = self._gathered.bytes.data_ptr()
-        changed = [
-            param.fqn
-            for param, full, slot, version in zip(
-                self.params, self._fulls, self.layout.slots, self._versions, strict=True
-            )
-            if full._version != version or (slot.slot_bytes and full.data_ptr() != start + slot.slot_offset)
-        ]
+        changed = self._changed_in_place()
         self._free(state)
+        self._refuse_changes(changed)
+
+    def keep_part(self) -> None:
+        """Free the full parameters, but for what a few ranks keep together until backward."""
+        state = self._next(STATES, self.state, "keep_part")
+        changed = self._changed_in_place()
+        lane = self._lanes.gather
+        lane.follow_compute()
+        with lane.memory(), torch.no_grad(), torch.inference_mode(False):
+            for bucket in self.buckets:
+                bucket.keep_part()
+        self._free(state)
+        self._refuse_changes(changed)
+
+    def _drop_parts(self) -> None:
+        self.state = self._next(STATES, self.state, "reshard")
+        with self._lanes.gather.memory():
+            for bucket in self.buckets:
+                bucket.drop_part()
+
+    def _changed_in_place(self) -> list[str]:
+        index = 0
+        changed = []
+        for bucket in self.buckets:
+            moved = bucket.moved_params()
+            for own, (param, full) in enumerate(zip(bucket.params, bucket.fulls, strict=True)):
+                if full._version != self._versions[index] or own in moved:
+                    changed.append(param.fqn)
+                index += 1
+        return changed
+
+    def _refuse_changes(self, changed: list[str]) -> None:
         if changed:
             raise RuntimeError(
                 f"{', '.join(changed)}: changed in place while gathered (group '{self.name}'). Inside "
@@ -296,7 +371,9 @@ class Group:
             assert self._gathering is not None
             self._gathering.wait()
             self._gathering = None
-        if self.state is not State.SHARDED:
+        if self.state is State.PARTLY:
+            self._drop_parts()
+        elif self.state is not State.SHARDED:
             self._free(State.SHARDED)
 
     @property
@@ -308,42 +385,37 @@ class Group:
         """Tensors of a graph that forward left on attributes of its modules, such as auxiliary losses."""
         return [
             value
-            for module in self._owners
+            for module in self.owners
             for value in module.__dict__.values()
             if type(value) is Tensor and value.requires_grad
         ]
 
     def owns(self, tensor: Tensor) -> bool:
-        """True if ``tensor`` lies in the gathered buffer, so that freeing would take its contents."""
-        if self._memory is None or type(tensor) not in (Tensor, nn.Parameter):
+        """True if ``tensor`` lies in a gathered buffer, so that freeing would take its contents."""
+        if isinstance(tensor, DTensor):
+            tensor = compat.local_tensor(tensor)
+        if not self._memory or type(tensor) not in (Tensor, nn.Parameter):
             return False
-        return tensor.data_ptr() in self._memory
+        address = tensor.data_ptr()
+        return any(address in memory for memory in self._memory)
 
     def wait_if_unsharded(self) -> None:
         """Have the full parameters visible, unless they were freed meanwhile."""
-        if self.state is not State.SHARDED:
+        if self.state in (State.GATHERING, State.GATHERED):
             self.wait()
 
     def is_stale(self) -> bool:
-        """True if this rank's shards changed since the full parameters were gathered from them.
-
-        Compares contents with its own part of the gathered buffer: versions do not tell, since foreach
-        and fused optimizers, and changes through ``.data``, count none on a DTensor.
-        """
-        if self.mesh.world == 1:
-            return False
-        rank = self.mesh.rank
-        return not all(param.is_untouched() for param in self.params) or any(
-            not torch.equal(self.shard.chunk(slot), self._gathered.slot(slot).view(slot.world, -1)[rank])
-            for slot in self.layout.slots
-            if slot.chunk_bytes
-        )
+        """True if this rank's shards changed since the full parameters were gathered from them."""
+        return any(bucket.is_stale() for bucket in self.buckets)
 
     def follow_changes(self) -> None:
         """Take over shards that were just moved, cast or assigned, as soon as all have values here."""
-        tensors = [site.registered() for param in self.params for site in param.sites]
-        if not all(isinstance(t, DTensor) and t.to_local().device == self.mesh.device for t in tensors):
-            return
+        for bucket in self.buckets:
+            here = (bucket.storage.device, self.device)
+            for param in bucket.params:
+                for tensor in [site.registered() for site in param.sites]:
+                    if not (isinstance(tensor, DTensor) and compat.local_tensor(tensor).device in here):
+                        return
         if self.state is State.SHARDED:
             self._follow_changes()
         for param in self.params:
@@ -351,40 +423,36 @@ class Group:
 
     def _free(self, state: State) -> None:
         self.hide()
-        compat.set_versions(self._fulls, self._freed)
+        self._set_versions(self._freed)
         lane = self._lanes.gather
         lane.follow_compute()
         with lane.memory():
-            self._gathered.free()
+            for bucket in self.buckets:
+                bucket.gathered.free()
         self._tell("free")
         self.state = state
 
     def _make_full_parameters(self) -> None:
-        """Full parameters over a gathered buffer. They stay the same objects from now on."""
+        """Full parameters over gathered buffers. They stay the same objects from now on."""
         if names := self.meta_parameters():
             raise RuntimeError(meta_message(names))
-        lane = self._lanes.gather
-        with lane.memory(), torch.inference_mode(False), torch.no_grad():
-            self._gathered = GatheredBuffer(self.layout, self.shard, self.shard.bytes.device)
-            for param, slot in zip(self.params, self.layout.slots, strict=True):
-                param.make_full(self._gathered.full_tensor(slot))
-            self._gather = Gather(self._comm, self.layout, self.shard, self._gathered)
-        self._fulls = [param.full for param in self.params if param.full is not None]
+        with self._lanes.gather.memory(), torch.inference_mode(False), torch.no_grad():
+            for bucket in self.buckets:
+                bucket.make_full_parameters()
+        self._fulls = [full for bucket in self.buckets for full in bucket.fulls]
         self._watch_gradients()
 
     # --- what the caller does to the shards -------------------------------------------------------
 
     def _follow_changes(self) -> bool:
         """See what was assigned, moved, cast, frozen or unfrozen since the last gather; True if any was."""
-        if all(param.is_untouched() for param in self.params) and not self.shard.bytes.is_meta:
+        if all(param.is_untouched() for param in self.params) and not self._are_on_meta():
             return False
         for param in self.params:
             new = param.replaced_by()
             if new is not None:
                 param.adopt(new)
-        if self.shard.bytes.is_meta or any(
-            compat.local_tensor(p.sharded) is not p.local for p in self.params
-        ):
+        if self._are_on_meta() or any(compat.local_tensor(p.sharded) is not p.local for p in self.params):
             self._move_in()
         for param in self.params:
             if param.full is not None and param.full.requires_grad != param.sharded.requires_grad:
@@ -392,36 +460,26 @@ class Group:
         self._watch_gradients()
         return True
 
-    @torch.no_grad()
+    def _are_on_meta(self) -> bool:
+        return any(bucket.shard.bytes.is_meta for bucket in self.buckets)
+
     def _move_in(self) -> None:
-        """Copy shards that live elsewhere into the flat shard, planned anew if dtypes changed."""
-        names_of_meta = self.meta_parameters()
-        if names_of_meta:
-            raise RuntimeError(meta_message(names_of_meta))
-        locals_ = [compat.local_tensor(param.sharded) for param in self.params]
-        for param, local in zip(self.params, locals_, strict=True):
-            if local.device != self.mesh.device:
-                raise RuntimeError(
-                    f"{param.fqn}: its shard is on {local.device}, but its mesh is of "
-                    f"{self.mesh.device}, where it has to be gathered. Move the model back with "
-                    f".to('{self.mesh.device}'), or shard it over a mesh of the other device."
-                )
+        """Bring shards that live elsewhere into the flat shards, planned anew if dtypes changed."""
+        if names := self.meta_parameters():
+            raise RuntimeError(meta_message(names))
         carried = [full.grad for full in self._fulls]
-        same_dtypes = all(
-            param.sharded.dtype == slot.entry.kind
-            for param, slot in zip(self.params, self.layout.slots, strict=True)
-        )
-        if not same_dtypes or self.shard.bytes.device != self.mesh.device:
-            self._lay_out([param.sharded for param in self.params], self.mesh.device)
-        with torch.inference_mode(False):
-            self.shard.fill(locals_)
-        for param, view, last in zip(self.params, self.shard.views, self._versions, strict=True):
-            param.rebase(view, last)
-        if not self._fulls and any(gradient is not None for gradient in carried):
-            self._make_full_parameters()
-            self._gathered.free()
-            for full, gradient in zip(self._fulls, carried, strict=True):
-                full.grad = None if gradient is None else gradient.to(full.dtype)
+        is_planned_anew = [bucket.follow_shards() for bucket in self.buckets]
+        if any(is_planned_anew):
+            self._take_stock()
+            if any(gradient is not None for gradient in carried):
+                self._make_full_parameters()
+                for bucket in self.buckets:
+                    bucket.gathered.free()
+                for full, gradient, param in zip(self._fulls, carried, self.params, strict=True):
+                    full.grad = None if gradient is None else gradient.to(param.precision.accumulated)
+            else:
+                for bucket in self.buckets:
+                    bucket.drop_full_parameters()
 
     def _watch_gradients(self) -> None:
         """Have trainable full parameters report their gradients."""
@@ -450,76 +508,134 @@ class Group:
 
     def reduce(self) -> None:
         """Begin to reduce the full gradients that are there."""
-        state = self._next(GRADIENT_STATES, self.gradient_state, "reduce")
+        joins = self.zeros_for_unused and self.gradient_state is GradientState.NONE
+        state = self._next(GRADIENT_STATES, self.gradient_state, "join" if joins else "reduce")
         gradients = self._take_gradients()
-        lane = self._lanes.reduce
         with torch.no_grad(), torch.inference_mode(False), _label(f"shardwise.reduce {self.name}"):
-            make = torch.zeros if self.layout.has_padding else torch.empty
-            output = make(self.layout.shard_bytes, dtype=torch.uint8, device=self.shard.bytes.device)
-            lane.follow_compute()
-            start = partial(self._reduce.start, lane, gradients, output, self.divide_factor)
-            ticket = lane.submit(start)
-        self._reduction = (ticket, gradients, output)
+            for bucket in self.buckets:
+                own, gradients = gradients[: len(bucket.params)], gradients[len(bucket.params) :]
+                self._reductions.append(
+                    bucket.start_reduction(
+                        own,
+                        self._lanes,
+                        self.divide_factor or float(bucket.mesh.num_ranks),
+                        self.requires_all_reduce,
+                        self.all_reduce_hook,
+                    )
+                )
         self.gradient_state = state
         self._tell("reduce")
+
+    @property
+    def max_in_flight(self) -> int:
+        """How many reductions may be in flight beside each other: memory against overlap."""
+        replicates = any(not bucket.mesh.replicate.is_alone for bucket in self.buckets)
+        return self.max_reductions + (1 if replicates else 0)
+
+    def average_ignored(self) -> None:
+        """Average over all ranks the gradients of parameters that the group was told to ignore."""
+        gradients = [p.grad for p in self.ignored if p.grad is not None] if self.averages_ignored else []
+        for bucket in self.buckets[:1] if gradients else ():
+            for axis in bucket.mesh.axes():
+                _average([g for g in gradients if g is not None], axis)
+
+    def advance_reduce(self) -> None:
+        """Let the reduction go on to the replicas."""
+        for reduction in self._reductions:
+            reduction.advance()
+
+    @property
+    def lands_on_host(self) -> bool:
+        """True if a reduction in flight ends in host memory, where it is better waited for late."""
+        return any(reduction.lands_on_host for reduction in self._reductions)
+
+    def release_gradients(self) -> None:
+        """Free the full gradients of a reduction in flight."""
+        for reduction in self._reductions:
+            reduction.release()
 
     @torch.no_grad()
     def finish_reduce(self) -> None:
         """Wait for the reduction and add its result to ``.grad`` of the shards."""
-        state = self._next(GRADIENT_STATES, self.gradient_state, "finish")
-        assert self._reduction is not None
-        ticket, gradients, output = self._reduction
-        ticket.wait()
-        self._reduction = None
-        self.gradient_state = state
-        self._tell("reduced")
-        typed: dict[torch.dtype, Tensor] = {}
+        finished = self._next(GRADIENT_STATES, self.gradient_state, "finish")
         with torch.inference_mode(False):
-            for param, gradient, place in zip(self.params, gradients, self._gradient_places, strict=True):
-                if gradient is None:
-                    continue
-                base = typed.get(gradient.dtype)
-                if base is None:
-                    base = typed[gradient.dtype] = output.view(gradient.dtype)
-                param.add_gradient(base.as_strided(*place))
+            results = []
+            for bucket, reduction in zip(self.buckets, self._reductions, strict=True):
+                reduction.finish()
+                results.append(bucket.take_result(reduction))
+            self._reductions = []
+            waits = any(result is None for result in results)
+            deferred = self._next(GRADIENT_STATES, self.gradient_state, "defer")
+            self.gradient_state = deferred if waits else finished
+            self._tell("reduced")
+            for bucket, result in zip(self.buckets, results, strict=True):
+                for param, local in zip(bucket.params, result or (), strict=result is not None):
+                    if local is not None:
+                        param.add_gradient(local)
+            if waits:
+                self._mark_deferred()
 
     def defer(self) -> None:
         """Leave the full gradients unreduced until a later backward."""
         self.gradient_state = self._next(GRADIENT_STATES, self.gradient_state, "defer")
         with torch.no_grad(), torch.inference_mode(False):
-            for param, full in zip(self.params, self._fulls, strict=True):
-                if full.grad is not None:
-                    param.defer_gradient()
+            self._mark_deferred()
+
+    def _mark_deferred(self) -> None:
+        for param, waits in zip(self.params, self._waiting(), strict=True):
+            if waits:
+                param.defer_gradient()
+
+    def _waiting(self) -> list[bool]:
+        """Of which parameters gradients of earlier backwards wait, full ones or sums."""
+        sums = [bucket.waits(i) for bucket in self.buckets for i in range(len(bucket.params))]
+        if not self._fulls:
+            return sums
+        return [s or full.grad is not None for s, full in zip(sums, self._fulls, strict=True)]
+
+    @property
+    def has_sums_to_reduce(self) -> bool:
+        """True if deferred gradients are there that a reduction now would bring further."""
+        if self.gradient_state is not GradientState.DEFERRED:
+            return False
+        if any(full.grad is not None for full in self._fulls):
+            return True
+        return self.requires_all_reduce and any(bucket.has_earlier for bucket in self.buckets)
 
     def drop_cleared(self) -> None:
         """Drop deferred gradients of parameters whose ``.grad`` the caller has cleared since."""
         if self.gradient_state is not GradientState.DEFERRED:
             return
-        is_empty = True
-        for param, full in zip(self.params, self._fulls, strict=True):
-            if param.was_cleared():
-                full.grad = None
-            elif full.grad is not None:
-                is_empty = False
-        if is_empty:
-            self.gradient_state = self._next(GRADIENT_STATES, self.gradient_state, "drop")
+        index = 0
+        for bucket in self.buckets:
+            for own, param in enumerate(bucket.params):
+                if param.was_cleared():
+                    if self._fulls:
+                        self._fulls[index].grad = None
+                    if bucket.waits(own):
+                        bucket.drop_earlier(own)
+                index += 1
+        if any(self._waiting()):
+            self._mark_deferred()
         else:
-            for param, full in zip(self.params, self._fulls, strict=True):
-                if full.grad is not None:
-                    param.defer_gradient()
+            self.gradient_state = self._next(GRADIENT_STATES, self.gradient_state, "drop")
 
     def drop_gradients(self) -> None:
         """Forget full gradients, in flight or not."""
-        if self._reduction is not None:
-            self._reduction[0].wait()
-            self._reduction = None
+        for reduction in self._reductions:
+            reduction.finish()
+        self._reductions = []
         for full in self._fulls:
             full.grad = None
+        for bucket in self.buckets:
+            bucket.drop_all_earlier()
         if self.gradient_state is not GradientState.NONE:
             self.gradient_state = self._next(GRADIENT_STATES, self.gradient_state, "drop")
 
     def _take_gradients(self) -> list[Tensor | None]:
         gradients: list[Tensor | None] = []
+        if not self._fulls:
+            return [None] * len(self.params)
         for param, full in zip(self.params, self._fulls, strict=True):
             gradient = full.grad
             if gradient is not None:
@@ -532,6 +648,9 @@ class Group:
                         "can be reduce-scattered. Build the module without sparse gradients "
                         "(nn.Embedding(sparse=False))."
                     )
+                gradient = param.content_of(gradient)
+            elif self.zeros_for_unused and full.requires_grad:
+                gradient = torch.zeros(param.shape, dtype=param.precision.reduced, device=self.device)
             gradients.append(gradient)
         return gradients
 
@@ -563,8 +682,15 @@ def meta_message(names: Sequence[str]) -> str:
     )
 
 
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    return torch.empty(tuple(shape), device="meta").stride()
+@torch.no_grad()
+def _average(gradients: list[Tensor], axis: Axis) -> None:
+    """Average tensors over the ranks of ``axis``, in place, all of one dtype together."""
+    for dtype in dict.fromkeys(g.dtype for g in gradients):
+        same = [g for g in gradients if g.dtype == dtype]
+        flat = torch.cat([g.reshape(-1) for g in same]).div_(axis.world)
+        dist.all_reduce(flat, group=axis.pg)
+        for gradient, part in zip(same, flat.split([g.numel() for g in same]), strict=True):
+            gradient.copy_(part.view_as(gradient))
 
 
 def _ignore(group: Group) -> None:

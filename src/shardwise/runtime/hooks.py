@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.runtime import compat
-from shardwise.runtime.outputs import NotAContainer, find_tensors, replace_tensors
+from shardwise.runtime.outputs import NotAContainer, find_tensors, map_tensors, replace_tensors
 from shardwise.runtime.schedule import Call, Member, Outcome
 
 
@@ -43,7 +43,7 @@ def wrap_method(module: nn.Module, name: str, member: Member) -> None:
 
     @wraps(method)
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        _before_forward(member, module, args, kwargs)
+        args, kwargs = _before_forward(member, module, args, kwargs) or (args, kwargs)
         try:
             output = method(*args, **kwargs)
         except Exception:
@@ -55,8 +55,13 @@ def wrap_method(module: nn.Module, name: str, member: Member) -> None:
     setattr(module, name, gathered)
 
 
-def _before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) -> None:
-    member.schedule.enter_forward(member.group, module)
+def _before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Gather, and bring inputs to the device and dtype of the computation."""
+    group = member.group
+    is_outermost = member.schedule.enter_forward(group, module)
+    if is_outermost and group.device.type != "cpu":
+        args, kwargs = map_tensors((args, kwargs), lambda t: t.to(group.device, non_blocking=True))
+    return group.casts.inputs(args, kwargs) or (args, kwargs)
 
 
 def _after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -78,6 +83,7 @@ def _announce(member: Member, call: Call, inputs: Any, output: Any) -> tuple[Any
     """Hook the outputs' nodes; the output, with copies in place of raw parameters, and the outcome."""
     group = call.group
     group.check_modules()
+    output = group.casts.output(output)
     if isinstance(output, Tensor):  # the common case, and the quick one
         tensors = [output]
     else:

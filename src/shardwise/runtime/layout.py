@@ -1,7 +1,6 @@
-"""Where each parameter of a group lies in the group's buffers.
+"""Where each parameter of a bucket lies in the bucket's buffers.
 
-Arithmetic on shapes only: no tensors, no process groups. All offsets and sizes are in bytes, so that
-one gather serves a group of mixed dtypes.
+Arithmetic on shapes only: no tensors, no process groups. Offsets and sizes are in bytes.
 
 World 4, weight (10, 3) and bias (10,), chunk = ceil(10 / 4) = 3 rows::
 
@@ -12,14 +11,22 @@ World 4, weight (10, 3) and bias (10,), chunk = ceil(10 / 4) = 3 rows::
 ``Shard(0)`` gives rank r the rows [r * chunk, min((r + 1) * chunk, rows)), and in a slot of
 world * chunk rows, chunk r begins at row r * chunk: padding falls only at the end of a slot.
 
-A scalar has no dim 0 to shard. Every rank keeps it; it is laid out as a column of ``world`` equal
+On another dim, a rank's part does not lie in one piece in the full tensor. Such a parameter is
+"strided": its parts, each contiguous, travel packed and are put in place by a copy.
+
+A scalar has no dim to shard. Every rank keeps it; it is laid out as a column of ``world`` equal
 rows, one a rank, so that the same gather and the same reduce-scatter serve it.
 
 The shard buffer holds first the parameters that have a collective of their own ("direct"), then
-those that share one ("packed"); within each part, parameters of one dtype lie together.
+those that share one ("packed"), then the strided ones, which share it as well; within each part,
+parameters of one kind lie together.
+
+One bucket has several layouts: of what is stored, of what travels to be computed with, of gradients.
+They differ in the size of an element and in nothing else: chunks are padded to whole granules of
+elements, so that a cast of the buffer from one layout to the other is one operation a kind.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -28,18 +35,37 @@ ALIGNMENT = 16
 """Shards and slots start on multiples of this: off it, copies and collectives are slow."""
 
 
-def align(num_bytes: int) -> int:
-    """The next multiple of ALIGNMENT."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the layout needs to know of a parameter. ``kind`` is its dtype, here only a key."""
+    """What the layout needs to know of a parameter.
+
+    ``kind`` is what entries must share to lie together; ``dtype`` is here only a key. Chunks are padded
+    to multiples of ``granule`` elements. ``dim`` is the sharded one.
+    """
 
     shape: tuple[int, ...]
+    dtype: Hashable
     itemsize: int
     kind: Hashable
+    granule: int
+    dim: int = 0
+
+    def chunk_size(self, world: int) -> int:
+        """What a rank keeps at most, counted along the sharded dim."""
+        return -(-self.shape[self.dim] // world) if self.shape else 1
+
+    def chunk_numel(self, world: int) -> int:
+        """Elements of that."""
+        return self.chunk_size(world) * self.numel_across if self.shape else 1
+
+    @property
+    def numel_across(self) -> int:
+        """Elements at one index of the sharded dim."""
+        return prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 :])
+
+    def is_strided(self, world: int) -> bool:
+        """True if a rank's part does not lie in one piece in the full tensor."""
+        return world > 1 and bool(self.shape) and prod(self.shape[: self.dim]) != 1
 
 
 @dataclass(frozen=True)
@@ -48,12 +74,21 @@ class Slot:
 
     entry: Entry
     world: int
-    rows: int
-    row_bytes: int
-    chunk_rows: int
     is_direct: bool
+    is_strided: bool
     shard_offset: int
     slot_offset: int
+    padded_numel: int
+
+    @cached_property
+    def chunk_size(self) -> int:
+        """What a rank keeps at most, counted along the sharded dim."""
+        return self.entry.chunk_size(self.world)
+
+    @cached_property
+    def chunk_numel(self) -> int:
+        """Elements that one rank contributes to a gather, padding included."""
+        return self.entry.chunk_numel(self.world)
 
     @cached_property
     def is_replicated(self) -> bool:
@@ -63,36 +98,43 @@ class Slot:
     @cached_property
     def chunk_bytes(self) -> int:
         """What one rank contributes to a gather, padding rows included."""
-        return self.chunk_rows * self.row_bytes
+        return self.chunk_numel * self.entry.itemsize
+
+    @cached_property
+    def padded_bytes(self) -> int:
+        """The chunk's stretch of the shard buffer."""
+        return self.padded_numel * self.entry.itemsize
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Size of the slot in the gathered buffer."""
+        """What a gather of all chunks fills in the gathered buffer."""
         return self.world * self.chunk_bytes
 
     @cached_property
     def is_even(self) -> bool:
         """True if no rank's chunk holds padding."""
-        return self.rows == self.world * self.chunk_rows and not self.is_replicated
+        return not self.is_replicated and self.entry.shape[self.entry.dim] == self.world * self.chunk_size
 
-    def row_range(self, rank: int) -> tuple[int, int]:
-        """The rows [start, end) of the full parameter that ``rank`` keeps (empty past the end)."""
-        start = min(rank * self.chunk_rows, self.rows)
-        return start, min(start + self.chunk_rows, self.rows)
+    def index_range(self, rank: int) -> tuple[int, int]:
+        """What ``rank`` keeps of the sharded dim: [start, end), empty past the end."""
+        size = self.entry.shape[self.entry.dim]
+        start = min(rank * self.chunk_size, size)
+        return start, min(start + self.chunk_size, size)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of the shard of ``rank``."""
         if self.is_replicated:
             return ()
-        start, end = self.row_range(rank)
-        return (end - start, *self.entry.shape[1:])
+        start, end = self.index_range(rank)
+        shape, dim = self.entry.shape, self.entry.dim
+        return (*shape[:dim], end - start, *shape[dim + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A stretch [start, end) of the shard buffer in which all parameters have one dtype."""
+    """A stretch [start, end) of the shard buffer in which all parameters are of one kind."""
 
-    kind: Hashable
+    dtype: Hashable
     start: int
     end: int
     slots: tuple[int, ...]
@@ -100,19 +142,21 @@ class Run:
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of all parameters of a group.
+    """Places of all parameters of a bucket.
 
-    ``slots`` is in the order of the parameters; ``direct`` and ``packed`` list indices in the
-    order of the buffers.
+    ``slots`` is in the order of the parameters; ``direct``, ``packed`` and ``strided`` list indices
+    in the order of the buffers.
     """
 
     world: int
     slots: tuple[Slot, ...]
     direct: tuple[int, ...]
     packed: tuple[int, ...]
+    strided: tuple[int, ...]
     shard_bytes: int
     gathered_bytes: int
     packed_start: int
+    strided_start: int
 
     @property
     def packed_bytes(self) -> int:
@@ -121,67 +165,78 @@ class Layout:
 
     @cached_property
     def has_padding(self) -> bool:
-        """True if some bytes of a shard buffer belong to no parameter."""
-        return any(not s.is_even or s.chunk_bytes % ALIGNMENT for s in self.slots)
+        """True if some elements of a shard buffer belong to no parameter."""
+        return any(not s.is_even or s.chunk_numel != s.padded_numel for s in self.slots)
 
+    @cached_property
+    def runs(self) -> list[Run]:
+        """The whole shard buffer, cut where the kind changes."""
+        return self._runs(self.direct + self.packed + self.strided)
+
+    @cached_property
     def packed_runs(self) -> list[Run]:
-        """The packed part, cut where the dtype changes: a reduction adds numbers of one dtype."""
+        """The packed part, cut so: a reduction adds numbers of one dtype."""
+        return self._runs(self.packed + self.strided)
+
+    def _runs(self, indices: tuple[int, ...]) -> list[Run]:
         runs: list[Run] = []
-        for index in self.packed:
+        kind: Hashable = None
+        for index in indices:
             slot = self.slots[index]
-            start, end = slot.shard_offset, slot.shard_offset + align(slot.chunk_bytes)
-            if runs and runs[-1].kind == slot.entry.kind:
+            start, end = slot.shard_offset, slot.shard_offset + slot.padded_bytes
+            if runs and kind == slot.entry.kind:
                 last = runs.pop()
-                runs.append(Run(last.kind, last.start, end, (*last.slots, index)))
+                runs.append(Run(last.dtype, last.start, end, (*last.slots, index)))
             else:
-                runs.append(Run(slot.entry.kind, start, end, (index,)))
+                runs.append(Run(slot.entry.dtype, start, end, (index,)))
+            kind = slot.entry.kind
         return runs
 
 
-def plan_layout(entries: Sequence[Entry], world: int, is_direct: Callable[[int], bool]) -> Layout:
+def plan_layout(
+    entries: Sequence[Entry], world: int, is_direct: Sequence[bool], slots_serve: int | None = None
+) -> Layout:
     """Lay out ``entries`` for ``world`` ranks.
 
-    ``is_direct(chunk_bytes)`` decides whether a parameter has a collective of its own. In a world
-    of one there is nothing to pack, and the gathered buffer equals the shard buffer byte for byte.
+    ``is_direct`` says which have a collective of their own, if they are not strided. In a world of one
+    there is nothing to pack, and the gathered buffer equals the shard buffer byte for byte.
+    ``slots_serve``: another number of ranks for which the slots are large enough as well.
     """
-    chunks = [_rows_and_chunk(entry, world) for entry in entries]
-
-    def wants_own_collective(index: int) -> bool:
-        _, row_bytes, chunk_rows = chunks[index]
-        num_bytes = row_bytes * chunk_rows
-        return world == 1 or (num_bytes > 0 and is_direct(num_bytes))
-
+    strided = {i for i, entry in enumerate(entries) if entry.is_strided(world)}
     kinds = {entry.kind: order for order, entry in reversed(list(enumerate(entries)))}
     in_order = sorted(range(len(entries)), key=lambda i: (kinds[entries[i].kind], i))
-    direct = tuple(i for i in in_order if wants_own_collective(i))
-    packed = tuple(i for i in in_order if i not in set(direct))
+    direct = tuple(
+        i for i in in_order
+        if i not in strided and (world == 1 or (is_direct[i] and entries[i].chunk_numel(world) > 0))
+    )  # fmt: skip
+    packed = tuple(i for i in in_order if i not in {*direct, *strided})
+    last = tuple(i for i in in_order if i in strided)
 
     slots: dict[int, Slot] = {}
-    shard_offset = slot_offset = packed_start = 0
-    for index in direct + packed:
-        rows, row_bytes, chunk_rows = chunks[index]
-        slot = Slot(
-            entries[index], world, rows, row_bytes, chunk_rows, index in direct, shard_offset, slot_offset
-        )  # fmt: skip
-        slots[index] = slot
-        shard_offset += align(slot.chunk_bytes)
-        slot_offset += align(slot.slot_bytes)
-        if slot.is_direct:
-            packed_start = shard_offset
+    shard_offset = slot_offset = 0
+    starts = {0: 0}
+    for position, index in enumerate(direct + packed + last):
+        entry = entries[index]
+        padded = _whole_granules(entry.chunk_numel(world), entry.granule)
+        slots[index] = Slot(
+            entry, world, position < len(direct), index in strided, shard_offset, slot_offset, padded
+        )
+        shard_offset += padded * entry.itemsize
+        room = max(n * entry.chunk_numel(n) for n in (world, slots_serve or world))
+        slot_offset += _whole_granules(room, entry.granule) * entry.itemsize
+        starts[position + 1] = shard_offset
     return Layout(
         world,
         tuple(slots[i] for i in range(len(entries))),
         direct,
         packed,
+        last,
         shard_offset,
         slot_offset,
-        packed_start,
+        starts[len(direct)],
+        starts[len(direct) + len(packed)],
     )
 
 
-def _rows_and_chunk(entry: Entry, world: int) -> tuple[int, int, int]:
-    """(rows, bytes a row, rows a chunk) of one parameter."""
-    if not entry.shape:
-        return world, entry.itemsize, 1
-    rows = entry.shape[0]
-    return rows, prod(entry.shape[1:]) * entry.itemsize, -(-rows // world)
+def _whole_granules(numel: int, granule: int) -> int:
+    return -(-numel // granule) * granule

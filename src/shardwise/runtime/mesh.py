@@ -1,63 +1,284 @@
-"""What a DeviceMesh means here: which ranks share a parameter, through which process group.
+"""What a DeviceMesh means here: which ranks share a parameter, and which hold copies of it.
 
-Knows nothing of parameters. So far a mesh has one dimension, over which parameters are sharded.
+Knows nothing of modules. A parameter is sharded over one axis of ranks and replicated over another;
+either may be missing. Where it is already a DTensor, over a tensor-parallel or expert-parallel mesh,
+its shard becomes a DTensor on the joint mesh.
+
+    mesh (replicate=2, shard=4), weight with Shard(0) over tp=2:
+        joint mesh       (replicate=2, shard=4, tp=2)
+        placements       (Replicate(), _StridedShard(0, split_factor=2), Shard(0))
+
+The tensor-parallel split came first and is the coarser one, but stands last in the mesh: that is what
+the split factor says.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from shardwise.runtime import compat
 
 
-@dataclass(frozen=True)
-class ShardMesh:
-    """A one-dimensional mesh over which parameters are sharded, as seen by this rank."""
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """Ranks that share something, as seen by one of them. ``pg`` is None for a rank alone."""
 
-    mesh: DeviceMesh
-    pg: dist.ProcessGroup
+    pg: dist.ProcessGroup | None
     world: int
     rank: int
+
+    @property
+    def is_alone(self) -> bool:
+        """True if there is nobody to communicate with."""
+        return self.world == 1
+
+
+ALONE = Axis(None, 1, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardMesh:
+    """Over which ranks parameters are sharded and replicated.
+
+    ``mesh`` is the data-parallel mesh: its dims are those of ``replicate`` and ``shard`` that were asked
+    for, in this order. ``full`` is the mesh of all dims where the caller named the data-parallel ones
+    (``dp_dims``) in it; its parameters may be DTensors on the whole of it.
+    """
+
+    mesh: DeviceMesh
+    shard: Axis
+    replicate: Axis
     device: torch.device
+    roles: tuple[str, ...]
+    full: "FullMesh | None" = None
+    _joint: dict[int, DeviceMesh] = field(default_factory=dict)
 
-    def placements(self, shape: torch.Size) -> tuple[Placement, ...]:
-        """``Shard(0)``; a scalar has no dim 0 and is replicated."""
-        return (Shard(0),) if shape else (Replicate(),)
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks' gradients make up one."""
+        return self.shard.world * self.replicate.world
+
+    def axes(self) -> list[Axis]:
+        """The axes along which there is somebody to communicate with."""
+        return [axis for axis in (self.shard, self.replicate) if not axis.is_alone]
+
+    def place(self, tensor: torch.Tensor, dim: int, where: str) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        """Mesh and placements of the shard of ``tensor``, sharded on ``dim``.
+
+        Raises:
+            ValueError: ``tensor`` is a DTensor whose mesh does not go together with this one.
+        """
+        shard: Placement = Shard(dim) if tensor.dim() else Replicate()
+        placed: list[Placement] = [shard if role == "shard" else Replicate() for role in self.roles]
+        if not isinstance(tensor, DTensor):
+            return self.mesh, tuple(placed)
+        self._check_placements(tensor, where)
+        if self.full is not None and tensor.device_mesh == self.full.mesh:
+            return self.full.mesh_of_shards, self.full.placements(tensor, shard, where)
+        inner = tensor.device_mesh
+        self._check_goes_with(inner, where)
+        if id(inner) not in self._joint:
+            self._joint[id(inner)] = compat.concatenate_meshes([self.mesh, inner])
+        sizes = [*self.mesh.shape, *inner.shape]
+        return self._joint[id(inner)], _strided(
+            [*placed, *tensor.placements], sizes, placed.index(shard) if shard in placed else None, where
+        )
+
+    def _check_placements(self, tensor: DTensor, where: str) -> None:
+        for placement in tensor.placements:
+            if placement.is_partial():
+                raise ValueError(
+                    f"{where} is a DTensor with the placement {placement}: its ranks hold parts of a sum, "
+                    "which cannot be trained. Redistribute it to Shard(...) or Replicate() first."
+                )
+
+    def _check_goes_with(self, inner: DeviceMesh, where: str) -> None:
+        ours, theirs = self.mesh.mesh_dim_names or (), inner.mesh_dim_names or ()
+        shape = _shape_text(self.mesh)
+        if not (ours and theirs) or compat.root_mesh(self.mesh) != compat.root_mesh(inner):
+            raise ValueError(
+                f"{where} is a DTensor on the mesh {_shape_text(inner)}, and fully_shard was given the mesh "
+                f"{shape}: the two do not share a root, so their ranks cannot be related. Slice both from "
+                "one "
+                "init_device_mesh(..., mesh_dim_names=...)."
+            )
+        if common := [name for name in theirs if name in ours]:
+            raise ValueError(
+                f"{where} is a DTensor on the mesh {_shape_text(inner)}, whose dimension '{common[0]}' is "
+                "also "
+                f"one of the mesh {shape} that fully_shard shards over: a dimension can be used once only. "
+                "Pass fully_shard another dimension of the root mesh, or name the data-parallel ones with "
+                "dp_mesh_dims."
+            )
 
 
-def resolve_mesh(mesh: DeviceMesh | None) -> ShardMesh:
+@dataclass(frozen=True, eq=False)
+class FullMesh:
+    """A mesh of all dims, of which some were named as data-parallel.
+
+    ``mesh_of_shards`` is the same but for tuples of dims that were flattened into one; ``sources`` says
+    of each of its dims: the role, or the index of the dim of ``mesh``.
+    """
+
+    mesh: DeviceMesh
+    mesh_of_shards: DeviceMesh
+    sources: tuple[str | int, ...]
+
+    @property
+    def data_parallel_dims(self) -> list[int]:
+        """Indices of the dims of ``mesh`` that were named."""
+        return [index for index in range(self.mesh.ndim) if index not in self.sources]
+
+    def placements(self, tensor: DTensor, shard: Placement, where: str) -> tuple[Placement, ...]:
+        """Placements of a shard on ``mesh_of_shards``."""
+        for index in self.data_parallel_dims:
+            placement = tensor.placements[index]
+            if not placement.is_replicate():
+                assert self.mesh.mesh_dim_names is not None
+                raise ValueError(
+                    f"{where} is a DTensor with {placement} on the mesh dimension "
+                    f"'{self.mesh.mesh_dim_names[index]}', which dp_mesh_dims names as data-parallel; it "
+                    "must be "
+                    "Replicate() there: fully_shard does the sharding over that dimension."
+                )
+        placed = [
+            tensor.placements[source] if isinstance(source, int)
+            else shard if source == "shard" else Replicate()
+            for source in self.sources
+        ]  # fmt: skip
+        at = self.sources.index("shard") if "shard" in self.sources and shard != Replicate() else None
+        return _strided(placed, list(self.mesh_of_shards.shape), at, where)
+
+
+def _strided(
+    placed: list[Placement], sizes: Sequence[int], at: int | None, where: str
+) -> tuple[Placement, ...]:
+    """Say at index ``at`` by how much the dims after it had split the same tensor dim before."""
+    if at is None:
+        return tuple(placed)
+    shard = placed[at]
+    assert isinstance(shard, Shard)
+    for placement in placed[:at] + placed[at + 1 :]:
+        if compat.is_strided_shard(placement):
+            raise ValueError(
+                f"{where} is a DTensor with the placement {placement}: it was sharded over data-parallel "
+                "ranks before. Call fully_shard once a parameter."
+            )
+    factor = prod(size for p, size in zip(placed[at + 1 :], sizes[at + 1 :], strict=True) if p == shard)
+    placed[at] = compat.strided_shard(shard.dim, factor) if factor > 1 else shard
+    return tuple(placed)
+
+
+def resolve_mesh(mesh: DeviceMesh | None, dims: Any = None) -> ShardMesh:
     """Check ``mesh``, or make the default one over all ranks, and read this rank's place in it.
 
+    ``dims`` has ``shard`` and ``replicate``: names of dimensions, tuples of them, or None. Without it a
+    mesh of one dimension shards; one of two replicates over the first and shards over the second.
+
     Raises:
-        TypeError: ``mesh`` is no DeviceMesh.
+        TypeError: ``mesh`` is no DeviceMesh, or ``dims`` names no dimensions.
         RuntimeError: there is no process group, or no device of the mesh's type.
-        ValueError: this rank is not in the mesh, or its back end does not serve its device.
-        NotImplementedError: the mesh has more than one dimension.
+        ValueError: this rank is not in the mesh, its back end does not serve its device, or the
+            dimensions do not fit.
     """
     if mesh is None:
+        if dims is not None:
+            raise ValueError(
+                "fully_shard: dp_mesh_dims names dimensions of a mesh, but mesh is None. Pass the mesh."
+            )
         mesh = _default_mesh()
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"fully_shard: mesh is a {type(mesh).__name__}, not a DeviceMesh. Make one with "
             "torch.distributed.init_device_mesh(device_type, (world_size,))."
         )
-    if mesh.ndim != 1:
-        raise NotImplementedError(
-            f"fully_shard: the mesh has {mesh.ndim} dimensions {tuple(mesh.shape)}; so far a mesh of "
-            "one dimension is supported (hybrid sharding and tensor parallelism are not yet). Pass "
-            "one dimension of it: mesh['name']."
-        )
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
+    if mesh.get_coordinate() is None:
         raise ValueError(
             f"fully_shard: rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}, so it "
             "would have no shard. Call fully_shard only on the ranks of the mesh."
         )
-    pg = _group_of(mesh)
+    device = _device_of(mesh)
+    if dims is not None:
+        return _resolve_named(mesh, dims, device)
+    if mesh.ndim > 2:
+        raise ValueError(
+            f"fully_shard: the mesh has {mesh.ndim} dimensions {_shape_text(mesh)}; pass one (shard) or two "
+            "(replicate, shard) of them, as mesh['name'] or mesh['name', 'name'], or say with dp_mesh_dims "
+            "which are data-parallel. Dimensions of tensor parallelism are found at the parameters."
+        )
+    if mesh.ndim == 1:
+        return ShardMesh(mesh, _axis(mesh, 0), ALONE, device, ("shard",))
+    return ShardMesh(mesh, _axis(mesh, 1), _axis(mesh, 0), device, ("replicate", "shard"))
+
+
+def _resolve_named(mesh: DeviceMesh, dims: Any, device: torch.device) -> ShardMesh:
+    named = {role: _names(dims, role) for role in ("replicate", "shard")}
+    known = mesh.mesh_dim_names or ()
+    chosen = [name for names in named.values() for name in names]
+    if not chosen:
+        raise ValueError("fully_shard: dp_mesh_dims names no dimension. Set shard, replicate or both.")
+    for name in chosen:
+        if name not in known:
+            raise ValueError(
+                f"fully_shard: dp_mesh_dims names '{name}', which the mesh {_shape_text(mesh)} does not "
+                "have. "
+                "Give the mesh names with init_device_mesh(..., mesh_dim_names=...), and use those."
+            )
+        if chosen.count(name) > 1:
+            raise ValueError(
+                f"fully_shard: dp_mesh_dims names '{name}' twice. A dimension either shards or replicates."
+            )
+    parts = {role: _flattened(mesh, names) for role, names in named.items() if names}
+    sources: list[str | int] = []
+    for index, name in enumerate(known):
+        role = next((role for role, names in named.items() if name in names), None)
+        if role is None:
+            sources.append(index)
+        elif role not in sources:
+            sources.append(role)
+    dp_mesh = compat.concatenate_meshes(list(parts.values()))
+    of_shards = mesh
+    if len(sources) < mesh.ndim:
+        of_shards = compat.concatenate_meshes(
+            [parts[s] if isinstance(s, str) else mesh[known[s]] for s in sources]
+        )
+    return ShardMesh(
+        dp_mesh,
+        _axis(parts["shard"], 0) if "shard" in parts else ALONE,
+        _axis(parts["replicate"], 0) if "replicate" in parts else ALONE,
+        device,
+        tuple(parts),
+        FullMesh(mesh, of_shards, tuple(sources)),
+    )
+
+
+def _names(dims: Any, role: str) -> tuple[str, ...]:
+    try:
+        value = getattr(dims, role)
+    except AttributeError:
+        raise TypeError(
+            f"fully_shard: dp_mesh_dims is a {type(dims).__name__}; pass DataParallelMeshDims(shard=..., "
+            "replicate=...)."
+        ) from None
+    names = (value,) if isinstance(value, str) else tuple(value or ())
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"fully_shard: dp_mesh_dims.{role} is {value!r}; pass names of mesh dimensions.")
+    return names
+
+
+def _flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else compat.flatten_mesh(mesh[names])
+
+
+def _axis(mesh: DeviceMesh, dim: int) -> Axis:
+    pg = _group_of(mesh, dim)
     served = compat.group_devices(pg)
     if served and mesh.device_type not in served:
         raise ValueError(
@@ -65,7 +286,7 @@ def resolve_mesh(mesh: DeviceMesh | None) -> ShardMesh:
             f"has back ends only for {sorted(served)}; its collectives would fail or crash. Pass "
             f"init_process_group a back end for '{mesh.device_type}', or make the mesh for another device."
         )
-    return ShardMesh(mesh, pg, mesh.size(), coordinate[0], _device_of(mesh))
+    return Axis(pg, mesh.size(dim), mesh.get_local_rank(dim))
 
 
 def _default_mesh() -> DeviceMesh:
@@ -82,9 +303,9 @@ def _default_mesh() -> DeviceMesh:
     return init_device_mesh(kind, (dist.get_world_size(),))
 
 
-def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+def _group_of(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
     try:
-        return mesh.get_group()
+        return mesh.get_group(dim)
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(
             f"fully_shard: the process group of the mesh of shape {tuple(mesh.shape)} is gone ({error}). Was "
@@ -102,3 +323,8 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
             "device, or torch was built without it. Make the mesh for 'cpu', or run where the device is."
         )
     return torch.device(mesh.device_type, module.current_device())
+
+
+def _shape_text(mesh: DeviceMesh) -> str:
+    names = mesh.mesh_dim_names or [f"dim {i}" for i in range(mesh.ndim)]
+    return "(" + ", ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True)) + ")"

@@ -7,7 +7,7 @@ and plain objects, through their attributes. Knows nothing of sharding.
 import copy
 import dataclasses
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -95,3 +95,37 @@ def _replace(value: Any, new: Mapping[int, Tensor], around: tuple[int, ...]) -> 
             object.__setattr__(changed, name, _replace(getattr(value, name), new, inside))
         return changed
     raise NotAContainer(type(value).__name__)
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with ``function`` applied to its tensors; itself where nothing has changed.
+
+    Looks into tuples, lists, dicts, their common subclasses and dataclasses; all else is left alone.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        changed = {key: map_tensors(child, function) for key, child in value.items()}
+        if all(changed[key] is child for key, child in value.items()):
+            return value
+        if type(value) is dict:
+            return changed
+        mapped = copy.copy(value)
+        for key, child in changed.items():
+            mapped[key] = child
+        return mapped
+    if isinstance(value, (tuple, list)):
+        children = [map_tensors(child, function) for child in value]
+        if all(new is old for new, old in zip(children, value, strict=True)):
+            return value
+        return type(value)(*children) if hasattr(value, "_fields") else type(value)(children)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+        fields = {name: map_tensors(getattr(value, name), function) for name in names}
+        if all(getattr(value, name) is child for name, child in fields.items()):
+            return value
+        changed_value = copy.copy(value)
+        for name, child in fields.items():
+            object.__setattr__(changed_value, name, child)
+        return changed_value
+    return value

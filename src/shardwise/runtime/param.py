@@ -15,7 +15,7 @@ Version counters tie the two together, so that autograd's own check works throug
 
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.runtime import compat
 from shardwise.runtime.deferred import DeferredGradient, deferred_gradient
 from shardwise.runtime.mesh import ShardMesh
+from shardwise.runtime.precision import Precision
 
 FREED = 2**31 - 1
 """The version of a full parameter without contents; no tensor is changed that often."""
@@ -48,22 +49,47 @@ class Site:
 
 
 class Param:
-    """A parameter of a group. ``local`` is this rank's part, a view into the group's flat shard."""
+    """A parameter of a group. ``local`` is this rank's part, a view into its bucket's flat shard.
 
-    def __init__(self, original: nn.Parameter, sites: list[Site], mesh: ShardMesh) -> None:
+    What is sharded is the parameter's own tensor, or this rank's part of it where it is a DTensor of
+    tensor or expert parallelism; ``shape`` is that of the tensor to be sharded.
+    """
+
+    def __init__(
+        self,
+        original: nn.Parameter,
+        sites: list[Site],
+        mesh: ShardMesh,
+        dim: int,
+        precision_for: Callable[[torch.dtype], Precision],
+        where: str,
+    ) -> None:
         self.sites = sites
         self.mesh = mesh
+        self.dim = dim
         self.attributes = dict(vars(original))
         self.sharded = original  # until install_shard() replaces it
-        self.local: Tensor = original
         self.full: nn.Parameter | None = None
+        self._full_class = type(original)
+        self._inner = original._spec if isinstance(original, DTensor) else None
+        self.shape = tuple(self.content().shape)
+        self.local: Tensor = self.content()
+        self._precision_for = precision_for
+        self.precision = precision_for(original.dtype)
+        self._place = mesh.place(original, dim, where)
         self._spec = self._make_spec(original.shape, original.dtype)
+        self._gradient_spec = self._spec
         self._original = weakref.ref(original)
-        self._version_base = 0
+        self._version_base = self._last_version = 0
         # The caller's hooks on the original; these stay their home, so that a handle can remove them.
         self._original_hooks = compat.gradient_hooks(original)
         self._original_post_hooks = compat.post_accumulate_hooks(original)
         self._deferred: DeferredGradient | None = None
+
+    def content(self) -> Tensor:
+        """The tensor that is to be sharded, before it is."""
+        tensor = self.sharded.detach()
+        return compat.local_tensor(tensor) if self._inner is not None else tensor
 
     @property
     def fqn(self) -> str:
@@ -92,12 +118,26 @@ class Param:
 
     # --- the shard --------------------------------------------------------------------------------
 
+    def take_over(self, sites: list[Site], precision_for: Callable[[torch.dtype], Precision]) -> None:
+        """Belong to another group from now on, and stand at ``sites`` as well."""
+        self.sites = [*self.sites, *sites]
+        self._precision_for = precision_for
+        self.precision = precision_for(self.sharded.dtype)
+        self.full = None
+        self._allow_gradients(self.sharded)
+
     def make_shard(self, local: Tensor) -> nn.Parameter:
         """The sharded parameter over ``local``; nothing is registered yet."""
         original = self.sharded
         sharded = nn.Parameter(compat.make_dtensor(local, self._spec), original.requires_grad)
         vars(sharded).update(self.attributes)
+        self._allow_gradients(sharded)
         return sharded
+
+    @property
+    def is_sharded(self) -> bool:
+        """True once the shard stands in the modules."""
+        return self.sharded is not self._original()
 
     def install_shard(self, sharded: nn.Parameter) -> None:
         """Register the sharded parameter at all sites. Cannot fail half-way."""
@@ -105,22 +145,38 @@ class Param:
             site.module._parameters[site.name] = sharded
         self.sharded, self.local = sharded, compat.local_tensor(sharded)
         self._sign()
+        if (original := self._original()) is not None and type(original) is nn.Parameter:
+            original.__class__ = ShardedAway
 
-    def rebase(self, local: Tensor, last_version: int) -> None:
+    def rebase(self, local: Tensor) -> None:
         """Move the shard to ``local`` (its contents are there already), the parameter stays.
 
-        ``last_version`` is the highest that was ever used: the new contents count as newer.
+        The contents count as newer than all that were gathered before.
         """
-        self._version_base = last_version + 1
-        if self.sharded.dtype != self._spec.tensor_meta.dtype:
-            self._spec = self._make_spec(self.sharded.shape, self.sharded.dtype)
+        self._version_base = self._last_version + 1
         compat.set_local_tensor(self.sharded, local)
         self.local = local
         self.describe_itself()
 
+    def follow_dtype(self) -> None:
+        """Take over the dtype that the shard has been converted to."""
+        dtype = self.sharded.dtype
+        if dtype != self.precision.stored:
+            self.precision = self._precision_for(dtype)
+            self._spec = self._make_spec(self.sharded.shape, dtype)
+            self._allow_gradients(self.sharded)
+
+    def _allow_gradients(self, sharded: nn.Parameter) -> None:
+        kept = self.precision.kept
+        self._gradient_spec = self._spec
+        if kept != self.precision.stored:
+            self._gradient_spec = self._make_spec(sharded.shape, kept)
+            compat.set_grad_dtype(sharded, kept)
+
     def version(self) -> int:
         """Grows with every change in place of the shard that PyTorch counts."""
-        return self._version_base + self.sharded._version + self.local._version
+        self._last_version = self._version_base + self.sharded._version + self.local._version
+        return self._last_version
 
     def is_untouched(self) -> bool:
         """True if the shard is still where, what and as trainable as the group believes."""
@@ -191,14 +247,53 @@ class Param:
         )
 
     def _make_spec(self, shape: torch.Size, dtype: torch.dtype) -> Any:
-        return compat.sharded_spec(self.mesh.mesh, self.mesh.placements(shape), shape, dtype)
+        return compat.sharded_spec(*self._place, shape, dtype)
 
     # --- the full parameter -----------------------------------------------------------------------
 
     def make_full(self, data: Tensor) -> None:
         """Make the full parameter over ``data``, a tensor in the gathered buffer."""
-        self.full = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
+        self.full = self._as_original(data)
         vars(self.full).update(self.attributes)
+        if self.precision.accumulated != self.precision.computed:
+            compat.set_grad_dtype(self.full, self.precision.accumulated)
+
+    def make_full_over(self, full: Tensor) -> None:
+        """Make the full parameter over a tensor of another class, which its own protocol has made."""
+        self.full = nn.Parameter(full.detach(), requires_grad=self.sharded.requires_grad)
+        vars(self.full).update(self.attributes)
+        if self.precision.accumulated != self.full.dtype and self.full.dtype.is_floating_point:
+            compat.set_grad_dtype(self.full, self.precision.accumulated)
+
+    def _as_original(self, data: Tensor) -> nn.Parameter:
+        """A parameter over ``data`` of the class and, for a DTensor, of the placements of the original."""
+        wants_grad = self.sharded.requires_grad
+        if self._inner is not None:
+            inner = self._inner
+            shape = torch.Size(self.sharded.shape)
+            spec = compat.sharded_spec(inner.mesh, inner.placements, shape, self.precision.computed)
+            return nn.Parameter(compat.make_dtensor(data, spec), wants_grad)
+        if self._full_class in (nn.Parameter, ShardedAway):
+            return nn.Parameter(data, wants_grad)
+        return compat.as_subclass_of_parameter(self._full_class, data, wants_grad)
+
+    def full_data(self) -> Tensor:
+        """The full parameter's own memory."""
+        assert self.full is not None
+        return compat.local_tensor(self.full) if self._inner is not None else self.full
+
+    def content_of(self, gradient: Tensor) -> Tensor:
+        """This rank's part of a gradient of the full parameter, split as the parameter itself."""
+        if self._inner is None or not isinstance(gradient, DTensor):
+            return gradient
+        wanted = list(self._inner.placements)
+        if self.mesh.full is not None and gradient.device_mesh == self.mesh.full.mesh:
+            # Sums over data-parallel ranks are what the reduction is for.
+            for index in self.mesh.full.data_parallel_dims:
+                wanted[index] = gradient.placements[index]
+        if tuple(wanted) != gradient.placements:
+            gradient = gradient.redistribute(placements=wanted)
+        return compat.local_tensor(gradient)
 
     def attach_hooks_of_full(self) -> None:
         """Have the gradient hooks run that the caller had put on the original.
@@ -224,7 +319,7 @@ class Param:
     def add_gradient(self, local: Tensor) -> None:
         """Accumulate a reduced gradient into ``.grad``, then run the hooks put on the shard."""
         sharded = self.sharded
-        gradient: Tensor = compat.make_dtensor(local, self._spec)
+        gradient: Tensor = compat.make_dtensor(local, self._gradient_spec)
         if hooks := compat.gradient_hooks(sharded):
             gradient = _run_hooks(hooks, gradient)
         if sharded.grad is None:
@@ -239,7 +334,8 @@ class Param:
         """Leave the full gradient unreduced, and have ``.grad`` notice whether it is cleared."""
         sharded = self.sharded
         if sharded.grad is None:
-            sharded.grad = compat.make_dtensor(torch.zeros_like(self.local), self._spec)
+            zeros = torch.zeros_like(self.local, dtype=self.precision.kept)
+            sharded.grad = compat.make_dtensor(zeros, self._gradient_spec)
         sharded.grad = self._deferred = deferred_gradient(sharded.grad)
 
     def was_cleared(self) -> bool:
@@ -273,9 +369,30 @@ class Param:
             # Left by autograd, where the loss used the sharded parameter itself.
             existing = self.sharded.grad = existing.redistribute(placements=self._spec.placements)
         elif isinstance(existing, DeferredGradient):
-            existing = compat.make_dtensor(compat.local_tensor(existing), self._spec)
+            existing = compat.make_dtensor(compat.local_tensor(existing), self._gradient_spec)
             self.sharded.grad = existing
         compat.local_tensor(existing).add_(local)
+
+
+class ShardedAway(nn.Parameter):
+    """What a parameter becomes whose shard has taken its place, for whoever still holds it.
+
+    An optimizer that was built before ``fully_shard`` does: it would train nothing, silently.
+    """
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """Refused: no gradient will ever come here."""
+        raise RuntimeError(
+            f"{getattr(self, _NAME, 'a parameter')}: this is the parameter as it was before fully_shard; its "
+            "shard, a new parameter, stands in the module now, and no gradient comes here any more. Was the "
+            "optimizer built before fully_shard? Build it after, from model.parameters()."
+        )
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise RuntimeError(f"{getattr(self, _NAME, 'a parameter')} was sharded: set .grad of its shard.")
 
 
 def sharded_before(param: nn.Parameter) -> str | None:

@@ -47,6 +47,7 @@ from shardwise.runtime.group import (
     State,
     meta_message,
 )
+from shardwise.runtime.mesh import Axis
 from shardwise.runtime.streams import Lanes
 
 
@@ -159,6 +160,10 @@ class Schedule:
         self.observer: Observer | None = None
         self._lanes: Lanes  # made when the first gather needs them
         self._reduce_comms: dict[dist.ProcessGroup, Communicator] = {}
+        self._part_axes: dict[tuple[dist.ProcessGroup, int], Axis] = {}
+        self._parents: dict[Group, Group] = {}
+        self.post_optim_event: torch.Event | None = None
+        self._landing: list[Group] = []  # reductions whose results are on their way to the host
         self._is_ready = False
 
         self._clock = 0
@@ -174,6 +179,7 @@ class Schedule:
         self._has_run: dict[Group, set[nn.Module]] = {}
         self._sessions: list[Session] = []
         self._reducing: deque[Group] = deque()
+        self._reduced: set[Group] = set()  # in the running backward
         # A graph made by create_graph=True uses full parameters again: they are kept until a backward
         # has ended that made none.
         self._keeps_for_double_backward = False
@@ -188,6 +194,7 @@ class Schedule:
         for member in members:
             self._take_from(member)
             member.schedule = self
+        self._parents = _parents(self.groups, root.group)
         self.observe(self.observer)
 
     def _take_from(self, member: Member) -> None:
@@ -212,21 +219,62 @@ class Schedule:
         names = [name for group in self.groups for name in group.meta_parameters()]
         if names:
             raise RuntimeError(meta_message(names))
-        self._lanes = Lanes(self._device)
         for group in self.groups:
-            group.attach(self._lanes, self._reduce_communicator(group))
+            group.refuse_open_ties()
+        self._prepare_lanes()
+        for group in self.groups:
+            group.attach(self._lanes)
+            for bucket in group.buckets:
+                bucket.reduce_over(self._reduce_communicator(group, bucket.mesh.shard.pg))
+                if (world := _part_world(group)) is not None:
+                    bucket.keep_parts_over(self._part_axis(bucket.mesh.shard, world))
         self._is_ready = True
 
-    def _reduce_communicator(self, group: Group) -> Communicator | None:
-        """On a device, reductions have a process group of their own: else gathers wait for them."""
-        pg = group.mesh.pg
-        if self._device.type != "cuda" or compat.backend_name(pg, self._device) != "nccl" or pg.size() == 1:
+    def prepare_anew(self) -> None:
+        """Look again at what the caller has chosen for the groups, before the next forward."""
+        self._is_ready = False
+
+    def reset(self) -> None:
+        """Forget the running iteration, whatever it has come to, and all gradients that wait."""
+        self._running.clear()
+        self._abandon_backward()
+        for group in self.groups:
+            group.drop_gradients()
+
+    def share_lanes(self, schedules: "Sequence[Schedule]") -> None:
+        """Communicate on the same streams as ``schedules``."""
+        self._prepare_lanes()
+        for schedule in schedules:
+            schedule._lanes = self._lanes
+            for group in schedule.groups if schedule._is_ready else ():
+                group.attach(self._lanes)
+
+    def _prepare_lanes(self) -> None:
+        if not hasattr(self, "_lanes"):
+            self._lanes = Lanes(self._device)
+
+    def _reduce_communicator(self, group: Group, pg: dist.ProcessGroup | None) -> Communicator | None:
+        """On NCCL, reductions have a process group of their own: else gathers wait for them."""
+        wanted = group.separate_reduce_group
+        if pg is None or pg.size() == 1 or wanted is False:
+            return None
+        if wanted is None and compat.backend_name(pg, self._device) != "nccl":
             return None
         if pg not in self._reduce_comms:
             ranks = dist.get_process_group_ranks(pg)
-            own = dist.new_group(ranks, backend="nccl", use_local_synchronization=True)
+            own = dist.new_group(ranks, use_local_synchronization=True)
             self._reduce_comms[pg] = make_communicator(own, self._device)
         return self._reduce_comms[pg]
+
+    def _part_axis(self, axis: Axis, world: int) -> Axis:
+        """The ``world`` neighbours of this rank on ``axis`` that keep full parameters together."""
+        assert axis.pg is not None
+        if (axis.pg, world) not in self._part_axes:
+            ranks = dist.get_process_group_ranks(axis.pg)
+            first = axis.rank // world * world
+            pg = dist.new_group(ranks[first : first + world], use_local_synchronization=True)
+            self._part_axes[axis.pg, world] = Axis(pg, world, axis.rank - first)
+        return self._part_axes[axis.pg, world]
 
     # --- what the caller asks ---------------------------------------------------------------------
 
@@ -234,6 +282,8 @@ class Schedule:
         """Begin a gather that lasts until forward has used it, or ``reshard_for_caller``."""
         self._prepare()
         self._lanes.gather.follow_compute()  # the optimizer may just have written the shards
+        if group.state is State.PARTLY:
+            self._release(group)
         self._free_stale([group])
         self._gather(group)
         self._kept_by_caller.add(group)
@@ -244,23 +294,29 @@ class Schedule:
 
     # --- forward ----------------------------------------------------------------------------------
 
-    def enter_forward(self, group: Group, module: nn.Module) -> None:
-        """``module`` is about to run: have the full parameters of its group in place."""
+    def enter_forward(self, group: Group, module: nn.Module) -> bool:
+        """``module`` is about to run: have the full parameters of its group in place.
+
+        Returns True for the outermost module of a forward.
+        """
         if compat.current_graph_task_id() != -1:
             self._enter_recomputation(group, module)
-            return
+            return False
         self._forget_interrupted()
         if not self._running:
             self._begin_forward()
         self._open_call(group, module)
-        self._forward_order.enter(group)
-        self._entered.append(group)
+        if not group.may_be_unused:
+            self._forward_order.enter(group)
+            self._entered.append(group)
         self._kept_by_caller.discard(group)
         self._gather(group)
         self._ahead.discard(group)
+        self._gather_optional(group)
         self._prefetch(group.forward_prefetch, self._forward_order, group)
         group.wait()
         self._tell("forward", group)
+        return len(self._running) == 1
 
     def current_call(self, module: nn.Module) -> Call | None:
         """The innermost running call of ``module``; None if it never got to run."""
@@ -276,12 +332,16 @@ class Schedule:
         if compat.current_graph_task_id() != -1:
             self._exit_recomputation(group)
             return
-        if outcome is not Outcome.NO_BACKWARD or not torch.is_grad_enabled():
+        if not group.may_be_unused and (outcome is not Outcome.NO_BACKWARD or not torch.is_grad_enabled()):
             self._exited.append(group)
         if outcome is Outcome.ANNOUNCED:
             self._first_enter.setdefault(group, call.enter)
-        if outcome is Outcome.FAILED or self._frees_after(call, outcome):
+        if outcome is Outcome.FAILED:
             self._release(group)
+        elif not group.may_be_unused and self._frees_after(call, outcome):
+            self._release_after_forward(group, outcome)
+            for optional in self._optional(group):
+                self._release(optional)
         if not self._running:
             self._end_forward(outcome)
 
@@ -292,9 +352,12 @@ class Schedule:
         for group in self.groups:
             group.check_modules()
             group.drop_cleared()
+        for group in [group for group in self._held if group.state is State.PARTLY]:
+            self._release(group)
         self._free_stale([group for group in self.groups if group.state is State.GATHERED])
         # The optimizer may just have written the shards that gathers are going to read.
-        self._lanes.gather.follow_compute()
+        event, self.post_optim_event = self.post_optim_event, None
+        self._lanes.gather.follow_compute(event)
         self._forward_order.rewind()
         self._entered, self._exited = [], []
         self._has_run.clear()
@@ -333,7 +396,27 @@ class Schedule:
             return False
         if group.reshard_after_forward is None:
             return group is not self.root
-        return group.reshard_after_forward
+        return bool(group.reshard_after_forward)
+
+    def _release_after_forward(self, group: Group, outcome: Outcome) -> None:
+        """Free a group, or leave a part of it for backward where that was asked for."""
+        if (
+            _part_world(group) is not None
+            and outcome is Outcome.ANNOUNCED
+            and group.state is State.GATHERED
+            and group not in self._kept_by_caller
+        ):
+            group.keep_part()
+        else:
+            self._release(group)
+
+    def _optional(self, group: Group) -> list[Group]:
+        """The groups right inside ``group`` that some ranks may not use: they go with it."""
+        return [g for g in self.groups if g.may_be_unused and self._parents.get(g) is group]
+
+    def _gather_optional(self, group: Group) -> None:
+        for optional in self._optional(group):
+            self._gather(optional)
 
     def _partly_run(self) -> list[Group]:
         """Groups of several modules of which not all have run, and that need not be kept."""
@@ -408,12 +491,16 @@ class Schedule:
             session.active[group] = RECOMPUTED
 
     def _gather_for_backward(self, group: Group) -> None:
-        self._backward_order.enter(group)
-        self._backward_order.find(group)
-        self._gather(group)
+        if not group.may_be_unused:
+            self._backward_order.enter(group)
+            self._backward_order.find(group)
+        if group.unshard_in_backward:
+            self._gather(group)
         self._ahead.discard(group)
+        self._gather_optional(group)
         self._prefetch(group.backward_prefetch, self._backward_order, group)
-        group.wait()
+        if group.unshard_in_backward or group.state is State.GATHERED:
+            group.wait()
 
     def _free_before(self, session: Session, exit_clock: int, current: Group) -> None:
         """Free the groups whose calls are over, as a call that exited at ``exit_clock`` comes up."""
@@ -423,28 +510,44 @@ class Schedule:
 
     def _leave_backward(self, session: Session, group: Group, clock: int) -> None:
         del session.active[group]
-        if group.gradient_state is GradientState.PENDING and group.requires_gradient_sync:
+        if group.may_be_unused:
+            return  # it goes with the group around it
+        has_gradients = group.gradient_state is GradientState.PENDING or group.zeros_for_unused
+        if has_gradients and group.requires_gradient_sync and group.is_trainable:
             first = self._first_enter.get(group)
             if first is not None and first > clock:
                 self._reduce(group)  # some parameters were not used
         self._release_after_backward(group)
+        for optional in self._optional(group):
+            self._release_after_backward(optional)
 
     def _gradient_came(self, group: Group) -> None:
         self._session()
 
     def _gradients_complete(self, group: Group) -> None:
-        if group.requires_gradient_sync:
+        # Where ranks differ in what they use, they reduce at a moment that they have in common.
+        if group.requires_gradient_sync and not (group.zeros_for_unused or group.may_be_unused):
             self._reduce(group)
 
     def _reduce(self, group: Group) -> None:
+        if group.gradient_state is GradientState.REDUCING:
+            group.finish_reduce()
         group.reduce()
+        self._reduced.add(group)
+        for earlier in self._reducing:
+            earlier.advance_reduce()
         self._reducing.append(group)
-        while len(self._reducing) > 1:
+        while len(self._reducing) > group.max_in_flight:
             self._finish_oldest_reduction()
 
     def _finish_oldest_reduction(self) -> None:
         group = self._reducing.popleft()
-        if group.gradient_state is GradientState.REDUCING:
+        if group.gradient_state is not GradientState.REDUCING:
+            return
+        if group.lands_on_host:
+            group.release_gradients()
+            self._landing.append(group)
+        else:
             group.finish_reduce()
 
     def _release_after_backward(self, group: Group) -> None:
@@ -477,6 +580,7 @@ class Schedule:
             group.drop_cleared()
         self._lanes.gather.follow_compute()
         self._backward_order.rewind()
+        self._reduced.clear()
         self._makes_graph = False
 
     def _end_session(self, session: Session, token: _Token) -> None:
@@ -493,6 +597,11 @@ class Schedule:
             self._settle_gradients(group)
         while self._reducing:
             self._finish_oldest_reduction()
+        for group in self._landing:
+            if group.gradient_state is GradientState.REDUCING:
+                group.finish_reduce()
+        self._landing.clear()
+        self._average_ignored()
         self._keeps_for_double_backward = self._makes_graph
         running = {call.group for call in self._running}  # a forward may run a backward of its own
         for group in list(self._held):
@@ -505,10 +614,26 @@ class Schedule:
     def _settle_gradients(self, group: Group) -> None:
         """Reduce what is left of a group's gradients, or leave it for a later backward."""
         state = group.gradient_state
-        if state in (GradientState.PENDING, GradientState.DEFERRED) and group.requires_gradient_sync:
+        if not group.requires_gradient_sync:
+            if state is GradientState.PENDING:
+                group.defer()
+        elif state is GradientState.PENDING or self._joins_anyway(group) or group.has_sums_to_reduce:
             self._reduce(group)
-        elif state is GradientState.PENDING:
-            group.defer()
+
+    def _joins_anyway(self, group: Group) -> bool:
+        """True if other ranks may have gradients for a group that has none here."""
+        return (
+            (group.zeros_for_unused or group.may_be_unused)
+            and group.is_trainable
+            and group not in self._reduced
+            and group.gradient_state is GradientState.NONE
+        )
+
+    def _average_ignored(self) -> None:
+        """Average the gradients of ignored parameters that the caller wants to be kept equal."""
+        for group in self.groups:
+            if group.requires_gradient_sync:
+                group.average_ignored()
 
     # --- after a failure --------------------------------------------------------------------------
 
@@ -529,6 +654,7 @@ class Schedule:
             if group.gradient_state in (GradientState.PENDING, GradientState.REDUCING):
                 group.drop_gradients()
         self._reducing.clear()
+        self._landing.clear()
         self._held.clear()
         self._ahead.clear()
         self._kept_by_caller.clear()
@@ -548,7 +674,7 @@ class Schedule:
         self._held.pop(group, None)
         if group.state is State.GATHERING:
             group.wait()
-        if group.state is State.GATHERED:
+        if group.state in (State.GATHERED, State.PARTLY):
             group.reshard()
 
     def _free_stale(self, kept: Sequence[Group]) -> None:
@@ -556,12 +682,15 @@ class Schedule:
 
         Changed on any rank: the ranks agree, since all of them gather or none.
         """
-        kept = [group for group in kept if group.state is State.GATHERED and group.mesh.world > 1]
+        kept = [group for group in kept if group.state is State.GATHERED]
         if not kept:
             return
-        mesh = kept[0].mesh
-        flags = torch.tensor([group.is_stale() for group in kept], dtype=torch.int32, device=mesh.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=mesh.pg)
+        flags = torch.tensor([group.is_stale() for group in kept], dtype=torch.int32, device=self._device)
+        axes = {id(axis.pg): axis for group in kept for axis in group.axes()}
+        # From the longest axis to the shortest and back, so that ranks of overlapping ones agree.
+        there = sorted(axes.values(), key=lambda axis: -axis.world)
+        for axis in [*there, *there[-2::-1]]:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=axis.pg)
         for group, is_stale in zip(kept, flags.tolist(), strict=True):
             if is_stale:
                 self._release(group)
@@ -575,13 +704,40 @@ class Schedule:
                     "sharded model, so that the two share no schedule. Call fully_shard on the module around "
                     "both, or choose modules of this model."
                 )
-            if ahead.state is State.SHARDED:
+            if ahead.state in (State.SHARDED, State.PARTLY):
                 self._gather(ahead)
                 self._ahead.add(ahead)
 
     def _tell(self, event: str, group: Group) -> None:
         if self.observer is not None:
             self.observer(event, group.name)
+
+
+def _part_world(group: Group) -> int | None:
+    """How many ranks keep the full parameters together after forward, if that was asked for."""
+    asked = group.reshard_after_forward
+    return asked if isinstance(asked, int) and not isinstance(asked, bool) else None
+
+
+def _parents(groups: list[Group], root: Group) -> dict[Group, Group]:
+    """For each group, that of the sharded module right around its own."""
+    owners = {module: group for group in groups for module in group.modules}
+    parents: dict[Group, Group] = {}
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, around: Group) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        for child in module.children():
+            own = owners.get(child, around)
+            if own is not around:
+                parents.setdefault(own, around)
+            visit(child, own)
+
+    for module in root.modules:
+        visit(module, root)
+    return parents
 
 
 def _frame_of_call() -> FrameType | None:

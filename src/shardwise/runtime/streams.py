@@ -23,16 +23,26 @@ Start = Callable[[], Finish]
 
 
 class Ticket:
-    """Work in flight. ``wait`` returns when the computation may use the result, once only."""
+    """Work in flight.
 
-    def __init__(self, complete: Finish) -> None:
+    ``wait`` returns when the computation may use the result, once only; ``land`` when the host may.
+    """
+
+    def __init__(self, complete: Finish, land: Finish | None = None) -> None:
         self._complete: Finish | None = complete
+        self._land = land
 
     def wait(self) -> None:
         """Let the computation continue only with the result in place."""
         complete, self._complete = self._complete, None
         if complete is not None:
             complete()
+
+    def land(self) -> None:
+        """Hold up the host until the result, in its own memory, is in place."""
+        self.wait()
+        if self._land is not None:
+            self._land()
 
 
 class HostLane:
@@ -47,7 +57,7 @@ class HostLane:
     def __init__(self) -> None:
         self._kept: list[torch.Tensor] = []
 
-    def borrow(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+    def borrow(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """A buffer of undefined contents."""
         for index, buffer in enumerate(self._kept):
             if num_bytes <= buffer.numel() and buffer.device == device:
@@ -64,7 +74,11 @@ class HostLane:
         """Issue the work now; ``wait`` of the ticket finishes it."""
         return Ticket(start())
 
-    def follow_compute(self) -> None:
+    def follow(self, other: "Lane", ticket: Ticket) -> None:
+        """Let what is submitted next begin after the work of ``ticket``: here it is waited for."""
+        ticket.wait()
+
+    def follow_compute(self, event: torch.Event | None = None) -> None:
         """Host computation that was called is done: nothing to wait for."""
 
     def memory(self) -> AbstractContextManager[Any]:
@@ -84,17 +98,27 @@ class DeviceLane:
         with self._stream:
             start()()
             done = self._stream.record_event()
-        return Ticket(lambda: torch.accelerator.current_stream(self._device).wait_event(done))
+        return Ticket(
+            lambda: torch.accelerator.current_stream(self._device).wait_event(done), done.synchronize
+        )
 
-    def follow_compute(self) -> None:
-        """Order everything submitted later behind what the computing stream has been given."""
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+    def follow(self, other: "Lane", ticket: Ticket) -> None:
+        """Order everything submitted later behind what ``other`` has been given."""
+        assert isinstance(other, DeviceLane)
+        self._stream.wait_stream(other._stream)
+
+    def follow_compute(self, event: torch.Event | None = None) -> None:
+        """Order everything submitted later behind what the computing stream has been given, or ``event``."""
+        if event is not None:
+            self._stream.wait_event(event)
+        else:
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
 
     def memory(self) -> AbstractContextManager[Any]:
         """The context in which the lane's buffers are allocated and freed."""
         return self._stream
 
-    def borrow(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+    def borrow(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """A buffer of undefined contents, from the lane's own memory: torch keeps it for reuse."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
@@ -105,14 +129,33 @@ class DeviceLane:
 Lane = HostLane | DeviceLane
 
 
+def in_stream(
+    function: Callable[[torch.Tensor], None], stream: torch.Stream
+) -> Callable[[torch.Tensor], None]:
+    """``function``, run in ``stream``, between what comes before and after it on the current one."""
+
+    def run(tensor: torch.Tensor) -> None:
+        current = torch.accelerator.current_stream(tensor.device)
+        stream.wait_stream(current)
+        with stream:
+            function(tensor)
+        current.wait_stream(stream)
+
+    return run
+
+
 class Lanes:
-    """The lanes of one module tree: gathers on one, reductions on another."""
+    """The lanes of one module tree: gathers on one, reductions on another, those over replicas on a third."""
 
     def __init__(self, device: torch.device) -> None:
-        if device.type in ("cpu", "meta"):
+        self.are_streams = device.type not in ("cpu", "meta")
+        """Whether work may be queued behind other work without waiting for it."""
+        if not self.are_streams:
             self.gather: Lane = HostLane()
             self.reduce: Lane = HostLane()
+            self.replicate: Lane = HostLane()
         else:
             # Gathers are what the computation waits for next: they go before its own kernels.
             self.gather = DeviceLane(device, priority=-1)
             self.reduce = DeviceLane(device, priority=-1)
+            self.replicate = DeviceLane(device, priority=-1)

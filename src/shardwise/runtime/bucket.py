@@ -1,0 +1,420 @@
+"""Parameters of a group that share a mesh: their memory, and their communication.
+
+A group has one bucket in most models, and several where its parameters are sharded over different
+meshes, as experts are. A bucket knows *how* to gather and to reduce; its group knows whether and when.
+
+Where what is stored is not what is computed with (another dtype, or shards in host memory), the flat
+shard is first brought into a buffer to send from: one cast, one copy, for all parameters together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.policy import CommPolicy
+from shardwise.runtime import compat
+from shardwise.runtime.buffers import FlatShard, GatheredBuffer, cast_buffer, local_views
+from shardwise.runtime.collectives import (
+    BackendCollectives,
+    Communicator,
+    Gather,
+    Reduce,
+    make_communicator,
+)
+from shardwise.runtime.layout import ALIGNMENT, Entry, Layout, plan_layout
+from shardwise.runtime.mesh import Axis, ShardMesh
+from shardwise.runtime.param import Param
+from shardwise.runtime.reduction import Destination, Hook, Reduction, Replicas
+from shardwise.runtime.streams import Finish, Lane, Lanes
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Where shards are kept between uses."""
+
+    device: torch.device
+    is_pinned: bool = False
+
+
+class PartlyGathered:
+    """The full parameters, kept by a few ranks together between forward and backward.
+
+    ``axis`` are those ranks: each keeps 1 / axis.world of every full parameter, as it was computed with.
+    """
+
+    def __init__(self, axis: Axis, layout: Layout, gathered: GatheredBuffer, device: torch.device) -> None:
+        assert axis.pg is not None
+        self._axis = axis
+        self._layout = layout
+        self._gathered = gathered
+        self._device = device
+        self._gather = Gather(make_communicator(axis.pg, device), layout, gathered)
+        self._bytes: Tensor | None = None
+
+    @property
+    def has_contents(self) -> bool:
+        """True between ``keep`` and ``drop``."""
+        return self._bytes is not None
+
+    def keep(self) -> None:
+        """Copy this rank's part out of the gathered buffer."""
+        self._bytes = torch.zeros(self._layout.shard_bytes, dtype=torch.uint8, device=self._device)
+        for view, slot in zip(
+            local_views(self._bytes, self._layout, self._axis.rank), self._layout.slots, strict=True
+        ):
+            view.copy_(_part(self._gathered.full_tensor(slot), slot, self._axis.rank))
+
+    def drop(self) -> None:
+        """Free what was kept."""
+        self._bytes = None
+
+    def start_gather(self, lane: Lane) -> Finish:
+        """Fill the gathered buffer again, from these ranks alone."""
+        assert self._bytes is not None
+        return self._gather.start(lane, self._gather.cut(self._bytes))
+
+
+class Bucket:
+    """Parameters that are gathered and reduced by the same collectives."""
+
+    def __init__(self, params: list[Param], mesh: ShardMesh, policy: CommPolicy, storage: Storage) -> None:
+        self.params = params
+        self.mesh = mesh
+        self.storage = storage
+        self.fulls: list[nn.Parameter] = []
+        self._policy = policy
+        self._gather_comm = self._reduce_comm = make_communicator(mesh.shard.pg, mesh.device)
+        self._part_axis: Axis | None = None
+        self._part: PartlyGathered | None = None
+        self._earlier: Tensor | None = None  # sums that wait for that over replicas
+        self._is_earlier: list[bool] = [False] * len(params)
+
+    # --- planning ---------------------------------------------------------------------------------
+
+    def make_shards(self) -> list[nn.Parameter]:
+        """Lay out the bucket and make its shards from the full parameters; touches no module."""
+        on_meta = any(param.sharded.is_meta for param in self.params)
+        self.lay_out(torch.device("meta") if on_meta else self.storage.device)
+        rank = self.mesh.shard.rank
+        shards = []
+        for param, slot, view in zip(self.params, self.stored.slots, self.shard.views, strict=True):
+            if param.is_sharded:  # it comes from another group; its contents follow
+                shards.append(param.sharded)
+                continue
+            part = _part(param.content(), slot, rank)
+            if view.is_meta and not part.is_meta:
+                # Others of the bucket have no values yet: this one waits for them beside the buffer.
+                view = torch.empty(part.shape, dtype=part.dtype, device=self.storage.device)
+            shards.append(param.make_shard(view.copy_(part)))
+        return shards
+
+    def lay_out(self, device: torch.device) -> None:
+        """Plan buffers and collectives for the parameters as they are now; shards are yet to be filled."""
+        self.stored = self._layout("stored")
+        self.computed = self._layout("computed")
+        self.reduced = self._layout("reduced")
+        self.kept = self._layout("kept")
+        is_pinned = self.storage.is_pinned and device.type == "cpu"
+        self.shard = FlatShard(self.stored, self.mesh.shard.rank, device, is_pinned=is_pinned)
+        self._reduce = Reduce(self._reduce_comm, self.reduced, self.mesh.device)
+        self._gather: Gather | None = None
+        self._pieces: list[Tensor] | None = None
+        self._part = None
+        self._earlier = None
+        self.fulls = []
+        for param in self.params:
+            param.full = None
+
+    def _layout(self, form: str, world: int | None = None, slots_serve: int | None = None) -> Layout:
+        """The layout of the parameters in one of the dtypes of their Precision; equal ones are shared."""
+        dtypes = [getattr(param.precision, form) for param in self.params]
+        if world is None and form != "stored":
+            for other in ("stored", "computed", "reduced"):
+                if other == form:
+                    break
+                if dtypes == [getattr(param.precision, other) for param in self.params]:
+                    return getattr(self, other)
+        entries = [
+            Entry(
+                param.shape,
+                dtype,
+                dtype.itemsize,
+                param.precision,
+                max(1, ALIGNMENT // param.precision.smallest_itemsize),
+                param.dim,
+            )
+            for param, dtype in zip(self.params, dtypes, strict=True)
+        ]
+        own = self.mesh.shard.world
+        limit = self._packing_limit()
+        sizes = [
+            e.chunk_numel(own) * p.precision.computed.itemsize
+            for e, p in zip(entries, self.params, strict=True)
+        ]
+        is_direct = [limit is not None and size >= limit for size in sizes]
+        return plan_layout(
+            entries, own if world is None else world, is_direct, slots_serve or self._part_world()
+        )
+
+    def _packing_limit(self) -> int | None:
+        """From which size of a chunk on a parameter travels alone; None: always together."""
+        if self._gather_comm.packs_everything or self._reduce_comm.packs_everything:
+            return None
+        limit = self._policy.packing_limit_bytes
+        return self._gather_comm.packing_limit_bytes if limit is None else limit
+
+    def _part_world(self) -> int | None:
+        return None if self._part_axis is None else self._part_axis.world
+
+    # --- what the schedule chooses, before anything has run ---------------------------------------
+
+    def reduce_over(self, comm: Communicator | None) -> None:
+        """Use a process group of its own for reductions; None: that of the gathers again."""
+        if not self._reduce_comm.packs_everything:  # the caller's own stays
+            self._reduce_comm = comm or make_communicator(self.mesh.shard.pg, self.mesh.device)
+            self._reduce = Reduce(self._reduce_comm, self.reduced, self.mesh.device)
+
+    def use_communicators(self, gather: Communicator | None, reduce: Communicator | None) -> None:
+        """Communicate otherwise from now on. Shards move to where the new layout wants them."""
+        self._gather_comm = gather or self._gather_comm
+        self._reduce_comm = reduce or self._reduce_comm
+        self.move_in()
+
+    def use_default_communicators(self) -> None:
+        """Undo ``use_communicators``."""
+        comm = make_communicator(self.mesh.shard.pg, self.mesh.device)
+        self.use_communicators(comm, comm)
+
+    def force_sums(self, enable: bool) -> None:
+        """Have the back end sum only, and divide here."""
+        for comm in (self._gather_comm, self._reduce_comm):
+            if isinstance(comm, BackendCollectives):
+                comm.force_sum = enable
+
+    def keep_parts_over(self, axis: Axis) -> None:
+        """Between forward and backward, let the ranks of ``axis`` keep the full parameters together."""
+        if axis is not self._part_axis:
+            self._part_axis = axis
+            self.move_in()
+
+    # --- full parameters --------------------------------------------------------------------------
+
+    def make_full_parameters(self) -> None:
+        """Full parameters over a gathered buffer. They stay the same objects from now on."""
+        device = self.mesh.device
+        is_alias = self.mesh.shard.is_alone and self._is_sent_as_stored
+        self.gathered = GatheredBuffer(self.computed, device, self.shard.bytes if is_alias else None)
+        for param, slot in zip(self.params, self.computed.slots, strict=True):
+            param.make_full(self.gathered.full_tensor(slot))
+        if not self.mesh.shard.is_alone:
+            self._gather = Gather(self._gather_comm, self.computed, self.gathered)
+            if self._is_sent_as_stored:
+                self._pieces = self._gather.cut(self.shard.bytes)
+        if self._part_axis is not None:
+            part = self._layout("computed", self._part_axis.world, self.mesh.shard.world)
+            self._part = PartlyGathered(self._part_axis, part, self.gathered, device)
+        self.fulls = [param.full for param in self.params if param.full is not None]
+
+    @property
+    def _is_sent_as_stored(self) -> bool:
+        """True if shards are gathered from where they lie."""
+        return self.computed is self.stored and self.storage.device == self.mesh.device
+
+    def start_gather(self, lane: Lane) -> Finish:
+        """Allocate the gathered buffer and begin to fill it; returns the function that waits."""
+        self.gathered.allocate()
+        if self._part is not None and self._part.has_contents:
+            return self._part.start_gather(lane)
+        if self._gather is None:  # a rank alone
+            if not self._is_sent_as_stored:
+                self._bring(self.gathered.bytes, lane)
+            return _nothing
+        if self._pieces is not None:
+            return self._gather.start(lane, self._pieces)
+        send = lane.borrow(self.computed.shard_bytes, self.mesh.device)
+        self._bring(send, lane)
+        wait = self._gather.start(lane, self._gather.cut(send))
+
+        def finish() -> None:
+            wait()
+            lane.give_back(send)
+
+        return finish
+
+    def _bring(self, target: Tensor, lane: Lane) -> None:
+        """Copy the flat shard to ``target``, on the computing device and in the dtypes of computation."""
+        source = self.shard.bytes
+        if source.device != target.device and self.computed is not self.stored:
+            landing = lane.borrow(source.numel(), target.device)
+            landing.copy_(source, non_blocking=True)
+            cast_buffer(landing, self.stored, target, self.computed)
+            lane.give_back(landing)
+        else:
+            cast_buffer(source, self.stored, target, self.computed)
+
+    @property
+    def is_partly_gathered(self) -> bool:
+        """True while a part of the full parameters is kept for backward."""
+        return self._part is not None and self._part.has_contents
+
+    def keep_part(self) -> None:
+        """Keep this rank's part of the full parameters; the gathered buffer may then be freed."""
+        assert self._part is not None
+        self._part.keep()
+
+    def drop_part(self) -> None:
+        """Free it."""
+        if self._part is not None:
+            self._part.drop()
+
+    def is_stale(self) -> bool:
+        """True if this rank's shards are not what the full parameters were gathered from.
+
+        Compares contents with its own part of the gathered buffer: versions do not tell, since foreach
+        and fused optimizers, and changes through ``.data``, count none on a DTensor.
+        """
+        rank = self.mesh.shard.rank
+        if self.mesh.shard.is_alone and self._is_sent_as_stored:
+            return False
+        for param, slot in zip(self.params, self.computed.slots, strict=True):
+            if not param.is_untouched():
+                return True
+            part = _part(param.full_data().detach(), slot, rank)
+            now = param.local.detach().to(part.device, part.dtype)
+            if now.numel() and not torch.equal(_bytes(now), _bytes(part)):
+                return True
+        return False
+
+    def moved_params(self) -> list[int]:
+        """Indices of full parameters that were given other memory (``param.data = ...``)."""
+        start = self.gathered.bytes.data_ptr()
+        return [
+            index
+            for index, (param, slot) in enumerate(zip(self.params, self.computed.slots, strict=True))
+            if slot.slot_bytes and param.full_data().data_ptr() != start + slot.slot_offset
+        ]
+
+    def drop_full_parameters(self) -> None:
+        """Forget them; the next gather makes new ones."""
+        self.fulls = []
+        for param in self.params:
+            param.full = None
+
+    @torch.no_grad()
+    def follow_shards(self) -> bool:
+        """Bring shards that were moved, cast or assigned into the flat shard; True if it was planned anew."""
+        for param in self.params:
+            local = compat.local_tensor(param.sharded)
+            if local.device not in (self.storage.device, self.mesh.device):
+                raise RuntimeError(
+                    f"{param.fqn}: its shard is on {local.device}, but its mesh is of {self.mesh.device}, "
+                    "where "
+                    "it has to be gathered. Move the model back with "
+                    f".to('{self.mesh.device}'), or shard it over a mesh of the other device."
+                )
+        has_new_dtype = any(param.sharded.dtype != param.precision.stored for param in self.params)
+        if has_new_dtype or self.shard.bytes.device != self.storage.device:
+            for param in self.params:
+                param.follow_dtype()
+            self.move_in()
+            return True
+        locals_ = [compat.local_tensor(param.sharded) for param in self.params]
+        with torch.inference_mode(False):
+            self.shard.fill(locals_)
+        for param, view, local in zip(self.params, self.shard.views, locals_, strict=True):
+            if local is not view:
+                param.rebase(view)
+        return False
+
+    @torch.no_grad()
+    def move_in(self) -> None:
+        """Bring shards that lie elsewhere into the flat shard, planned anew."""
+        if self.shard.bytes.is_meta and any(param.sharded.is_meta for param in self.params):
+            self.lay_out(self.shard.bytes.device)
+            return
+        locals_ = [compat.local_tensor(param.sharded) for param in self.params]
+        with torch.inference_mode(False):
+            self.lay_out(self.storage.device)
+            self.shard.fill(locals_)
+        for param, view in zip(self.params, self.shard.views, strict=True):
+            param.rebase(view)
+
+    # --- gradients --------------------------------------------------------------------------------
+
+    def start_reduction(
+        self,
+        gradients: Sequence[Tensor | None],
+        lanes: Lanes,
+        divisor: float,
+        all_reduces: bool,
+        hook: Hook | None,
+    ) -> Reduction:
+        """Begin to sum the full gradients over the ranks."""
+        self._all_reduces = all_reduces or self.mesh.replicate.is_alone
+        for index, gradient in enumerate(gradients):
+            self._is_earlier[index] |= gradient is not None
+        earlier, self._earlier = self._earlier, None
+        pg = self.mesh.replicate.pg if self._all_reduces and not self.mesh.replicate.is_alone else None
+        kept = self.kept if self._all_reduces else self.reduced
+        device = self.storage.device if self._all_reduces else self.mesh.device
+        return Reduction(
+            self._reduce,
+            self.reduced,
+            gradients,
+            divisor,
+            lanes,
+            Replicas(pg, earlier, hook if self._all_reduces else None),
+            Destination(kept, device, self.storage.is_pinned),
+            self.mesh.device,
+        )
+
+    def take_result(self, reduction: Reduction) -> list[Tensor | None] | None:
+        """The reduced gradients, one a parameter; None: they wait for the sum over replicas."""
+        if not self._all_reduces:
+            self._earlier = reduction.output
+            return None
+        present, self._is_earlier = self._is_earlier, [False] * len(self.params)
+        views = local_views(reduction.output, self.kept, self.mesh.shard.rank)
+        return [view if is_there else None for view, is_there in zip(views, present, strict=True)]
+
+    @property
+    def has_earlier(self) -> bool:
+        """True while sums wait for that over replicas."""
+        return self._earlier is not None
+
+    def waits(self, index: int) -> bool:
+        """True if those of this parameter do."""
+        return self._earlier is not None and self._is_earlier[index]
+
+    def drop_earlier(self, index: int) -> None:
+        """Forget the sums of one parameter that wait."""
+        assert self._earlier is not None
+        self._is_earlier[index] = False
+        slot = self.reduced.slots[index]
+        self._earlier[slot.shard_offset : slot.shard_offset + slot.padded_bytes].zero_()
+        if not any(self._is_earlier):
+            self._earlier = None
+
+    def drop_all_earlier(self) -> None:
+        """Forget all of them, and what was in flight."""
+        self._earlier = None
+        self._is_earlier = [False] * len(self.params)
+
+
+def _part(full: Tensor, slot: Any, rank: int) -> Tensor:
+    """What ``rank`` keeps of a full tensor."""
+    if slot.is_replicated:
+        return full
+    start, end = slot.index_range(rank)
+    return full.narrow(slot.entry.dim, start, end - start)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _nothing() -> None:
+    """The end of work that took no time."""

@@ -1,0 +1,145 @@
+"""The caller's own collectives and memory, in the form in which a bucket asks for them.
+
+Whoever brings a collective of his own expects one call a group over one buffer, which he allocates.
+So with one of these nothing travels alone: all parameters are packed (see layout.py), at the price of
+a copy.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.runtime import compat
+from shardwise.runtime.collectives import BackendCollectives
+from shardwise.runtime.streams import Finish
+
+
+class _CallersMemory:
+    """Buffers from ``allocate(size, dtype=..., device=...)``."""
+
+    def __init__(self, allocate: Any) -> None:
+        self._allocate = allocate
+        self.dtype = torch.uint8  # of the buffer lent last
+
+    def borrow(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """A buffer of undefined contents."""
+        self.dtype = dtype
+        buffer = self._allocate((num_bytes // dtype.itemsize,), dtype=dtype, device=device)
+        return buffer.view(torch.uint8)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """The caller's allocator sees the buffer go when nobody holds it any more."""
+
+
+class CustomAllGather:
+    """An all-gather of the caller: ``comm(output, input, group, async_op) -> Work | None``."""
+
+    packs_everything = True
+    packing_limit_bytes = 0
+
+    def __init__(self, comm: Any, pg: dist.ProcessGroup, device: torch.device) -> None:
+        self._comm = comm
+        self._pg = pg
+        self._is_async = device.type == "cpu"
+        self.memory = _CallersMemory(comm.allocate)
+
+    def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
+        """One call for the packed buffer."""
+        dtype = self.memory.dtype
+        works = [
+            self._comm(output.view(dtype), source.view(dtype), self._pg, self._is_async)
+            for output, source in zip(outputs, inputs, strict=True)
+        ]
+        return _waiting_for(works)
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
+        """Not what this one is for."""
+        raise NotImplementedError
+
+
+class CustomReduceScatter:
+    """A reduce-scatter of the caller: ``comm(output, input, group, op, async_op) -> Work | None``."""
+
+    packs_everything = True
+    packing_limit_bytes = 0
+
+    def __init__(self, comm: Any, pg: dist.ProcessGroup, device: torch.device) -> None:
+        self._comm = comm
+        self._pg = pg
+        self._is_async = device.type == "cpu"
+        self.memory = _CallersMemory(comm.allocate)
+
+    def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
+        """Not what this one is for."""
+        raise NotImplementedError
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
+        """Sum by the caller's call, one a dtype, and divide after it."""
+        works = [
+            self._comm(output, source, self._pg, dist.ReduceOp.SUM, self._is_async)
+            for output, source in zip(outputs, inputs, strict=True)
+        ]
+        wait = _waiting_for(works)
+
+        def finish() -> None:
+            wait()
+            if divisor != 1:
+                torch._foreach_div_(list(outputs), divisor)
+
+        return finish
+
+
+class ProcessGroupMemory:
+    """Buffers from the allocator of a process group's back end."""
+
+    def __init__(self, pg: dist.ProcessGroup) -> None:
+        self._pg = pg
+
+    def borrow(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """A buffer of undefined contents."""
+        return compat.allocate_from_group(self._pg, num_bytes // dtype.itemsize, dtype, device).view(
+            torch.uint8
+        )
+
+    def give_back(self, buffer: Tensor) -> None:
+        """The back end's pool sees the buffer go when nobody holds it any more."""
+
+
+class SymmetricMemory:
+    """Buffers that all ranks of a group see; each size is set up once, by all of them, and kept."""
+
+    def __init__(self, pg: dist.ProcessGroup) -> None:
+        self._pg = pg
+        self._kept: dict[int, list[Tensor]] = {}
+
+    def borrow(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """A buffer of undefined contents."""
+        if self._kept.get(num_bytes):
+            return self._kept[num_bytes].pop()
+        return compat.symmetric_buffer(self._pg, num_bytes, device)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Keep it for the next use."""
+        self._kept.setdefault(buffer.numel(), []).append(buffer)
+
+
+class WithMemory(BackendCollectives):
+    """The back end's collectives over packed buffers that come from ``memory``."""
+
+    packs_everything = True
+
+    def __init__(self, pg: dist.ProcessGroup, device: torch.device, memory: Any) -> None:
+        super().__init__(pg, device)
+        self.memory = memory
+
+
+def _waiting_for(works: Sequence[Any]) -> Finish:
+    def finish() -> None:
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    return finish

@@ -1,0 +1,248 @@
+"""Parameters that are tensor subclasses and say themselves what is to be gathered of them.
+
+A weight in a compressed form (scaled integers, float8) travels in that form: before a gather the shard
+is asked for plain tensors, and after it the full weight is made of those of all ranks. The two methods
+are those that torch's fully_shard asks for, so that what is written for it works here:
+
+    fsdp_pre_all_gather(self, mesh) -> (inputs, metadata)
+    fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy) -> (inputs, metadata)
+    fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None) -> (tensor, inner) or None
+
+``outputs`` keep their memory from one gather to the next: freed in between, and refilled in place.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.policy import CommPolicy
+from shardwise.runtime import compat
+from shardwise.runtime.bucket import Bucket, Storage
+from shardwise.runtime.layout import ALIGNMENT
+from shardwise.runtime.mesh import ShardMesh
+from shardwise.runtime.param import Param
+from shardwise.runtime.streams import Finish, Lane
+
+
+def is_extension(tensor: Tensor) -> bool:
+    """True if ``tensor`` gathers itself by the protocol."""
+    return hasattr(tensor, "fsdp_pre_all_gather") and hasattr(tensor, "fsdp_post_all_gather")
+
+
+class _Memory:
+    """Storages of tensors that are emptied between uses."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Take charge of the memory of ``tensors``, which are in use."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._storages.setdefault(storage._cdata, (storage, storage.nbytes()))
+
+    def allocate(self) -> None:
+        """Have memory for all of them, of undefined contents."""
+        for storage, num_bytes in self._storages.values():
+            if storage.nbytes() == 0:
+                storage.resize_(num_bytes)
+
+    def free(self) -> None:
+        """Give the memory back."""
+        for storage, _ in self._storages.values():
+            storage.resize_(0)
+
+    def ranges(self) -> list[range]:
+        """Where the contents lie."""
+        return [range(s.data_ptr(), s.data_ptr() + n) for s, n in self._storages.values() if n]
+
+
+class ExtensionBucket(Bucket):
+    """One parameter that gathers itself. Its gradient is reduced as any other's."""
+
+    def __init__(
+        self, param: Param, mesh: ShardMesh, policy: CommPolicy, storage: Storage, mp_policy: Any
+    ) -> None:
+        super().__init__([param], mesh, policy, storage)
+        self._mp_policy = mp_policy
+
+    @property
+    def _param(self) -> Param:
+        return self.params[0]
+
+    # --- the shard --------------------------------------------------------------------------------
+
+    def make_shards(self) -> list[nn.Parameter]:
+        """The part of this rank, of the same class as the whole."""
+        self.lay_out(self.storage.device)
+        rank, world = self.mesh.shard.rank, self.mesh.shard.world
+        whole = self._param.content()
+        parts = torch.chunk(whole, world, dim=self._param.dim) if whole.numel() else (whole,)
+        part = parts[rank] if rank < len(parts) else parts[0][:0]
+        return [self._param.make_shard(part.clone().to(self.storage.device))]
+
+    def lay_out(self, device: torch.device) -> None:
+        """Plan the reduction; there is no flat shard."""
+        super().lay_out(torch.device("meta"))
+        self.shard.bytes = torch.empty(0, dtype=torch.uint8, device=device)
+        self._outputs: list[Tensor] | None = None
+
+    def follow_shards(self) -> bool:
+        """Take over a shard that was moved, cast or assigned."""
+        self._param.follow_dtype()
+        local = compat.local_tensor(self._param.sharded)
+        if local is not self._param.local:
+            self._param.rebase(local)
+        return False
+
+    def move_in(self) -> None:
+        """Plan anew."""
+        self.lay_out(self.storage.device)
+        self.follow_shards()
+
+    # --- the full parameter -----------------------------------------------------------------------
+
+    def make_full_parameters(self) -> None:
+        """The first gather makes it: only then is known what travels."""
+        self.gathered = _Gathered()  # type: ignore[assignment]
+        outputs, metadata = self._gather_now()
+        self._outputs = outputs
+        local = self._param.local
+        full, inner = local.fsdp_post_all_gather(outputs, metadata, self._param_dtype)  # type: ignore[attr-defined]
+        self._full_tensor = full
+        self.gathered.memory.add([*outputs, *inner])  # type: ignore[attr-defined]
+        self._param.make_full_over(full)
+        assert self._param.full is not None
+        self.fulls = [self._param.full]
+
+    @property
+    def _param_dtype(self) -> torch.dtype:
+        asked = None if self._mp_policy is None else self._mp_policy.param_dtype
+        return asked or self._param.local.dtype
+
+    def _inputs(self) -> tuple[list[Tensor], Any]:
+        local: Any = self._param.local
+        if local.device != self.mesh.device:
+            local = local.to(self.mesh.device, non_blocking=True)
+        mesh = self.mesh.mesh
+        if len(inspect.signature(local.fsdp_pre_all_gather).parameters) == 1:
+            inputs, metadata = local.fsdp_pre_all_gather(mesh)
+        else:
+            sharded = self._param.sharded
+            inputs, metadata = local.fsdp_pre_all_gather(
+                mesh, sharded.size(), sharded.stride(), self._param.sites[0].module, self._mp_policy
+            )
+        return [tensor.contiguous() for tensor in inputs], metadata
+
+    def start_gather(self, lane: Lane) -> Finish:
+        """Gather anew into the same memory."""
+        if self._is_fresh:
+            self._is_fresh = False
+            return _nothing
+        self.gathered.allocate()
+        inputs, metadata = self._inputs()
+        assert self._outputs is not None
+        wait = self._start(inputs, self._outputs)
+
+        def finish() -> None:
+            wait()
+            self._param.local.fsdp_post_all_gather(  # type: ignore[attr-defined]
+                self._outputs, metadata, self._param_dtype, out=self._full_tensor
+            )
+
+        return finish
+
+    def _gather_now(self) -> tuple[list[Tensor], Any]:
+        inputs, metadata = self._inputs()
+        self._shapes = self._shapes_of_all([tuple(tensor.shape) for tensor in inputs])
+        outputs = []
+        for index, tensor in enumerate(inputs):
+            rows = sum(shapes[index][0] for shapes in self._shapes) if tensor.dim() else None
+            shape = (rows, *tensor.shape[1:]) if rows is not None else (self.mesh.shard.world,)
+            outputs.append(tensor.new_empty(shape))
+        self._start(inputs, outputs)()
+        self._is_fresh = True
+        return outputs, metadata
+
+    def _shapes_of_all(self, own: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+        """What each rank brings; asked once, and only where it may differ."""
+        axis = self.mesh.shard
+        if axis.is_alone or self.stored.slots[0].is_even:
+            return [own] * axis.world
+        found: list[Any] = [None] * axis.world
+        dist.all_gather_object(found, own, group=axis.pg)
+        return found
+
+    def _start(self, inputs: list[Tensor], outputs: list[Tensor]) -> Finish:
+        """Gather each input into its output, padded on the way where ranks bring different amounts."""
+        if self.mesh.shard.is_alone:
+            for output, source in zip(outputs, inputs, strict=True):
+                output.view(source.shape).copy_(source)
+            return _nothing
+        sends, landings, finishes = [], [], []
+        for index, (source, output) in enumerate(zip(inputs, outputs, strict=True)):
+            sizes = [torch.Size(shapes[index]).numel() * source.itemsize for shapes in self._shapes]
+            raw = (
+                source.view(-1).view(torch.uint8) if source.numel() else source.new_empty(0).view(torch.uint8)
+            )
+            flat = output.view(-1).view(torch.uint8) if output.numel() else raw[:0]
+            is_even = min(sizes) == max(sizes) and sizes[0] % ALIGNMENT == 0
+            if is_even:
+                sends.append(raw)
+                landings.append(flat)
+            else:
+                room = -(-max(sizes) // ALIGNMENT) * ALIGNMENT
+                sends.append(torch.nn.functional.pad(raw, (0, room - raw.numel())))
+                landings.append(raw.new_empty(room * len(sizes)))
+                finishes.append((landings[-1].view(len(sizes), room), sizes, flat))
+        some = [i for i, send in enumerate(sends) if send.numel()]
+        # One after the other: messages are told apart by their place in a shard buffer (see
+        # collectives.py), which these do not have.
+        waits = [self._gather_comm.all_gather([landings[i]], [sends[i]]) for i in some]
+
+        def finish() -> None:
+            for wait in waits:
+                wait()
+            for rows, sizes, target in finishes:
+                torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)], out=target)
+
+        return finish
+
+    # --- what a bucket of plain parameters does otherwise ------------------------------------------
+
+    def moved_params(self) -> list[int]:
+        """The full parameter cannot be told apart by its address."""
+        return []
+
+    def is_stale(self) -> bool:
+        """What was gathered cannot be compared with the shard: it is always gathered anew."""
+        return True
+
+    def keep_part(self) -> None:
+        """Nothing is kept: backward gathers it from all ranks."""
+
+    _is_fresh = False
+
+
+class _Gathered:
+    """The memory of the full parameter, with the names of a GatheredBuffer."""
+
+    def __init__(self) -> None:
+        self.memory = _Memory()
+
+    def allocate(self) -> None:
+        self.memory.allocate()
+
+    def free(self) -> None:
+        self.memory.free()
+
+    def addresses(self) -> list[range]:
+        return self.memory.ranges()
+
+
+def _nothing() -> None:
+    """The end of work that took no time."""

@@ -1,0 +1,113 @@
+"""Which dtype a parameter and its gradient have where, and the casts at the edges of forward."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.runtime.outputs import find_tensors, map_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Dtypes of one parameter's life.
+
+    ``stored``: the shard. ``computed``: the full parameter, as gathered. ``accumulated``: its full
+    gradient. ``reduced``: the sum over ranks. ``kept``: ``.grad`` of the shard.
+    """
+
+    stored: torch.dtype
+    computed: torch.dtype
+    accumulated: torch.dtype
+    reduced: torch.dtype
+    kept: torch.dtype
+
+    @property
+    def smallest_itemsize(self) -> int:
+        """Bytes of the smallest element among them."""
+        return min(d.itemsize for d in (self.stored, self.computed, self.reduced, self.kept))
+
+
+def precision_of(dtype: torch.dtype, policy: Any, is_full: bool) -> Precision:
+    """What ``policy`` makes of a parameter of ``dtype``; ``is_full`` keeps it in its own."""
+    if not dtype.is_floating_point or is_full or policy is None:
+        return Precision(dtype, dtype, dtype, dtype, dtype)
+    computed = policy.param_dtype or dtype
+    accumulated = getattr(policy, "accumulate_dtype", None) or policy.reduce_dtype or computed
+    reduced = policy.reduce_dtype or computed
+    kept = reduced if getattr(policy, "keep_low_precision_grads", False) else dtype
+    return Precision(dtype, computed, accumulated, reduced, kept)
+
+
+class FullPrecisionRule:
+    """Which parameters the policy's ``full_precision`` keeps in their own dtype."""
+
+    def __init__(self, rule: Any) -> None:
+        self._classes: tuple[type, ...] = ()
+        self._predicate: Callable[..., bool] | None = None
+        if isinstance(rule, type):
+            self._classes = (rule,)
+        elif isinstance(rule, (tuple, list)):
+            self._classes = tuple(rule)
+        elif rule is not None:
+            self._predicate = rule
+
+    def keeps(self, name: str, module: nn.Module, param: nn.Parameter) -> bool:
+        """True for a parameter that is not cast."""
+        if self._predicate is not None:
+            return bool(self._predicate(name, module, param))
+        return isinstance(module, self._classes)
+
+    def modules(self, managed: list[nn.Module]) -> list[nn.Module]:
+        """The modules of the classes given, whose inputs have to fit their parameters."""
+        return [module for module in managed if isinstance(module, self._classes)]
+
+
+class Casts:
+    """The casts of one module's forward: of its inputs, and of its outputs."""
+
+    def __init__(self, policy: Any) -> None:
+        self._input = policy.param_dtype if policy is not None and policy.cast_forward_inputs else None
+        self._output = None if policy is None else policy.output_dtype
+
+    def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """The inputs as forward shall see them; None: as they are."""
+        if self._input is None:
+            return None
+        return map_tensors(args, self._cast_input), map_tensors(kwargs, self._cast_input)
+
+    def output(self, output: Any) -> Any:
+        """What the caller shall get."""
+        dtype = self._output
+        return output if dtype is None else map_tensors(output, lambda t: _cast(t, dtype))
+
+    def _cast_input(self, tensor: Tensor) -> Tensor:
+        assert self._input is not None
+        return _cast(tensor, self._input)
+
+
+def cast_around(module: nn.Module) -> None:
+    """Have ``module``, kept in full precision, compute in its parameters' dtype and answer in that of its
+    inputs."""
+    own = next((p.dtype for p in module.parameters(recurse=False) if p.is_floating_point()), None)
+    if own is None:
+        return
+    given: list[torch.dtype] = []  # of the running calls: a module may be called inside itself
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        tensors = find_tensors((args, kwargs))
+        given.append(next((t.dtype for t in tensors if t.is_floating_point()), own))
+        return map_tensors((args, kwargs), lambda t: _cast(t, own))
+
+    def after(_: nn.Module, __: Any, output: Any) -> Any:
+        dtype = given.pop() if given else own
+        return map_tensors(output, lambda t: _cast(t, dtype))
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after, always_call=True)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor

@@ -1,0 +1,153 @@
+"""The gradients of one bucket on their way: summed over the ranks that share it, then over replicas.
+
+The stages follow each other on two lanes. On a device both are queued at once. On the host the second
+begins when the first has been waited for, which `advance` does: while the reduction of one group goes
+over the replicas, that of the next goes over the shards.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.runtime.buffers import cast_buffer, typed_stretch
+from shardwise.runtime.collectives import Reduce, all_reduce
+from shardwise.runtime.layout import Layout
+from shardwise.runtime.streams import Finish, Lanes
+
+Hook = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where reduced gradients go: laid out how, on which device, in pinned memory or not."""
+
+    layout: Layout
+    device: torch.device
+    is_pinned: bool
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """What is done with the sum over the shard axis.
+
+    ``pg``: the replicas to sum over; None where there are none, or not now. ``earlier``: sums of earlier
+    backwards that have not been summed over replicas yet.
+    """
+
+    pg: dist.ProcessGroup | None
+    earlier: Tensor | None
+    hook: Hook | None
+
+    @property
+    def has_work(self) -> bool:
+        """False if the sum over the shard axis is the result."""
+        return self.pg is not None or self.earlier is not None or self.hook is not None
+
+
+class Reduction:
+    """One reduction in flight. The gradients must stay as they are until ``release``."""
+
+    def __init__(
+        self,
+        reduce: Reduce,
+        layout: Layout,
+        gradients: Sequence[Tensor | None],
+        divisor: float,
+        lanes: Lanes,
+        replicas: Replicas,
+        destination: Destination,
+        device: torch.device,
+    ) -> None:
+        self.gradients: Sequence[Tensor | None] | None = gradients
+        self._layout = layout
+        self._lanes = lanes
+        self._replicas = replicas
+        self._destination = destination
+        self._device = device
+        is_filled = not layout.has_padding and all(g is not None for g in gradients)
+        make = torch.empty if is_filled else torch.zeros
+        self.output = make(layout.shard_bytes, dtype=torch.uint8, device=device)
+        self._scratch: list[Tensor] = []  # freed when the computation has waited, never before
+        self._is_advanced = False
+        lane = lanes.reduce
+        lane.follow_compute()
+        self._ticket = lane.submit(partial(reduce.start, lane, gradients, self.output, divisor))
+        if lanes.are_streams:
+            self.advance()
+
+    @property
+    def _needs_move(self) -> bool:
+        return self._destination.layout is not self._layout or self.lands_on_host
+
+    @property
+    def lands_on_host(self) -> bool:
+        """True if the result is brought from a device to the host: waiting for it holds up the host."""
+        return self._destination.device != self._device
+
+    def advance(self) -> None:
+        """Begin what follows the sum over the shard axis."""
+        if self._is_advanced:
+            return
+        self._is_advanced = True
+        if self._replicas.has_work or self._needs_move:
+            self._lanes.replicate.follow(self._lanes.reduce, self._ticket)
+            self._ticket = self._lanes.replicate.submit(self._start_replicas)
+
+    def release(self) -> None:
+        """Let go of the gradients, and of what the device has worked with, as soon as it has ended."""
+        self.advance()
+        self._ticket.wait()
+        self.gradients = None
+        self._scratch.clear()
+
+    def finish(self) -> None:
+        """Wait until the result is in ``output``, laid out as the destination says."""
+        self.release()
+        if self.lands_on_host:
+            self._ticket.land()
+
+    def _start_replicas(self) -> Finish:
+        parts = [
+            typed_stretch(self.output, run.start, run.end, run.dtype)
+            for run in self._layout.runs
+            if run.end > run.start and isinstance(run.dtype, torch.dtype)
+        ]
+        wait: Finish | None = None
+        if (earlier := self._replicas.earlier) is not None:
+            for part, run in zip(parts, [r for r in self._layout.runs if r.end > r.start], strict=True):
+                assert isinstance(run.dtype, torch.dtype)
+                part.add_(typed_stretch(earlier, run.start, run.end, run.dtype))
+        if self._replicas.pg is not None:
+            wait = all_reduce(self._replicas.pg, parts, is_async=not self._lanes.are_streams)
+
+        def finish() -> None:
+            if wait is not None:
+                wait()
+            if self._replicas.hook is not None:
+                for part in parts:
+                    self._replicas.hook(part)
+            if self._needs_move:
+                self._move()
+
+        return finish
+
+    def _move(self) -> None:
+        """Cast to the dtype of ``.grad``, where the sums are, then bring it to where the shards are."""
+        target, source = self._destination, self.output
+        if target.layout is not self._layout:
+            cast = torch.empty(target.layout.shard_bytes, dtype=torch.uint8, device=source.device)
+            cast_buffer(source, self._layout, cast, target.layout)
+            self._scratch.append(source)
+            source = cast
+        if target.device != source.device:
+            landed = torch.empty(
+                source.numel(), dtype=torch.uint8, device=target.device, pin_memory=target.is_pinned
+            )
+            landed.copy_(source, non_blocking=target.is_pinned)
+            self._scratch.append(source)
+            source = landed
+        self.output = source

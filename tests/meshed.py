@@ -1,0 +1,136 @@
+"""Where ranks stand on a mesh, for tests that run one program plainly and sharded.
+
+def program(layout, ...):                  # module level: it is sent by name
+    model = built(RECIPE)
+    if layout is not None:
+        fully_shard(model, mesh=layout.data_mesh())
+    ... layout_inputs(layout, step) ...    # this rank's rows of the global batch
+    return tensors_of(model)
+
+def test_it(world4):
+    assert_all_same(world4.run(program, LAYOUT, ...), program(None, ...))
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import random_batch
+from reference import Recipe, Record, full, train
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+BATCH_SIZE = 12  # divisible by 1, 2, 3 and 4 ranks
+
+
+@cache  # every mesh opens process groups, which no test can close; a rank's process has few
+def device_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh, and which of its dimensions see different data. Travels by pickle; ranks make the mesh."""
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...] = ("replicate", "shard")
+    data: tuple[str, ...] = ("replicate", "shard")
+
+    def __str__(self) -> str:
+        return "_".join(f"{name}{size}" for name, size in zip(self.names, self.shape, strict=True))
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def mesh(self) -> DeviceMesh:
+        return device_mesh(self.shape, self.names)
+
+    def data_mesh(self) -> DeviceMesh:
+        return self.mesh() if self.data == self.names else self.mesh()[self.data]
+
+    def seat(self) -> tuple[int, int]:
+        """Which part of the batch is this rank's, of how many."""
+        where = self.mesh().get_coordinate()
+        assert where is not None
+        index, count = 0, 1
+        for name, size, place in zip(self.names, self.shape, where, strict=True):
+            if name in self.data:
+                index, count = index * size + place, count * size
+        return index, count
+
+
+def seat(layout: Layout | None) -> tuple[int, int]:
+    return (0, 1) if layout is None else layout.seat()
+
+
+def layout_inputs(layout: Layout | None, step: int, width: int = 8) -> Tensor:
+    """This rank's rows of the batch of `step`."""
+    return part(random_batch(step, BATCH_SIZE, width), *seat(layout))
+
+
+def part(batch: Tensor, index: int, count: int) -> Tensor:
+    share = len(batch) // count
+    return batch[index * share : (index + 1) * share].clone()
+
+
+def train_on(layout: Layout, model: nn.Module, recipe: Recipe) -> Record:
+    """`reference.train` on this rank's part of the batch, with the losses of all."""
+    record = train(model, recipe, *layout.seat())
+    mean = torch.tensor(record.losses, dtype=torch.float64)
+    dist.all_reduce(mean)
+    record.losses = (mean / dist.get_world_size()).tolist()
+    return record
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
+    return {f"gradient of {name}": full(param.grad) for name, param in model.named_parameters()}
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: full(param) for name, param in model.named_parameters()}
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor | None]:
+    return {**gradients_of(model), **parameters_of(model)}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Of norms and losses, which are DTensors or not."""
+    found = full(tensor)
+    assert found is not None
+    return found
+
+
+def refusal(act: Any, *args: Any, **kwargs: Any) -> str:
+    """How a call is refused, as 'ValueError: ...'; a call that succeeds is a failure."""
+    try:
+        act(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("nothing was refused")
+
+
+def assert_all_same(
+    ranks: Sequence[dict[str, Any]], want: dict[str, Any], atol: float = 1e-10, rtol: float = 0.0
+) -> None:
+    """What every rank found agrees with the plain run."""
+    assert want, "the program has noted nothing"
+    for rank, got in enumerate(ranks):
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            what = f"{name} on rank {rank}"
+            if not isinstance(value, Tensor):
+                assert not isinstance(got[name], Tensor), f"{what}: a tensor where {value} is expected"
+                assert got[name] == value, f"{what}: {got[name]} where {value} is expected"
+                continue
+            assert isinstance(got[name], Tensor), f"{what}: {got[name]} where a tensor is expected"
+            assert not isinstance(got[name], DTensor)
+            torch.testing.assert_close(
+                got[name], value, rtol=rtol, atol=atol, msg=lambda text, what=what: f"{what}: {text}"
+            )

@@ -1,0 +1,89 @@
+"""The examples with several dimensions of parallelism train what one process trains.
+
+The reference is the example's own model, neither sharded nor spread, in a world of one process. In
+float64, so that an expert is never chosen otherwise because sums were rounded otherwise.
+"""
+
+import contextlib
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import World
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SIZES = ["--device=cpu", "--layers=2", "--width=16", "--heads=4", "--context=16", "--batch=8", "--steps=3"]
+
+Curve = tuple[list[float], list[float]]  # training and validation losses
+
+
+@contextlib.contextmanager
+def example(name: str) -> Iterator[ModuleType]:
+    """Import an example, which imports its neighbours by bare names; others of these names are set aside."""
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    others = {other: sys.modules.pop(other) for other in names & sys.modules.keys()}
+    world = str(dist.get_world_size())  # as torchrun tells the command line
+    try:
+        with (
+            mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]),
+            mock.patch.dict(os.environ, {"WORLD_SIZE": world}),
+        ):
+            yield importlib.import_module(name)
+    finally:
+        for own in names & sys.modules.keys():
+            del sys.modules[own]
+        sys.modules.update(others)
+
+
+def train(name: str, arguments: list[str], parallel: bool) -> Curve:
+    """What an example's ``main`` does, on a text of random bytes: the real one takes seconds to read."""
+    with example(name) as module:
+        settings = module.parse_settings([*SIZES, *arguments])
+        model = module.build_model(settings).double()
+        if parallel:
+            module.parallelize(model, settings)
+        generator = torch.Generator().manual_seed(0)
+        texts = torch.randint(256, (2, 4000), generator=generator, dtype=torch.uint8)
+        corpus = module.Corpus(*texts, num_files=0)
+        history = module.train(model, corpus, settings, report=lambda line: None)
+        return history.train_loss, history.val_loss
+
+
+RUNS = [
+    pytest.param(2, "train_moe", ["--ep", "2"], id="moe-2-experts-whole"),
+    pytest.param(4, "train_moe", ["--ep", "2"], id="moe-4-experts-sharded"),
+    pytest.param(2, "train_moe", ["--ep", "1"], id="moe-2-one-mesh"),
+    pytest.param(2, "train_2d", ["--tp", "2"], id="2d-2-tensor-parallel-alone"),
+    pytest.param(4, "train_2d", ["--tp", "2", "--accumulate", "2"], id="2d-4-accumulating"),
+    pytest.param(4, "train_2d", ["--tp", "2", "--replicate", "2"], id="2d-4-replicated"),
+]
+
+
+@pytest.mark.parametrize(("world", "name", "arguments"), RUNS, indirect=["world"])
+def test_an_example_trains_what_one_process_trains(
+    world1: World, world: World, name: str, arguments: list[str]
+) -> None:
+    ((training, validation),) = world1.run(train, name, [], parallel=False)
+    assert training[0] != training[-1]
+    for got in world.run(train, name, arguments, parallel=True):
+        assert got[0] == pytest.approx(training, rel=0, abs=1e-10)
+        assert got[1] == pytest.approx(validation, rel=0, abs=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["train_2d", "train_moe"])
+@pytest.mark.parametrize("processes", [1, 4])
+def test_an_example_runs_from_its_command_line(name: str, processes: int) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, "--nproc-per-node", str(processes), str(EXAMPLES / f"{name}.py"), *SIZES]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert "step    3   loss " in run.stdout

@@ -1,0 +1,582 @@
+"""Where shards lie: on which dimension, on which mesh, on how many ranks after forward, on which device.
+
+Training equals plain training on the global batch in float64 to 1e-10, with each of these alone and in
+pairs with what people combine them with.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import World
+from meshed import (
+    Layout,
+    assert_all_same,
+    gradients_of,
+    layout_inputs,
+    parameters_of,
+    part,
+    refusal,
+    tensors_of,
+    train_on,
+    whole,
+)
+from models import (
+    WIDTH,
+    Block,
+    even_tower,
+    language_model,
+    next_token_loss,
+    odd_model,
+    random_batch,
+    token_batch,
+    uneven_batch,
+    uneven_tower,
+)
+from reference import Recipe, adamw, assert_same_record, built, full, mean_of_squares, plain_run, shard
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+import shardwise
+from shardwise import fully_shard
+
+LINES = {size: Layout((size,), ("shard",), ("shard",)) for size in (1, 2, 3, 4)}
+LINE = LINES[4]
+SQUARE = Layout((2, 2))
+
+# --- on which dimension ---------------------------------------------------------------------------
+
+
+class Convolutions(nn.Module):
+    """Weights of three and four dimensions, none of which divides by 2 and 4 everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Conv2d(1, 8, (3, 5), padding=(1, 2))
+        self.blocks = nn.ModuleList([nn.Conv2d(8, 6, 3, padding=1), nn.Conv2d(6, 4, (2, 4), padding=1)])
+        self.line = nn.Conv1d(4, 8, 4, padding=2)
+        self.outlet = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x.view(-1, 1, 2, x.shape[1] // 2))
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.outlet(self.line(x.flatten(2)).mean(-1))
+
+
+EVEN = Recipe(even_tower, random_batch, steps=2)
+UNEVEN = Recipe(uneven_tower, uneven_batch, steps=2)
+ODD = Recipe(odd_model, random_batch, steps=2)
+TEXT = Recipe(language_model, token_batch, loss=next_token_loss, steps=2)
+CONVOLUTIONS = Recipe(Convolutions, random_batch, steps=2)
+RECIPES = {"even": EVEN, "uneven": UNEVEN, "odd": ODD, "text": TEXT, "convolutions": CONVOLUTIONS}
+
+
+def second(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if param.ndim > 1 else None
+
+
+def last(param: nn.Parameter) -> Shard | None:
+    return Shard(-1) if param.ndim else None
+
+
+def before_last(param: nn.Parameter) -> Shard | None:
+    return Shard(-2) if param.ndim > 1 else None
+
+
+def largest(param: nn.Parameter) -> Shard | None:
+    return Shard(max(range(param.ndim), key=lambda dim: param.shape[dim])) if param.ndim else None
+
+
+def smallest(param: nn.Parameter) -> Shard | None:
+    return Shard(min(range(param.ndim), key=lambda dim: param.shape[dim])) if param.ndim else None
+
+
+def default(param: nn.Parameter) -> None:
+    return None
+
+
+FUNCTIONS = {f.__name__: f for f in (second, last, before_last, largest, smallest, default)}
+
+PlacementFn = Callable[[nn.Parameter], Any]
+
+
+def placed_run(layout: Layout, recipe: Recipe, place: PlacementFn, options: dict[str, Any]) -> Any:
+    options = {"mesh": layout.mesh(), "shard_placement_fn": place, **options}
+    return train_on(layout, shard(built(recipe), recipe.but(options=options)), recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("place", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_parameters_may_be_sharded_on_any_dimension(
+    world4: World, place: PlacementFn, recipe: Recipe
+) -> None:
+    expected = plain_run(recipe)
+    for record in world4.run(placed_run, LINE, recipe, place, {}):
+        assert_same_record(record, expected)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
+@pytest.mark.parametrize("recipe", [UNEVEN, CONVOLUTIONS], ids=["uneven", "convolutions"])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_any_number_of_ranks_may_share_a_dimension(world: World, recipe: Recipe, reshard: bool) -> None:
+    expected = plain_run(recipe)
+    options = {"reshard_after_forward": reshard}
+    for record in world.run(placed_run, LINES[world.size], recipe, last, options):
+        assert_same_record(record, expected)
+
+
+@pytest.mark.parametrize("recipe", [EVEN, UNEVEN, CONVOLUTIONS], ids=["even", "uneven", "convolutions"])
+def test_hybrid_sharding_follows_the_placement_too(world4: World, recipe: Recipe) -> None:
+    expected = plain_run(recipe)
+    for record in world4.run(placed_run, SQUARE, recipe, second, {}):
+        assert_same_record(record, expected)
+
+
+def shown(layout: Layout, recipe: Recipe, place: PlacementFn) -> dict[str, Any]:
+    options = {"mesh": layout.mesh(), "shard_placement_fn": place}
+    model = shard(built(recipe), recipe.but(options=options))
+    mean_of_squares(model, part(recipe.batch(0, 12), *layout.seat())).backward()
+    found: dict[str, Any] = {}
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor)
+        assert isinstance(param.grad, DTensor)
+        assert param.grad.placements == param.placements
+        found[name] = param.placements, param.to_local().detach().clone(), param.grad.to_local().shape
+    return found
+
+
+@pytest.mark.parametrize("recipe", [EVEN, UNEVEN, CONVOLUTIONS], ids=["even", "uneven", "convolutions"])
+@pytest.mark.parametrize("place", [second, last, largest, default])
+def test_each_rank_holds_its_chunk_of_the_dimension(
+    world4: World, place: PlacementFn, recipe: Recipe
+) -> None:
+    """As torch.chunk cuts: ceil(size / ranks) each, the last ranks perhaps with fewer or none."""
+    ranks = world4.run(shown, LINE, recipe, place)
+    for name, value in built(recipe).named_parameters():
+        dim = (place(value) or Shard(0)).dim % value.ndim
+        chunks = list(value.detach().chunk(4, dim))
+        for rank, found in enumerate(ranks):
+            placements, local, gradient = found[name]
+            assert placements == (Shard(dim),), f"{name}: {placements}"
+            assert gradient == local.shape
+            if rank < len(chunks):
+                assert torch.equal(local, chunks[rank]), f"{name} on rank {rank}"
+            else:
+                assert local.numel() == 0, f"{name} on rank {rank}"
+
+
+def other_answer(answer: Any) -> str:
+    model = built(EVEN)
+    message = refusal(lambda: fully_shard(model, mesh=LINE.mesh(), shard_placement_fn=lambda param: answer))
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
+    return message
+
+
+@pytest.mark.parametrize("answer", [Shard(2), Shard(-3), Replicate(), 1, "0"], ids=str)
+def test_a_placement_that_cannot_be_is_refused_and_nothing_changes(world4: World, answer: Any) -> None:
+    for message in world4.run(other_answer, answer):
+        assert message.startswith(("ValueError", "TypeError", "AssertionError")), message
+
+
+# --- on which mesh --------------------------------------------------------------------------------
+
+
+class Expert(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class MixtureBlock(nn.Module):
+    """One expert of two for each row: the first half of the batch has the first one.
+
+    On a mesh every rank has one expert only, and all its rows are for that one.
+    """
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.experts = nn.ModuleList(Expert(hidden) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.norm(x).chunk(len(self.experts))
+        return x + torch.cat([expert(p) for expert, p in zip(self.experts, parts, strict=True)])
+
+
+class Mixture(nn.Module):
+    def __init__(self, hidden: int = 16) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(MixtureBlock(hidden) for _ in range(2))
+        self.outlet = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.outlet(x)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """How a mixture is trained."""
+
+    hidden: int = 16
+    frozen: str = ""  # names that contain it
+    result: str = "ours"  # how the mesh is named: a DeviceMesh, or what torch's own function returns
+    hybrid: bool = False  # the dense parameters are hybrid
+    column: bool = False  # experts on dimension 1
+    checkpointed: bool = False
+    microbatches: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+EXPERT_MESH = Layout((2, 2), ("ep", "fsdp"), ("ep", "fsdp"))
+
+
+class TorchsResult:
+    """Has the attributes of torch's ShardPlacementResult and of its mesh info."""
+
+    def __init__(self, placement: Shard, mesh: DeviceMesh) -> None:
+        self.placement = placement
+        self.mesh_info = self
+        self.mesh = mesh
+        self.shard_mesh_dim = 0
+
+
+def where_experts_go(param: nn.Parameter, ids: set[int], experts: Experts) -> Any:
+    if id(param) not in ids:
+        return None
+    placement = Shard(1) if experts.column and param.ndim > 1 else Shard(0)
+    mesh = EXPERT_MESH.mesh()["fsdp"]
+    if experts.result == "ours":
+        return shardwise.ShardPlacementResult(placement, mesh)
+    return TorchsResult(placement, mesh)
+
+
+def mixture(experts: Experts, only: int | None) -> Mixture:
+    """Both halves have the weights that the whole model has."""
+    torch.manual_seed(1234)
+    model = Mixture(experts.hidden).double()
+    if only is not None:
+        for block in model.blocks:
+            del block.experts[1 - only]
+    names = whole_names(model, only or 0)
+    for name, param in names.items():
+        if experts.frozen and experts.frozen in name:
+            param.requires_grad_(False)
+    return model
+
+
+def whole_names(model: nn.Module, only: int) -> dict[str, nn.Parameter]:
+    """Parameters by the names they have in the whole model."""
+    params = dict(model.named_parameters())
+    if any("experts.1." in name for name in params):
+        return params
+    return {name.replace("experts.0.", f"experts.{only}."): param for name, param in params.items()}
+
+
+def trained_experts(experts: Experts) -> dict[str, Any]:
+    """One expert per half of the ranks, sharded within the half; the rest over all ranks."""
+    only, _ = EXPERT_MESH.mesh().get_coordinate() or (0, 0)
+    model = mixture(experts, only)
+    ids = {id(p) for name, p in model.named_parameters() if ".experts." in name}
+    dense = EXPERT_MESH.mesh() if experts.hybrid else LINE.mesh()
+    options: dict[str, Any] = {
+        "mesh": dense,
+        "shard_placement_fn": partial(where_experts_go, ids=ids, experts=experts),
+        **experts.options,
+    }
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor)
+        expected = EXPERT_MESH.mesh()["fsdp"] if ".experts." in name else dense
+        assert param.device_mesh == expected, name
+    return steps_of_experts(experts, model, whole_names(model, only), *EXPERT_MESH.seat())
+
+
+def plain_experts(experts: Experts) -> dict[str, Any]:
+    """Gradients of experts are averaged over the ranks of their own mesh, half of all: twice as large."""
+    model = mixture(experts, None)
+    for name, param in model.named_parameters():
+        if ".experts." in name and param.requires_grad:
+            param.register_hook(lambda gradient: gradient * 2)
+    return steps_of_experts(experts, model, dict(model.named_parameters()), 0, 1)
+
+
+def steps_of_experts(
+    experts: Experts, model: nn.Module, names: dict[str, nn.Parameter], index: int, count: int
+) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    notes: dict[str, Any] = {}
+    for step in range(2):
+        optimizer.zero_grad()
+        for microbatch in range(experts.microbatches):
+            if isinstance(model, shardwise.FSDPModule):
+                model.set_requires_gradient_sync(microbatch == experts.microbatches - 1)
+            inputs = part(random_batch(10 * step + microbatch, 12), index, count)
+            if experts.checkpointed:
+                outputs = checkpoint(model, inputs, use_reentrant=False)
+            else:
+                outputs = model(inputs)
+            (outputs - inputs.sum(-1, keepdim=True)).pow(2).mean().backward()
+        notes |= {f"step {step}: gradient of {name}": full(param.grad) for name, param in names.items()}
+        optimizer.step()
+    return {**notes, **{name: full(param) for name, param in names.items()}}
+
+
+MIXTURES = {
+    "usual": Experts(),
+    "uneven": Experts(hidden=13),
+    "from_torch": Experts(result="torchs"),
+    "hybrid": Experts(hybrid=True),
+    "columns": Experts(column=True, hidden=13),
+    "frozen_experts": Experts(frozen="experts"),
+    "frozen_router": Experts(frozen="norm"),
+    "frozen_half_of_an_expert": Experts(frozen="experts.0.up"),
+    "checkpointed": Experts(checkpointed=True),
+    "checkpointed_frozen": Experts(checkpointed=True, frozen="inlet", hidden=13),
+    "microbatches": Experts(microbatches=3, hidden=13),
+    "kept": Experts(options={"reshard_after_forward": False}),
+    "resharded": Experts(options={"reshard_after_forward": True}, hidden=13),
+    "hybrid_frozen_microbatches": Experts(hybrid=True, frozen="up", microbatches=2),
+}
+
+
+@pytest.mark.parametrize("experts", MIXTURES.values(), ids=MIXTURES)
+def test_experts_lie_on_another_mesh_than_the_rest(world4: World, experts: Experts) -> None:
+    expected = plain_experts(experts)
+    for rank, found in enumerate(world4.run(trained_experts, experts)):
+        mine = f"experts.{rank // 2}."
+        want = {name: v for name, v in expected.items() if ".experts." not in name or mine in name}
+        assert_all_same([found], want)
+
+
+# --- on how many ranks after forward --------------------------------------------------------------
+
+
+def line_run(recipe: Recipe, options: dict[str, Any]) -> Any:
+    layout = LINES[dist.get_world_size()]
+    model = shard(built(recipe), recipe.but(options={"mesh": layout.mesh(), **options}))
+    return train_on(layout, model, recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_f10_resharding_to_fewer_ranks_changes_no_number(world4: World, ranks: int, recipe: Recipe) -> None:
+    expected = plain_run(recipe)
+    for record in world4.run(line_run, recipe, {"reshard_after_forward": ranks}):
+        assert_same_record(record, expected)
+
+
+def resharded(layout: Layout | None, recipe: Recipe, place: PlacementFn | None) -> dict[str, Any]:
+    """What may happen between forward and backward, on 2 ranks of 4."""
+    model = built(recipe)
+    if layout is not None:
+        options = {"mesh": layout.mesh(), "reshard_after_forward": 2, "shard_placement_fn": place}
+        shard(model, recipe.but(options=options))
+    optimizer = adamw(model)
+    width = recipe.batch(0, 1).shape[1]
+    notes: dict[str, Any] = {}
+    for step in range(2):
+        optimizer.zero_grad()
+        with torch.no_grad():  # an evaluation, of which no backward follows
+            notes[f"evaluation {step}"] = model(random_batch(50 + step, 3, width))
+        first = mean_of_squares(model, layout_inputs(layout, 10 * step, width))
+        if layout is not None:
+            for param in model.parameters():
+                assert isinstance(param, DTensor)
+                assert param.device_mesh == layout.mesh(), "what is shown is not the shard"
+        notes |= {f"between {step}: {name}": full(v) for name, v in model.state_dict().items()}
+        second_loss = mean_of_squares(model, layout_inputs(layout, 10 * step + 1, width))
+        (first + second_loss).backward()
+        notes[f"norm {step}"] = whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+    return {**notes, **tensors_of(model)}
+
+
+@pytest.mark.parametrize("place", [None, second], ids=["rows", "columns"])
+@pytest.mark.parametrize("recipe", [EVEN, UNEVEN], ids=["even", "uneven"])
+def test_f10_between_forward_and_backward_the_shards_are_shown_and_right(
+    world4: World, recipe: Recipe, place: PlacementFn | None
+) -> None:
+    assert_all_same(world4.run(resharded, LINE, recipe, place), resharded(None, recipe, None))
+
+
+def world_to_reshard_to(ranks: int) -> str:
+    model = built(EVEN)
+    message = refusal(lambda: fully_shard(model, mesh=LINE.mesh(), reshard_after_forward=ranks))
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
+    return message
+
+
+@pytest.mark.parametrize("ranks", [3, 8, 0, -2])
+def test_only_a_divisor_of_the_world_can_be_resharded_to(world4: World, ranks: int) -> None:
+    for message in world4.run(world_to_reshard_to, ranks):
+        assert message.startswith("ValueError"), message
+        assert "reshard_after_forward" in message
+        assert str(ranks) in message
+
+
+# --- pairs ----------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    """A tower whose blocks may be recomputed in backward."""
+
+    def __init__(self, reentrant: bool | None, hidden: int) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH, hidden) for _ in range(3))
+        self.outlet = nn.Linear(WIDTH, 1)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            if self.reentrant is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.outlet(x)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One choice of where shards lie."""
+
+    layout: Layout = LINE
+    place: PlacementFn | None = None
+    reshard: int | bool | None = None
+    offloads: bool = False
+    pins: bool = False
+
+    def options(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"mesh": self.layout.mesh(), "reshard_after_forward": self.reshard}
+        if self.place is not None:
+            found["shard_placement_fn"] = self.place
+        if self.offloads:
+            found["offload_policy"] = shardwise.CPUOffloadPolicy(pin_memory=self.pins)
+        return found
+
+
+FEATURES = {
+    "rows": Feature(),
+    "columns": Feature(place=second),
+    "hybrid": Feature(SQUARE),
+    "smaller_world": Feature(reshard=2),
+    "offload": Feature(offloads=True),
+    "pinned_offload": Feature(offloads=True, pins=True),  # there is nothing to pin for on a host
+    "hybrid_offload": Feature(SQUARE, offloads=True),
+    "hybrid_columns": Feature(SQUARE, place=last),
+    "smaller_world_columns": Feature(reshard=2, place=last),
+    "smaller_world_offload": Feature(reshard=2, offloads=True),
+    "offload_columns_kept": Feature(place=second, offloads=True, reshard=False),
+    "hybrid_offload_columns": Feature(SQUARE, place=largest, offloads=True, reshard=True),
+}
+
+
+@dataclass(frozen=True)
+class Habit:
+    """What a training loop does beside."""
+
+    hidden: int = 13
+    reentrant: bool | None = None  # None: no checkpointing
+    microbatches: int = 1
+    clip: bool = False
+    frozen: tuple[str, ...] = ()
+
+
+HABITS = {
+    "plain": Habit(),
+    "even": Habit(hidden=16),
+    "checkpointing": Habit(reentrant=False),
+    "reentrant_checkpointing": Habit(reentrant=True),
+    "accumulation_and_clipping": Habit(microbatches=3, clip=True),
+    "frozen": Habit(frozen=("blocks.1", "blocks.0.up", "inlet.bias")),
+    "everything": Habit(reentrant=False, microbatches=2, clip=True, frozen=("blocks.2.norm",)),
+}
+
+
+def habitual(feature: Feature | None, habit: Habit) -> dict[str, Any]:
+    torch.manual_seed(1234)
+    model = Checkpointed(habit.reentrant, habit.hidden).double()
+    for name, param in model.named_parameters():
+        param.requires_grad_(not (habit.frozen and name.startswith(habit.frozen)))
+    layout = None if feature is None else feature.layout
+    if feature is not None:
+        for module in [*model.blocks, model]:
+            fully_shard(module, **feature.options())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    notes: dict[str, Any] = {}
+    for step in range(2):
+        optimizer.zero_grad()
+        for microbatch in range(habit.microbatches):
+            if feature is not None:
+                model.set_requires_gradient_sync(microbatch == habit.microbatches - 1)
+            inputs = layout_inputs(layout, 10 * step + microbatch)
+            mean_of_squares(model, inputs).backward()
+        if habit.clip:
+            notes[f"norm {step}"] = whole(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        notes |= {f"step {step}: {name}": value for name, value in gradients_of(model).items()}
+        optimizer.step()
+    return {**notes, **parameters_of(model)}
+
+
+@pytest.mark.parametrize("habit", HABITS.values(), ids=HABITS)
+@pytest.mark.parametrize("feature", FEATURES.values(), ids=FEATURES)
+def test_every_placement_goes_with_every_habit(world4: World, feature: Feature, habit: Habit) -> None:
+    assert_all_same(world4.run(habitual, feature, habit), habitual(None, habit))
+
+
+# --- offloading -----------------------------------------------------------------------------------
+
+
+def devices(feature: Feature) -> set[str]:
+    """Of everything that lives on between steps."""
+    model = shard(built(EVEN), EVEN.but(options=feature.options()))
+    optimizer = adamw(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        mean_of_squares(model, layout_inputs(feature.layout, step)).backward()
+        optimizer.step()
+    tensors: list[Tensor] = [
+        *model.parameters(),
+        *(param.grad for param in model.parameters() if param.grad is not None),
+        *(value for state in optimizer.state.values() for value in state.values()),
+        *model.state_dict().values(),
+    ]
+    assert all(isinstance(param.grad, DTensor) for param in model.parameters())
+    return {str(tensor.device) for tensor in tensors}
+
+
+@pytest.mark.parametrize("name", ["offload", "pinned_offload", "hybrid_offload"])
+def test_offloaded_parameters_gradients_and_states_stay_on_the_host(world4: World, name: str) -> None:
+    for found in world4.run(devices, FEATURES[name]):
+        assert found == {"cpu"}
+
+
+def offload_run(recipe: Recipe, pins: bool) -> Any:
+    return line_run(recipe, {"offload_policy": shardwise.CPUOffloadPolicy(pin_memory=pins)})
+
+
+@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("pins", [True, False])
+def test_offloading_changes_no_number(world: World, pins: bool, recipe: Recipe) -> None:
+    expected = plain_run(recipe)
+    for record in world.run(offload_run, recipe, pins):
+        assert_same_record(record, expected)
