@@ -26,7 +26,7 @@ from shardwise.module import (
 from shardwise.policy import CommPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.runtime import compat
 from shardwise.runtime.bucket import Bucket, Storage
-from shardwise.runtime.extension import ExtensionBucket, is_extension
+from shardwise.runtime.extension import ExtensionBucket, check_protocol, is_extension
 from shardwise.runtime.group import GradientState, Group, State, Tie
 from shardwise.runtime.hooks import install_hooks
 from shardwise.runtime.mesh import ShardMesh, resolve_mesh
@@ -80,7 +80,8 @@ def fully_shard(
         reshard_after_forward: True frees the full parameters after forward and gathers them again for
             backward; False keeps them; None frees them except in the outermost sharded module,
             which backward needs at once. A number n of ranks, a divisor of the number sharded over: each n
-            neighbours keep them together and gather them again among themselves.
+            neighbours keep them together and gather them again among themselves (1 is as False, all of
+            them as True).
         shard_placement_fn: called with each parameter; returns the ``Shard(dim)`` to use for it, a
             :class:`ShardPlacementResult` to choose its mesh as well, or None for ``Shard(0)``. Sharding on
             other dims than 0 costs a copy of the parameter at every gather and reduction.
@@ -184,8 +185,8 @@ def _check_modules(module: Any) -> list[nn.Module]:
     for index, each in enumerate(modules):
         if each in modules[:index]:
             raise ValueError(
-                f"fully_shard: a {_class_name(each)} stands twice in the list, at "
-                f"[{modules.index(each)}] and [{index}]. Leave one out."
+                f"fully_shard: a {_class_name(each)} stands twice in the list, at [{modules.index(each)}] "
+                f"and [{index}]. Leave one out."
             )
         inside = set(each.modules())
         for other_index, other in enumerate(modules):
@@ -238,20 +239,14 @@ def _check_reshard(reshard_after_forward: Any, mesh: ShardMesh) -> bool | int | 
             "number of ranks."
         )
     world = mesh.shard.world
-    if reshard_after_forward == world or reshard_after_forward == 1:
-        same = "True" if reshard_after_forward == world else "False"
-        raise ValueError(
-            f"fully_shard: reshard_after_forward={reshard_after_forward} with {world} ranks to shard over is "
-            "the "
-            f"same as {same}; pass that."
-        )
+    if reshard_after_forward in (1, world):  # each rank keeps all, or nothing is kept
+        return reshard_after_forward == world
     if reshard_after_forward < 1 or world % reshard_after_forward:
         divisors = [n for n in range(2, world) if world % n == 0]
         fitting = f"of {divisors}" if divisors else "True or False: there are no divisors between"
         raise ValueError(
             f"fully_shard: reshard_after_forward={reshard_after_forward} does not divide the {world} ranks "
-            "to "
-            f"shard over, so they cannot form groups of that size. Pass one {fitting}."
+            f"to shard over, so they cannot form groups of that size. Pass one {fitting}."
         )
     return reshard_after_forward
 
@@ -280,9 +275,18 @@ def check_precision(policy: Any) -> None:
                 f"fully_shard: mp_policy.{field} is {dtype}: {why}. Pass torch.bfloat16, torch.float16, "
                 "torch.float32 or torch.float64."
             )
+    for field in ("cast_forward_inputs", "keep_low_precision_grads"):
+        value = getattr(policy, field, False)
+        if not isinstance(value, bool):
+            raise TypeError(
+                f"fully_shard: mp_policy.{field} is {value!r}, a {type(value).__name__}; pass True or False."
+            )
     rule = getattr(policy, "full_precision", None)
-    classes = rule if isinstance(rule, (tuple, list)) else () if rule is None or callable(rule) else (rule,)
-    if not all(isinstance(each, type) for each in classes):
+    classes = rule if isinstance(rule, (tuple, list)) else (rule,)
+    is_function = callable(rule) and not isinstance(rule, type)
+    if not (
+        rule is None or is_function or all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes)
+    ):
         raise TypeError(
             f"fully_shard: mp_policy.full_precision is {rule!r}; pass a module class, a tuple of them, or a "
             "function (name, module, parameter) -> bool."
@@ -295,6 +299,12 @@ def _check_offload(policy: Any) -> bool:
         return False
     if isinstance(policy, type) or not type(policy).__name__.endswith("OffloadPolicy"):
         raise TypeError(f"fully_shard: offload_policy is {_describe(policy)}, not an OffloadPolicy.")
+    pins = getattr(policy, "pin_memory", False)
+    if not isinstance(pins, bool):
+        raise TypeError(
+            f"fully_shard: offload_policy.pin_memory is {pins!r}, a {type(pins).__name__}; pass True or "
+            "False."
+        )
     return hasattr(policy, "pin_memory")
 
 
@@ -310,8 +320,7 @@ def _check_ignored(ignored_params: Any) -> set[int]:
         if not isinstance(param, nn.Parameter):
             raise TypeError(
                 f"fully_shard: ignored_params contains {_describe(param)}; pass the nn.Parameter objects, "
-                "not "
-                "names or modules."
+                "not names or modules."
             )
     return {id(param) for param in ignored_params}
 
@@ -386,16 +395,14 @@ class _Meshes:
         if not isinstance(mesh, DeviceMesh):
             raise TypeError(
                 f"{where}: shard_placement_fn returned a mesh_info that is {_describe(info)}; pass a "
-                "DeviceMesh, "
-                "or an object with an attribute mesh."
+                "DeviceMesh, or an object with an attribute mesh."
             )
         if id(mesh) not in self._others:
             resolved = resolve_mesh(mesh, _named_dims(mesh, info))
             if resolved.device != self.default.device:
                 raise ValueError(
                     f"{where}: shard_placement_fn chose a mesh of {resolved.device}, but fully_shard was "
-                    "given "
-                    f"one of {self.default.device}; the parameters of a group are on one device."
+                    f"given one of {self.default.device}; the parameters of a group are on one device."
                 )
             self._others[id(mesh)] = (mesh, resolved)
         return self._others[id(mesh)][1]
@@ -411,8 +418,7 @@ def _named_dims(mesh: DeviceMesh, info: Any) -> DataParallelMeshDims | None:
     if names is None:
         raise ValueError(
             "fully_shard: shard_placement_fn chose dimensions of a mesh without names. Give the mesh names "
-            "with "
-            "init_device_mesh(..., mesh_dim_names=...)."
+            "with init_device_mesh(..., mesh_dim_names=...)."
         )
     return DataParallelMeshDims(
         None if shard is None else names[shard], None if replicate is None else names[replicate]
@@ -443,18 +449,17 @@ def _shard_dim(placement: Any, param: nn.Parameter, where: str) -> int:
     if placement is None:
         return 0
     if type(placement) is not Shard:
+        shown = repr(placement) if isinstance(placement, Placement) else _describe(placement)
         raise (ValueError if isinstance(placement, Placement) else TypeError)(
-            f"{where}: shard_placement_fn returned {placement!r}; pass Shard(dim), a ShardPlacementResult, "
-            "or None "
-            "for Shard(0). Parameters to be replicated need a mesh that replicates (dp_mesh_dims), or "
+            f"{where}: shard_placement_fn returned {shown}; pass Shard(dim), a ShardPlacementResult, or "
+            "None for Shard(0). Parameters to be replicated need a mesh that replicates (dp_mesh_dims), or "
             "ignored_params."
         )
     dim = placement.dim + param.dim() if placement.dim < 0 else placement.dim
     if not 0 <= dim < max(1, param.dim()):
         raise ValueError(
-            f"{where}: shard_placement_fn returned {placement}, but the parameter of shape "
-            f"{tuple(param.shape)} "
-            f"has only {param.dim()} dims."
+            f"{where}: shard_placement_fn returned Shard({placement.dim}), but the parameter of shape "
+            f"{tuple(param.shape)} has only {param.dim()} dims."
         )
     return dim
 
@@ -496,8 +501,7 @@ class _Move:
         if self.param.mesh.mesh != mesh.mesh:
             raise ValueError(
                 f"{names} are tied, but {self.param.fqn} was sharded over the mesh {self.param.mesh.mesh} "
-                "and this "
-                f"fully_shard call has {mesh.mesh}. Shard both over one mesh, or untie them."
+                f"and this fully_shard call has {mesh.mesh}. Shard both over one mesh, or untie them."
             )
         if self.owner.state is not State.SHARDED or self.owner.gradient_state is not GradientState.NONE:
             raise RuntimeError(
@@ -540,8 +544,7 @@ def _message_about_ignored(group: Group, found: _Found) -> str:
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return (
         f"{group.name}: ignored_params contains trainable parameters ({shown}). Their gradients are this "
-        "rank's "
-        "own, so that the ranks will drift apart unless something else reduces them. "
+        "rank's own, so that the ranks will drift apart unless something else reduces them. "
         "model.set_reduce_ignored_params(True) averages them at the end of each backward."
     )
 
@@ -579,6 +582,7 @@ def _check_param(param: nn.Parameter, where: str, module: nn.Module) -> None:
         content = compat.local_tensor(param)
     else:
         content = param.data
+    check_protocol(content, where)
     if is_extension(content):
         return
     if type(content) is not torch.Tensor:

@@ -1,5 +1,6 @@
 """FSDPModule: what a caller may do with a sharded module."""
 
+import copy
 import importlib
 import inspect
 import math
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.runtime import compat
 from shardwise.runtime.bucket import Bucket
+from shardwise.runtime.copying import fill_copies, prepare_memo
 from shardwise.runtime.custom import (
     CustomAllGather,
     CustomReduceScatter,
@@ -81,7 +83,7 @@ class FSDPModule:
         the memory of the full gradients. ``zero_grad()`` clears them as any other gradient.
         """
         _check_bool("set_requires_gradient_sync", "requires_gradient_sync", requires_gradient_sync)
-        for group in _groups(self, recurse):
+        for group in _groups(self, recurse, "set_requires_gradient_sync"):
             group.requires_gradient_sync = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -91,7 +93,7 @@ class FSDPModule:
         for: they are freed at its end either way.
         """
         _check_bool("set_reshard_after_forward", "reshard_after_forward", reshard_after_forward)
-        for group in _groups(self, recurse):
+        for group in _groups(self, recurse, "set_reshard_after_forward"):
             group.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -101,7 +103,7 @@ class FSDPModule:
         any rank's have changed, all gather anew.
         """
         _check_bool("set_reshard_after_backward", "reshard_after_backward", reshard_after_backward)
-        for group in _groups(self, recurse):
+        for group in _groups(self, recurse, "set_reshard_after_backward"):
             group.reshard_after_backward = reshard_after_backward
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -133,7 +135,7 @@ class FSDPModule:
                 f"set_gradient_divide_factor: factor is {factor!r}; it must be a number above 0. The "
                 "default is the number of ranks, which averages; 1.0 sums."
             )
-        for group in _groups(self, recurse):
+        for group in _groups(self, recurse, "set_gradient_divide_factor"):
             group.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -147,7 +149,7 @@ class FSDPModule:
         the next backward that all-reduces. ``zero_grad()`` clears them as any other gradient.
         """
         _check_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
-        for group in _groups(self, recurse):
+        for group in _groups(self, recurse, "set_requires_all_reduce"):
             group.requires_all_reduce = requires_all_reduce
 
     def set_reduce_scatter_unused_params(
@@ -162,7 +164,7 @@ class FSDPModule:
         _check_bool(
             "set_reduce_scatter_unused_params", "reduce_scatter_unused_params", reduce_scatter_unused_params
         )
-        for group in _groups(self, recurse):
+        for group in _groups(self, recurse, "set_reduce_scatter_unused_params"):
             group.zeros_for_unused = reduce_scatter_unused_params
 
     def set_may_be_unused(self, may_be_unused: bool = True) -> None:
@@ -180,13 +182,14 @@ class FSDPModule:
         """Average the gradients of ``ignored_params`` over the ranks at the end of each synchronised
         backward."""
         _check_bool("set_reduce_ignored_params", "reduce_ignored_params", reduce_ignored_params)
-        for group in _groups(self, recurse):
+        for group in _groups(self, recurse, "set_reduce_ignored_params"):
             group.averages_ignored = reduce_ignored_params
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs this module's full parameters. An embedding does not, for one.
 
-        False spares a gather; a backward that uses the parameters after all raises.
+        False spares a gather; a backward that uses the parameters after all raises autograd's error about
+        variables "modified by an inplace operation": their memory was freed.
         """
         _check_bool("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
         _member(self).group.unshard_in_backward = unshard_in_backward
@@ -203,6 +206,7 @@ class FSDPModule:
         All parameters of the group then travel in one call, and are copied out of the buffer after it.
         """
         _check_comm("set_custom_all_gather", comm)
+        _choose(self, "set_custom_all_gather", _MEMORY)
         self._communicate(lambda pg, device: (CustomAllGather(comm, pg, device), None))
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
@@ -215,6 +219,7 @@ class FSDPModule:
         ``op`` is always a sum; the division comes after it.
         """
         _check_comm("set_custom_reduce_scatter", comm)
+        _choose(self, "set_custom_reduce_scatter", _MEMORY)
         self._communicate(lambda pg, device: (None, CustomReduceScatter(comm, pg, device)))
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
@@ -236,9 +241,8 @@ class FSDPModule:
         if stream is not None:
             if any(not bucket.mesh.replicate.is_alone for bucket in group.buckets):
                 raise ValueError(
-                    "set_all_reduce_hook: stream was given, but the mesh has replicas, whose all-reduce runs "
-                    "in "
-                    "a stream of its own; the hook runs there as well. Leave stream out."
+                    "set_all_reduce_hook: stream was given, but the mesh has replicas, whose all-reduce "
+                    "runs in a stream of its own; the hook runs there as well. Leave stream out."
                 )
             hook = in_stream(hook, stream)
         group.all_reduce_hook = hook
@@ -257,10 +261,14 @@ class FSDPModule:
         """
         _check_bool("set_allocate_memory_from_process_group_for_comm", "enable", enable)
         group = _member(self).group
+        if enable:
+            _choose(self, "set_allocate_memory_from_process_group_for_comm", _CUSTOM)
+        else:
+            group.choices.discard("set_allocate_memory_from_process_group_for_comm")
         pgs = [b.mesh.shard.pg for b in group.buckets if b.mesh.shard.pg is not None]
-        if not enable:
+        if not enable and group.choices.isdisjoint(_CUSTOM):
             group.replan(lambda bucket: bucket.use_default_communicators())
-        elif all(compat.can_allocate(pg, group.device) for pg in pgs):
+        elif enable and all(compat.can_allocate(pg, group.device) for pg in pgs):
             self._communicate(lambda pg, device: (WithMemory(pg, device, ProcessGroupMemory(pg)),) * 2)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
@@ -276,6 +284,7 @@ class FSDPModule:
                 f"set_symm_mem_for_comm: the mesh is of {group.device.type}, and symmetric memory of NCCL is "
                 "memory of CUDA devices. Leave the call out."
             )
+        _choose(self, "set_symm_mem_for_comm", _CUSTOM)
         self._communicate(lambda pg, device: (WithMemory(pg, device, SymmetricMemory(pg)), None))
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
@@ -285,7 +294,7 @@ class FSDPModule:
         process group is made at the next forward.
         """
         _check_bool("set_separate_reduce_scatter_group", "enable", enable)
-        for group in _groups(self, recurse):
+        for group in _groups(self, recurse, "set_separate_reduce_scatter_group"):
             group.separate_reduce_group = enable
         _member(self).schedule.prepare_anew()
 
@@ -298,12 +307,11 @@ class FSDPModule:
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(
                 f"{caller}: max_input_buffers is {max_input_buffers!r}, a "
-                f"{type(max_input_buffers).__name__}; "
-                "pass an int."
+                f"{type(max_input_buffers).__name__}; pass an int."
             )
         if max_input_buffers < 1:
             raise ValueError(f"{caller}: max_input_buffers is {max_input_buffers}; it must be 1 or more.")
-        for group in _groups(self, recurse):
+        for group in _groups(self, recurse, "set_reduce_scatter_max_input_buffers"):
             group.max_reductions = max_input_buffers
 
     def set_post_optim_event(self, event: torch.Event) -> None:
@@ -331,8 +339,7 @@ class FSDPModule:
         if member.schedule.root is not member.group:
             raise RuntimeError(
                 f"reset_iter_state: {member.group.name} is not the root, but inside a sharded module that "
-                "drives "
-                "it. Call it on the outermost sharded module."
+                "drives it. Call it on the outermost sharded module."
             )
         member.schedule.reset()
 
@@ -360,8 +367,7 @@ def share_comm_ctx(modules: "Sequence[FSDPModule]") -> None:
         if not isinstance(module, FSDPModule):
             raise TypeError(
                 f"share_comm_ctx: {type(module).__name__} at [{index}] is not sharded. Call fully_shard on "
-                "it "
-                "first."
+                "it first."
             )
     if modules:
         first, *others = [_member(module).schedule for module in modules]
@@ -440,6 +446,7 @@ def _make_sharded_class(original: type) -> type:
         )
     special = {
         "__new__": lambda cls, *args, **kwargs: original(*args, **kwargs),
+        "__deepcopy__": _deep_copy,
         "__reduce_ex__": _refuse_to_copy,
         "_apply": _apply_and_follow,
         "__module__": __name__,
@@ -479,11 +486,29 @@ def _apply_and_follow(self: Any, fn: Any, recurse: bool = True) -> Any:
     return result
 
 
+def _deep_copy(self: Any, memo: dict[int, Any]) -> Any:
+    """A copy with shards and groups of its own, over the same mesh; see runtime/copying.py."""
+    is_outermost = id(_member(self)) not in memo
+    members = sharded_members(self) if is_outermost else []
+    shown = [member.group for member in members if member.group.is_shown]
+    for group in shown:
+        group.hide()  # the copy is not gathered
+    if is_outermost:
+        prepare_memo(members, memo)
+    twin = memo[id(self)] = object.__new__(type(self))
+    twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+    if is_outermost:
+        fill_copies(members, memo)
+    for group in shown:
+        group.show()
+    return twin
+
+
 def _refuse_to_copy(self: Any, protocol: Any) -> Any:
     raise NotImplementedError(
-        f"{_member(self).group.name}: copying or pickling a sharded module is not supported yet: a copy "
-        "would share its collectives and none of its memory. Copy the model before fully_shard and shard "
-        "both, or save its state_dict()."
+        f"{_member(self).group.name}: a sharded module cannot be pickled or copied shallowly: its process "
+        "groups stay behind, or two modules would drive one group. Use copy.deepcopy, or save its "
+        "state_dict()."
     )
 
 
@@ -505,9 +530,9 @@ def _member(module: Any) -> Member:
     return module.__dict__[_MEMBER]
 
 
-def _groups(module: Any, recurse: bool) -> Iterator[Group]:
+def _groups(module: Any, recurse: bool, caller: str) -> Iterator[Group]:
     """What a setter acts on."""
-    _check_bool("FSDPModule", "recurse", recurse)
+    _check_bool(caller, "recurse", recurse)
     members = sharded_members(module) if recurse else [_member(module)]
     return (member.group for member in members)
 
@@ -524,12 +549,27 @@ def _groups_of(modules: Any, caller: str) -> list[Group]:
     return [_member(module).group for module in modules]
 
 
+_CUSTOM = ("set_custom_all_gather", "set_custom_reduce_scatter")
+_MEMORY = ("set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm")
+
+
+def _choose(module: Any, method: str, others: Sequence[str]) -> None:
+    """Note that ``method`` was called; it does not go together with ``others``."""
+    group = _member(module).group
+    for other in others:
+        if other in group.choices:
+            raise ValueError(
+                f"{method}: {group.name} was told by {other} where its buffers come from, and a collective "
+                "of the caller allocates its own. Use one of the two."
+            )
+    group.choices.add(method)
+
+
 def _check_comm(caller: str, comm: Any) -> None:
     if isinstance(comm, type) or not (callable(comm) and callable(getattr(comm, "allocate", None))):
         raise TypeError(
             f"{caller}: comm is {comm!r}; pass an object with a method allocate(size, *, dtype, device) that "
-            "can "
-            "be called with the tensors and the process group."
+            "can be called with the tensors and the process group."
         )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.policy import CommPolicy
@@ -24,6 +25,7 @@ from shardwise.runtime.collectives import (
     Reduce,
     make_communicator,
 )
+from shardwise.runtime.custom import CustomReduceScatter
 from shardwise.runtime.layout import ALIGNMENT, Entry, Layout, plan_layout
 from shardwise.runtime.mesh import Axis, ShardMesh
 from shardwise.runtime.param import Param
@@ -85,12 +87,16 @@ class Bucket:
         self.mesh = mesh
         self.storage = storage
         self.fulls: list[nn.Parameter] = []
-        self._policy = policy
+        self.policy = policy
         self._gather_comm = self._reduce_comm = make_communicator(mesh.shard.pg, mesh.device)
         self._part_axis: Axis | None = None
         self._part: PartlyGathered | None = None
         self._earlier: Tensor | None = None  # sums that wait for that over replicas
         self._is_earlier: list[bool] = [False] * len(params)
+
+    def communicate_as(self, other: "Bucket") -> None:
+        """Take over by which collectives ``other`` communicates."""
+        self._gather_comm, self._reduce_comm = other._gather_comm, other._reduce_comm
 
     # --- planning ---------------------------------------------------------------------------------
 
@@ -163,7 +169,7 @@ class Bucket:
         """From which size of a chunk on a parameter travels alone; None: always together."""
         if self._gather_comm.packs_everything or self._reduce_comm.packs_everything:
             return None
-        limit = self._policy.packing_limit_bytes
+        limit = self.policy.packing_limit_bytes
         return self._gather_comm.packing_limit_bytes if limit is None else limit
 
     def _part_world(self) -> int | None:
@@ -171,10 +177,12 @@ class Bucket:
 
     # --- what the schedule chooses, before anything has run ---------------------------------------
 
-    def reduce_over(self, comm: Communicator | None) -> None:
-        """Use a process group of its own for reductions; None: that of the gathers again."""
-        if not self._reduce_comm.packs_everything:  # the caller's own stays
-            self._reduce_comm = comm or make_communicator(self.mesh.shard.pg, self.mesh.device)
+    def reduce_over(self, pg: dist.ProcessGroup | None) -> None:
+        """Use the process group ``pg`` for reductions."""
+        if isinstance(self._reduce_comm, CustomReduceScatter):
+            self._reduce_comm.pg = pg
+        else:
+            self._reduce_comm = make_communicator(pg, self.mesh.device)
             self._reduce = Reduce(self._reduce_comm, self.reduced, self.mesh.device)
 
     def use_communicators(self, gather: Communicator | None, reduce: Communicator | None) -> None:
@@ -311,9 +319,8 @@ class Bucket:
             if local.device not in (self.storage.device, self.mesh.device):
                 raise RuntimeError(
                     f"{param.fqn}: its shard is on {local.device}, but its mesh is of {self.mesh.device}, "
-                    "where "
-                    "it has to be gathered. Move the model back with "
-                    f".to('{self.mesh.device}'), or shard it over a mesh of the other device."
+                    f"where it has to be gathered. Move the model back with .to('{self.mesh.device}'), or "
+                    "shard it over a mesh of the other device."
                 )
         has_new_dtype = any(param.sharded.dtype != param.precision.stored for param in self.params)
         if has_new_dtype or self.shard.bytes.device != self.storage.device:

@@ -66,9 +66,9 @@ class CustomReduceScatter:
     packs_everything = True
     packing_limit_bytes = 0
 
-    def __init__(self, comm: Any, pg: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, comm: Any, pg: dist.ProcessGroup | None, device: torch.device) -> None:
         self._comm = comm
-        self._pg = pg
+        self.pg = pg
         self._is_async = device.type == "cpu"
         self.memory = _CallersMemory(comm.allocate)
 
@@ -79,7 +79,7 @@ class CustomReduceScatter:
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
         """Sum by the caller's call, one a dtype, and divide after it."""
         works = [
-            self._comm(output, source, self._pg, dist.ReduceOp.SUM, self._is_async)
+            self._comm(output, source, self.pg, dist.ReduceOp.SUM, self._is_async)
             for output, source in zip(outputs, inputs, strict=True)
         ]
         wait = _waiting_for(works)

@@ -27,10 +27,43 @@ from shardwise.runtime.mesh import ShardMesh
 from shardwise.runtime.param import Param
 from shardwise.runtime.streams import Finish, Lane
 
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+_SIGNATURES = {
+    PRE: ((1, 5), "(mesh) or (mesh, outer_size, outer_stride, module, mp_policy)"),
+    POST: ((3,), "(outputs, metadata, param_dtype, *, out=None)"),
+}
+
 
 def is_extension(tensor: Tensor) -> bool:
     """True if ``tensor`` gathers itself by the protocol."""
-    return hasattr(tensor, "fsdp_pre_all_gather") and hasattr(tensor, "fsdp_post_all_gather")
+    return all(callable(getattr(tensor, name, None)) for name in _SIGNATURES)
+
+
+def check_protocol(tensor: Tensor, where: str) -> None:
+    """Refuse a tensor with one half of the protocol only, or with other arguments than it is called with.
+
+    Raises:
+        TypeError: naming the method.
+    """
+    kind = type(tensor).__name__
+    has = [name for name in _SIGNATURES if callable(getattr(tensor, name, None))]
+    if len(has) == 1:
+        missing = POST if has == [PRE] else PRE
+        raise TypeError(
+            f"{where} holds a {kind}, which has {has[0]} but no {missing}; a gather needs both. Add it to "
+            "the class."
+        )
+    for name in has:
+        counts, expected = _SIGNATURES[name]
+        signature = inspect.signature(getattr(tensor, name))
+        if sum(p.kind in _POSITIONAL for p in signature.parameters.values()) not in counts:
+            raise TypeError(
+                f"{where} holds a {kind}, whose {name} takes {signature}; expected is {expected}."
+            )
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class _Memory:
@@ -68,7 +101,7 @@ class ExtensionBucket(Bucket):
         self, param: Param, mesh: ShardMesh, policy: CommPolicy, storage: Storage, mp_policy: Any
     ) -> None:
         super().__init__([param], mesh, policy, storage)
-        self._mp_policy = mp_policy
+        self.mp_policy = mp_policy
 
     @property
     def _param(self) -> Param:
@@ -112,7 +145,8 @@ class ExtensionBucket(Bucket):
         outputs, metadata = self._gather_now()
         self._outputs = outputs
         local = self._param.local
-        full, inner = local.fsdp_post_all_gather(outputs, metadata, self._param_dtype)  # type: ignore[attr-defined]
+        result = local.fsdp_post_all_gather(outputs, metadata, self._param_dtype)  # type: ignore[attr-defined]
+        full, inner = self._checked(result, POST, "(tensor, inner tensors) where out is None")
         self._full_tensor = full
         self.gathered.memory.add([*outputs, *inner])  # type: ignore[attr-defined]
         self._param.make_full_over(full)
@@ -121,7 +155,7 @@ class ExtensionBucket(Bucket):
 
     @property
     def _param_dtype(self) -> torch.dtype:
-        asked = None if self._mp_policy is None else self._mp_policy.param_dtype
+        asked = None if self.mp_policy is None else self.mp_policy.param_dtype
         return asked or self._param.local.dtype
 
     def _inputs(self) -> tuple[list[Tensor], Any]:
@@ -130,13 +164,28 @@ class ExtensionBucket(Bucket):
             local = local.to(self.mesh.device, non_blocking=True)
         mesh = self.mesh.mesh
         if len(inspect.signature(local.fsdp_pre_all_gather).parameters) == 1:
-            inputs, metadata = local.fsdp_pre_all_gather(mesh)
+            result = local.fsdp_pre_all_gather(mesh)
         else:
             sharded = self._param.sharded
-            inputs, metadata = local.fsdp_pre_all_gather(
-                mesh, sharded.size(), sharded.stride(), self._param.sites[0].module, self._mp_policy
+            result = local.fsdp_pre_all_gather(
+                mesh, sharded.size(), sharded.stride(), self._param.sites[0].module, self.mp_policy
+            )
+        inputs, metadata = self._checked(result, PRE, "(inputs, metadata)")
+        if not isinstance(inputs, (tuple, list)) or not all(type(t) is Tensor for t in inputs) or not inputs:
+            raise TypeError(
+                f"{self._param.fqn}: {type(local).__name__}.{PRE} returned inputs {inputs!r}; expected is a "
+                "tuple of plain tensors, which are what travels."
             )
         return [tensor.contiguous() for tensor in inputs], metadata
+
+    def _checked(self, result: Any, method: str, expected: str) -> tuple[Any, Any]:
+        """A pair that a method of the protocol has returned."""
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            raise TypeError(
+                f"{self._param.fqn}: {type(self._param.local).__name__}.{method} returned {result!r}; "
+                f"expected is {expected}."
+            )
+        return result[0], result[1]
 
     def start_gather(self, lane: Lane) -> Finish:
         """Gather anew into the same memory."""

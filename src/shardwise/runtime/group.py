@@ -109,6 +109,7 @@ class Group:
         self.ties: list[Tie] = []
         self.ignored: list[nn.Parameter] = []
         self.averages_ignored = False
+        self.choices: set[str] = set()  # which setters of communication were called
         self._num_registered = sum(len(module._parameters) for module in owners)
         self.state = State.SHARDED
         self.gradient_state = GradientState.NONE
@@ -131,9 +132,21 @@ class Group:
         self.backward_prefetch: list[Group] | None = None
 
         self._gathering: Ticket | None = None
-        self._is_shown = False
+        self.is_shown = False
         self._reductions: list[Reduction] = []
         self._take_stock()
+
+    _SETTINGS = (
+        *("reshard_after_forward", "reshard_after_backward", "requires_gradient_sync", "requires_all_reduce"),
+        *("unshard_in_backward", "zeros_for_unused", "may_be_unused", "divide_factor", "max_reductions"),
+        *("separate_reduce_group", "all_reduce_hook", "averages_ignored"),
+    )
+
+    def take_settings(self, other: "Group") -> None:
+        """Take over what the caller has set for ``other``, but for the modules to prefetch."""
+        for name in self._SETTINGS:
+            setattr(self, name, getattr(other, name))
+        self.choices = set(other.choices)
 
     # --- setting up -------------------------------------------------------------------------------
 
@@ -294,8 +307,8 @@ class Group:
 
     def show(self) -> None:
         """Let the modules see the full parameters, which are in place."""
-        if not self._is_shown:
-            self._is_shown = True
+        if not self.is_shown:
+            self.is_shown = True
             for param in self.params:
                 param.shadow()
             if self._rnns:
@@ -307,8 +320,8 @@ class Group:
         Between a forward and what follows it, the caller's edits of ``module.weight`` are meant for the
         shard.
         """
-        if self._is_shown:
-            self._is_shown = False
+        if self.is_shown:
+            self.is_shown = False
             for param in self.params:
                 param.unshadow()
             if self._rnns:
@@ -663,8 +676,8 @@ class Group:
         except KeyError:
             allowed = [f"{e}()" for s, e in table if s is state]
             raise RuntimeError(
-                f"{self.name}: cannot {event}() while {state.value}; from here only "
-                f"{' or '.join(allowed)} is possible. Did a hook call into the group out of turn?"
+                f"{self.name}: cannot {event}() while {state.value}; from here only {' or '.join(allowed)} "
+                "is possible. Did a hook call into the group out of turn?"
             ) from None
 
     def _tell(self, event: str) -> None:

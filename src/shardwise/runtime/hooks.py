@@ -17,6 +17,8 @@ from shardwise.runtime import compat
 from shardwise.runtime.outputs import NotAContainer, find_tensors, map_tensors, replace_tensors
 from shardwise.runtime.schedule import Call, Member, Outcome
 
+_WRAPPED = "_shardwise_methods"
+
 
 def install_hooks(member: Member) -> None:
     """Drive the group of ``member`` by the forwards of its modules.
@@ -53,6 +55,12 @@ def wrap_method(module: nn.Module, name: str, member: Member) -> None:
         return output if changed is None else changed
 
     setattr(module, name, gathered)
+    module.__dict__.setdefault(_WRAPPED, set()).add(name)
+
+
+def wrapped_methods(module: nn.Module) -> set[str]:
+    """Names of the methods of ``module`` that were wrapped so."""
+    return module.__dict__.get(_WRAPPED, set())
 
 
 def _before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

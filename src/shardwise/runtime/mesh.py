@@ -9,7 +9,7 @@ its shard becomes a DTensor on the joint mesh.
         placements       (Replicate(), _StridedShard(0, split_factor=2), Shard(0))
 
 The tensor-parallel split came first and is the coarser one, but stands last in the mesh: that is what
-the split factor says.
+the split factor says. In a root mesh (tp, shard) it stands first, and no factor is needed.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ class ShardMesh:
 
     ``mesh`` is the data-parallel mesh: its dims are those of ``replicate`` and ``shard`` that were asked
     for, in this order. ``full`` is the mesh of all dims where the caller named the data-parallel ones
-    (``dp_dims``) in it; its parameters may be DTensors on the whole of it.
+    (``dp_mesh_dims``) in it; its parameters may be DTensors on the whole of it.
     """
 
     mesh: DeviceMesh
@@ -58,7 +58,8 @@ class ShardMesh:
     device: torch.device
     roles: tuple[str, ...]
     full: "FullMesh | None" = None
-    _joint: dict[int, DeviceMesh] = field(default_factory=dict)
+    parts: tuple[DeviceMesh, ...] = ()  # of which ``mesh`` is put together, if it is
+    _joint: dict[int, tuple[DeviceMesh, list[int]]] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:
@@ -83,13 +84,33 @@ class ShardMesh:
         if self.full is not None and tensor.device_mesh == self.full.mesh:
             return self.full.mesh_of_shards, self.full.placements(tensor, shard, where)
         inner = tensor.device_mesh
-        self._check_goes_with(inner, where)
         if id(inner) not in self._joint:
-            self._joint[id(inner)] = compat.concatenate_meshes([self.mesh, inner])
-        sizes = [*self.mesh.shape, *inner.shape]
-        return self._joint[id(inner)], _strided(
-            [*placed, *tensor.placements], sizes, placed.index(shard) if shard in placed else None, where
+            self._joint[id(inner)] = self._join(self._slice_like(inner, where))
+        joint, order = self._joint[id(inner)]
+        placed += tensor.placements
+        placed = [placed[index] for index in order]
+        is_split = "shard" in self.roles and isinstance(shard, Shard)
+        return joint, _strided(
+            placed, joint.shape, order.index(self.roles.index("shard")) if is_split else None, where
         )
+
+    def _join(self, inner: DeviceMesh) -> tuple[DeviceMesh, list[int]]:
+        """The mesh of our dims and those of ``inner``, and which of these each of its dims is.
+
+        In the order of the root where that is a slice of it: torch's clipping and DTensor's warnings look
+        for such slices.
+        """
+        names = [*(self.mesh.mesh_dim_names or ()), *(inner.mesh_dim_names or ())]
+        known = self._root.mesh_dim_names or ()
+        order = list(range(len(names)))
+        if set(names) <= set(known):
+            order.sort(key=lambda index: known.index(names[index]))
+            return self._root[tuple(names[index] for index in order)], order
+        return compat.concatenate_meshes([*(self.parts or [self.mesh]), inner]), order
+
+    @property
+    def _root(self) -> DeviceMesh:
+        return compat.root_mesh(self.mesh if self.full is None else self.full.mesh)
 
     def _check_placements(self, tensor: DTensor, where: str) -> None:
         for placement in tensor.placements:
@@ -99,24 +120,27 @@ class ShardMesh:
                     "which cannot be trained. Redistribute it to Shard(...) or Replicate() first."
                 )
 
-    def _check_goes_with(self, inner: DeviceMesh, where: str) -> None:
+    def _slice_like(self, inner: DeviceMesh, where: str) -> DeviceMesh:
+        """``inner`` as a slice of our own root, from which a joint mesh can be made."""
         ours, theirs = self.mesh.mesh_dim_names or (), inner.mesh_dim_names or ()
-        shape = _shape_text(self.mesh)
-        if not (ours and theirs) or compat.root_mesh(self.mesh) != compat.root_mesh(inner):
-            raise ValueError(
-                f"{where} is a DTensor on the mesh {_shape_text(inner)}, and fully_shard was given the mesh "
-                f"{shape}: the two do not share a root, so their ranks cannot be related. Slice both from "
-                "one "
-                "init_device_mesh(..., mesh_dim_names=...)."
-            )
         if common := [name for name in theirs if name in ours]:
             raise ValueError(
                 f"{where} is a DTensor on the mesh {_shape_text(inner)}, whose dimension '{common[0]}' is "
-                "also "
-                f"one of the mesh {shape} that fully_shard shards over: a dimension can be used once only. "
-                "Pass fully_shard another dimension of the root mesh, or name the data-parallel ones with "
-                "dp_mesh_dims."
+                f"also one of the mesh {_shape_text(self.mesh)} that fully_shard shards over: a dimension "
+                "can be used once only. Pass fully_shard another dimension of the root mesh, or name the "
+                "data-parallel ones with dp_mesh_dims."
             )
+        root = self._root
+        if root == compat.root_mesh(inner):
+            return inner
+        # DTensor's caches may hand out a mesh that is equal to ours but was sliced from another root.
+        if theirs and set(theirs) <= set(root.mesh_dim_names or ()) and root[theirs] == inner:
+            return root[theirs]
+        raise ValueError(
+            f"{where} is a DTensor on the mesh {_shape_text(inner)}, and fully_shard was given the mesh "
+            f"{_shape_text(self.mesh)}: the two do not share a root, so their ranks cannot be related. Slice "
+            "both from one init_device_mesh(..., mesh_dim_names=...)."
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,8 +169,7 @@ class FullMesh:
                 raise ValueError(
                     f"{where} is a DTensor with {placement} on the mesh dimension "
                     f"'{self.mesh.mesh_dim_names[index]}', which dp_mesh_dims names as data-parallel; it "
-                    "must be "
-                    "Replicate() there: fully_shard does the sharding over that dimension."
+                    "must be Replicate() there: fully_shard does the sharding over that dimension."
                 )
         placed = [
             tensor.placements[source] if isinstance(source, int)
@@ -228,8 +251,7 @@ def _resolve_named(mesh: DeviceMesh, dims: Any, device: torch.device) -> ShardMe
         if name not in known:
             raise ValueError(
                 f"fully_shard: dp_mesh_dims names '{name}', which the mesh {_shape_text(mesh)} does not "
-                "have. "
-                "Give the mesh names with init_device_mesh(..., mesh_dim_names=...), and use those."
+                "have. Give the mesh names with init_device_mesh(..., mesh_dim_names=...), and use those."
             )
         if chosen.count(name) > 1:
             raise ValueError(
@@ -256,6 +278,7 @@ def _resolve_named(mesh: DeviceMesh, dims: Any, device: torch.device) -> ShardMe
         device,
         tuple(parts),
         FullMesh(mesh, of_shards, tuple(sources)),
+        tuple(parts.values()),
     )
 
 

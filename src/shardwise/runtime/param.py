@@ -13,6 +13,7 @@ Version counters tie the two together, so that autograd's own check works throug
   raises instead of reading memory that is gone.
 """
 
+import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -126,6 +127,14 @@ class Param:
         self.full = None
         self._allow_gradients(self.sharded)
 
+    def copied(self, sites: list[Site], sharded: nn.Parameter) -> "Param":
+        """The same parameter in a copy of the model, where ``sharded`` is its shard."""
+        twin = copy.copy(self)
+        twin.sites, twin.sharded, twin.local = sites, sharded, compat.local_tensor(sharded)
+        twin.full = twin._deferred = None
+        twin._original_hooks = twin._original_post_hooks = None
+        return twin
+
     def make_shard(self, local: Tensor) -> nn.Parameter:
         """The sharded parameter over ``local``; nothing is registered yet."""
         original = self.sharded
@@ -206,12 +215,11 @@ class Param:
             )
         if not self._can_adopt(new):
             raise RuntimeError(
-                f"{site.fqn}: the parameter was replaced after fully_shard by "
-                f"{_describe(new)}, where a parameter sharded like the old one is expected: "
-                f"{_describe(self.sharded)}. The group gathers shards and cannot use it. Copy values "
-                "into the sharded parameter instead (under torch.no_grad(), "
-                "param.copy_(torch.distributed.tensor.distribute_tensor(value, param.device_mesh, "
-                "param.placements))), or replace parameters before fully_shard."
+                f"{site.fqn}: the parameter was replaced after fully_shard by {_describe(new)}, where a "
+                f"parameter sharded like the old one is expected: {_describe(self.sharded)}. The group "
+                "gathers shards and cannot use it. Copy values into the sharded parameter instead (under "
+                "torch.no_grad(), param.copy_(torch.distributed.tensor.distribute_tensor(value, "
+                "param.device_mesh, param.placements))), or replace parameters before fully_shard."
             )
         for other_site, other in zip(self.sites, found, strict=True):
             if other is not new and not _same_values(other, new):

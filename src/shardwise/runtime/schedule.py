@@ -39,7 +39,6 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.runtime import compat
-from shardwise.runtime.collectives import Communicator, make_communicator
 from shardwise.runtime.group import (
     GradientState,
     Group,
@@ -159,7 +158,7 @@ class Schedule:
         self.root: Group | None = None
         self.observer: Observer | None = None
         self._lanes: Lanes  # made when the first gather needs them
-        self._reduce_comms: dict[dist.ProcessGroup, Communicator] = {}
+        self._reduce_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         self._part_axes: dict[tuple[dist.ProcessGroup, int], Axis] = {}
         self._parents: dict[Group, Group] = {}
         self.post_optim_event: torch.Event | None = None
@@ -225,7 +224,7 @@ class Schedule:
         for group in self.groups:
             group.attach(self._lanes)
             for bucket in group.buckets:
-                bucket.reduce_over(self._reduce_communicator(group, bucket.mesh.shard.pg))
+                bucket.reduce_over(self._reduce_group(group, bucket.mesh.shard.pg))
                 if (world := _part_world(group)) is not None:
                     bucket.keep_parts_over(self._part_axis(bucket.mesh.shard, world))
         self._is_ready = True
@@ -253,18 +252,17 @@ class Schedule:
         if not hasattr(self, "_lanes"):
             self._lanes = Lanes(self._device)
 
-    def _reduce_communicator(self, group: Group, pg: dist.ProcessGroup | None) -> Communicator | None:
+    def _reduce_group(self, group: Group, pg: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         """On NCCL, reductions have a process group of their own: else gathers wait for them."""
         wanted = group.separate_reduce_group
         if pg is None or pg.size() == 1 or wanted is False:
-            return None
+            return pg
         if wanted is None and compat.backend_name(pg, self._device) != "nccl":
-            return None
-        if pg not in self._reduce_comms:
+            return pg
+        if pg not in self._reduce_groups:
             ranks = dist.get_process_group_ranks(pg)
-            own = dist.new_group(ranks, use_local_synchronization=True)
-            self._reduce_comms[pg] = make_communicator(own, self._device)
-        return self._reduce_comms[pg]
+            self._reduce_groups[pg] = dist.new_group(ranks, use_local_synchronization=True)
+        return self._reduce_groups[pg]
 
     def _part_axis(self, axis: Axis, world: int) -> Axis:
         """The ``world`` neighbours of this rank on ``axis`` that keep full parameters together."""
@@ -696,6 +694,7 @@ class Schedule:
                 self._release(group)
 
     def _prefetch(self, chosen: list[Group] | None, order: Order, group: Group) -> None:
+        is_backward = order is self._backward_order
         upcoming = order.upcoming(group.policy.prefetch) if chosen is None else chosen
         for ahead in upcoming:
             if chosen is not None and ahead not in self.groups:
@@ -704,7 +703,8 @@ class Schedule:
                     "sharded model, so that the two share no schedule. Call fully_shard on the module around "
                     "both, or choose modules of this model."
                 )
-            if ahead.state in (State.SHARDED, State.PARTLY):
+            is_needed = ahead.unshard_in_backward or not is_backward
+            if is_needed and ahead.state in (State.SHARDED, State.PARTLY):
                 self._gather(ahead)
                 self._ahead.add(ahead)
 
