@@ -258,12 +258,12 @@ def test_an_error_of_the_placement_function_reaches_the_caller(world2: World) ->
 # --- resharding to a smaller world ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [0, 1, -1, -2, 2, 3, 4])
+@pytest.mark.parametrize("size", [0, -1, -2, 3, 4])  # 1 and 2 are False and True
 def test_no_size_between_1_and_2_ranks_exists(world2: World, size: int) -> None:
     refused(world2, partial(dict, reshard_after_forward=size), "reshard_after_forward", str(size), "2")
 
 
-@pytest.mark.parametrize("size", [0, 1, -1, -2, 3, 4, 5, 8])
+@pytest.mark.parametrize("size", [0, -1, -2, 3, 5, 8])
 def test_a_size_that_does_not_divide_the_ranks_is_refused(world4: World, size: int) -> None:
     refused(world4, partial(dict, reshard_after_forward=size), "reshard_after_forward", str(size), "4")
 
@@ -282,7 +282,7 @@ def halves_of_a_plane(size: int) -> dict[str, Any]:
     return {"mesh": mesh_of((2, 2), ("replicate", "shard")), "reshard_after_forward": size}
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [3, 4])
 def test_with_replicas_the_size_divides_the_ranks_that_share_a_model(world4: World, size: int) -> None:
     refused(world4, partial(halves_of_a_plane, size), "reshard_after_forward", str(size), "2")
 

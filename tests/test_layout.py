@@ -12,7 +12,9 @@ from shardwise.runtime.layout import ALIGNMENT, Entry, Layout, plan_layout
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 
 
-def entry(shape: tuple[int, ...], itemsize: int, kind: str, dim: int = 0, smallest: int | None = None) -> Entry:
+def entry(
+    shape: tuple[int, ...], itemsize: int, kind: str, dim: int = 0, smallest: int | None = None
+) -> Entry:
     return Entry(shape, kind, itemsize, kind, ALIGNMENT // (smallest or itemsize), dim % max(1, len(shape)))
 
 

@@ -30,6 +30,7 @@ from shardwise.runtime.extension import ExtensionBucket, check_protocol, is_exte
 from shardwise.runtime.group import GradientState, Group, State, Tie
 from shardwise.runtime.hooks import install_hooks
 from shardwise.runtime.mesh import ShardMesh, resolve_mesh
+from shardwise.runtime.outside import explain_calls
 from shardwise.runtime.param import Param, Site, sharded_before
 from shardwise.runtime.precision import Casts, FullPrecisionRule, cast_around, precision_of
 from shardwise.runtime.schedule import Member, Schedule
@@ -43,6 +44,11 @@ class _Place:
 
     group: Group
     fqn: str
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Place | None":
+        """A module that is copied without its group is free."""
+        group = memo.get(id(self.group))
+        return None if group is None else _Place(group, self.fqn)
 
 
 M = TypeVar("M", nn.Module, list[nn.Module])
@@ -165,6 +171,7 @@ def fully_shard(
         each.__dict__[_PLACE] = _Place(group, found.names[each] or name)
         compat.mark_managed(each)
     install_hooks(member)
+    explain_calls(group)
     _build_tree(modules, member)
     if group.ignored:
         warnings.warn(_message_about_ignored(group, found), stacklevel=2)

@@ -172,11 +172,11 @@ class FSDPModule:
 
         It is then gathered when the sharded module around it runs, used or not, and freed with that; its
         gradients are reduced at the end of backward, with zeros from ranks that have none. Costs the memory
-        of its full parameters for that long.
+        of its full parameters, and those of sharded modules inside it, for that long.
         """
         _check_bool("set_may_be_unused", "may_be_unused", may_be_unused)
-        group = _member(self).group
-        group.may_be_unused = group.zeros_for_unused = may_be_unused
+        for group in _groups(self, True, "set_may_be_unused"):
+            group.may_be_unused = group.zeros_for_unused = may_be_unused
 
     def set_reduce_ignored_params(self, reduce_ignored_params: bool, *, recurse: bool = True) -> None:
         """Average the gradients of ``ignored_params`` over the ranks at the end of each synchronised

@@ -130,6 +130,7 @@ class Bucket:
         self._pieces: list[Tensor] | None = None
         self._part = None
         self._earlier = None
+        self._is_earlier = [False] * len(self.params)
         self.fulls = []
         for param in self.params:
             param.full = None

@@ -243,6 +243,16 @@ def group_devices(pg: dist.ProcessGroup) -> set[str]:
 # --- modules --------------------------------------------------------------------------------------
 
 
+def call_through(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Have ``module(...)`` run ``call``, unless ``module.compile()`` has claimed the place, or does so later.
+
+    This is the one place in ``nn.Module.__call__`` where an instance can put itself without taking the slow
+    path that hooks take. Copies and pickles of the module leave it out.
+    """
+    if module._compiled_call_impl is None:
+        module.__dict__["_compiled_call_impl"] = call
+
+
 def applied_apis(module: nn.Module) -> list[str]:
     """Which of torch's composable APIs that exclude ours were applied to ``module`` itself."""
     return [name for name in ("fully_shard", "replicate") if name in module.__dict__.get(REGISTRY_KEY, ())]

@@ -16,6 +16,7 @@ from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.extension import ExtensionBucket
 from shardwise.runtime.group import Group
 from shardwise.runtime.hooks import wrap_method, wrapped_methods
+from shardwise.runtime.outside import explain_calls
 from shardwise.runtime.param import Param, Site
 from shardwise.runtime.schedule import Member, Schedule
 
@@ -50,6 +51,8 @@ def fill_copies(members: Sequence[Member], memo: Memo) -> None:
         _fill_group(member.group, memo)
         Member.__init__(copy, memo[id(member.group)], schedule)
     schedule.adopt(copies, copies[0])
+    for copy in copies:
+        explain_calls(copy.group)
     for member, copy in zip(members, copies, strict=True):
         for module in member.group.modules:
             for name in wrapped_methods(module):

@@ -202,6 +202,7 @@ class Group:
                 bucket.move_in()
 
         self.replan(leave)
+        self.buckets = [bucket for bucket in self.buckets if bucket.params]
 
     def refuse_open_ties(self) -> None:
         """No parameter may be tied to one of a group that nothing sharded has in common with this one."""

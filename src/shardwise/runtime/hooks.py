@@ -31,7 +31,18 @@ def install_hooks(member: Member) -> None:
     for module in member.group.modules:
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, with_kwargs=True, always_call=True)
+        module.register_load_state_dict_pre_hook(partial(_before_load, member))
         module.register_load_state_dict_post_hook(partial(_after_load, member))
+
+
+def _before_load(member: Member, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Full tensors in a state dict become shards: each rank takes its part."""
+    names = {inner: name for name, inner in module.named_modules(prefix=prefix.rstrip("."))}
+    for param in member.group.params:
+        for site in param.sites:
+            key = ".".join(part for part in (names.get(site.module), site.name) if part)
+            if site.module in names and param.is_full_value(state.get(key)):
+                state[key] = param.as_shard(state[key])
 
 
 def _after_load(member: Member, module: nn.Module, incompatible_keys: Any) -> None:

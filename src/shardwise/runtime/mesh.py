@@ -246,7 +246,10 @@ def _resolve_named(mesh: DeviceMesh, dims: Any, device: torch.device) -> ShardMe
     known = mesh.mesh_dim_names or ()
     chosen = [name for names in named.values() for name in names]
     if not chosen:
-        raise ValueError("fully_shard: dp_mesh_dims names no dimension. Set shard, replicate or both.")
+        raise ValueError(
+            "fully_shard: dp_mesh_dims names no dimension. Pass DataParallelMeshDims(shard=..., "
+            "replicate=...) with names in one of them or both."
+        )
     for name in chosen:
         if name not in known:
             raise ValueError(
@@ -290,9 +293,13 @@ def _names(dims: Any, role: str) -> tuple[str, ...]:
             f"fully_shard: dp_mesh_dims is a {type(dims).__name__}; pass DataParallelMeshDims(shard=..., "
             "replicate=...)."
         ) from None
-    names = (value,) if isinstance(value, str) else tuple(value or ())
+    names: tuple[Any, ...] = tuple(value or ()) if isinstance(value, (tuple, list, type(None))) else (value,)
     if not all(isinstance(name, str) for name in names):
-        raise TypeError(f"fully_shard: dp_mesh_dims.{role} is {value!r}; pass names of mesh dimensions.")
+        wrong = next(name for name in names if not isinstance(name, str))
+        raise TypeError(
+            f"fully_shard: dp_mesh_dims.{role} is {value!r}, with a {type(wrong).__name__} in it; pass names "
+            "of mesh dimensions."
+        )
     return names
 
 

@@ -219,7 +219,8 @@ class Param:
                 f"parameter sharded like the old one is expected: {_describe(self.sharded)}. The group "
                 "gathers shards and cannot use it. Copy values into the sharded parameter instead (under "
                 "torch.no_grad(), param.copy_(torch.distributed.tensor.distribute_tensor(value, "
-                "param.device_mesh, param.placements))), or replace parameters before fully_shard."
+                "param.device_mesh, param.placements))), or replace parameters before fully_shard. "
+                "torch.func.functional_call replaces them as well: it does not work on a sharded module."
             )
         for other_site, other in zip(self.sites, found, strict=True):
             if other is not new and not _same_values(other, new):
@@ -237,6 +238,24 @@ class Param:
             site.module._parameters[site.name] = new
         self.sharded = new
         self.describe_itself()
+
+    def is_full_value(self, value: Any) -> bool:
+        """True for a plain tensor of the shape of the whole parameter, from a full state dict."""
+        return (
+            isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == self.sharded.shape
+        )
+
+    def as_shard(self, value: Tensor) -> Tensor:
+        """This rank's part of a full value, as a DTensor like the shard. No communication."""
+        if self._inner is not None:
+            value = _tensor_parallel_part(value, self._inner)
+        rank, world = self.mesh.shard.rank, self.mesh.shard.world
+        if value.dim():
+            size = value.shape[self.dim]
+            chunk = -(-size // world)
+            start = min(rank * chunk, size)
+            value = value.narrow(self.dim, start, min(chunk, size - start))
+        return compat.make_dtensor(value, self._make_spec(self.sharded.shape, value.dtype))
 
     def describe_itself(self) -> None:
         """Put back on the sharded parameter what a conversion or an assignment has lost."""
@@ -409,6 +428,20 @@ def sharded_before(param: nn.Parameter) -> str | None:
     Whoever still holds an original shares nothing with its shard any more.
     """
     return getattr(param, _NAME, None)
+
+
+def _tensor_parallel_part(value: Tensor, spec: Any) -> Tensor:
+    """This rank's part of a full tensor under the placements of ``spec``, as torch.chunk cuts it."""
+    coordinate = spec.mesh.get_coordinate()
+    for dim, placement in enumerate(spec.placements):
+        if placement.is_shard():
+            parts = value.chunk(spec.mesh.size(dim), placement.dim)
+            value = (
+                parts[coordinate[dim]]
+                if coordinate[dim] < len(parts)
+                else parts[0].narrow(placement.dim, 0, 0)
+            )
+    return value
 
 
 def refresh_flat_weights(modules: Iterable[nn.Module]) -> None:

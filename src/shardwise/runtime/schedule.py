@@ -409,8 +409,15 @@ class Schedule:
             self._release(group)
 
     def _optional(self, group: Group) -> list[Group]:
-        """The groups right inside ``group`` that some ranks may not use: they go with it."""
-        return [g for g in self.groups if g.may_be_unused and self._parents.get(g) is group]
+        """The groups inside ``group`` that some ranks may not use, and that go with it therefore."""
+        return [g for g in self.groups if g.may_be_unused and self._goes_with(g) is group]
+
+    def _goes_with(self, optional: Group) -> Group | None:
+        """The innermost group around ``optional`` that all ranks use."""
+        around = self._parents.get(optional)
+        while around is not None and around.may_be_unused:
+            around = self._parents.get(around)
+        return around
 
     def _gather_optional(self, group: Group) -> None:
         for optional in self._optional(group):

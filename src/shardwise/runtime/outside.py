@@ -1,0 +1,60 @@
+"""Calls that reach parameters outside the forward that gathers them, told by name.
+
+The modules inside a sharded one see full parameters only while its forward runs. A call of such a module
+from elsewhere (``model.block.linear(x)``, ``model.forward(x)``, a ``generate`` of its own) meets shards,
+and DTensor says only that plain tensors and DTensors were mixed. Here the module's own call adds which
+parameter that was, and what to call instead. It costs one Python frame a call, and nothing under
+``torch.compile``, which passes it by.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from torch import nn
+
+from shardwise.runtime import compat
+from shardwise.runtime.group import Group
+from shardwise.runtime.param import Param
+
+_MIXED = "mixed torch.Tensor and DTensor"
+
+
+def explain_calls(group: Group) -> None:
+    """Let the modules that hold the parameters of ``group`` explain what a call outside of it lacks."""
+    for module in group.owners:
+        if module not in group.modules and any(p is not None for p in module._parameters.values()):
+            compat.call_through(module, _Explained(module, group))
+
+
+class _Explained:
+    """Calls the module; when that fails for want of full parameters, says so."""
+
+    def __init__(self, module: nn.Module, group: Group) -> None:
+        self._module = module
+        self._group = group
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._module._call_impl(*args, **kwargs)
+        except RuntimeError as error:
+            if _MIXED not in str(error):
+                raise
+            _raise_explained(self._module, self._group, error)
+
+
+def _raise_explained(module: nn.Module, group: Group, error: RuntimeError) -> NoReturn:
+    params = _params_of(module, group.params)
+    if not params or group.is_shown:
+        raise error
+    names = ", ".join(params)
+    raise RuntimeError(
+        f"{names}: {type(module).__name__} was called while its parameters are sharded. They are gathered "
+        f"for the forward of '{group.name}' only, when that is called as a module: {group.name}(...), not "
+        ".forward(...), nor the modules inside it one by one. Call it so; or name the method that does this "
+        "with register_fsdp_forward_method(module, method_name); or call unshard() on it before, and "
+        "reshard() after."
+    ) from None
+
+
+def _params_of(module: nn.Module, params: Sequence[Param]) -> list[str]:
+    return [param.fqn for param in params if any(site.module is module for site in param.sites)]
