@@ -68,7 +68,9 @@ class Param:
         self.sites = sites
         self.mesh = mesh
         self.dim = dim
-        self.attributes = dict(vars(original))
+        # What the caller has set on the parameter; a tensor subclass keeps its own inside there as well.
+        own = vars(original.detach())
+        self.attributes = {name: value for name, value in vars(original).items() if name not in own}
         self.sharded = original  # until install_shard() replaces it
         self.full: nn.Parameter | None = None
         self._full_class = type(original)
@@ -288,7 +290,8 @@ class Param:
     def make_full_over(self, full: Tensor) -> None:
         """Make the full parameter over a tensor of another class, which its own protocol has made."""
         self.full = nn.Parameter(full.detach(), requires_grad=self.sharded.requires_grad)
-        vars(self.full).update(self.attributes)
+        for name, value in self.attributes.items():
+            vars(self.full).setdefault(name, value)
         if self.precision.accumulated != self.full.dtype and self.full.dtype.is_floating_point:
             compat.set_grad_dtype(self.full, self.precision.accumulated)
 
