@@ -2,6 +2,7 @@
 
 from shardwise.api import fully_shard
 from shardwise.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from shardwise.offload import offload_optimizer_state
 from shardwise.policy import (
     CommPolicy,
     CPUOffloadPolicy,
@@ -21,6 +22,7 @@ __all__ = [
     "ShardPlacementResult",
     "UnshardHandle",
     "fully_shard",
+    "offload_optimizer_state",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]

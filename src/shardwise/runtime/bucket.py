@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.policy import CommPolicy
 from shardwise.runtime import compat
-from shardwise.runtime.buffers import FlatShard, GatheredBuffer, cast_buffer, local_views
+from shardwise.runtime.buffers import FlatShard, GatheredBuffer, cast_buffer, local_places, local_views
 from shardwise.runtime.collectives import (
     BackendCollectives,
     Communicator,
@@ -44,16 +44,17 @@ class Storage:
 class PartlyGathered:
     """The full parameters, kept by a few ranks together between forward and backward.
 
-    ``axis`` are those ranks: each keeps 1 / axis.world of every full parameter, as it was computed with.
+    ``comm`` is between those ranks: each keeps its part of every full parameter, as it was computed with.
     """
 
-    def __init__(self, axis: Axis, layout: Layout, gathered: GatheredBuffer, device: torch.device) -> None:
-        assert axis.pg is not None
-        self._axis = axis
+    def __init__(
+        self, comm: Communicator, rank: int, layout: Layout, gathered: GatheredBuffer, device: torch.device
+    ) -> None:
+        self._rank = rank
         self._layout = layout
         self._gathered = gathered
         self._device = device
-        self._gather = Gather(make_communicator(axis.pg, device), layout, gathered)
+        self._gather = Gather(comm, layout, gathered)
         self._bytes: Tensor | None = None
 
     @property
@@ -64,10 +65,9 @@ class PartlyGathered:
     def keep(self) -> None:
         """Copy this rank's part out of the gathered buffer."""
         self._bytes = torch.zeros(self._layout.shard_bytes, dtype=torch.uint8, device=self._device)
-        for view, slot in zip(
-            local_views(self._bytes, self._layout, self._axis.rank), self._layout.slots, strict=True
-        ):
-            view.copy_(_part(self._gathered.full_tensor(slot), slot, self._axis.rank))
+        views = local_views(self._bytes, self._layout, self._rank)
+        for view, slot in zip(views, self._layout.slots, strict=True):
+            view.copy_(_part(self._gathered.full_tensor(slot), slot, self._rank))
 
     def drop(self) -> None:
         """Free what was kept."""
@@ -89,10 +89,16 @@ class Bucket:
         self.fulls: list[nn.Parameter] = []
         self.policy = policy
         self._gather_comm = self._reduce_comm = make_communicator(mesh.shard.pg, mesh.device)
+        self._channel = 0
         self._part_axis: Axis | None = None
         self._part: PartlyGathered | None = None
         self._earlier: Tensor | None = None  # sums that wait for that over replicas
         self._is_earlier: list[bool] = [False] * len(params)
+
+    def use_channel(self, channel: int) -> None:
+        """Keep this bucket's messages apart from those of others."""
+        self._channel = channel
+        self._gather_comm.channel = self._reduce_comm.channel = channel
 
     def communicate_as(self, other: "Bucket") -> None:
         """Take over by which collectives ``other`` communicates."""
@@ -126,6 +132,8 @@ class Bucket:
         is_pinned = self.storage.is_pinned and device.type == "cpu"
         self.shard = FlatShard(self.stored, self.mesh.shard.rank, device, is_pinned=is_pinned)
         self._reduce = Reduce(self._reduce_comm, self.reduced, self.mesh.device)
+        self._gradient_places = local_places(self.kept, self.mesh.shard.rank)
+        self._kept_dtypes = {place.dtype for place in self._gradient_places}
         self._gather: Gather | None = None
         self._pieces: list[Tensor] | None = None
         self._part = None
@@ -184,12 +192,14 @@ class Bucket:
             self._reduce_comm.pg = pg
         else:
             self._reduce_comm = make_communicator(pg, self.mesh.device)
+            self._reduce_comm.channel = self._channel
             self._reduce = Reduce(self._reduce_comm, self.reduced, self.mesh.device)
 
     def use_communicators(self, gather: Communicator | None, reduce: Communicator | None) -> None:
         """Communicate otherwise from now on. Shards move to where the new layout wants them."""
         self._gather_comm = gather or self._gather_comm
         self._reduce_comm = reduce or self._reduce_comm
+        self.use_channel(self._channel)
         self.move_in()
 
     def use_default_communicators(self) -> None:
@@ -224,8 +234,15 @@ class Bucket:
                 self._pieces = self._gather.cut(self.shard.bytes)
         if self._part_axis is not None:
             part = self._layout("computed", self._part_axis.world, self.mesh.shard.world)
-            self._part = PartlyGathered(self._part_axis, part, self.gathered, device)
+            comm = make_communicator(self._part_axis.pg, device)
+            comm.channel = self._channel
+            self._part = PartlyGathered(comm, self._part_axis.rank, part, self.gathered, device)
         self.fulls = [param.full for param in self.params if param.full is not None]
+        self._placed = [
+            (index, param.full_data(), slot.slot_offset)
+            for index, (param, slot) in enumerate(zip(self.params, self.computed.slots, strict=True))
+            if slot.slot_bytes
+        ]
 
     @property
     def _is_sent_as_stored(self) -> bool:
@@ -300,11 +317,7 @@ class Bucket:
     def moved_params(self) -> list[int]:
         """Indices of full parameters that were given other memory (``param.data = ...``)."""
         start = self.gathered.bytes.data_ptr()
-        return [
-            index
-            for index, (param, slot) in enumerate(zip(self.params, self.computed.slots, strict=True))
-            if slot.slot_bytes and param.full_data().data_ptr() != start + slot.slot_offset
-        ]
+        return [index for index, full, offset in self._placed if full.data_ptr() != start + offset]
 
     def drop_full_parameters(self) -> None:
         """Forget them; the next gather makes new ones."""
@@ -385,8 +398,11 @@ class Bucket:
             self._earlier = reduction.output
             return None
         present, self._is_earlier = self._is_earlier, [False] * len(self.params)
-        views = local_views(reduction.output, self.kept, self.mesh.shard.rank)
-        return [view if is_there else None for view, is_there in zip(views, present, strict=True)]
+        typed = {dtype: reduction.output.view(dtype) for dtype in self._kept_dtypes}
+        return [
+            typed[place.dtype].as_strided(place.shape, place.stride, place.offset) if is_there else None
+            for is_there, place in zip(present, self._gradient_places, strict=True)
+        ]
 
     @property
     def has_earlier(self) -> bool:

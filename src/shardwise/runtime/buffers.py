@@ -11,6 +11,7 @@ Buffers of bytes; each parameter sees its own stretch under its own dtype. Who m
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,6 +102,31 @@ def local_views(buffer: Tensor, layout: Layout, rank: int) -> list[Tensor]:
     """The parts of ``rank`` in a buffer laid out as a shard buffer, one a parameter."""
     return [
         _typed(buffer, slot.shard_offset, slot.local_shape(rank), dtype_of(slot)) for slot in layout.slots
+    ]
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in a buffer: what ``as_strided`` takes, on the buffer viewed as ``dtype``."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+def local_places(layout: Layout, rank: int) -> list[Place]:
+    """Where the views of ``local_views`` are, for what happens at every step.
+
+    Three views a parameter cost a quarter of the host time of a reduction; this is one.
+    """
+    return [
+        Place(
+            dtype_of(slot),
+            slot.local_shape(rank),
+            torch.empty(slot.local_shape(rank), device="meta").stride(),
+            slot.shard_offset // slot.entry.itemsize,
+        )
+        for slot in layout.slots
     ]
 
 

@@ -40,6 +40,7 @@ class Communicator(Protocol):
     ``packing_limit_bytes``: chunks from this size on are worth a collective of their own.
     ``memory``: where packed pieces are put together, if not in that of the lane.
     ``packs_everything``: no parameter travels alone, however large.
+    ``channel``: a number that sets this bucket's messages apart from those of others, if there are any.
     All tensors are contiguous and 1D; ``outputs`` of a gather and ``inputs`` of a reduction hold
     ``world`` pieces of equal size, piece r for or from rank r. Each call returns the function that
     waits for it.
@@ -47,6 +48,7 @@ class Communicator(Protocol):
 
     packing_limit_bytes: int
     packs_everything: bool
+    channel: int
     memory: Any  # Memory | None; a Protocol's variable is invariant
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
@@ -77,6 +79,7 @@ class SingleRank:
 
     packing_limit_bytes = 0
     packs_everything = False
+    channel = 0
     memory: Any = None
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
@@ -100,6 +103,7 @@ class BackendCollectives:
     # the launch of one more.
     packing_limit_bytes = 256 * 1024
     packs_everything = False
+    channel = 0
     memory: Any = None
 
     def __init__(self, pg: dist.ProcessGroup, device: torch.device) -> None:
@@ -172,18 +176,21 @@ class GlooExchange:
 
     packing_limit_bytes = 64 * 1024
     packs_everything = False
+    channel = 0
     memory: Any = None
     # Messages with one tag between two ranks are matched in the order of their calls. Each parameter
-    # has a tag of its own, by its place in the shard buffer, so that ranks which disagree on what to
-    # exchange wait for each other instead of adding up what does not belong together. Tags keep clear
-    # of the caller's own messages.
+    # has two tags of its own, by its bucket's channel and its place in the shard buffer, so that ranks
+    # which disagree on what to exchange wait for each other instead of adding up what does not belong
+    # together. Tags keep clear of the caller's own messages.
     _first_tag = 0x5A000000
     _num_tags = 1 << 20
+    _channels_apart = 10007  # a prime, lest channels and places add up to the same tag
 
     def __init__(self, pg: dist.ProcessGroup) -> None:
         self._pg = pg
         self._world = pg.size()
         self._rank = pg.rank()
+        self.channel = 0
         # Starting after itself, each rank meets the others in another order: nobody is swamped.
         self._others = [(self._rank + i) % self._world for i in range(1, self._world)]
 
@@ -193,7 +200,7 @@ class GlooExchange:
         own: list[tuple[Tensor, Tensor]] = []
         for output, source in zip(outputs, inputs, strict=True):
             pieces = output.view(self._world, -1)
-            works += self._swap([(pieces[rank], source) for rank in self._others], source)
+            works += self._swap([(pieces[rank], source) for rank in self._others], source, 0)
             own.append((pieces[self._rank], source))
         self._place_own(own)
         return _waiting_for(works)
@@ -205,7 +212,7 @@ class GlooExchange:
         for output, source in zip(outputs, inputs, strict=True):
             pieces = source.view(self._world, -1)
             landing = pieces.new_empty(self._world, pieces.shape[1])
-            works += self._swap([(landing[rank], pieces[rank]) for rank in self._others], output)
+            works += self._swap([(landing[rank], pieces[rank]) for rank in self._others], output, 1)
             received.append(landing)
 
         def finish() -> None:
@@ -220,10 +227,11 @@ class GlooExchange:
         for piece, source in pairs:
             piece.copy_(source)
 
-    def _swap(self, pairs: list[tuple[Tensor, Tensor]], in_shard: Tensor) -> list[Any]:
+    def _swap(self, pairs: list[tuple[Tensor, Tensor]], in_shard: Tensor, kind: int) -> list[Any]:
         """Receive into and send from each (landing, source), one pair a rank of ``_others``."""
         place = in_shard.storage_offset() * in_shard.itemsize // ALIGNMENT
-        tag = self._first_tag + place % self._num_tags
+        channel = 2 * self.channel + kind
+        tag = self._first_tag + (channel * self._channels_apart + place) % self._num_tags
         receives = [
             self._pg.recv([landing], rank, tag)
             for (landing, _), rank in zip(pairs, self._others, strict=True)
@@ -317,7 +325,8 @@ class Gather:
     def _unpack(self, staging: Tensor) -> None:
         split = self._layout.strided_start - self._layout.packed_start
         if self._sizes:
-            torch.split_with_sizes_copy(staging[:, :split], self._sizes, dim=1, out=self._targets)
+            packed = staging[:, :split] if self._strided else staging
+            torch.split_with_sizes_copy(packed, self._sizes, dim=1, out=self._targets)
         for slot, full in self._strided:
             for piece, part in _strided_pieces(slot, staging, self._layout.packed_start, full):
                 part.copy_(piece)
@@ -382,6 +391,9 @@ class Reduce:
             if padding := slot.padded_numel - slot.chunk_numel:
                 columns.append(gradient.new_zeros(world, padding))
             packed_numel += slot.padded_numel
+        if packed_numel == target.shape[1]:
+            torch.cat(columns, dim=1, out=target)
+            return
         if columns:
             torch.cat(columns, dim=1, out=target[:, :packed_numel])
         self._pack_strided(run, gradients, target, packed_numel)

@@ -211,6 +211,16 @@ def backend_name(pg: dist.ProcessGroup, device: torch.device) -> str:
         return str(dist.get_backend(pg)).lower()
 
 
+def job_store() -> dist.Store:
+    """The key-value store of the job; no public function gives it."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def ranks_of(pg: dist.ProcessGroup) -> list[int]:
+    """Global ranks of the members of ``pg``."""
+    return list(dist.get_process_group_ranks(pg))
+
+
 def can_allocate(pg: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the back end of ``pg`` has an allocator of its own for ``device``."""
     try:

@@ -38,6 +38,7 @@ class CustomAllGather:
     """An all-gather of the caller: ``comm(output, input, group, async_op) -> Work | None``."""
 
     packs_everything = True
+    channel = 0
     packing_limit_bytes = 0
 
     def __init__(self, comm: Any, pg: dist.ProcessGroup, device: torch.device) -> None:
@@ -64,6 +65,7 @@ class CustomReduceScatter:
     """A reduce-scatter of the caller: ``comm(output, input, group, op, async_op) -> Work | None``."""
 
     packs_everything = True
+    channel = 0
     packing_limit_bytes = 0
 
     def __init__(self, comm: Any, pg: dist.ProcessGroup | None, device: torch.device) -> None:

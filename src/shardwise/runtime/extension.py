@@ -176,7 +176,8 @@ class ExtensionBucket(Bucket):
                 f"{self._param.fqn}: {type(local).__name__}.{PRE} returned inputs {inputs!r}; expected is a "
                 "tuple of plain tensors, which are what travels."
             )
-        return [tensor.contiguous() for tensor in inputs], metadata
+        # Messages go by their place in memory, which has to be the same on all ranks (see collectives.py).
+        return [t.clone() if t.storage_offset() else t.contiguous() for t in inputs], metadata
 
     def _checked(self, result: Any, method: str, expected: str) -> tuple[Any, Any]:
         """A pair that a method of the protocol has returned."""

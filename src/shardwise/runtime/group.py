@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.policy import CommPolicy
 from shardwise.runtime import compat
 from shardwise.runtime.bucket import Bucket
+from shardwise.runtime.disagreement import explain_failure
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.param import FREED, Param, Site, refresh_flat_weights, sharded_before
 from shardwise.runtime.precision import Casts
@@ -294,7 +295,10 @@ class Group:
             return
         state = self._next(STATES, self.state, "wait")
         assert self._gathering is not None
-        self._gathering.wait()
+        try:
+            self._gathering.wait()
+        except RuntimeError as error:
+            raise explain_failure(error, "gather", self.name, self.axes()) from error
         self._gathering = None
         for bucket in self.buckets:
             bucket.drop_part()
@@ -575,7 +579,10 @@ class Group:
         with torch.inference_mode(False):
             results = []
             for bucket, reduction in zip(self.buckets, self._reductions, strict=True):
-                reduction.finish()
+                try:
+                    reduction.finish()
+                except RuntimeError as error:
+                    raise explain_failure(error, "reduction", self.name, self.axes()) from error
                 results.append(bucket.take_result(reduction))
             self._reductions = []
             waits = any(result is None for result in results)

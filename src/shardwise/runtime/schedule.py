@@ -221,9 +221,12 @@ class Schedule:
         for group in self.groups:
             group.refuse_open_ties()
         self._prepare_lanes()
+        channel = 0
         for group in self.groups:
             group.attach(self._lanes)
             for bucket in group.buckets:
+                bucket.use_channel(channel)
+                channel += 1
                 bucket.reduce_over(self._reduce_group(group, bucket.mesh.shard.pg))
                 if (world := _part_world(group)) is not None:
                     bucket.keep_parts_over(self._part_axis(bucket.mesh.shard, world))
