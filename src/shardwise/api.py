@@ -134,34 +134,37 @@ def fully_shard(
         )
     meshes = _Meshes(resolve_mesh(mesh, dp_mesh_dims))
     reshards = _check_reshard(reshard_after_forward, meshes.default)
-    name = type(modules[0]).__name__
     managed = _modules_to_manage(modules)
     found = _Found(modules, managed, _names_below(modules), ignored)
-    rule = FullPrecisionRule(getattr(mp_policy, "full_precision", None))
+    rule = FullPrecisionRule(getattr(mp_policy, "full_precision", None), managed)
     make_param = partial(_make_param, meshes, shard_placement_fn, mp_policy, rule, modules)
-    moves: list[_Move] = _resolve_ties(modules, found)
-    params: list[Param] = [make_param(param, sites) for param, sites in found.params.items()]
-    params += [move.param for move in moves]
+    params = [make_param(param, sites) for param, sites in found.params.items()]
+    moves = _resolve_ties(modules, found, meshes.default)
     classes = [sharded_class(type(m)) for m in modules]
     policy = comm_policy or CommPolicy()
     storage = _storage(offload_policy if is_offloaded else None, meshes.default.device)
-    for move in moves:
-        move.check(meshes.default)
     buckets = _make_buckets(params, meshes, policy, storage, mp_policy)
-    group = Group(name, modules, managed, buckets, meshes.default.device, policy, Casts(mp_policy))
+    name = type(modules[0]).__name__
+    group = Group(name, modules, managed, buckets, meshes.default, policy, Casts(mp_policy))
     group.reshard_after_forward = reshards
     group.ignored = [p for p in found.ignored if p.requires_grad]
     shards = group.plan()
+    if group.ignored:  # here, since a warning may be an error
+        warnings.warn(_message_about_ignored(group, found), stacklevel=2)
 
-    _move_buffers(managed, meshes.default.device, getattr(mp_policy, "buffer_dtype", None))
     _mix_in(modules, classes)
-    for move in moves:
-        move.apply(partial(precision_of, policy=mp_policy, is_full=False))
+    _move_buffers(managed, meshes.default.device, getattr(mp_policy, "buffer_dtype", None))
     group.install(shards)
-    for bucket in group.buckets if moves else ():
-        bucket.move_in()
+    for move in moves:
+        is_full = any(rule.keeps(s.fqn, s.module, move.param.sharded) for s in move.sites)
+        move.apply(
+            group,
+            partial(precision_of, policy=mp_policy, is_full=is_full),
+            lambda param: _make_buckets([param], meshes, policy, storage, mp_policy)[0],
+        )
+        move.param.rename(found.names)
     _leave_ties(group, found.ties, moves)
-    for kept in rule.modules(managed) if mp_policy is not None and mp_policy.param_dtype else ():
+    for kept in rule.outermost if mp_policy is not None and mp_policy.param_dtype else ():
         cast_around(kept)
     member = Member(group, Schedule(meshes.default.device))
     for each in modules:
@@ -173,8 +176,6 @@ def fully_shard(
     install_hooks(member)
     explain_calls(group)
     _build_tree(modules, member)
-    if group.ignored:
-        warnings.warn(_message_about_ignored(group, found), stacklevel=2)
     return module
 
 
@@ -283,7 +284,7 @@ def check_precision(policy: Any) -> None:
                 "torch.float32 or torch.float64."
             )
     for field in ("cast_forward_inputs", "keep_low_precision_grads"):
-        value = getattr(policy, field, False)
+        value = getattr(policy, field, True)
         if not isinstance(value, bool):
             raise TypeError(
                 f"fully_shard: mp_policy.{field} is {value!r}, a {type(value).__name__}; pass True or False."
@@ -501,14 +502,20 @@ class _Move:
     param: Param
     owner: Group
     ties: list[Tie]
+    mesh: ShardMesh  # of the call
 
-    def check(self, mesh: ShardMesh) -> None:
+    @property
+    def sites(self) -> list[Site]:
+        """All places of the parameter."""
+        return [*self.param.sites, *(tie.site for tie in self.ties)]
+
+    def check(self) -> None:
         """Refuse what cannot move."""
         names = f"{self.ties[0].site.fqn} and {self.param.fqn}"
-        if self.param.mesh.mesh != mesh.mesh:
+        if self.param.mesh.mesh != self.mesh.mesh:
             raise ValueError(
                 f"{names} are tied, but {self.param.fqn} was sharded over the mesh {self.param.mesh.mesh} "
-                f"and this fully_shard call has {mesh.mesh}. Shard both over one mesh, or untie them."
+                f"and this fully_shard call has {self.mesh.mesh}. Shard both over one mesh, or untie them."
             )
         if self.owner.state is not State.SHARDED or self.owner.gradient_state is not GradientState.NONE:
             raise RuntimeError(
@@ -516,24 +523,26 @@ class _Move:
                 "parameters or gradients. Call fully_shard on all modules before the first forward."
             )
 
-    def apply(self, precision_for: Any) -> None:
-        """Take the parameter out of its group."""
+    def apply(self, group: Group, precision_for: Any, bucket_for: Callable[[Param], Bucket]) -> None:
+        """Take the parameter out of its group and into ``group``."""
         self.owner.give_up(self.param)
-        self.param.take_over([tie.site for tie in self.ties], precision_for)
+        self.param.take_over([tie.site for tie in self.ties], self.mesh, precision_for)
+        group.take_in(self.param, bucket_for)
 
 
-def _resolve_ties(modules: list[nn.Module], found: _Found) -> list[_Move]:
+def _resolve_ties(modules: list[nn.Module], found: _Found, mesh: ShardMesh) -> list[_Move]:
     """Which parameters of groups inside move to the group of this call, as the lowest that contains all
     their places."""
-    inner = [member.group for module in modules for member in sharded_members(module)]
-    inner = list(dict.fromkeys(inner))
+    inner = list(dict.fromkeys(member.group for module in modules for member in sharded_members(module)))
     ties = found.ties + [tie for group in inner for tie in group.ties]
     moves: list[_Move] = []
     for group in inner:
         for param in group.params:
             own = [tie for tie in ties if param.was_made_from(tie.original)]
             if own:
-                moves.append(_Move(param, group, own))
+                moves.append(_Move(param, group, own, mesh))
+    for move in moves:
+        move.check()
     return moves
 
 
@@ -627,13 +636,16 @@ def _mix_in(modules: list[nn.Module], classes: list[type]) -> None:
 
 def _move_buffers(managed: list[nn.Module], device: torch.device, dtype: torch.dtype | None) -> None:
     """Bring buffers to the device that will compute, and floating-point ones to ``dtype``."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}  # a buffer may be shared
     for module in managed:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 wanted = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
                 target = buffer.device if buffer.is_meta else device
                 if (buffer.device, buffer.dtype) != (target, wanted):
-                    module._buffers[name] = buffer.to(target, wanted)
+                    if buffer not in moved:
+                        moved[buffer] = buffer.to(target, wanted)
+                    module._buffers[name] = moved[buffer]
 
 
 def _build_tree(modules: list[nn.Module], member: Member) -> None:

@@ -6,6 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.runtime import compat
-from shardwise.runtime.bucket import Bucket
+from shardwise.runtime.collectives import make_communicator
 from shardwise.runtime.copying import fill_copies, prepare_memo
 from shardwise.runtime.custom import (
     CustomAllGather,
@@ -177,6 +178,7 @@ class FSDPModule:
         _check_bool("set_may_be_unused", "may_be_unused", may_be_unused)
         for group in _groups(self, True, "set_may_be_unused"):
             group.may_be_unused = group.zeros_for_unused = may_be_unused
+        _member(self).schedule.prepare_anew()
 
     def set_reduce_ignored_params(self, reduce_ignored_params: bool, *, recurse: bool = True) -> None:
         """Average the gradients of ``ignored_params`` over the ranks at the end of each synchronised
@@ -206,8 +208,8 @@ class FSDPModule:
         All parameters of the group then travel in one call, and are copied out of the buffer after it.
         """
         _check_comm("set_custom_all_gather", comm)
-        _choose(self, "set_custom_all_gather", _MEMORY)
-        self._communicate(lambda pg, device: (CustomAllGather(comm, pg, device), None))
+        _check_choice(self, "set_custom_all_gather", _MEMORY)
+        _communicate(self, "set_custom_all_gather", make_gather=partial(_made, CustomAllGather, comm))
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce-scatter the gradients of this module's group by ``comm``.
@@ -219,8 +221,8 @@ class FSDPModule:
         ``op`` is always a sum; the division comes after it.
         """
         _check_comm("set_custom_reduce_scatter", comm)
-        _choose(self, "set_custom_reduce_scatter", _MEMORY)
-        self._communicate(lambda pg, device: (None, CustomReduceScatter(comm, pg, device)))
+        _check_choice(self, "set_custom_reduce_scatter", _MEMORY)
+        _communicate(self, "set_custom_reduce_scatter", make_reduce=partial(_made, CustomReduceScatter, comm))
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Call ``hook`` with this module's reduced gradients, before they are added to ``.grad``.
@@ -260,16 +262,17 @@ class FSDPModule:
         straight from where they lie to where they belong.
         """
         _check_bool("set_allocate_memory_from_process_group_for_comm", "enable", enable)
+        method = "set_allocate_memory_from_process_group_for_comm"
         group = _member(self).group
         if enable:
-            _choose(self, "set_allocate_memory_from_process_group_for_comm", _CUSTOM)
-        else:
-            group.choices.discard("set_allocate_memory_from_process_group_for_comm")
-        pgs = [b.mesh.shard.pg for b in group.buckets if b.mesh.shard.pg is not None]
-        if not enable and group.choices.isdisjoint(_CUSTOM):
-            group.replan(lambda bucket: bucket.use_default_communicators())
-        elif enable and all(compat.can_allocate(pg, group.device) for pg in pgs):
-            self._communicate(lambda pg, device: (WithMemory(pg, device, ProcessGroupMemory(pg)),) * 2)
+            _check_choice(self, method, _CUSTOM)
+            pgs = [b.mesh.shard.pg for b in group.buckets if b.mesh.shard.pg is not None]
+            if all(compat.can_allocate(pg, group.device) for pg in pgs):
+                _communicate(self, method, make_gather=_with_memory, make_reduce=_with_memory)
+            group.choices.add(method)
+        elif method in group.choices:
+            _communicate(self, method, make_gather=None, make_reduce=None)
+            group.choices.discard(method)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Gather this module's group through symmetric memory. Needs CUDA and NCCL.
@@ -284,8 +287,8 @@ class FSDPModule:
                 f"set_symm_mem_for_comm: the mesh is of {group.device.type}, and symmetric memory of NCCL is "
                 "memory of CUDA devices. Leave the call out."
             )
-        _choose(self, "set_symm_mem_for_comm", _CUSTOM)
-        self._communicate(lambda pg, device: (WithMemory(pg, device, SymmetricMemory(pg)), None))
+        _check_choice(self, "set_symm_mem_for_comm", _CUSTOM)
+        _communicate(self, "set_symm_mem_for_comm", make_gather=_with_symmetric_memory)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether reductions have a process group of their own, beside that of the gathers.
@@ -342,16 +345,6 @@ class FSDPModule:
                 "drives it. Call it on the outermost sharded module."
             )
         member.schedule.reset()
-
-    def _communicate(self, make: Callable[[Any, torch.device], tuple[Any, Any]]) -> None:
-        """Let each bucket of the group communicate as ``make(pg, device)`` says: (gather, reduce)."""
-
-        def change(bucket: Bucket) -> None:
-            pg = bucket.mesh.shard.pg
-            if pg is not None and pg.size() > 1:
-                bucket.use_communicators(*make(pg, bucket.mesh.device))
-
-        _member(self).group.replan(change)
 
 
 def share_comm_ctx(modules: "Sequence[FSDPModule]") -> None:
@@ -493,14 +486,16 @@ def _deep_copy(self: Any, memo: dict[int, Any]) -> Any:
     shown = [member.group for member in members if member.group.is_shown]
     for group in shown:
         group.hide()  # the copy is not gathered
-    if is_outermost:
-        prepare_memo(members, memo)
-    twin = memo[id(self)] = object.__new__(type(self))
-    twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
-    if is_outermost:
-        fill_copies(members, memo)
-    for group in shown:
-        group.show()
+    try:
+        if is_outermost:
+            prepare_memo(members, memo)
+        twin = memo[id(self)] = object.__new__(type(self))
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        if is_outermost:
+            fill_copies(members, memo)
+    finally:
+        for group in shown:
+            group.show()
     return twin
 
 
@@ -553,8 +548,8 @@ _CUSTOM = ("set_custom_all_gather", "set_custom_reduce_scatter")
 _MEMORY = ("set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm")
 
 
-def _choose(module: Any, method: str, others: Sequence[str]) -> None:
-    """Note that ``method`` was called; it does not go together with ``others``."""
+def _check_choice(module: Any, method: str, others: Sequence[str]) -> None:
+    """``method`` does not go together with ``others``."""
     group = _member(module).group
     for other in others:
         if other in group.choices:
@@ -562,7 +557,27 @@ def _choose(module: Any, method: str, others: Sequence[str]) -> None:
                 f"{method}: {group.name} was told by {other} where its buffers come from, and a collective "
                 "of the caller allocates its own. Use one of the two."
             )
-    group.choices.add(method)
+
+
+def _communicate(module: Any, method: str, **choices: Any) -> None:
+    """Have the buckets of a module's group communicate as ``choices`` (of Comms) say."""
+    member = _member(module)
+    member.group.replan(lambda bucket: bucket.communicate(**choices))
+    member.group.choices.add(method)
+    member.schedule.prepare_anew()
+
+
+def _made(kind: Any, comm: Any, pg: Any, device: torch.device) -> Any:
+    """The caller's own collective, where there is somebody to communicate with."""
+    return make_communicator(pg, device) if pg is None or pg.size() == 1 else kind(comm, pg, device)
+
+
+def _with_memory(pg: Any, device: torch.device) -> Any:
+    return make_communicator(pg, device) if pg is None else WithMemory(pg, device, ProcessGroupMemory(pg))
+
+
+def _with_symmetric_memory(pg: Any, device: torch.device) -> Any:
+    return make_communicator(pg, device) if pg is None else WithMemory(pg, device, SymmetricMemory(pg))
 
 
 def _check_comm(caller: str, comm: Any) -> None:

@@ -7,8 +7,8 @@ Where what is stored is not what is computed with (another dtype, or shards in h
 shard is first brought into a buffer to send from: one cast, one copy, for all parameters together.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,12 +25,11 @@ from shardwise.runtime.collectives import (
     Reduce,
     make_communicator,
 )
-from shardwise.runtime.custom import CustomReduceScatter
 from shardwise.runtime.layout import ALIGNMENT, Entry, Layout, plan_layout
 from shardwise.runtime.mesh import Axis, ShardMesh
 from shardwise.runtime.param import Param
 from shardwise.runtime.reduction import Destination, Hook, Reduction, Replicas
-from shardwise.runtime.streams import Finish, Lane, Lanes
+from shardwise.runtime.streams import Finish, Lane, Lanes, nothing
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,26 @@ class Storage:
 
     device: torch.device
     is_pinned: bool = False
+
+
+Make = Callable[[dist.ProcessGroup | None, torch.device], Any]
+
+
+@dataclass(frozen=True)
+class Comms:
+    """What was chosen about a bucket's communication.
+
+    ``channel`` keeps its messages apart from those of other buckets. ``reduce_pg`` is a process group for
+    reductions alone. ``part_axis``: the ranks that keep the full parameters together after forward.
+    ``make_gather`` and ``make_reduce`` make the caller's own collectives.
+    """
+
+    channel: int = 0
+    reduce_pg: dist.ProcessGroup | None = None
+    part_axis: Axis | None = None
+    make_gather: Make | None = None
+    make_reduce: Make | None = None
+    force_sum: bool = False
 
 
 class PartlyGathered:
@@ -54,8 +73,13 @@ class PartlyGathered:
         self._layout = layout
         self._gathered = gathered
         self._device = device
+        self._comm = comm
         self._gather = Gather(comm, layout, gathered)
         self._bytes: Tensor | None = None
+
+    def use_channel(self, channel: int) -> None:
+        """Keep these messages apart from those of other buckets."""
+        self._comm.channel = channel
 
     @property
     def has_contents(self) -> bool:
@@ -88,21 +112,59 @@ class Bucket:
         self.storage = storage
         self.fulls: list[nn.Parameter] = []
         self.policy = policy
-        self._gather_comm = self._reduce_comm = make_communicator(mesh.shard.pg, mesh.device)
-        self._channel = 0
-        self._part_axis: Axis | None = None
+        self._comms = Comms()
+        self._make_communicators()
         self._part: PartlyGathered | None = None
         self._earlier: Tensor | None = None  # sums that wait for that over replicas
         self._is_earlier: list[bool] = [False] * len(params)
 
-    def use_channel(self, channel: int) -> None:
-        """Keep this bucket's messages apart from those of others."""
-        self._channel = channel
-        self._gather_comm.channel = self._reduce_comm.channel = channel
+    # --- by what it communicates ------------------------------------------------------------------
 
     def communicate_as(self, other: "Bucket") -> None:
         """Take over by which collectives ``other`` communicates."""
-        self._gather_comm, self._reduce_comm = other._gather_comm, other._reduce_comm
+        self._comms = other._comms
+        self._make_communicators()
+
+    def _make_communicators(self) -> None:
+        """From what was chosen, all at once: no choice undoes another."""
+        chosen, pg, device = self._comms, self.mesh.shard.pg, self.mesh.device
+        self._gather_comm = (chosen.make_gather or make_communicator)(pg, device)
+        self._reduce_comm = (chosen.make_reduce or make_communicator)(chosen.reduce_pg or pg, device)
+        for comm in (self._gather_comm, self._reduce_comm):
+            comm.channel = chosen.channel
+            if isinstance(comm, BackendCollectives):
+                comm.force_sum = chosen.force_sum
+
+    def force_sums(self, enable: bool) -> None:
+        """Have the back end sum only, and divide here. At any time."""
+        self._comms = replace(self._comms, force_sum=enable)
+        for comm in (self._gather_comm, self._reduce_comm):
+            if isinstance(comm, BackendCollectives):
+                comm.force_sum = enable
+
+    def use_channel(self, channel: int) -> None:
+        """Keep this bucket's messages apart from those of others. At any time."""
+        self._comms = replace(self._comms, channel=channel)
+        for comm in (self._gather_comm, self._reduce_comm):
+            comm.channel = channel
+        if self._part is not None:
+            self._part.use_channel(channel)
+
+    def would_change(self, choices: dict[str, Any]) -> bool:
+        """Whether ``communicate`` would come to something."""
+        return any(getattr(self._comms, name) is not value and getattr(self._comms, name) != value
+                   for name, value in choices.items())  # fmt: skip
+
+    def communicate(self, **choices: Any) -> None:
+        """Communicate otherwise from now on; see ``Comms``. While nothing is gathered."""
+        changed = replace(self._comms, **choices)
+        if changed != self._comms:
+            self._comms = changed
+            self._make_communicators()
+            self.move_in()
+
+    takes_more = True
+    """Whether further parameters of the same mesh may join."""
 
     # --- planning ---------------------------------------------------------------------------------
 
@@ -182,42 +244,7 @@ class Bucket:
         return self._gather_comm.packing_limit_bytes if limit is None else limit
 
     def _part_world(self) -> int | None:
-        return None if self._part_axis is None else self._part_axis.world
-
-    # --- what the schedule chooses, before anything has run ---------------------------------------
-
-    def reduce_over(self, pg: dist.ProcessGroup | None) -> None:
-        """Use the process group ``pg`` for reductions."""
-        if isinstance(self._reduce_comm, CustomReduceScatter):
-            self._reduce_comm.pg = pg
-        else:
-            self._reduce_comm = make_communicator(pg, self.mesh.device)
-            self._reduce_comm.channel = self._channel
-            self._reduce = Reduce(self._reduce_comm, self.reduced, self.mesh.device)
-
-    def use_communicators(self, gather: Communicator | None, reduce: Communicator | None) -> None:
-        """Communicate otherwise from now on. Shards move to where the new layout wants them."""
-        self._gather_comm = gather or self._gather_comm
-        self._reduce_comm = reduce or self._reduce_comm
-        self.use_channel(self._channel)
-        self.move_in()
-
-    def use_default_communicators(self) -> None:
-        """Undo ``use_communicators``."""
-        comm = make_communicator(self.mesh.shard.pg, self.mesh.device)
-        self.use_communicators(comm, comm)
-
-    def force_sums(self, enable: bool) -> None:
-        """Have the back end sum only, and divide here."""
-        for comm in (self._gather_comm, self._reduce_comm):
-            if isinstance(comm, BackendCollectives):
-                comm.force_sum = enable
-
-    def keep_parts_over(self, axis: Axis) -> None:
-        """Between forward and backward, let the ranks of ``axis`` keep the full parameters together."""
-        if axis is not self._part_axis:
-            self._part_axis = axis
-            self.move_in()
+        return None if self._comms.part_axis is None else self._comms.part_axis.world
 
     # --- full parameters --------------------------------------------------------------------------
 
@@ -232,17 +259,22 @@ class Bucket:
             self._gather = Gather(self._gather_comm, self.computed, self.gathered)
             if self._is_sent_as_stored:
                 self._pieces = self._gather.cut(self.shard.bytes)
-        if self._part_axis is not None:
-            part = self._layout("computed", self._part_axis.world, self.mesh.shard.world)
-            comm = make_communicator(self._part_axis.pg, device)
-            comm.channel = self._channel
-            self._part = PartlyGathered(comm, self._part_axis.rank, part, self.gathered, device)
+        if (axis := self._comms.part_axis) is not None:
+            part = self._layout("computed", axis.world, self.mesh.shard.world)
+            comm = make_communicator(axis.pg, device)
+            comm.channel = self._comms.channel
+            self._part = PartlyGathered(comm, axis.rank, part, self.gathered, device)
         self.fulls = [param.full for param in self.params if param.full is not None]
         self._placed = [
             (index, param.full_data(), slot.slot_offset)
             for index, (param, slot) in enumerate(zip(self.params, self.computed.slots, strict=True))
             if slot.slot_bytes
         ]
+
+    @property
+    def is_offloaded(self) -> bool:
+        """True if shards are in host memory and computed with on a device."""
+        return self.storage.device != self.mesh.device
 
     @property
     def _is_sent_as_stored(self) -> bool:
@@ -257,7 +289,7 @@ class Bucket:
         if self._gather is None:  # a rank alone
             if not self._is_sent_as_stored:
                 self._bring(self.gathered.bytes, lane)
-            return _nothing
+            return nothing
         if self._pieces is not None:
             return self._gather.start(lane, self._pieces)
         send = lane.borrow(self.computed.shard_bytes, self.mesh.device)
@@ -287,9 +319,9 @@ class Bucket:
         return self._part is not None and self._part.has_contents
 
     def keep_part(self) -> None:
-        """Keep this rank's part of the full parameters; the gathered buffer may then be freed."""
-        assert self._part is not None
-        self._part.keep()
+        """Keep this rank's part of the full parameters, if that was asked for; the rest may be freed."""
+        if self._part is not None:
+            self._part.keep()
 
     def drop_part(self) -> None:
         """Free it."""
@@ -303,11 +335,11 @@ class Bucket:
         and fused optimizers, and changes through ``.data``, count none on a DTensor.
         """
         rank = self.mesh.shard.rank
+        if not all(param.is_untouched() for param in self.params):
+            return True
         if self.mesh.shard.is_alone and self._is_sent_as_stored:
             return False
         for param, slot in zip(self.params, self.computed.slots, strict=True):
-            if not param.is_untouched():
-                return True
             part = _part(param.full_data().detach(), slot, rank)
             now = param.local.detach().to(part.device, part.dtype)
             if now.numel() and not torch.equal(_bytes(now), _bytes(part)):
@@ -353,8 +385,8 @@ class Bucket:
     @torch.no_grad()
     def move_in(self) -> None:
         """Bring shards that lie elsewhere into the flat shard, planned anew."""
-        if self.shard.bytes.is_meta and any(param.sharded.is_meta for param in self.params):
-            self.lay_out(self.shard.bytes.device)
+        if any(param.sharded.is_meta for param in self.params):
+            self.lay_out(torch.device("meta"))
             return
         locals_ = [compat.local_tensor(param.sharded) for param in self.params]
         with torch.inference_mode(False):
@@ -438,7 +470,3 @@ def _part(full: Tensor, slot: Any, rank: int) -> Tensor:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _nothing() -> None:
-    """The end of work that took no time."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwise.runtime import compat
 from shardwise.runtime.buffers import GatheredBuffer, dtype_of, typed_stretch
 from shardwise.runtime.layout import ALIGNMENT, Layout, Run, Slot
-from shardwise.runtime.streams import Finish, Lane
+from shardwise.runtime.streams import Finish, Lane, nothing, waiting_for
 
 
 class Memory(Protocol):
@@ -62,7 +62,19 @@ class Communicator(Protocol):
 
 def all_reduce(pg: dist.ProcessGroup, tensors: Sequence[Tensor], is_async: bool) -> Finish:
     """Sum each of ``tensors`` over the ranks of ``pg``, in place."""
-    return _waiting_for([dist.all_reduce(tensor, group=pg, async_op=is_async) for tensor in tensors])
+    return waiting_for([dist.all_reduce(tensor, group=pg, async_op=is_async) for tensor in tensors])
+
+
+def divided_before(inputs: Sequence[Tensor], divisor: float) -> tuple[Sequence[Tensor], float]:
+    """Inputs of a sum over ranks, and by how much they are divided already.
+
+    A sum of float16 numbers leaves their range soon: those are divided by the root of ``divisor`` before
+    it, and by the rest after it.
+    """
+    if divisor <= 1 or not any(source.dtype is torch.float16 for source in inputs):
+        return inputs, 1.0
+    before = 2.0 ** round(math.log2(divisor) / 2)
+    return [source / before for source in inputs], before
 
 
 def make_communicator(pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
@@ -84,13 +96,13 @@ class SingleRank:
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
         """Nothing to move: the outputs are the inputs."""
-        return _nothing
+        return nothing
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
         """The gradient of the only rank, divided."""
         for output, source in zip(outputs, inputs, strict=True):
             torch.div(source, divisor, out=output)
-        return _nothing
+        return nothing
 
 
 class BackendCollectives:
@@ -121,18 +133,14 @@ class BackendCollectives:
                 compat.all_gather(self._pg, output, source, self._is_async)
                 for output, source in zip(outputs, inputs, strict=True)
             ]
-        return _waiting_for(works)
+        return waiting_for(works)
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
         """Sum and divide, in the back end where it averages over exactly this world."""
         averages = self._averages and not self.force_sum and divisor == self._pg.size()
         op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         works: list[Any] = []
-        before = 1.0
-        if not averages and any(output.dtype is torch.float16 for output in outputs):
-            # A sum of float16 numbers leaves their range soon: divide by one half before it.
-            before = 2.0 ** round(math.log2(divisor) / 2) if divisor > 1 else 1.0
-            inputs = [source / before for source in inputs]
+        inputs, before = (inputs, 1.0) if averages else divided_before(inputs, divisor)
         for dtype in dict.fromkeys(output.dtype for output in outputs):
             pairs = [(o, i) for o, i in zip(outputs, inputs, strict=True) if o.dtype == dtype]
             outs, ins = [o for o, _ in pairs], [i for _, i in pairs]
@@ -140,8 +148,8 @@ class BackendCollectives:
             works += issued or [compat.reduce_scatter(self._pg, o, i, op, self._is_async) for o, i in pairs]
 
         def finish() -> None:
-            _waiting_for(works)()
-            if not averages and divisor != before:
+            waiting_for(works)()
+            if outputs and not averages and divisor != before:
                 torch._foreach_div_(list(outputs), divisor / before)
 
         return finish
@@ -203,7 +211,7 @@ class GlooExchange:
             works += self._swap([(pieces[rank], source) for rank in self._others], source, 0)
             own.append((pieces[self._rank], source))
         self._place_own(own)
-        return _waiting_for(works)
+        return waiting_for(works)
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
         """Each rank sends every other one its piece, and sums what it receives."""
@@ -216,7 +224,7 @@ class GlooExchange:
             received.append(landing)
 
         def finish() -> None:
-            _waiting_for(works)()
+            waiting_for(works)()
             for output, source, landing in zip(outputs, inputs, received, strict=True):
                 self._sum(output, source.view(self._world, -1), landing, divisor)
 
@@ -255,19 +263,6 @@ class GlooExchange:
             output.add_(piece)
         if divisor != 1:
             output.div_(divisor)
-
-
-def _nothing() -> None:
-    """The end of work that took no time."""
-
-
-def _waiting_for(works: Sequence[Any]) -> Finish:
-    def finish() -> None:
-        for work in works:
-            if work is not None:
-                work.wait()
-
-    return finish
 
 
 class Gather:

@@ -4,7 +4,7 @@ Everything else in this library uses documented APIs. Supported: torch 2.11 to 2
 ``tests/test_compat.py`` checks each function here on whatever is installed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -141,6 +141,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor  # type: ignore[attr-defined]
 
 
+def plain(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor, and any other tensor itself."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 def set_local_tensor(tensor: Tensor, local: Tensor) -> None:
     """Let ``tensor`` stand on ``local``, which has the same shape, dtype and device as before."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
@@ -209,6 +214,33 @@ def backend_name(pg: dist.ProcessGroup, device: torch.device) -> str:
         return pg._get_backend(device).name().lower()
     except (RuntimeError, AttributeError, TypeError):  # a process group that is written in Python
         return str(dist.get_backend(pg)).lower()
+
+
+def subgroup(
+    parent: dist.ProcessGroup, members: Iterable[int], device: torch.device, purpose: str
+) -> dist.ProcessGroup:
+    """A process group of some ranks of ``parent``, of the same back end and timeout. Only members call.
+
+    ``dist.new_group`` takes the name from how many groups a rank is in, so ranks that are in different
+    numbers of them wait for each other for ever. Here the name says what the group is.
+    """
+    c10d = dist.distributed_c10d
+    all_ranks = dist.get_process_group_ranks(parent)
+    ranks = [all_ranks[member] for member in members]
+    own = ranks.index(dist.get_rank())
+    name = f"shardwise_{purpose}_{parent.group_name}_{'_'.join(map(str, ranks))}"
+    while name in c10d._world.pg_names.values():  # of an earlier model: made as often on all ranks
+        name += "'"
+    try:
+        timeout = parent._get_backend(device).options._timeout
+    except (RuntimeError, AttributeError):
+        timeout = c10d.default_pg_timeout
+    make: Any = c10d._new_process_group_helper
+    pg, _ = make(
+        len(ranks), own, ranks, c10d.Backend(backend_name(parent, device)), job_store(), name, timeout=timeout
+    )
+    c10d._world.pg_group_ranks[pg] = {rank: index for index, rank in enumerate(ranks)}
+    return pg
 
 
 def job_store() -> dist.Store:

@@ -66,7 +66,7 @@ def _fill_group(old: Group, memo: Memo) -> None:
     buckets = [_copied_bucket(bucket, memo) for bucket in old.buckets]
     modules = [_twin(module, memo) for module in old.modules]
     owners = [_twin(module, memo) for module in old.owners]
-    Group.__init__(new, old.name, modules, owners, buckets, old.device, old.policy, old.casts)
+    Group.__init__(new, old.name, modules, owners, buckets, old.mesh, old.policy, old.casts)
     new.take_settings(old)
     new.ignored = [memo.get(id(param), param) for param in old.ignored]
     for bucket in buckets:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.runtime import compat
-from shardwise.runtime.collectives import BackendCollectives
-from shardwise.runtime.streams import Finish
+from shardwise.runtime.collectives import BackendCollectives, divided_before
+from shardwise.runtime.streams import Finish, waiting_for
 
 
 class _CallersMemory:
@@ -54,7 +54,7 @@ class CustomAllGather:
             self._comm(output.view(dtype), source.view(dtype), self._pg, self._is_async)
             for output, source in zip(outputs, inputs, strict=True)
         ]
-        return _waiting_for(works)
+        return waiting_for(works)
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
         """Not what this one is for."""
@@ -68,9 +68,9 @@ class CustomReduceScatter:
     channel = 0
     packing_limit_bytes = 0
 
-    def __init__(self, comm: Any, pg: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, comm: Any, pg: dist.ProcessGroup, device: torch.device) -> None:
         self._comm = comm
-        self.pg = pg
+        self._pg = pg
         self._is_async = device.type == "cpu"
         self.memory = _CallersMemory(comm.allocate)
 
@@ -80,16 +80,17 @@ class CustomReduceScatter:
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
         """Sum by the caller's call, one a dtype, and divide after it."""
+        inputs, before = divided_before(inputs, divisor)
         works = [
-            self._comm(output, source, self.pg, dist.ReduceOp.SUM, self._is_async)
+            self._comm(output, source, self._pg, dist.ReduceOp.SUM, self._is_async)
             for output, source in zip(outputs, inputs, strict=True)
         ]
-        wait = _waiting_for(works)
+        wait = waiting_for(works)
 
         def finish() -> None:
             wait()
-            if divisor != 1:
-                torch._foreach_div_(list(outputs), divisor)
+            if outputs and divisor != before:
+                torch._foreach_div_(list(outputs), divisor / before)
 
         return finish
 
@@ -136,12 +137,3 @@ class WithMemory(BackendCollectives):
     def __init__(self, pg: dist.ProcessGroup, device: torch.device, memory: Any) -> None:
         super().__init__(pg, device)
         self.memory = memory
-
-
-def _waiting_for(works: Sequence[Any]) -> Finish:
-    def finish() -> None:
-        for work in works:
-            if work is not None:
-                work.wait()
-
-    return finish

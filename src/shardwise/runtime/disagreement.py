@@ -38,7 +38,7 @@ def _exchange(note: str, axis: Axis) -> dict[int, str | None]:
     if axis.pg is None:
         return {}
     store, ranks = compat.job_store(), compat.ranks_of(axis.pg)
-    prefix = f"shardwise/waits/{ranks}"
+    prefix = f"shardwise/waits/{axis.pg.group_name}"
     store.set(f"{prefix}/{ranks[axis.rank]}", note)
     notes: dict[int, str | None] = dict.fromkeys(ranks)
     deadline = time.monotonic() + PATIENCE_S

@@ -25,7 +25,7 @@ from shardwise.runtime.bucket import Bucket, Storage
 from shardwise.runtime.layout import ALIGNMENT
 from shardwise.runtime.mesh import ShardMesh
 from shardwise.runtime.param import Param
-from shardwise.runtime.streams import Finish, Lane
+from shardwise.runtime.streams import Finish, Lane, nothing
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -107,11 +107,15 @@ class ExtensionBucket(Bucket):
     def _param(self) -> Param:
         return self.params[0]
 
+    takes_more = False
+
     # --- the shard --------------------------------------------------------------------------------
 
     def make_shards(self) -> list[nn.Parameter]:
         """The part of this rank, of the same class as the whole."""
         self.lay_out(self.storage.device)
+        if self._param.is_sharded:  # it comes from another group
+            return [self._param.sharded]
         rank, world = self.mesh.shard.rank, self.mesh.shard.world
         whole = self._param.content()
         parts = torch.chunk(whole, world, dim=self._param.dim) if whole.numel() else (whole,)
@@ -192,7 +196,7 @@ class ExtensionBucket(Bucket):
         """Gather anew into the same memory."""
         if self._is_fresh:
             self._is_fresh = False
-            return _nothing
+            return nothing
         self.gathered.allocate()
         inputs, metadata = self._inputs()
         assert self._outputs is not None
@@ -232,7 +236,7 @@ class ExtensionBucket(Bucket):
         if self.mesh.shard.is_alone:
             for output, source in zip(outputs, inputs, strict=True):
                 output.view(source.shape).copy_(source)
-            return _nothing
+            return nothing
         sends, landings, finishes = [], [], []
         for index, (source, output) in enumerate(zip(inputs, outputs, strict=True)):
             sizes = [torch.Size(shapes[index]).numel() * source.itemsize for shapes in self._shapes]
@@ -292,7 +296,3 @@ class _Gathered:
 
     def addresses(self) -> list[range]:
         return self.memory.ranges()
-
-
-def _nothing() -> None:
-    """The end of work that took no time."""

@@ -20,7 +20,7 @@ from shardwise.policy import CommPolicy
 from shardwise.runtime import compat
 from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.disagreement import explain_failure
-from shardwise.runtime.mesh import Axis
+from shardwise.runtime.mesh import Axis, ShardMesh
 from shardwise.runtime.param import FREED, Param, Site, refresh_flat_weights, sharded_before
 from shardwise.runtime.precision import Casts
 from shardwise.runtime.reduction import Hook, Reduction
@@ -96,14 +96,15 @@ class Group:
         modules: Sequence[nn.Module],
         owners: Sequence[nn.Module],
         buckets: list[Bucket],
-        device: torch.device,
+        mesh: ShardMesh,
         policy: CommPolicy,
         casts: Casts,
     ) -> None:
         self.name = name
         self.modules = tuple(modules)
         self.buckets = buckets
-        self.device = device
+        self.mesh = mesh  # of the call; single parameters may have been given others
+        self.device = mesh.device
         self.policy = policy
         self.casts = casts
         self.owners = tuple(owners)
@@ -182,28 +183,40 @@ class Group:
         """Tell the group where its communication runs."""
         self._lanes = lanes
 
-    def replan(self, change: Callable[[Bucket], None]) -> None:
-        """Let ``change`` plan each bucket anew, while nothing is gathered."""
+    def replan(self, change: Callable[[Bucket], None], only: Bucket | None = None) -> None:
+        """Let ``change`` plan buckets anew, while nothing is gathered."""
         if self.state is not State.SHARDED or self.gradient_state is not GradientState.NONE:
             raise RuntimeError(
                 f"{self.name}: its communication cannot be changed while its parameters are "
                 f"{self.state.value} and its gradients {self.gradient_state.value}. Change it between steps, "
                 "after a backward with gradient synchronisation."
             )
-        for bucket in self.buckets:
+        for bucket in self.buckets if only is None else [only]:
             change(bucket)
         self._take_stock()
 
-    def give_up(self, param: Param) -> None:
-        """Leave a parameter to another group, which is about to take it."""
+    def give_up(self, param: Param) -> Bucket:
+        """Leave a parameter to another group, which is about to take it; returns the bucket it was in."""
+        owner = next(bucket for bucket in self.buckets if param in bucket.params)
+        owner.params.remove(param)
+        if owner.params:
+            owner.move_in()
+        else:
+            self.buckets.remove(owner)
+        self._take_stock()
+        return owner
 
-        def leave(bucket: Bucket) -> None:
-            if param in bucket.params:
-                bucket.params.remove(param)
-                bucket.move_in()
-
-        self.replan(leave)
-        self.buckets = [bucket for bucket in self.buckets if bucket.params]
+    def take_in(self, param: Param, bucket_for: Callable[[Param], Bucket]) -> None:
+        """Own a parameter that another group has given up, in the bucket of its mesh."""
+        for bucket in self.buckets:
+            if bucket.mesh is param.mesh and bucket.takes_more:
+                bucket.params.append(param)
+                break
+        else:
+            bucket = bucket_for(param)
+            self.buckets.append(bucket)
+        bucket.move_in()
+        self._take_stock()
 
     def refuse_open_ties(self) -> None:
         """No parameter may be tied to one of a group that nothing sharded has in common with this one."""
@@ -551,11 +564,19 @@ class Group:
         return self.max_reductions + (1 if replicates else 0)
 
     def average_ignored(self) -> None:
-        """Average over all ranks the gradients of parameters that the group was told to ignore."""
-        gradients = [p.grad for p in self.ignored if p.grad is not None] if self.averages_ignored else []
-        for bucket in self.buckets[:1] if gradients else ():
-            for axis in bucket.mesh.axes():
-                _average([g for g in gradients if g is not None], axis)
+        """Average over all ranks the gradients of parameters that the group was told to ignore.
+
+        All of them take part on every rank, with zeros where there is none, lest ranks send different
+        amounts.
+        """
+        if not (self.averages_ignored and self.ignored):
+            return
+        for param in self.ignored:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        gradients = [compat.plain(param.grad) for param in self.ignored if param.grad is not None]
+        for axis in self.mesh.axes():
+            _average(gradients, axis)
 
     def advance_reduce(self) -> None:
         """Let the reduction go on to the replicas."""

@@ -121,9 +121,14 @@ class Param:
 
     # --- the shard --------------------------------------------------------------------------------
 
-    def take_over(self, sites: list[Site], precision_for: Callable[[torch.dtype], Precision]) -> None:
-        """Belong to another group from now on, and stand at ``sites`` as well."""
+    def take_over(
+        self, sites: list[Site], mesh: ShardMesh, precision_for: Callable[[torch.dtype], Precision]
+    ) -> None:
+        """Belong to another group from now on, over the same ranks, and stand at ``sites`` as well."""
         self.sites = [*self.sites, *sites]
+        for site in sites:
+            site.module._parameters[site.name] = self.sharded  # type: ignore[assignment]
+        self.mesh = mesh
         self._precision_for = precision_for
         self.precision = precision_for(self.sharded.dtype)
         self.full = None
@@ -135,6 +140,7 @@ class Param:
         twin.sites, twin.sharded, twin.local = sites, sharded, compat.local_tensor(sharded)
         twin.full = twin._deferred = None
         twin._original_hooks = twin._original_post_hooks = None
+        twin._allow_gradients(sharded)
         return twin
 
     def make_shard(self, local: Tensor) -> nn.Parameter:
@@ -261,6 +267,7 @@ class Param:
 
     def describe_itself(self) -> None:
         """Put back on the sharded parameter what a conversion or an assignment has lost."""
+        self._allow_gradients(self.sharded)
         for key, value in self.attributes.items():
             vars(self.sharded).setdefault(key, value)
         self._sign()

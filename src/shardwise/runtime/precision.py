@@ -42,35 +42,39 @@ def precision_of(dtype: torch.dtype, policy: Any, is_full: bool) -> Precision:
 
 
 class FullPrecisionRule:
-    """Which parameters the policy's ``full_precision`` keeps in their own dtype."""
+    """Which parameters the policy's ``full_precision`` keeps in their own dtype.
 
-    def __init__(self, rule: Any) -> None:
-        self._classes: tuple[type, ...] = ()
+    ``managed``: all modules of the call, those around others first.
+    """
+
+    def __init__(self, rule: Any, managed: list[nn.Module]) -> None:
         self._predicate: Callable[..., bool] | None = None
-        if isinstance(rule, type):
-            self._classes = (rule,)
-        elif isinstance(rule, (tuple, list)):
-            self._classes = tuple(rule)
-        elif rule is not None:
+        self.outermost: list[nn.Module] = []
+        """The modules of the classes given, whose inputs have to fit their parameters."""
+        self._inside: set[nn.Module] = set()
+        if rule is not None and not isinstance(rule, (type, tuple, list)):
             self._predicate = rule
+            return
+        classes = () if rule is None else (rule,) if isinstance(rule, type) else tuple(rule)
+        for module in managed:
+            if isinstance(module, classes) and module not in self._inside:
+                self.outermost.append(module)
+                self._inside.update(module.modules())
 
     def keeps(self, name: str, module: nn.Module, param: nn.Parameter) -> bool:
         """True for a parameter that is not cast."""
         if self._predicate is not None:
             return bool(self._predicate(name, module, param))
-        return isinstance(module, self._classes)
-
-    def modules(self, managed: list[nn.Module]) -> list[nn.Module]:
-        """The modules of the classes given, whose inputs have to fit their parameters."""
-        return [module for module in managed if isinstance(module, self._classes)]
+        return module in self._inside
 
 
 class Casts:
     """The casts of one module's forward: of its inputs, and of its outputs."""
 
     def __init__(self, policy: Any) -> None:
-        self._input = policy.param_dtype if policy is not None and policy.cast_forward_inputs else None
-        self._output = None if policy is None else policy.output_dtype
+        casts_inputs = getattr(policy, "cast_forward_inputs", True)
+        self._input = policy.param_dtype if policy is not None and casts_inputs else None
+        self._output = getattr(policy, "output_dtype", None)
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """The inputs as forward shall see them; None: as they are."""
@@ -91,7 +95,7 @@ class Casts:
 def cast_around(module: nn.Module) -> None:
     """Have ``module``, kept in full precision, compute in its parameters' dtype and answer in that of its
     inputs."""
-    own = next((p.dtype for p in module.parameters(recurse=False) if p.is_floating_point()), None)
+    own = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
     if own is None:
         return
     given: list[torch.dtype] = []  # of the running calls: a module may be called inside itself

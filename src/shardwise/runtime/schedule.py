@@ -33,12 +33,14 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from shardwise.runtime import compat
+from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.group import (
     GradientState,
     Group,
@@ -145,6 +147,7 @@ class Session:
         return self._token() is not None
 
 
+_NO_GROUPS: list[Group] = []
 RUNNING = -1.0  # a module whose forward is being recomputed: never over
 RECOMPUTED = math.inf  # a module whose forward has been recomputed: over when another begins
 
@@ -161,6 +164,7 @@ class Schedule:
         self._reduce_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         self._part_axes: dict[tuple[dist.ProcessGroup, int], Axis] = {}
         self._parents: dict[Group, Group] = {}
+        self._optionals: dict[Group, list[Group]] | None = None  # found again when asked for
         self.post_optim_event: torch.Event | None = None
         self._landing: list[Group] = []  # reductions whose results are on their way to the host
         self._is_ready = False
@@ -194,10 +198,14 @@ class Schedule:
             self._take_from(member)
             member.schedule = self
         self._parents = _parents(self.groups, root.group)
+        self._optionals = None
         self.observe(self.observer)
 
     def _take_from(self, member: Member) -> None:
         group = member.group
+        if member.schedule is not self:
+            self._part_axes.update(member.schedule._part_axes)
+            self._reduce_groups.update(member.schedule._reduce_groups)
         group.on_gradient = self._gradient_came
         group.on_complete = self._gradients_complete
         if group.state is not State.SHARDED:
@@ -220,21 +228,32 @@ class Schedule:
             raise RuntimeError(meta_message(names))
         for group in self.groups:
             group.refuse_open_ties()
+            if group.may_be_unused and self._goes_with(group) is None:
+                raise RuntimeError(
+                    f"{group.name}: set_may_be_unused() was called on it, but no sharded module around it is "
+                    "run by all ranks, with which it could be gathered. Call fully_shard on the module "
+                    "around it."
+                )
         self._prepare_lanes()
         channel = 0
         for group in self.groups:
             group.attach(self._lanes)
             for bucket in group.buckets:
+                axis = bucket.mesh.shard
                 bucket.use_channel(channel)
+                choices: dict[str, Any] = {
+                    "reduce_pg": self._reduce_group(group, axis.pg),
+                    "part_axis": self._part_axis(axis, _part_world(group)),
+                }
+                if bucket.would_change(choices):
+                    group.replan(partial(Bucket.communicate, **choices), bucket)
                 channel += 1
-                bucket.reduce_over(self._reduce_group(group, bucket.mesh.shard.pg))
-                if (world := _part_world(group)) is not None:
-                    bucket.keep_parts_over(self._part_axis(bucket.mesh.shard, world))
         self._is_ready = True
 
     def prepare_anew(self) -> None:
         """Look again at what the caller has chosen for the groups, before the next forward."""
         self._is_ready = False
+        self._optionals = None
 
     def reset(self) -> None:
         """Forget the running iteration, whatever it has come to, and all gradients that wait."""
@@ -259,21 +278,24 @@ class Schedule:
         """On NCCL, reductions have a process group of their own: else gathers wait for them."""
         wanted = group.separate_reduce_group
         if pg is None or pg.size() == 1 or wanted is False:
-            return pg
+            return None
         if wanted is None and compat.backend_name(pg, self._device) != "nccl":
-            return pg
+            return None
         if pg not in self._reduce_groups:
-            ranks = dist.get_process_group_ranks(pg)
-            self._reduce_groups[pg] = dist.new_group(ranks, use_local_synchronization=True)
+            self._reduce_groups[pg] = compat.subgroup(pg, range(pg.size()), self._device, "reduce")
         return self._reduce_groups[pg]
 
-    def _part_axis(self, axis: Axis, world: int) -> Axis:
-        """The ``world`` neighbours of this rank on ``axis`` that keep full parameters together."""
-        assert axis.pg is not None
+    def _part_axis(self, axis: Axis, world: int | None) -> Axis | None:
+        """The ``world`` neighbours of this rank on ``axis`` that keep full parameters together.
+
+        None where that would be all of them, or none, or they do not come out even: parameters on another
+        mesh than that of the call.
+        """
+        if world is None or axis.pg is None or not 1 < world < axis.world or axis.world % world:
+            return None
         if (axis.pg, world) not in self._part_axes:
-            ranks = dist.get_process_group_ranks(axis.pg)
             first = axis.rank // world * world
-            pg = dist.new_group(ranks[first : first + world], use_local_synchronization=True)
+            pg = compat.subgroup(axis.pg, range(first, first + world), self._device, "part")
             self._part_axes[axis.pg, world] = Axis(pg, world, axis.rank - first)
         return self._part_axes[axis.pg, world]
 
@@ -377,6 +399,13 @@ class Schedule:
         for group in unneeded:
             self._release(group)
         self._hide_kept()
+        if not torch.is_grad_enabled():
+            self._let_host_write()
+
+    def _let_host_write(self) -> None:
+        """Wait for copies out of shards in host memory, which the caller may change from now on."""
+        if any(bucket.is_offloaded for group in self.groups for bucket in group.buckets):
+            self._lanes.gather.synchronize()
 
     def _hide_kept(self) -> None:
         """Between passes the modules show their shards, whatever is kept in memory."""
@@ -413,7 +442,12 @@ class Schedule:
 
     def _optional(self, group: Group) -> list[Group]:
         """The groups inside ``group`` that some ranks may not use, and that go with it therefore."""
-        return [g for g in self.groups if g.may_be_unused and self._goes_with(g) is group]
+        if self._optionals is None:
+            self._optionals = {}
+            for optional in self.groups:
+                if optional.may_be_unused and (around := self._goes_with(optional)) is not None:
+                    self._optionals.setdefault(around, []).append(optional)
+        return self._optionals.get(group, _NO_GROUPS)
 
     def _goes_with(self, optional: Group) -> Group | None:
         """The innermost group around ``optional`` that all ranks use."""
@@ -609,6 +643,7 @@ class Schedule:
             if group.gradient_state is GradientState.REDUCING:
                 group.finish_reduce()
         self._landing.clear()
+        self._let_host_write()
         self._average_ignored()
         self._keeps_for_double_backward = self._makes_graph
         running = {call.group for call in self._running}  # a forward may run a backward of its own
@@ -634,7 +669,7 @@ class Schedule:
             (group.zeros_for_unused or group.may_be_unused)
             and group.is_trainable
             and group not in self._reduced
-            and group.gradient_state is GradientState.NONE
+            and group.gradient_state in (GradientState.NONE, GradientState.DEFERRED)
         )
 
     def _average_ignored(self) -> None:

@@ -12,7 +12,7 @@ after that lane has waited for the event that marks the buffer's last use. ``rec
 used.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,6 +20,21 @@ import torch
 
 Finish = Callable[[], None]
 Start = Callable[[], Finish]
+
+
+def nothing() -> None:
+    """The end of work that took no time."""
+
+
+def waiting_for(works: Sequence[Any]) -> Finish:
+    """The end of work that was issued as ``works``, handles of a process group or None."""
+
+    def finish() -> None:
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    return finish
 
 
 class Ticket:
@@ -81,6 +96,9 @@ class HostLane:
     def follow_compute(self, event: torch.Event | None = None) -> None:
         """Host computation that was called is done: nothing to wait for."""
 
+    def synchronize(self) -> None:
+        """What was waited for has ended."""
+
     def memory(self) -> AbstractContextManager[Any]:
         """The context in which the lane's buffers are allocated and freed."""
         return nullcontext()
@@ -113,6 +131,10 @@ class DeviceLane:
             self._stream.wait_event(event)
         else:
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+
+    def synchronize(self) -> None:
+        """Hold up the host until all that was submitted has ended."""
+        self._stream.synchronize()
 
     def memory(self) -> AbstractContextManager[Any]:
         """The context in which the lane's buffers are allocated and freed."""
