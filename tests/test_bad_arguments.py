@@ -190,13 +190,9 @@ def on_the_last_dimension(param: nn.Parameter) -> Shard:
 
 
 HARMLESS: dict[str, dict[str, Any]] = {
-    "mp_policy=None": {"mp_policy": None},
-    "offload_policy=None": {"offload_policy": None},
     "our policies": {"mp_policy": MixedPrecisionPolicy(), "offload_policy": OffloadPolicy()},
-    "torch's policies": {"mp_policy": peer.MixedPrecisionPolicy(), "offload_policy": peer.OffloadPolicy()},
     "no casting": {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)},
     "ignored_params=set()": {"ignored_params": set()},
-    "ignored_params=None": {"ignored_params": None},
     "shard_placement_fn=None": {"shard_placement_fn": None},
     "comm_policy=None": {"comm_policy": None},
     "reshard_after_forward=None": {"reshard_after_forward": None},
@@ -204,9 +200,7 @@ HARMLESS: dict[str, dict[str, Any]] = {
     "the dtypes it has": {"mp_policy": MixedPrecisionPolicy(*[torch.float64] * 3)},
     "the dtypes it has, torch's": {"mp_policy": peer.MixedPrecisionPolicy(*[torch.float64] * 3)},
     "another dimension": {"shard_placement_fn": on_the_last_dimension},
-    "the host": {"offload_policy": CPUOffloadPolicy()},
     "the host, not pinned": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    "the host, torch's": {"offload_policy": peer.CPUOffloadPolicy()},
 }
 
 

@@ -11,10 +11,11 @@ import torch
 from expecttest import assert_expected_inline
 from harness import World
 from models import Tower, random_batch
-from refusals import SHARDED, assert_says, refusal, refusals, sharded_tower
+from refusals import SHARDED, assert_says, refusal, refusals, sharded_tower, tower
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from shardwise import register_fsdp_forward_method
+from shardwise import fully_shard, register_fsdp_forward_method
 
 # --- what is called on a sharded module -----------------------------------------------------------
 
@@ -55,6 +56,9 @@ def test_a_setter_refuses_what_is_not_a_bool(world1: World, setter: str, value: 
         Calling("set_reshard_after_forward", (True,), {"recurse": "no"}),
         Calling("set_reshard_after_backward", (True,), {"recurse": "no"}),
         Calling("set_gradient_divide_factor", (1.0,), {"recurse": "no"}),
+        Calling("set_requires_all_reduce", (True,), {"recurse": "no"}),
+        Calling("set_reduce_scatter_unused_params", (True,), {"recurse": "no"}),
+        Calling("set_reduce_ignored_params", (True,), {"recurse": "no"}),
     ],
     ids=lambda call: call.method,
 )
@@ -214,32 +218,54 @@ outside of forward, under torch.no_grad().""",
     )
 
 
-def copy_deeply(model: nn.Module) -> None:
-    copy.deepcopy(model)
-
-
-def copy_deeply_inside(model: nn.Module) -> None:
-    copy.deepcopy([nn.ModuleDict({"model": model})])
+def copy_shallowly(model: nn.Module) -> None:
+    copy.copy(model)
 
 
 def pickle_it(model: nn.Module) -> None:
     pickle.dumps(model)
 
 
+def pickle_a_block_of_it(model: nn.Module) -> None:
+    pickle.dumps({"block": model.blocks[0]})
+
+
 def save_it_whole(model: nn.Module) -> None:
     torch.save(model, io.BytesIO())
 
 
-def run_and_copy_deeply(model: nn.Module) -> None:
-    with torch.no_grad():
-        model(random_batch(0, 4))
-    copy.deepcopy(model)
-
-
-@pytest.mark.parametrize(
-    "act", [copy_deeply, copy_deeply_inside, run_and_copy_deeply, pickle_it, save_it_whole]
-)
-def test_f34_a_sharded_model_is_neither_copied_nor_pickled_and_says_so(world1: World, act: Any) -> None:
+@pytest.mark.parametrize("act", [copy_shallowly, pickle_it, pickle_a_block_of_it, save_it_whole])
+def test_f34_a_sharded_model_is_neither_pickled_nor_copied_shallowly_and_says_so(
+    world1: World, act: Any
+) -> None:
     text = refusal(world1, act, build=sharded_tower, **SHARDED)
-    assert_says(text, "Tower", "copying or pickling a sharded module is not supported yet")
-    assert_says(text, "Copy the model before fully_shard")
+    assert_says(text, "NotImplementedError", "blocks.0" if act is pickle_a_block_of_it else "Tower")
+    assert_says(text, "Use copy.deepcopy", "state_dict()")
+
+
+def tower_with_blocks_in_a_list() -> nn.Module:
+    model = tower()
+    fully_shard([model.blocks[0], model.blocks[1]])
+    return fully_shard(model)
+
+
+def copy_one_of_a_list(model: nn.Module) -> None:
+    copy.deepcopy(model.blocks[1])
+
+
+def gather_and_copy_one_of_a_list(model: nn.Module) -> None:
+    model.blocks[1].unshard()
+    try:
+        copy.deepcopy(model.blocks[1])
+    finally:
+        is_hidden = isinstance(model.blocks[1].up.weight, DTensor)
+        model.blocks[1].reshard()
+        assert not is_hidden, "the failed copy has hidden what was gathered"
+
+
+@pytest.mark.parametrize("act", [copy_one_of_a_list, gather_and_copy_one_of_a_list])
+def test_f34_a_group_is_not_copied_in_part(world2: World, act: Any) -> None:
+    text = refusal(world2, act, build=tower_with_blocks_in_a_list, **SHARDED)
+    assert_says(
+        text, "RuntimeError: copy.deepcopy", "belongs to a group", "Copy the module around all of them"
+    )

@@ -25,7 +25,6 @@ from refusals import (
     sharded_tower,
     start_again,
     tower,
-    wrapped,
 )
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
@@ -269,14 +268,6 @@ def test_torch_refuses_what_we_have_sharded(world1: World, act: Any, words: str)
 # --- parameters -----------------------------------------------------------------------------------
 
 
-class Annotated(nn.Parameter):
-    """A Parameter subclass that carries information of its own."""
-
-
-def an_annotated_one() -> Tensor:
-    return Annotated(torch.ones(4))
-
-
 def a_tensor_subclass() -> Tensor:
     return nn.Parameter(TwoTensor(torch.ones(4), torch.ones(4)))
 
@@ -311,17 +302,6 @@ def special(world: World, make: Callable[[], Tensor]) -> str:
     return outer
 
 
-def test_f08_a_parameter_subclass_is_refused(world1: World) -> None:
-    assert_expected_inline(
-        wrapped(special(world1, an_annotated_one)),
-        """\
-NotImplementedError: Tower: blocks.1.up.special is of the class
-Annotated, a subclass of nn.Parameter, which would be lost: its shard
-is a DTensor. Wrap the value in a plain nn.Parameter; attributes set
-on it are kept.""",
-    )
-
-
 def test_a_tensor_subclass_is_refused_for_what_it_is(world1: World) -> None:
     text = special(world1, a_tensor_subclass)
     assert_says(text, "NotImplementedError", "TwoTensor")
@@ -336,9 +316,10 @@ def test_a_sparse_parameter_is_refused_with_a_way_out(world1: World) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
-def test_a_dtensor_is_refused_with_a_way_out(world: World) -> None:
+def test_a_dtensor_on_a_mesh_that_cannot_be_joined_is_refused_with_a_way_out(world: World) -> None:
+    """Nothing says how its ranks and those of fully_shard's mesh, none of which has a name, are related."""
     text = special(world, a_dtensor)
-    assert_says(text, "NotImplementedError", "already a DTensor", "Shard(dim=0)", "tensor parallelism")
+    assert_says(text, "ValueError", "is a DTensor on the mesh", "mesh_dim_names")
     assert_says_what_to_do(text)
 
 
@@ -397,12 +378,6 @@ def tied_tower() -> nn.Module:
     return TiedTower().double()
 
 
-def tied_tower_with_one_side_sharded() -> nn.Module:
-    model = tied_tower()
-    fully_shard(model.blocks[1])
-    return model
-
-
 def tied_tower_tied_after_sharding() -> nn.Module:
     model = tied_tower()
     fully_shard(model.blocks[1])
@@ -410,35 +385,15 @@ def tied_tower_tied_after_sharding() -> nn.Module:
     return model
 
 
-def shard_the_rest(model: nn.Module) -> None:
-    model.inlet.bias = nn.Parameter(torch.zeros(8, dtype=torch.float64))
+def shard_inlet_and_root(model: nn.Module) -> None:
+    fully_shard(model.inlet)
     fully_shard(model)
 
 
-def tower_with_inlet_bias_zero() -> nn.Module:
-    model = tied_tower()
-    model.inlet.bias = nn.Parameter(torch.zeros(8, dtype=torch.float64))
-    return model
-
-
-TIED = {"then": shard_the_rest, "plain": tower_with_inlet_bias_zero}
-
-
-def test_f23_a_tie_across_groups_is_refused_as_a_tie(world1: World) -> None:
-    text = refusal(world1, shard_root, build=tied_tower_with_one_side_sharded, **TIED)
-    assert_says(text, "TiedTower: inlet.bias", "norm.bias", "tied", "untie", "common parent")
-
-
-def test_f23_a_tie_across_groups_names_both_places_in_full(world1: World) -> None:
-    text = refusal(world1, shard_root, build=tied_tower_with_one_side_sharded, **TIED)
-    assert_says(text, "inlet.bias", "blocks.1.norm.bias")
-
-
-@pytest.mark.parametrize("act", [shard_root, shard_inlet])
-def test_f23_a_tie_made_after_sharding_is_refused_as_a_tie(world1: World, act: Any) -> None:
-    text = refusal(world1, act, build=tied_tower_tied_after_sharding, **TIED)
-    assert_says(text, "inlet.bias" if act is shard_root else "bias", "already sharded", "tied")
-    assert "tensor parallelism" not in text
+@pytest.mark.parametrize("then", [shard_root, shard_inlet_and_root])
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+def test_f23_a_tie_may_be_made_with_a_parameter_that_is_sharded_already(world: World, then: Any) -> None:
+    assert_trains(world, then, build=tied_tower_tied_after_sharding, plain=tied_tower)
 
 
 def test_f23_a_tie_within_one_call_is_fine(world1: World) -> None:
@@ -462,35 +417,56 @@ def two_holders_of_one_layer() -> nn.Module:
     return nn.Sequential(Holder(layer), Holder(layer)).double()
 
 
-def two_holders_one_sharded() -> nn.Module:
+def two_holders_each_sharded() -> nn.Module:
     model = two_holders_of_one_layer()
     fully_shard(model[0])
+    fully_shard(model[1])
     return model
 
 
-def shard_second(model: nn.Module) -> None:
-    fully_shard(model[1])
+SHARED = {"build": two_holders_each_sharded, "then": shard_root, "plain": two_holders_of_one_layer}
 
 
-def give_the_second_its_own(model: nn.Module) -> None:
-    torch.manual_seed(1)
-    model[1].layer = nn.Linear(8, 8).double()
-    fully_shard(model[1])
-    fully_shard(model)
+def run_second_holder(model: nn.Module) -> None:
+    model[1](random_batch(0, 4))
 
 
-def two_holders() -> nn.Module:
+def shard_root_while_the_first_is_gathered(model: nn.Module) -> None:
+    model[0].unshard()
+    try:
+        fully_shard(model)
+    finally:
+        model[0].reshard()
+
+
+def test_f23_a_layer_in_two_sharded_modules_needs_one_around_both(world2: World) -> None:
+    assert_expected_inline(
+        refusals(world2, run_second_holder, **SHARED),
+        """\
+RuntimeError: layer.weight is tied to layer.weight, which was sharded
+in another fully_shard call, and no sharded module contains both, to
+own the parameter. Call fully_shard on the module around both, after
+these two, or shard both in one call, as a list.""",
+    )
+
+
+def test_f23_a_gathered_group_gives_no_parameter_up(world2: World) -> None:
+    text = refusal(world2, shard_root_while_the_first_is_gathered, **SHARED)
+    assert_says(
+        text, "RuntimeError", "0.layer.weight and 1.layer.weight are tied", "before the first forward"
+    )
+
+
+def two_holders_on_two_meshes() -> nn.Module:
     model = two_holders_of_one_layer()
-    torch.manual_seed(1)
-    model[1].layer = nn.Linear(8, 8).double()
+    plane = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("all", "alone"))
+    fully_shard(model[0], mesh=plane["alone"])
     return model
 
 
-def test_a_layer_shared_with_a_sharded_module_is_refused_as_such(world1: World) -> None:
-    how = {"build": two_holders_one_sharded, "then": give_the_second_its_own, "plain": two_holders}
-    text = refusal(world1, shard_second, **how)
-    assert_says(text, "Holder: layer", "already sharded")
-    assert "tensor parallelism" not in text
+def test_f23_a_tie_across_meshes_is_refused_with_both_places(world2: World) -> None:
+    text = refusal(world2, shard_root, build=two_holders_on_two_meshes, then=start_again)
+    assert_says(text, "ValueError", "0.layer.weight", "1.layer.weight", "are tied", "mesh", "or untie them")
 
 
 # --- parameters without values --------------------------------------------------------------------

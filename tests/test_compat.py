@@ -1,10 +1,14 @@
 """The private parts of torch that compat.py stands on, on whatever torch is installed."""
 
+import copy
+import pickle
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from harness import World
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -115,6 +119,186 @@ def dtensor_made_cheaply() -> None:
 
 def test_a_dtensor_made_cheaply_is_a_dtensor(world2: World) -> None:
     world2.run(dtensor_made_cheaply)
+
+
+# --- meshes ---------------------------------------------------------------------------------------
+
+
+def plane() -> Any:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def split_over_tp_and_then_over_dp() -> None:
+    """tp has split 8 rows into halves first; dp then splits each half, but stands first in the mesh."""
+    mesh = plane()
+    whole = torch.arange(16.0).view(8, 2)
+    local = whole.chunk(2)[mesh.get_local_rank("tp")].chunk(2)[mesh.get_local_rank("dp")].clone()
+    placements = (compat.strided_shard(0, 2), Shard(0))
+    spec = compat.sharded_spec(mesh, placements, whole.shape, whole.dtype)
+    assert torch.equal(compat.make_dtensor(local, spec).full_tensor(), whole)
+    assert [compat.is_strided_shard(placement) for placement in placements] == [True, False]
+
+
+def test_a_strided_shard_is_what_later_dimensions_have_split_before(world4: World) -> None:
+    world4.run(split_over_tp_and_then_over_dp)
+
+
+def meshes_from_parts() -> dict[str, Any]:
+    mesh = plane()
+    turned = compat.concatenate_meshes([mesh["tp"], mesh["dp"]])
+    flat = compat.flatten_mesh(mesh)
+    return {
+        "turned": (turned.mesh_dim_names, turned.mesh.tolist()),
+        "where this rank is": turned.get_coordinate() == mesh.get_coordinate()[::-1],
+        "groups are those of the parts": turned.get_group("tp") is mesh.get_group("tp"),
+        "of one": compat.concatenate_meshes([mesh["tp"]]) == mesh["tp"],
+        "flat": (flat.ndim, flat.mesh.tolist(), sorted(dist.get_process_group_ranks(flat.get_group()))),
+        "root of a slice": compat.root_mesh(mesh["dp"]) == mesh,
+        "root of a root": compat.root_mesh(mesh) == mesh,
+        "root of a concatenation": compat.root_mesh(turned) == mesh,
+    }
+
+
+def test_meshes_are_turned_flattened_and_traced_to_their_root(world4: World) -> None:
+    for facts in world4.run(meshes_from_parts):
+        assert facts == {
+            "turned": (("tp", "dp"), [[0, 2], [1, 3]]),
+            "where this rank is": True,
+            "groups are those of the parts": True,
+            "of one": True,
+            "flat": (1, [0, 1, 2, 3], [0, 1, 2, 3]),
+            "root of a slice": True,
+            "root of a root": True,
+            "root of a concatenation": True,
+        }
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+
+def test_gradients_add_up_in_the_dtype_that_was_set() -> None:
+    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    compat.set_grad_dtype(weight, torch.float32)
+    for factor in (256, 1):  # whose sum bfloat16 cannot hold
+        (weight * factor).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype is torch.float32
+    assert weight.grad.tolist() == [257, 257]
+
+
+class NeedsMore(nn.Parameter):
+    """Cannot be made from its data alone."""
+
+    def __new__(cls, data: Tensor, requires_grad: bool = True, *, scale: float) -> "NeedsMore":
+        raise AssertionError("the constructor was called")
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_parameter_of_a_subclass_is_made_without_its_constructor(requires_grad: bool) -> None:
+    data = torch.ones(3)
+    made = compat.as_subclass_of_parameter(NeedsMore, data, requires_grad)
+    assert type(made) is NeedsMore
+    assert (made.requires_grad, made.is_leaf, made.data_ptr()) == (requires_grad, True, data.data_ptr())
+    holder = nn.Module()
+    holder.weight = made
+    assert list(holder.parameters()) == [made]
+
+
+# --- process groups and modules -------------------------------------------------------------------
+
+
+class Allocating:
+    """A process group as seen by who asks it for memory."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if isinstance(self._backend, Exception):
+            raise self._backend
+        return self._backend
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
+
+def test_only_a_back_end_that_says_so_can_allocate() -> None:
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    able: Any = Allocating(Allocating(None))
+    assert [compat.can_allocate(able, device) for device in (cpu, meta)] == [True, False]
+    for backend in (RuntimeError("no back end for this device"), TypeError("written in Python"), object()):
+        unable: Any = Allocating(backend)
+        assert not compat.can_allocate(unable, cpu)
+
+
+def gloo_can_allocate() -> bool:
+    assert dist.group.WORLD is not None
+    return compat.can_allocate(dist.group.WORLD, torch.device("cpu"))
+
+
+def test_gloo_cannot_allocate(world1: World) -> None:
+    assert world1.run(gloo_can_allocate) == [False]
+
+
+def notes_of_a_pair() -> tuple[list[int], bytes]:
+    pair = dist.new_group([1, 2])
+    ranks = compat.ranks_of(pair) if dist.get_rank() in (1, 2) else []
+    if dist.get_rank() == 2:
+        compat.job_store().set("tests/test_compat.py", "a note of rank 2")
+    return ranks, compat.job_store().get("tests/test_compat.py")
+
+
+def test_all_ranks_of_the_job_read_one_store_and_a_group_knows_its_members(world3: World) -> None:
+    note = b"a note of rank 2"
+    assert world3.run(notes_of_a_pair) == [([], note), ([1, 2], note), ([1, 2], note)]
+
+
+class Recording:
+    """Stands before a module's call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.calls = module, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.module._call_impl(*args, **kwargs)
+
+
+def test_a_call_goes_through_what_was_put_before_it_and_hooks_run_once() -> None:
+    module, hooked = nn.Linear(2, 2), []
+    module.register_forward_hook(lambda *_: hooked.append(1))
+    before = module(torch.ones(2))
+    through = Recording(module)
+    compat.call_through(module, through)
+    assert torch.equal(module(torch.ones(2)), before)
+    assert (through.calls, len(hooked)) == (1, 2)
+    module.forward(torch.ones(2))
+    assert through.calls == 1
+
+
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_a_compiled_module_keeps_its_compiled_call(compiled_first: bool) -> None:
+    module = nn.Linear(2, 2)
+    through = Recording(module)
+    if compiled_first:
+        module.compile(backend="eager")
+    compat.call_through(module, through)
+    if not compiled_first:
+        module.compile(backend="eager")
+    module(torch.ones(2))
+    assert through.calls == 0
+
+
+@pytest.mark.parametrize(
+    "twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
+)
+def test_what_stands_before_a_call_stays_with_the_original(twin: Any) -> None:
+    module = nn.Linear(2, 2)
+    through = Recording(module)
+    compat.call_through(module, through)
+    other = twin(module)
+    assert torch.equal(other(torch.ones(2)), module(torch.ones(2)))
+    assert through.calls == 1
 
 
 def devices_and_apis() -> tuple[set[str], str]:

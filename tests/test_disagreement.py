@@ -54,3 +54,24 @@ def test_f20_without_the_opt_in_the_error_names_ranks_and_blocks(world2: World) 
 
 def test_ranks_that_agree_train(world2: World) -> None:
     assert_expected_inline(str(world2.run(forked, [1, 1])), """['no error', 'no error']""")
+
+
+def uneven_microbatches(steps_of_rank: list[int]) -> str:
+    pg: Any = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    mesh = DeviceMesh.from_group(pg, "cpu")
+    model = Forks()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    try:
+        for _ in range(steps_of_rank[dist.get_rank()]):
+            model(torch.ones(2, 4), 0).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_f21_a_rank_with_more_microbatches_is_told_who_has_stopped(world2: World) -> None:
+    more, done = world2.run(uneven_microbatches, [2, 1])
+    assert "rank 0 waited for the gather of 'blocks.0'; rank 1 was not waiting at all" in more
+    assert done == "no error"

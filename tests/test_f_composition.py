@@ -119,24 +119,6 @@ def test_f07_with_replicas_the_sum_over_all_ranks_is_divided_once(
             torch.testing.assert_close(got[name], param.grad * 4 / factor, rtol=0, atol=1e-10, msg=name)
 
 
-def divided_in_the_parts_of_a_model() -> list[float]:
-    """Set on the root it holds for all inside; a later call on a part changes that part."""
-    model, plain = shard_tower(built(even_tower)), built(even_tower)
-    model.set_gradient_divide_factor(1.0)
-    model.blocks[1].set_gradient_divide_factor(8.0)
-    for each in (model, plain):
-        mean_of_squares(each, random_batch(0, 4)).backward()
-    pairs = zip(model.blocks, plain.blocks, strict=True)
-    ratios = [full(a.up.bias.grad) / b.up.bias.grad for a, b in pairs]
-    ratios.append(full(model.inlet.bias.grad) / plain.inlet.bias.grad)
-    return [ratio.mean().item() for ratio in ratios]
-
-
-def test_f07_a_factor_reaches_every_block_once(world2: World) -> None:
-    for got in world2.run(divided_in_the_parts_of_a_model):
-        assert got == pytest.approx([2.0, 0.25, 2.0, 2.0], abs=1e-10)
-
-
 # --- F08 ------------------------------------------------------------------------------------------
 
 

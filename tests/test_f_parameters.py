@@ -77,30 +77,6 @@ def test_f08_attributes_survive_a_change_of_dtype(world2: World) -> None:
     assert_same(world2, attributes, True, atol=1e-6)  # it went through float32
 
 
-class Quantized(nn.Parameter):
-    """A subclass, as quantisation libraries have them."""
-
-
-def refusal_of_subclass() -> str:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = Quantized(torch.ones(4, 4))
-    before = dict(model.named_parameters())
-    with pytest.raises(NotImplementedError) as caught:
-        fully_shard(model)
-    assert type(model) is nn.Sequential
-    assert dict(model.named_parameters()).items() == before.items()  # nothing was touched
-    return str(caught.value)
-
-
-def test_f08_a_subclass_of_parameter_is_refused_by_name(world2: World) -> None:
-    first, second = world2.run(refusal_of_subclass)
-    assert first == second
-    assert_expected_inline(
-        first,
-        """Sequential: 1.weight is of the class Quantized, a subclass of nn.Parameter, which would be lost: its shard is a DTensor. Wrap the value in a plain nn.Parameter; attributes set on it are kept.""",
-    )
-
-
 def gradient_hooks(side: Side, convert: bool, late: bool) -> None:
     """Hooks that scale gradients, put on before sharding or after."""
     model = built(uneven_tower)
@@ -238,7 +214,7 @@ def test_f09_a_parameter_put_in_place_of_another_is_used(
     assert_same(world, replace_parameters, early, reshard)
 
 
-def load_by_assignment(side: Side, make: Any, frozen: bool, again: bool) -> None:
+def load_by_assignment(side: Side, make: Any, whole: bool, frozen: bool, again: bool) -> None:
     model = side.shard_tower(built(make))
     if frozen:
         model.inlet.weight.requires_grad_(False)
@@ -246,11 +222,9 @@ def load_by_assignment(side: Side, make: Any, frozen: bool, again: bool) -> None
     if again:
         mean_of_squares(model, side.inputs(5, width)).backward()
         model.zero_grad()
-    state = {
-        name: like(value, values_for(value, index))
-        for index, (name, value) in enumerate(model.state_dict().items())
-    }
-    model.load_state_dict(state, assign=True)
+    values = {n: values_for(value, index) for index, (n, value) in enumerate(model.state_dict().items())}
+    sharded = {name: like(value, values[name]) for name, value in model.state_dict().items()}
+    model.load_state_dict(values if whole else sharded, assign=True)
     optimizer = adamw(model)
     for step in range(2):
         optimizer.zero_grad()
@@ -264,13 +238,17 @@ def load_by_assignment(side: Side, make: Any, frozen: bool, again: bool) -> None
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "one_frozen"])
 @pytest.mark.parametrize("again", [False, True], ids=["before_forward", "after_backward"])
-def test_f09_loading_by_assignment_is_used(world: World, frozen: bool, again: bool) -> None:
-    assert_same(world, load_by_assignment, uneven_tower, frozen, again)
+@pytest.mark.parametrize("whole", [False, True], ids=["sharded", "whole"])
+def test_f09_loading_by_assignment_is_used(world: World, whole: bool, frozen: bool, again: bool) -> None:
+    """A state dict like the model's own, or the full one of an unsharded model."""
+    assert_same(world, load_by_assignment, uneven_tower, whole, frozen, again)
 
 
-def load_tied_by_assignment(side: Side) -> None:
+def load_tied_by_assignment(side: Side, whole: bool) -> None:
     model = side.shard_tower(built(Tied))
-    state = {name: like(value, values_for(value, 3)) for name, value in model.state_dict().items()}
+    state = {name: values_for(value, 3) for name, value in model.state_dict().items()}
+    if not whole:
+        state = {name: like(value, state[name]) for name, value in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
     mean_of_squares(model, side.inputs(0)).backward()
     assert model.embed.weight is model.head.weight or not side.is_sharded
@@ -290,13 +268,17 @@ def plain_tied(side: Side) -> None:
     side.note_rows("output", model(side.inputs(1)))
 
 
-def tied_after_assignment(side: Side) -> None:
-    (load_tied_by_assignment if side.is_sharded else plain_tied)(side)
+def tied_after_assignment(side: Side, whole: bool) -> None:
+    if side.is_sharded:
+        load_tied_by_assignment(side, whole)
+    else:
+        plain_tied(side)
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["sharded", "whole"])
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
-def test_f09_tied_weights_stay_tied_through_assignment(world: World) -> None:
-    assert_same(world, tied_after_assignment)
+def test_f09_tied_weights_stay_tied_through_assignment(world: World, whole: bool) -> None:
+    assert_same(world, tied_after_assignment, whole)
 
 
 def set_data_in_place(side: Side) -> None:
@@ -334,9 +316,6 @@ def refusal_after(change: str) -> str:
     elif change == "one_of_tied":
         weight = model.embed.weight
         model.embed.weight = nn.Parameter(like(weight, torch.ones(weight.shape)))
-    elif change == "assign_plain":
-        state = {name: value.full_tensor() for name, value in model.state_dict().items()}
-        model.load_state_dict(state, assign=True)
     try:
         model(inputs)
     except RuntimeError as error:
@@ -353,7 +332,7 @@ def refusal(world: World, change: str) -> str:
 def test_f09_a_plain_parameter_in_place_of_a_sharded_one_is_refused(world2: World) -> None:
     assert_expected_inline(
         refusal(world2, "plain"),
-        """blocks.0.up.weight: the parameter was replaced after fully_shard by a plain Parameter of shape (13, 7), where a parameter sharded like the old one is expected: a DTensor of shape (13, 7) with placements (Shard(dim=0),) on a mesh of shape (2,). The group gathers shards and cannot use it. Copy values into the sharded parameter instead (under torch.no_grad(), param.copy_(torch.distributed.tensor.distribute_tensor(value, param.device_mesh, param.placements))), or replace parameters before fully_shard.""",
+        """blocks.0.up.weight: the parameter was replaced after fully_shard by a plain Parameter of shape (13, 7), where a parameter sharded like the old one is expected: a DTensor of shape (13, 7) with placements (Shard(dim=0),) on a mesh of shape (2,). The group gathers shards and cannot use it. Copy values into the sharded parameter instead (under torch.no_grad(), param.copy_(torch.distributed.tensor.distribute_tensor(value, param.device_mesh, param.placements))), or replace parameters before fully_shard. torch.func.functional_call replaces them as well: it does not work on a sharded module.""",
     )
 
 
@@ -364,7 +343,6 @@ def test_f09_a_plain_parameter_in_place_of_a_sharded_one_is_refused(world2: Worl
         ("none", ["blocks.0.up.bias: ", "removed"]),
         ("deleted", ["blocks.0.up.bias: ", "removed"]),
         ("one_of_tied", ["embed.weight and head.weight are tied", "embed.weight alone was replaced"]),
-        ("assign_plain", ["embed.weight: ", "plain Parameter of shape (7, 8)", "DTensor of shape (7, 8)"]),
     ],
 )
 def test_f09_what_cannot_be_used_is_refused_with_names(world2: World, change: str, texts: list[str]) -> None:

@@ -255,22 +255,6 @@ def test_f32_a_child_sharded_after_its_parent_is_refused_with_both_names(world2:
     )
 
 
-def error_of_shared_child() -> str:
-    """One module inside two blocks: the second block finds it sharded already."""
-    shared = nn.Linear(4, 4)
-    model = nn.Sequential(nn.Sequential(shared, nn.Tanh()), nn.Sequential(shared, nn.Linear(4, 4)))
-    fully_shard(model[0])
-    with pytest.raises((ValueError, NotImplementedError)) as caught:
-        fully_shard(model[1])
-    return str(caught.value)
-
-
-def test_f23_a_module_inside_two_blocks_is_refused_as_tied(world2: World) -> None:
-    for message in world2.run(error_of_shared_child):
-        assert "tied" in message or "shared" in message, message
-        assert "tensor parallelism" not in message
-
-
 # --- F41 ------------------------------------------------------------------------------------------
 
 

@@ -463,6 +463,22 @@ def test_f07_a_factor_concerns_what_it_was_set_on(world2: World, on: str, recurs
         )
 
 
+def divided_in_the_parts_of_a_model() -> dict[str, Tensor | None]:
+    model = sharded_tower()
+    model.set_gradient_divide_factor(1.0)
+    model.blocks[1].set_gradient_divide_factor(8.0)
+    backward(model)
+    return gradients(model)
+
+
+def test_f07_a_later_call_on_a_part_changes_that_part(world2: World) -> None:
+    want = plain_gradients(0)
+    for got in world2.run(divided_in_the_parts_of_a_model):
+        for name in want:
+            factor = 2 / 8 if name.startswith("blocks.1.") else 2.0
+            assert_close({name: got[name]}, {name: want[name]}, factor)
+
+
 def gradients_accumulated_and_divided() -> dict[str, Tensor | None]:
     model = sharded_tower()
     model.set_gradient_divide_factor(8.0)

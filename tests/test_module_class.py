@@ -2,7 +2,6 @@
 
 import pickle
 import warnings
-from abc import ABC, abstractmethod
 from typing import Any, Generic, TypeVar
 
 import pytest
@@ -92,18 +91,6 @@ def test_what_is_given_is_returned(world1: World, as_tuple: bool) -> None:
 T = TypeVar("T")
 
 
-class Interface(ABC):
-    """Asks for more than nn.Module does."""
-
-    @abstractmethod
-    def width(self) -> int: ...
-
-
-class AbstractFirst(Interface, Block):
-    def width(self) -> int:
-        return self.up.in_features
-
-
 class GenericFirst(Generic[T], Block):
     pass
 
@@ -182,8 +169,6 @@ class Registry(Block):
 
 
 ODD_CLASSES = [
-    AbstractFirst,
-    GenericFirst,
     GenericOfInt,
     SlottedFirst,
     SlottedItself,

@@ -34,6 +34,7 @@ LEFT_OUT: dict[str, str] = {}
 BEYOND: dict[str, str] = {
     "CommPolicy": "how parameters travel",
     "ShardPlacementResult": "the peer takes one of these from shard_placement_fn, and exports no name for it",
+    "offload_optimizer_state": "the optimizer's state alone in host memory, which the peer has no call for",
 }
 # What the peer exports in newer versions of torch only.
 YOUNGER = {"DataParallelMeshDims"}

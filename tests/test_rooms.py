@@ -12,9 +12,11 @@ import shardwise
 SOURCE = Path(shardwise.__file__).parent
 # A room may import only rooms to its left.
 ORDER = [
-    "policy", "runtime.compat", "runtime.layout", "runtime.mesh", "runtime.streams", "runtime.outputs",
-    "runtime.deferred", "runtime.buffers", "runtime.collectives", "runtime.param", "runtime.group", "runtime.schedule",
-    "runtime.hooks", "module", "api",
+    "policy", "runtime.compat", "runtime.layout", "runtime.mesh", "runtime.disagreement", "runtime.streams",
+    "runtime.outputs", "runtime.deferred", "runtime.precision", "runtime.buffers", "runtime.collectives",
+    "runtime.custom", "runtime.reduction", "runtime.param", "runtime.bucket", "runtime.extension",
+    "runtime.group", "runtime.schedule", "runtime.hooks", "runtime.outside", "runtime.copying", "module",
+    "api", "offload",
 ]  # fmt: skip
 
 

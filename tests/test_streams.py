@@ -1,6 +1,9 @@
-"""Lanes. What a device lane orders is checked against a recording stand-in for torch's streams, since
-it can be checked anywhere; that the real ones train right is checked where there is a GPU."""
+"""Lanes, and the reduction that runs on two of them. What device lanes order is checked against a
+recording stand-in for torch's streams, since it can be checked anywhere; that the real ones train right
+is checked where there is a GPU."""
 
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,8 +13,24 @@ from harness import World
 from models import even_tower, random_batch
 from reference import Recipe, assert_same_record, plain_run, sharded_run
 
-from shardwise.runtime import streams
-from shardwise.runtime.streams import DeviceLane, HostLane, Ticket
+from shardwise.runtime import reduction, streams
+from shardwise.runtime.buffers import typed_stretch
+from shardwise.runtime.collectives import Reduce, SingleRank
+from shardwise.runtime.layout import Entry, Layout, plan_layout
+from shardwise.runtime.reduction import Destination, Reduction, Replicas
+from shardwise.runtime.streams import DeviceLane, HostLane, Lanes, Ticket, in_stream
+
+CPU = torch.device("cpu")
+
+
+class RecordedEvent:
+    """Writes down who waits for it."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def synchronize(self) -> None:
+        self.log.append(f"the host waits for the event of {self.name}")
 
 
 class RecordedStream:
@@ -28,12 +47,12 @@ class RecordedStream:
     def __exit__(self, *_: object) -> None:
         self.log.append(f"{self.name} is left")
 
-    def record_event(self) -> str:
+    def record_event(self) -> RecordedEvent:
         self.log.append(f"{self.name} records")
-        return f"event of {self.name}"
+        return RecordedEvent(self.name, self.log)
 
-    def wait_event(self, event: str) -> None:
-        self.log.append(f"{self.name} waits for {event}")
+    def wait_event(self, event: RecordedEvent) -> None:
+        self.log.append(f"{self.name} waits for the event of {event.name}")
 
     def wait_stream(self, other: "RecordedStream") -> None:
         self.log.append(f"{self.name} waits for all of {other.name}")
@@ -77,7 +96,7 @@ finish
 lane records
 lane is left
 -- computing goes on
-computing waits for event of lane
+computing waits for the event of lane
 lane is current
 free
 lane is left""",
@@ -105,6 +124,301 @@ def test_work_that_fails_to_finish_is_not_finished_again() -> None:
         ticket.wait()
     ticket.wait()
     assert len(attempts) == 1
+
+
+def test_the_host_lands_after_the_computation_and_waits_again_each_time(log: list[str]) -> None:
+    ticket = DeviceLane(torch.device("cuda")).submit(work([]))
+    log.clear()
+    ticket.land()
+    ticket.land()
+    assert_expected_inline(
+        "\n".join(log),
+        """\
+computing waits for the event of lane
+the host waits for the event of lane
+the host waits for the event of lane""",
+    )
+
+
+def test_on_the_host_landing_is_waiting() -> None:
+    log: list[str] = []
+    ticket = HostLane().submit(work(log))
+    ticket.land()
+    ticket.wait()
+    assert log == ["start", "finish"]
+
+
+def test_a_host_lane_that_follows_another_starts_when_that_has_finished() -> None:
+    log: list[str] = []
+    first, second = HostLane(), HostLane()
+    ticket = first.submit(work(log))
+    second.follow(first, ticket)
+    second.submit(work(log))
+    ticket.wait()
+    assert log == ["start", "finish", "start"]
+
+
+def test_a_device_lane_that_follows_another_is_queued_behind_it_and_nobody_waits(log: list[str]) -> None:
+    lanes = named_lanes()
+    ticket = lanes.reduce.submit(work([]))
+    log.clear()
+    lanes.replicate.follow(lanes.reduce, ticket)
+    assert log == ["replicate waits for all of reduce"]
+
+
+def test_a_device_lane_may_follow_an_event_of_the_computation_instead_of_all_of_it(log: list[str]) -> None:
+    DeviceLane(torch.device("cuda")).follow_compute(RecordedEvent("optimizer", log))  # type: ignore[arg-type]
+    assert log == ["lane waits for the event of optimizer"]
+
+
+def test_a_function_in_a_stream_runs_between_what_comes_before_and_after(log: list[str]) -> None:
+    side: Any = RecordedStream("side", log)
+    tensor = torch.zeros(2)
+    run = in_stream(lambda given: log.append("function") if given is tensor else None, side)
+    log.append("before")
+    run(tensor)
+    log.append("after")
+    assert_expected_inline(
+        "\n".join(log),
+        """\
+before
+side waits for all of computing
+side is current
+function
+side is left
+computing waits for all of side
+after""",
+    )
+
+
+def named_lanes() -> Lanes:
+    """Three lanes of a device, whose streams say in the log which they are."""
+    lanes = Lanes(torch.device("cuda"))
+    for name in ("gather", "reduce", "replicate"):
+        getattr(lanes, name)._stream.name = name
+    return lanes
+
+
+def test_gathers_reductions_and_replicas_have_lanes_of_their_own(log: list[str]) -> None:
+    on_device, on_host = named_lanes(), Lanes(CPU)
+    assert (on_device.are_streams, on_host.are_streams) == (True, False)
+    assert len({id(lane) for lane in (on_device.gather, on_device.reduce, on_device.replicate)}) == 3
+    assert len({id(lane) for lane in (on_host.gather, on_host.reduce, on_host.replicate)}) == 3
+    for name in ("gather", "reduce", "replicate"):
+        getattr(on_device, name).follow_compute()
+    assert log == [f"{name} waits for all of computing" for name in ("gather", "reduce", "replicate")]
+
+
+def test_a_host_lane_lends_the_smallest_buffer_that_is_large_enough() -> None:
+    lane = HostLane()
+    small, large = lane.borrow(16, CPU), lane.borrow(64, CPU)
+    addresses = {16: small.data_ptr(), 64: large.data_ptr()}
+    lane.give_back(large)
+    lane.give_back(small)
+    again = lane.borrow(8, CPU)
+    assert (again.numel(), again.data_ptr()) == (8, addresses[16])
+    lane.give_back(again)  # all of it comes back, not the 8 bytes that were lent
+    assert [lane.borrow(16, CPU).data_ptr(), lane.borrow(17, CPU).data_ptr()] == list(addresses.values())
+
+
+# --- reductions -----------------------------------------------------------------------------------
+
+
+class LoggedReduce:
+    """Sums over the shards, as the log tells it."""
+
+    def __init__(self, log: list[str], name: str = "") -> None:
+        self.log, self.name = log, name
+
+    def start(self, lane: Any, gradients: Sequence[Any], output: torch.Tensor, divisor: float) -> Any:
+        self.log.append(f"sum over shards{self.name} starts")
+        tell(self.log, f"sums{self.name}", output)
+        output.view(torch.float64).fill_(len(gradients) / divisor)
+        return lambda: self.log.append(f"sum over shards{self.name} ends")
+
+
+def layout_of(dtype: torch.dtype, numel: int = 4) -> Layout:
+    return plan_layout([Entry((numel,), dtype, dtype.itemsize, "all alike", 2)], 1, [False])
+
+
+WIDE, NARROW = layout_of(torch.float64), layout_of(torch.float32)
+
+
+def tell(log: list[str], what: str, thing: Any) -> None:
+    """Write down when `thing` is freed."""
+    weakref.finalize(thing, log.append, f"{what} are freed").atexit = False
+
+
+@pytest.fixture
+def replicas(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Replicas:
+    """Others to sum over: the sums double."""
+
+    def all_reduce(pg: Any, tensors: Sequence[torch.Tensor], is_async: bool) -> Callable[[], None]:
+        log.append(f"sum over replicas starts {'beside the computation' if is_async else 'on the lane'}")
+        for tensor in tensors:
+            tensor.mul_(2)
+        return lambda: log.append("sum over replicas ends")
+
+    monkeypatch.setattr(reduction, "all_reduce", all_reduce)
+    pg: Any = "the other replicas"
+    return Replicas(pg, None, lambda _: log.append("hook"))
+
+
+def reduction_of(
+    log: list[str], lanes: Lanes, replicas: Replicas, where: torch.device = CPU, name: str = ""
+) -> Reduction:
+    """In flight, with nobody else holding its gradients; its result is to be narrow, and at `where`."""
+    gradients = [torch.ones(4, dtype=torch.float64)]
+    tell(log, f"gradients{name}", gradients[0])
+    reduce: Any = LoggedReduce(log, name)
+    destination = Destination(NARROW, where, is_pinned=False)
+    return Reduction(reduce, WIDE, gradients, 2.0, lanes, replicas, destination, CPU)
+
+
+def test_on_a_device_both_stages_are_queued_at_once_and_nothing_is_freed_before_the_computation_waits(
+    log: list[str], replicas: Replicas
+) -> None:
+    made = reduction_of(log, named_lanes(), replicas)
+    log.append("-- computing goes on")
+    made.finish()
+    assert_expected_inline(
+        "\n".join(log),
+        """\
+reduce waits for all of computing
+reduce is current
+sum over shards starts
+sum over shards ends
+reduce records
+reduce is left
+replicate waits for all of reduce
+replicate is current
+sum over replicas starts on the lane
+sum over replicas ends
+hook
+replicate records
+replicate is left
+-- computing goes on
+computing waits for the event of replicate
+gradients are freed
+sums are freed""",
+    )
+    assert torch.equal(typed_stretch(made.output, 0, 16, torch.float32), torch.ones(4))
+
+
+def test_a_result_for_host_memory_holds_up_the_host_at_its_end_only(
+    log: list[str], replicas: Replicas
+) -> None:
+    elsewhere = torch.device("meta")  # a device other than the computing one, without bytes to compare
+    made = reduction_of(log, named_lanes(), replicas, elsewhere)
+    assert made.lands_on_host
+    log[:] = ["-- computing goes on"]
+    made.release()
+    log.append("-- the result is needed")
+    made.finish()
+    assert made.output.device == elsewhere
+    assert_expected_inline(
+        "\n".join(log),
+        """\
+-- computing goes on
+computing waits for the event of replicate
+gradients are freed
+sums are freed
+-- the result is needed
+the host waits for the event of replicate""",
+    )
+
+
+def test_without_a_second_stage_the_third_lane_stays_idle(log: list[str]) -> None:
+    gradients = [torch.ones(4, dtype=torch.float64)]
+    tell(log, "gradients", gradients[0])
+    reduce: Any = LoggedReduce(log)
+    destination = Destination(WIDE, CPU, is_pinned=False)
+    made = Reduction(
+        reduce, WIDE, gradients, 2.0, named_lanes(), Replicas(None, None, None), destination, CPU
+    )
+    del gradients
+    output = made.output
+    log.append("-- computing goes on")
+    made.finish()
+    assert made.output is output
+    assert_expected_inline(
+        "\n".join(log),
+        """\
+reduce waits for all of computing
+reduce is current
+sum over shards starts
+sum over shards ends
+reduce records
+reduce is left
+-- computing goes on
+computing waits for the event of reduce
+gradients are freed""",
+    )
+
+
+def test_on_the_host_one_group_goes_over_the_replicas_while_the_next_goes_over_the_shards(
+    log: list[str], replicas: Replicas
+) -> None:
+    lanes = Lanes(CPU)
+    first = reduction_of(log, lanes, replicas, name=" 1")
+    second = reduction_of(log, lanes, replicas, name=" 2")
+    first.advance()
+    first.advance()
+    log.append("-- computing goes on")
+    first.finish()
+    second.finish()
+    assert_expected_inline(
+        "\n".join(log),
+        """\
+sum over shards 1 starts
+sum over shards 2 starts
+sum over shards 1 ends
+sum over replicas starts beside the computation
+-- computing goes on
+sum over replicas ends
+hook
+gradients 1 are freed
+sums 1 are freed
+sum over shards 2 ends
+sum over replicas starts beside the computation
+sum over replicas ends
+hook
+gradients 2 are freed
+sums 2 are freed""",
+    )
+
+
+def test_earlier_sums_join_before_the_replicas_and_the_hook_sees_what_comes_out(
+    log: list[str], replicas: Replicas
+) -> None:
+    seen: list[float] = []
+    earlier = torch.full((4,), 3.0, dtype=torch.float64).view(torch.uint8)
+
+    def hook(part: torch.Tensor) -> None:
+        seen.append(part[0].item())
+        part.add_(1)
+
+    made = reduction_of(log, Lanes(CPU), Replicas(replicas.pg, earlier, hook))
+    made.finish()
+    assert seen == [2 * (0.5 + 3)]
+    assert torch.equal(typed_stretch(made.output, 0, 16, torch.float32), torch.full((4,), 8.0))
+
+
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_what_no_gradient_fills_is_zero(has_gradient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding, and parameters without a gradient: sums over replicas and norms run over them as well."""
+    monkeypatch.setattr(reduction.torch, "empty", lambda *size, **how: torch.full(size, 0xFF, **how))
+    padded = layout_of(torch.float64, numel=3)
+    gradients = [torch.ones(3, dtype=torch.float64)] if has_gradient else [None]
+    reduce = Reduce(SingleRank(), padded, CPU)
+    destination = Destination(padded, CPU, is_pinned=False)
+    made = Reduction(reduce, padded, gradients, 1.0, Lanes(CPU), Replicas(None, None, None), destination, CPU)
+    made.finish()
+    value = 1.0 if has_gradient else 0.0
+    assert made.output.view(torch.float64).tolist() == [value] * 3 + [0.0]
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
 
 
 def sharded_on_the_gpu(recipe: Recipe) -> Any:

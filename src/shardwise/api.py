@@ -503,6 +503,7 @@ class _Move:
     owner: Group
     ties: list[Tie]
     mesh: ShardMesh  # of the call
+    modules: list[nn.Module]  # of the call
 
     @property
     def sites(self) -> list[Site]:
@@ -511,11 +512,11 @@ class _Move:
 
     def check(self) -> None:
         """Refuse what cannot move."""
-        names = f"{self.ties[0].site.fqn} and {self.param.fqn}"
+        names = " and ".join(_full_names(self.modules, self.sites))
         if self.param.mesh.mesh != self.mesh.mesh:
             raise ValueError(
-                f"{names} are tied, but {self.param.fqn} was sharded over the mesh {self.param.mesh.mesh} "
-                f"and this fully_shard call has {self.mesh.mesh}. Shard both over one mesh, or untie them."
+                f"{names} are tied, but one was sharded over the mesh {self.param.mesh.mesh}, and this "
+                f"fully_shard call has {self.mesh.mesh}. Shard both over one mesh, or untie them."
             )
         if self.owner.state is not State.SHARDED or self.owner.gradient_state is not GradientState.NONE:
             raise RuntimeError(
@@ -530,6 +531,15 @@ class _Move:
         group.take_in(self.param, bucket_for)
 
 
+def _full_names(modules: list[nn.Module], sites: list[Site]) -> list[str]:
+    """All names of a tied parameter, also where one module stands in two places."""
+    found: dict[str, None] = {}
+    for root in modules:
+        for prefix, module in root.named_modules(remove_duplicate=False):
+            found |= dict.fromkeys(_joined(prefix, s.name) for s in sites if s.module is module)
+    return list(found)
+
+
 def _resolve_ties(modules: list[nn.Module], found: _Found, mesh: ShardMesh) -> list[_Move]:
     """Which parameters of groups inside move to the group of this call, as the lowest that contains all
     their places."""
@@ -540,7 +550,7 @@ def _resolve_ties(modules: list[nn.Module], found: _Found, mesh: ShardMesh) -> l
         for param in group.params:
             own = [tie for tie in ties if param.was_made_from(tie.original)]
             if own:
-                moves.append(_Move(param, group, own, mesh))
+                moves.append(_Move(param, group, own, mesh, modules))
     for move in moves:
         move.check()
     return moves

@@ -73,7 +73,7 @@ def divided_before(inputs: Sequence[Tensor], divisor: float) -> tuple[Sequence[T
     """
     if divisor <= 1 or not any(source.dtype is torch.float16 for source in inputs):
         return inputs, 1.0
-    before = 2.0 ** round(math.log2(divisor) / 2)
+    before = 2.0 ** math.ceil(math.log2(divisor) / 2)
     return [source / before for source in inputs], before
 
 

@@ -67,6 +67,16 @@ def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(function, reason="shardwise gathers and frees parameters here")
 
 
+def skip_frame(function: Callable[..., Any]) -> None:
+    """Have ``torch.compile`` pass by the frame of ``function``, as it does by torch's own.
+
+    ``torch.compiler.disable`` would put a wrapper around it, which costs more than the function.
+    """
+    frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
+    skip, as_usual = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, as_usual))
+
+
 # --- DTensor --------------------------------------------------------------------------------------
 
 

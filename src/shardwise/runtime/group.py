@@ -323,6 +323,11 @@ class Group:
     def _set_versions(self, versions: list[int]) -> None:
         compat.set_versions(self._fulls, versions)
 
+    def follow_versions(self) -> None:
+        """Let kept full parameters carry the versions of their shards, which have the same contents."""
+        self._versions = [param.version() for param in self.params]
+        self._set_versions(self._versions)
+
     def show(self) -> None:
         """Let the modules see the full parameters, which are in place."""
         if not self.is_shown:

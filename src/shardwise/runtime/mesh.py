@@ -131,6 +131,13 @@ class ShardMesh:
                 "data-parallel ones with dp_mesh_dims."
             )
         root = self._root
+        if not (ours and theirs):
+            raise ValueError(
+                f"{where} is a DTensor on the mesh {_shape_text(inner)}, and fully_shard was given the mesh "
+                f"{_shape_text(self.mesh)}: without names for their dimensions the two cannot be put "
+                "together. "
+                "Slice both from one init_device_mesh(..., mesh_dim_names=...)."
+            )
         if root == compat.root_mesh(inner):
             return inner
         # DTensor's caches may hand out a mesh that is equal to ours but was sliced from another root.

@@ -7,20 +7,20 @@ parameter that was, and what to call instead. It costs one Python frame a call, 
 ``torch.compile``, which passes it by.
 """
 
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torch import nn
 
 from shardwise.runtime import compat
 from shardwise.runtime.group import Group
-from shardwise.runtime.param import Param
+from shardwise.runtime.param import sharded_before
 
 _MIXED = "mixed torch.Tensor and DTensor"
 
 
 def explain_calls(group: Group) -> None:
     """Let the modules that hold the parameters of ``group`` explain what a call outside of it lacks."""
+    compat.skip_frame(_Explained.__call__)
     for module in group.owners:
         if module not in group.modules and any(p is not None for p in module._parameters.values()):
             compat.call_through(module, _Explained(module, group))
@@ -43,18 +43,17 @@ class _Explained:
 
 
 def _raise_explained(module: nn.Module, group: Group, error: RuntimeError) -> NoReturn:
-    params = _params_of(module, group.params)
-    if not params or group.is_shown:
+    names = [name for p in module._parameters.values() if p is not None and (name := sharded_before(p))]
+    is_shown = group.is_shown and any(site.module is module for p in group.params for site in p.sites)
+    if not names or is_shown:
         raise error
-    names = ", ".join(params)
+    owner = f"'{group.name}'"
+    if not any(site.module is module for param in group.params for site in param.sites):
+        owner = f"the module around {owner} that owns them, as they are tied to others"
     raise RuntimeError(
-        f"{names}: {type(module).__name__} was called while its parameters are sharded. They are gathered "
-        f"for the forward of '{group.name}' only, when that is called as a module: {group.name}(...), not "
+        f"{', '.join(names)}: {type(module).__name__} was called while its parameters are sharded. They are "
+        f"gathered for the forward of {owner} only, when that is called as a module: module(...), not "
         ".forward(...), nor the modules inside it one by one. Call it so; or name the method that does this "
         "with register_fsdp_forward_method(module, method_name); or call unshard() on it before, and "
         "reshard() after."
     ) from None
-
-
-def _params_of(module: nn.Module, params: Sequence[Param]) -> list[str]:
-    return [param.fqn for param in params if any(site.module is module for site in param.sites)]

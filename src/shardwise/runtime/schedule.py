@@ -377,6 +377,9 @@ class Schedule:
             group.drop_cleared()
         for group in [group for group in self._held if group.state is State.PARTLY]:
             self._release(group)
+        for group in self.groups:
+            if group.state is State.GATHERING:  # asked for and not used: on some ranks, perhaps
+                group.wait()
         self._free_stale([group for group in self.groups if group.state is State.GATHERED])
         # The optimizer may just have written the shards that gathers are going to read.
         event, self.post_optim_event = self.post_optim_event, None
@@ -628,7 +631,8 @@ class Schedule:
     def _end_session(self, session: Session, token: _Token) -> None:
         if len(self._sessions) > 1:  # a nested backward: the outer one has gradients yet to come
             for group in list(session.active):
-                self._release_after_backward(group)
+                if not group.may_be_unused:  # it goes with the group around it
+                    self._release_after_backward(group)
         else:
             self._end_backward()
         self._sessions.remove(session)  # last: if this failed, the session tells so
@@ -737,6 +741,8 @@ class Schedule:
         for group, is_stale in zip(kept, flags.tolist(), strict=True):
             if is_stale:
                 self._release(group)
+            else:
+                group.follow_versions()
 
     def _prefetch(self, chosen: list[Group] | None, order: Order, group: Group) -> None:
         is_backward = order is self._backward_order
