@@ -16,7 +16,7 @@ ORDER = [
     "runtime.outputs", "runtime.deferred", "runtime.precision", "runtime.buffers", "runtime.collectives",
     "runtime.custom", "runtime.reduction", "runtime.param", "runtime.bucket", "runtime.extension",
     "runtime.group", "runtime.schedule", "runtime.hooks", "runtime.outside", "runtime.copying", "module",
-    "api", "offload",
+    "checks", "collect", "ties", "api", "offload",
 ]  # fmt: skip
 
 

@@ -136,7 +136,7 @@ class ShardMesh:
                 f"{where} is a DTensor on the mesh {_shape_text(inner)}, and fully_shard was given the mesh "
                 f"{_shape_text(self.mesh)}: without names for their dimensions the two cannot be put "
                 "together. "
-                "Slice both from one init_device_mesh(..., mesh_dim_names=...)."
+                "Make both slices of one init_device_mesh(..., mesh_dim_names=...)."
             )
         if root == compat.root_mesh(inner):
             return inner
