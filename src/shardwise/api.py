@@ -152,17 +152,22 @@ def fully_shard(
     leave_ties(group, found.ties, moves)
     for kept in rule.outermost if mp_policy is not None and mp_policy.param_dtype else ():
         cast_around(kept)
-    member = Member(group, Schedule(meshes.default.device))
-    for each in modules:
-        set_member(each, member)
-        compat.register_api(each)
-    for each in managed:
-        each.__dict__[PLACE] = Place(group, found.names[each] or name)
-        compat.mark_managed(each)
+    _set_going(group, modules, found.names)
+    return module
+
+
+def _set_going(group: Group, modules: list[nn.Module], names: dict[nn.Module, str]) -> None:
+    """Note on the modules whose they are, and have their forwards drive the group."""
+    member = Member(group, Schedule(group.device))
+    for module in modules:
+        set_member(module, member)
+        compat.register_api(module)
+    for module in group.owners:
+        module.__dict__[PLACE] = Place(group, names[module] or group.name)
+        compat.mark_managed(module)
     install_hooks(member)
     explain_calls(group)
     _build_tree(modules, member)
-    return module
 
 
 def _message_about_ignored(group: Group, found: Found) -> str:

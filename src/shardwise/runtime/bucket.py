@@ -28,7 +28,7 @@ from shardwise.runtime.collectives import (
 from shardwise.runtime.layout import ALIGNMENT, Entry, Layout, plan_layout
 from shardwise.runtime.mesh import Axis, ShardMesh
 from shardwise.runtime.param import Param
-from shardwise.runtime.reduction import Destination, Hook, Reduction, Replicas
+from shardwise.runtime.reduction import NO_REPLICAS, Destination, Hook, Reduction, Replicas
 from shardwise.runtime.streams import Finish, Lane, Lanes, nothing
 
 
@@ -194,6 +194,7 @@ class Bucket:
         is_pinned = self.storage.is_pinned and device.type == "cpu"
         self.shard = FlatShard(self.stored, self.mesh.shard.rank, device, is_pinned=is_pinned)
         self._reduce = Reduce(self._reduce_comm, self.reduced, self.mesh.device)
+        self._home = Destination(self.kept, self.storage.device, self.storage.is_pinned)
         self._gradient_places = local_places(self.kept, self.mesh.shard.rank)
         self._kept_dtypes = {place.dtype for place in self._gradient_places}
         self._gather: Gather | None = None
@@ -313,11 +314,6 @@ class Bucket:
         else:
             cast_buffer(source, self.stored, target, self.computed)
 
-    @property
-    def is_partly_gathered(self) -> bool:
-        """True while a part of the full parameters is kept for backward."""
-        return self._part is not None and self._part.has_contents
-
     def keep_part(self) -> None:
         """Keep this rank's part of the full parameters, if that was asked for; the rest may be freed."""
         if self._part is not None:
@@ -407,21 +403,18 @@ class Bucket:
     ) -> Reduction:
         """Begin to sum the full gradients over the ranks."""
         self._all_reduces = all_reduces or self.mesh.replicate.is_alone
-        for index, gradient in enumerate(gradients):
-            self._is_earlier[index] |= gradient is not None
+        self._is_earlier = [
+            was_there or gradient is not None
+            for was_there, gradient in zip(self._is_earlier, gradients, strict=True)
+        ]
         earlier, self._earlier = self._earlier, None
         pg = self.mesh.replicate.pg if self._all_reduces and not self.mesh.replicate.is_alone else None
-        kept = self.kept if self._all_reduces else self.reduced
-        device = self.storage.device if self._all_reduces else self.mesh.device
+        home = self._home if self._all_reduces else Destination(self.reduced, self.mesh.device, False)
+        replicas = NO_REPLICAS
+        if pg is not None or earlier is not None or hook is not None:
+            replicas = Replicas(pg, earlier, hook if self._all_reduces else None)
         return Reduction(
-            self._reduce,
-            self.reduced,
-            gradients,
-            divisor,
-            lanes,
-            Replicas(pg, earlier, hook if self._all_reduces else None),
-            Destination(kept, device, self.storage.is_pinned),
-            self.mesh.device,
+            self._reduce, self.reduced, gradients, divisor, lanes, replicas, home, self.mesh.device
         )
 
     def take_result(self, reduction: Reduction) -> list[Tensor | None] | None:
@@ -432,8 +425,8 @@ class Bucket:
         present, self._is_earlier = self._is_earlier, [False] * len(self.params)
         typed = {dtype: reduction.output.view(dtype) for dtype in self._kept_dtypes}
         return [
-            typed[place.dtype].as_strided(place.shape, place.stride, place.offset) if is_there else None
-            for is_there, place in zip(present, self._gradient_places, strict=True)
+            typed[dtype].as_strided(shape, stride, offset) if is_there else None
+            for is_there, (dtype, shape, stride, offset) in zip(present, self._gradient_places, strict=True)
         ]
 
     @property

@@ -284,7 +284,7 @@ class Gather:
         packed_bytes = self._layout.packed_bytes
         if not packed_bytes:
             return self._comm.all_gather(self._outputs, inputs)
-        memory = self._comm.memory or lane
+        memory: Memory = self._comm.memory or lane
         staging = memory.borrow(self._world * packed_bytes, self._gathered.bytes.device, self._dtype)
         wait = self._comm.all_gather([*self._outputs, staging], inputs)
 
@@ -344,7 +344,7 @@ class Reduce:
         outputs: list[Tensor] = []
         inputs: list[Tensor] = []
         borrowed: list[Tensor] = []
-        memory = self._comm.memory or lane
+        memory: Memory = self._comm.memory or lane
         for index in self._layout.direct:
             gradient = gradients[index]
             if gradient is not None:

@@ -383,14 +383,13 @@ class Group:
                 bucket.drop_part()
 
     def _changed_in_place(self) -> list[str]:
-        index = 0
-        changed = []
+        changed = [
+            param.fqn
+            for param, full, version in zip(self.params, self._fulls, self._versions, strict=True)
+            if full._version != version
+        ]
         for bucket in self.buckets:
-            moved = bucket.moved_params()
-            for own, (param, full) in enumerate(zip(bucket.params, bucket.fulls, strict=True)):
-                if full._version != self._versions[index] or own in moved:
-                    changed.append(param.fqn)
-                index += 1
+            changed += [bucket.params[index].fqn for index in bucket.moved_params()]
         return changed
 
     def _refuse_changes(self, changed: list[str]) -> None:

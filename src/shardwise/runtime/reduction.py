@@ -48,6 +48,9 @@ class Replicas:
         return self.pg is not None or self.earlier is not None or self.hook is not None
 
 
+NO_REPLICAS = Replicas(None, None, None)
+
+
 class Reduction:
     """One reduction in flight. The gradients must stay as they are until ``release``."""
 
