@@ -34,8 +34,8 @@ class _CallersMemory:
         """The caller's allocator sees the buffer go when nobody holds it any more."""
 
 
-class CustomAllGather:
-    """An all-gather of the caller: ``comm(output, input, group, async_op) -> Work | None``."""
+class _Custom:
+    """A collective of the caller, over buffers that it allocates."""
 
     packs_everything = True
     channel = 0
@@ -46,6 +46,18 @@ class CustomAllGather:
         self._pg = pg
         self._is_async = device.type == "cpu"
         self.memory = _CallersMemory(comm.allocate)
+
+    def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
+        """For subclasses."""
+        raise NotImplementedError
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
+        """For subclasses."""
+        raise NotImplementedError
+
+
+class CustomAllGather(_Custom):
+    """An all-gather of the caller: ``comm(output, input, group, async_op) -> Work | None``."""
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
         """One call for the packed buffer."""
@@ -56,27 +68,9 @@ class CustomAllGather:
         ]
         return waiting_for(works)
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
-        """Not what this one is for."""
-        raise NotImplementedError
 
-
-class CustomReduceScatter:
+class CustomReduceScatter(_Custom):
     """A reduce-scatter of the caller: ``comm(output, input, group, op, async_op) -> Work | None``."""
-
-    packs_everything = True
-    channel = 0
-    packing_limit_bytes = 0
-
-    def __init__(self, comm: Any, pg: dist.ProcessGroup, device: torch.device) -> None:
-        self._comm = comm
-        self._pg = pg
-        self._is_async = device.type == "cpu"
-        self.memory = _CallersMemory(comm.allocate)
-
-    def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
-        """Not what this one is for."""
-        raise NotImplementedError
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
         """Sum by the caller's call, one a dtype, and divide after it."""
