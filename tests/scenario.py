@@ -72,11 +72,16 @@ class Side:
         return self.part(random_batch(step, BATCH_SIZE, width))
 
     def step(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, loss_of: Loss = mean_of_squares
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        step: int,
+        loss_of: Loss = mean_of_squares,
+        width: int = 8,
     ) -> None:
         """An ordinary training step, noted and checked for leftovers."""
         optimizer.zero_grad()
-        loss = loss_of(model, self.inputs(step))
+        loss = loss_of(model, self.inputs(step, width))
         loss.backward()
         self.note_mean("loss", loss)
         self.note_gradients(model)
@@ -89,10 +94,11 @@ class Side:
         optimizer: torch.optim.Optimizer,
         steps: Iterable[int],
         loss_of: Loss = mean_of_squares,
+        width: int = 8,
     ) -> None:
         """Ordinary training steps; the parameters are noted after the last."""
         for step in steps:
-            self.step(model, optimizer, step, loss_of)
+            self.step(model, optimizer, step, loss_of, width)
         self.note_parameters(model)
 
     # --- noting -----------------------------------------------------------------------------------
@@ -173,7 +179,7 @@ def run_sharded(scenario: Scenario, args: tuple[Any, ...]) -> dict[str, Any]:
 def assert_same(world: World, scenario: Scenario, *args: Any, atol: float = 1e-10) -> None:
     """Run `scenario(side, *args)` plainly here and sharded on `world`; all notes must agree."""
     plain = Side(is_sharded=False)
-    with _one_thread():
+    with one_thread():
         scenario(plain, *args)
     assert plain.notes, "the scenario has noted nothing"
     ranks = world.run(run_sharded, scenario, args)
@@ -186,7 +192,7 @@ def assert_same(world: World, scenario: Scenario, *args: Any, atol: float = 1e-1
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """As the ranks compute: some kernels add up in an order that depends on the threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -20,7 +20,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -31,7 +31,7 @@ from harness import World
 from meshed import BATCH_SIZE, Layout, device_mesh, part
 from models import Block, random_batch
 from reference import full
-from scenario import Side
+from scenario import Side, one_thread
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -858,16 +858,6 @@ def run_sharded(draw: Draw) -> list[tuple[str, str, Any]]:
     )
     with emptied:
         return Run(draw, is_sharded=True).run()
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 Worlds = dict[int, World]

@@ -115,11 +115,7 @@ def train_with_custom_comms(side: Side, make: Any, returns_work: bool, names: li
     width = 7 if make is uneven_tower else 8
     optimizer = adamw(model)
     for step in range(3):
-        optimizer.zero_grad()
-        mean_of_squares(model, side.inputs(step, width)).backward()
-        side.note_gradients(model)
-        optimizer.step()
-        side.assert_settled(model)
+        side.step(model, optimizer, step, width=width)
         if comms is not None and side.world > 1:  # a rank alone need not communicate
             chosen = 4 if names is None else len(names)
             assert len(comms.reduce.calls) == chosen, "each group is reduced by one call"

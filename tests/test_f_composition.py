@@ -712,14 +712,7 @@ def odd_parameters(side: Side, make: Any, place: Any, reshard: Any) -> None:
     model = built(make)
     side.shard_tower(model, shard_placement_fn=place, reshard_after_forward=reshard)
     width = 7 if make is uneven_tower else 8
-    optimizer = adamw(model)
-    for step in range(3):
-        optimizer.zero_grad()
-        mean_of_squares(model, side.inputs(step, width)).backward()
-        side.note_gradients(model)
-        optimizer.step()
-        side.assert_settled(model)
-    side.note_parameters(model)
+    side.steps(model, adamw(model), range(3), width=width)
     side.note("shapes", [tuple(param.shape) for param in model.parameters()])
 
 

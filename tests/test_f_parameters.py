@@ -225,14 +225,7 @@ def load_by_assignment(side: Side, make: Any, whole: bool, frozen: bool, again: 
     values = {n: values_for(value, index) for index, (n, value) in enumerate(model.state_dict().items())}
     sharded = {name: like(value, values[name]) for name, value in model.state_dict().items()}
     model.load_state_dict(values if whole else sharded, assign=True)
-    optimizer = adamw(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        mean_of_squares(model, side.inputs(step, width)).backward()
-        side.note_gradients(model)
-        optimizer.step()
-        side.assert_settled(model)
-    side.note_parameters(model)
+    side.steps(model, adamw(model), range(2), width=width)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)

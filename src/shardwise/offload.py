@@ -45,7 +45,7 @@ class _StateMover:
 
     def to_device(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for param, state in optimizer.state.items():
-            device = _local(param).device
+            device = compat.plain(param).device
             for name, value in state.items():
                 # Scalars, such as a step count, are where the optimizer wants them.
                 if isinstance(value, Tensor) and value.dim():
@@ -54,7 +54,7 @@ class _StateMover:
     def to_host(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         devices = set()
         for param, state in optimizer.state.items():
-            device = _local(param).device
+            device = compat.plain(param).device
             if device.type == "cpu":
                 continue
             devices.add(device)
@@ -65,12 +65,8 @@ class _StateMover:
             torch.accelerator.synchronize(device)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-
-
 def _moved(tensor: Tensor, device: torch.device, is_pinned: bool) -> Tensor:
-    local = _local(tensor)
+    local = compat.plain(tensor)
     if local.device == device:
         return tensor
     target = torch.empty_like(local, device=device, pin_memory=is_pinned and device.type == "cpu")

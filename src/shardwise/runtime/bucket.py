@@ -152,14 +152,12 @@ class Bucket:
 
     def would_change(self, choices: dict[str, Any]) -> bool:
         """Whether ``communicate`` would come to something."""
-        return any(getattr(self._comms, name) is not value and getattr(self._comms, name) != value
-                   for name, value in choices.items())  # fmt: skip
+        return replace(self._comms, **choices) != self._comms
 
     def communicate(self, **choices: Any) -> None:
         """Communicate otherwise from now on; see ``Comms``. While nothing is gathered."""
-        changed = replace(self._comms, **choices)
-        if changed != self._comms:
-            self._comms = changed
+        if self.would_change(choices):
+            self._comms = replace(self._comms, **choices)
             self._make_communicators()
             self.move_in()
 
@@ -175,9 +173,6 @@ class Bucket:
         rank = self.mesh.shard.rank
         shards = []
         for param, slot, view in zip(self.params, self.stored.slots, self.shard.views, strict=True):
-            if param.is_sharded:  # it comes from another group; its contents follow
-                shards.append(param.sharded)
-                continue
             part = _part(param.content(), slot, rank)
             if view.is_meta and not part.is_meta:
                 # Others of the bucket have no values yet: this one waits for them beside the buffer.

@@ -66,8 +66,11 @@ def check_protocol(tensor: Tensor, where: str) -> None:
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-class _Memory:
-    """Storages of tensors that are emptied between uses."""
+class _Gathered:
+    """The memory of a full parameter that its own protocol has made, with the names of a GatheredBuffer.
+
+    Storages of tensors, emptied between uses.
+    """
 
     def __init__(self) -> None:
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
@@ -89,7 +92,7 @@ class _Memory:
         for storage, _ in self._storages.values():
             storage.resize_(0)
 
-    def ranges(self) -> list[range]:
+    def addresses(self) -> list[range]:
         """Where the contents lie."""
         return [range(s.data_ptr(), s.data_ptr() + n) for s, n in self._storages.values() if n]
 
@@ -114,8 +117,6 @@ class ExtensionBucket(Bucket):
     def make_shards(self) -> list[nn.Parameter]:
         """The part of this rank, of the same class as the whole."""
         self.lay_out(self.storage.device)
-        if self._param.is_sharded:  # it comes from another group
-            return [self._param.sharded]
         rank, world = self.mesh.shard.rank, self.mesh.shard.world
         whole = self._param.content()
         parts = torch.chunk(whole, world, dim=self._param.dim) if whole.numel() else (whole,)
@@ -152,7 +153,7 @@ class ExtensionBucket(Bucket):
         result = local.fsdp_post_all_gather(outputs, metadata, self._param_dtype)  # type: ignore[attr-defined]
         full, inner = self._checked(result, POST, "(tensor, inner tensors) where out is None")
         self._full_tensor = full
-        self.gathered.memory.add([*outputs, *inner])  # type: ignore[attr-defined]
+        self.gathered.add([*outputs, *inner])  # type: ignore[attr-defined]
         self._param.make_full_over(full)
         assert self._param.full is not None
         self.fulls = [self._param.full]
@@ -280,19 +281,3 @@ class ExtensionBucket(Bucket):
         """Nothing is kept: backward gathers it from all ranks."""
 
     _is_fresh = False
-
-
-class _Gathered:
-    """The memory of the full parameter, with the names of a GatheredBuffer."""
-
-    def __init__(self) -> None:
-        self.memory = _Memory()
-
-    def allocate(self) -> None:
-        self.memory.allocate()
-
-    def free(self) -> None:
-        self.memory.free()
-
-    def addresses(self) -> list[range]:
-        return self.memory.ranges()

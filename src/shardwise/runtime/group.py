@@ -195,8 +195,8 @@ class Group:
             change(bucket)
         self._take_stock()
 
-    def give_up(self, param: Param) -> Bucket:
-        """Leave a parameter to another group, which is about to take it; returns the bucket it was in."""
+    def give_up(self, param: Param) -> None:
+        """Leave a parameter to another group, which is about to take it."""
         owner = next(bucket for bucket in self.buckets if param in bucket.params)
         owner.params.remove(param)
         if owner.params:
@@ -204,7 +204,6 @@ class Group:
         else:
             self.buckets.remove(owner)
         self._take_stock()
-        return owner
 
     def take_in(self, param: Param, bucket_for: Callable[[Param], Bucket]) -> None:
         """Own a parameter that another group has given up, in the bucket of its mesh."""

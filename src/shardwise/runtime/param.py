@@ -151,11 +151,6 @@ class Param:
         self._allow_gradients(sharded)
         return sharded
 
-    @property
-    def is_sharded(self) -> bool:
-        """True once the shard stands in the modules."""
-        return self.sharded is not self._original()
-
     def install_shard(self, sharded: nn.Parameter) -> None:
         """Register the sharded parameter at all sites. Cannot fail half-way."""
         for site in self.sites:
@@ -257,12 +252,8 @@ class Param:
         """This rank's part of a full value, as a DTensor like the shard. No communication."""
         if self._inner is not None:
             value = _tensor_parallel_part(value, self._inner)
-        rank, world = self.mesh.shard.rank, self.mesh.shard.world
         if value.dim():
-            size = value.shape[self.dim]
-            chunk = -(-size // world)
-            start = min(rank * chunk, size)
-            value = value.narrow(self.dim, start, min(chunk, size - start))
+            value = _chunk(value, self.dim, self.mesh.shard.world, self.mesh.shard.rank)
         return compat.make_dtensor(value, self._make_spec(self.sharded.shape, value.dtype))
 
     def describe_itself(self) -> None:
@@ -445,13 +436,14 @@ def _tensor_parallel_part(value: Tensor, spec: Any) -> Tensor:
     coordinate = spec.mesh.get_coordinate()
     for dim, placement in enumerate(spec.placements):
         if placement.is_shard():
-            parts = value.chunk(spec.mesh.size(dim), placement.dim)
-            value = (
-                parts[coordinate[dim]]
-                if coordinate[dim] < len(parts)
-                else parts[0].narrow(placement.dim, 0, 0)
-            )
+            value = _chunk(value, placement.dim, spec.mesh.size(dim), coordinate[dim])
     return value
+
+
+def _chunk(value: Tensor, dim: int, count: int, index: int) -> Tensor:
+    """Part ``index`` of ``count`` along ``dim``; empty where torch.chunk makes fewer."""
+    parts = value.chunk(count, dim)
+    return parts[index] if index < len(parts) else value.narrow(dim, 0, 0)
 
 
 def refresh_flat_weights(modules: Iterable[nn.Module]) -> None:
