@@ -12,11 +12,13 @@ import shardwise
 SOURCE = Path(shardwise.__file__).parent
 # A room may import only rooms to its left.
 ORDER = [
-    "policy", "runtime.compat", "runtime.layout", "runtime.mesh", "runtime.disagreement", "runtime.streams",
-    "runtime.outputs", "runtime.deferred", "runtime.precision", "runtime.buffers", "runtime.collectives",
-    "runtime.custom", "runtime.reduction", "runtime.param", "runtime.bucket", "runtime.extension",
-    "runtime.group", "runtime.schedule", "runtime.hooks", "runtime.outside", "runtime.copying", "module",
-    "checks", "collect", "ties", "api", "offload",
+    "policy", "wrap", "runtime.compat", "runtime.layout", "runtime.mesh", "runtime.disagreement",
+    "runtime.streams", "runtime.outputs", "runtime.deferred", "runtime.precision", "runtime.buffers",
+    "runtime.collectives", "runtime.custom", "runtime.quantized", "runtime.comm_hook", "runtime.reduction",
+    "runtime.param", "runtime.bucket", "runtime.extension", "runtime.group", "runtime.inference",
+    "runtime.lending", "runtime.schedule", "runtime.hooks", "runtime.outside", "runtime.copying", "module",
+    "checks", "collect", "ties", "api", "offload", "gradients", "contexts", "comm_hooks", "strategy",
+    "explain",
 ]  # fmt: skip
 
 

@@ -28,7 +28,9 @@ gathering --wait--> gathered
 gathered --reshard--> sharded
 gathered --keep_part--> partly gathered
 partly gathered --unshard--> gathering
-partly gathered --reshard--> sharded""",
+partly gathered --reshard--> sharded
+sharded --lend--> lent out
+lent out --take_back--> sharded""",
     )
 
 
@@ -80,8 +82,8 @@ def call_out_of_turn(step: str) -> str:
 def test_a_step_out_of_turn_names_the_group_and_what_is_possible(world1: World, step: str) -> None:
     (message,) = world1.run(call_out_of_turn, step)
     expected = {
-        "wait": "Sequential: cannot wait() while sharded; from here only unshard() is possible. ",
-        "reshard": "Sequential: cannot reshard() while sharded; from here only unshard() is possible. ",
+        "wait": "Sequential: cannot wait() while sharded; from here only unshard() or lend() is possible. ",
+        "reshard": "Sequential: cannot reshard() while sharded; from here only unshard() or lend() is possible. ",
         "reduce": "Sequential: cannot reduce() while empty; from here only accumulate() or join() is possible. ",
         "finish_reduce": "Sequential: cannot finish() while empty; from here only accumulate() or join() is possible. ",
         "defer": "Sequential: cannot defer() while empty; from here only accumulate() or join() is possible. ",

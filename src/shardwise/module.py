@@ -136,7 +136,14 @@ class FSDPModule:
                 f"set_gradient_divide_factor: factor is {factor!r}; it must be a number above 0. The "
                 "default is the number of ranks, which averages; 1.0 sums."
             )
-        for group in _groups(self, recurse, "set_gradient_divide_factor"):
+        groups = list(_groups(self, recurse, "set_gradient_divide_factor"))
+        for group in groups:
+            if any(bucket.averages_itself for bucket in group.buckets):
+                raise ValueError(
+                    f"set_gradient_divide_factor: the gradients of {group.name} are reduced by a hook "
+                    "(register_comm_hook), which divides by itself. Divide there."
+                )
+        for group in groups:
             group.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -222,7 +229,7 @@ class FSDPModule:
         ``op`` is always a sum; the division comes after it.
         """
         _check_comm("set_custom_reduce_scatter", comm)
-        _check_choice(self, "set_custom_reduce_scatter", _MEMORY)
+        _check_choice(self, "set_custom_reduce_scatter", (*_MEMORY, "register_comm_hook"))
         _communicate(self, "set_custom_reduce_scatter", make_reduce=partial(_made, CustomReduceScatter, comm))
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
@@ -484,6 +491,8 @@ def _deep_copy(self: Any, memo: dict[int, Any]) -> Any:
     """A copy with shards and groups of its own, over the same mesh; see runtime/copying.py."""
     is_outermost = id(_member(self)) not in memo
     members = sharded_members(self) if is_outermost else []
+    for member in members:
+        member.group.refuse_if_lent("copy.deepcopy")
     shown = [member.group for member in members if member.group.is_shown]
     for group in shown:
         group.hide()  # the copy is not gathered
@@ -545,7 +554,7 @@ def _groups_of(modules: Any, caller: str) -> list[Group]:
     return [_member(module).group for module in modules]
 
 
-_CUSTOM = ("set_custom_all_gather", "set_custom_reduce_scatter")
+_CUSTOM = ("set_custom_all_gather", "set_custom_reduce_scatter", "register_comm_hook")
 _MEMORY = ("set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm")
 
 
@@ -555,8 +564,8 @@ def _check_choice(module: Any, method: str, others: Sequence[str]) -> None:
     for other in others:
         if other in group.choices:
             raise ValueError(
-                f"{method}: {group.name} was told by {other} where its buffers come from, and a collective "
-                "of the caller allocates its own. Use one of the two."
+                f"{method}: {group.name} was told by {other} how to communicate, and the two do not go "
+                "together: each brings buffers or collectives of its own. Use one of the two."
             )
 
 

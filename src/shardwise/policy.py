@@ -103,32 +103,123 @@ class ShardPlacementResult:
 
 
 @dataclass(frozen=True)
+class QuantizedGather:
+    """Parameters travel as int8, with a float32 scale for each block of numbers.
+
+    A quarter of the bytes of float32, half of those of bfloat16. All ranks compute with the same rounded
+    weights, off by at most half a scale (the largest magnitude in the block / 127); the shards, which the
+    optimizer updates, stay exact. Blocks go through the flat shard: small parameters may share one.
+
+    Args:
+        block_size: numbers in a block. Smaller is more accurate: 4 bytes of scale each.
+    """
+
+    block_size: int = 256
+
+    def __post_init__(self) -> None:
+        """Refuse what is not a size."""
+        _check_count("QuantizedGather", "block_size", self.block_size, 1)
+
+
+@dataclass(frozen=True)
+class LowPrecisionReduction:
+    """Gradients are cast to ``dtype``, summed over ranks in it, and cast back. For register_comm_hook.
+
+    Args:
+        dtype: ``torch.bfloat16`` or ``torch.float16``: half of the bytes of float32. Gradients above 65504
+            become infinite in float16: scale the loss (``torch.amp.GradScaler``).
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        """Refuse other dtypes."""
+        if self.dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"LowPrecisionReduction: dtype is {self.dtype}; pass torch.bfloat16 or torch.float16. For "
+                "others there is MixedPrecisionPolicy(reduce_dtype=...)."
+            )
+
+
+@dataclass(frozen=True)
+class QuantizedReduction:
+    """Gradients travel as int8 with a scale a block, and are summed in float32. For register_comm_hook.
+
+    A quarter of the bytes of float32. Rounding is at most half a scale a rank (the largest magnitude in the
+    block / 127). A block with an infinity or NaN comes out as NaN.
+
+    Args:
+        block_size: numbers in a block.
+        error_feedback: add to each gradient what rounding has left out of the one before, so that errors
+            do not add up over steps. Costs a bfloat16 copy of the full gradients on each rank.
+    """
+
+    block_size: int = 256
+    error_feedback: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what is not a size or a choice."""
+        _check_count("QuantizedReduction", "block_size", self.block_size, 1)
+        if not isinstance(self.error_feedback, bool):
+            raise TypeError(
+                f"QuantizedReduction: error_feedback is {self.error_feedback!r}; pass True or False."
+            )
+
+
+@dataclass(frozen=True)
 class CommPolicy:
-    """How a group's parameters travel.
+    """How a group's parameters travel, and when.
 
     Args:
         packing_limit_bytes: a parameter whose shard (one rank's part) is smaller than this shares
             one packed collective with the other small ones of its group, at the price of a copy;
             a larger one has a collective of its own, straight into its place, without a copy.
             None takes the default of the back end.
-        prefetch: how many groups are gathered ahead of the one in use. At most ``prefetch + 1``
-            groups are gathered at once, beside those that the caller asked to keep.
+        prefetch: how many groups are gathered ahead of the one in use, in forward and in backward. At
+            most ``prefetch + 1`` groups are gathered at once, beside those that the caller asked to keep.
+        backward_prefetch: when backward begins the gathers ahead. "before": before it computes the gradients
+            of the group in use, which overlaps them most. "after": when those gradients are complete and are
+            being reduced, and the group in use is freed; takes less memory, and needs a group whose
+            parameters are all trainable. None: not at all.
+        max_gathers: the most groups that may be gathered ahead or on their way at once, whatever else asks
+            for more, ``set_modules_to_forward_prefetch`` too. None: as many as are asked for.
+        quantized_gather: send parameters in fewer bytes; see :class:`QuantizedGather`. None: as they are.
     """
 
     packing_limit_bytes: int | None = None
     prefetch: int = 1
+    backward_prefetch: str | None = "before"
+    max_gathers: int | None = None
+    quantized_gather: QuantizedGather | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is not a size or a count."""
-        for name in ("packing_limit_bytes", "prefetch"):
-            value = getattr(self, name)
-            is_default = value is None and name == "packing_limit_bytes"
-            if not is_default and (isinstance(value, bool) or not isinstance(value, int)):
-                raise TypeError(f"CommPolicy: {name} is {value!r}, a {type(value).__name__}; pass an int.")
-        if self.packing_limit_bytes is not None and self.packing_limit_bytes < 0:
+        """Refuse what is not a size, a count or a choice."""
+        if self.packing_limit_bytes is not None:
+            _check_count("CommPolicy", "packing_limit_bytes", self.packing_limit_bytes, 0)
+        _check_count("CommPolicy", "prefetch", self.prefetch, 0)
+        if self.max_gathers is not None:
+            _check_count("CommPolicy", "max_gathers", self.max_gathers, 1)
+        if self.backward_prefetch not in ("before", "after", None):
             raise ValueError(
-                f"CommPolicy: packing_limit_bytes is {self.packing_limit_bytes}; it is a size in "
-                "bytes, 0 or more, or None for the default of the back end."
+                f'CommPolicy: backward_prefetch is {self.backward_prefetch!r}; pass "before", "after" or '
+                "None."
             )
-        if self.prefetch < 0:
-            raise ValueError(f"CommPolicy: prefetch is {self.prefetch}; it counts groups, 0 (none) or more.")
+        if not isinstance(self.quantized_gather, (QuantizedGather, type(None))):
+            raise TypeError(
+                f"CommPolicy: quantized_gather is {self.quantized_gather!r}; pass a QuantizedGather or None."
+            )
+
+
+_MEANINGS = {
+    "packing_limit_bytes": "it is a size in bytes, 0 or more, or None for the default of the back end",
+    "prefetch": "it counts groups, 0 (none) or more",
+    "max_gathers": "it counts groups, 1 or more, or None for no limit",
+    "block_size": "it counts numbers, 1 or more",
+}
+
+
+def _check_count(owner: str, name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{owner}: {name} is {value!r}, a {type(value).__name__}; pass an int.")
+    if value < least:
+        raise ValueError(f"{owner}: {name} is {value}; {_MEANINGS[name]}.")

@@ -9,6 +9,7 @@ shard is first brought into a buffer to send from: one cast, one copy, for all p
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +24,14 @@ from shardwise.runtime.collectives import (
     Communicator,
     Gather,
     Reduce,
+    all_reduce,
     make_communicator,
 )
+from shardwise.runtime.comm_hook import AllReduce, Reducer
 from shardwise.runtime.layout import ALIGNMENT, Entry, Layout, plan_layout
 from shardwise.runtime.mesh import Axis, ShardMesh
 from shardwise.runtime.param import Param
+from shardwise.runtime.quantized import Int8Gather
 from shardwise.runtime.reduction import NO_REPLICAS, Destination, Hook, Reduction, Replicas
 from shardwise.runtime.streams import Finish, Lane, Lanes, nothing
 
@@ -49,7 +53,8 @@ class Comms:
 
     ``channel`` keeps its messages apart from those of other buckets. ``reduce_pg`` is a process group for
     reductions alone. ``part_axis``: the ranks that keep the full parameters together after forward.
-    ``make_gather`` and ``make_reduce`` make the caller's own collectives.
+    ``make_gather`` and ``make_reduce`` make the caller's own collectives; ``reducer`` is a whole way to sum
+    gradients, over shards and replicas.
     """
 
     channel: int = 0
@@ -57,6 +62,7 @@ class Comms:
     part_axis: Axis | None = None
     make_gather: Make | None = None
     make_reduce: Make | None = None
+    reducer: Reducer | None = None
     force_sum: bool = False
 
 
@@ -91,7 +97,7 @@ class PartlyGathered:
         self._bytes = torch.zeros(self._layout.shard_bytes, dtype=torch.uint8, device=self._device)
         views = local_views(self._bytes, self._layout, self._rank)
         for view, slot in zip(views, self._layout.slots, strict=True):
-            view.copy_(_part(self._gathered.full_tensor(slot), slot, self._rank))
+            view.copy_(part_of(self._gathered.full_tensor(slot), slot, self._rank))
 
     def drop(self) -> None:
         """Free what was kept."""
@@ -129,7 +135,14 @@ class Bucket:
         """From what was chosen, all at once: no choice undoes another."""
         chosen, pg, device = self._comms, self.mesh.shard.pg, self.mesh.device
         self._gather_comm = (chosen.make_gather or make_communicator)(pg, device)
-        self._reduce_comm = (chosen.make_reduce or make_communicator)(chosen.reduce_pg or pg, device)
+        make_reduce = chosen.reducer.scatterer if chosen.reducer else chosen.make_reduce or make_communicator
+        self._reduce_comm = make_reduce(chosen.reduce_pg or pg, device)
+        replicas = self.mesh.replicate.pg
+        self._sum_over_replicas: AllReduce | None = None
+        if chosen.reducer is not None:
+            self._sum_over_replicas = chosen.reducer.all_reducer(replicas, device)
+        elif replicas is not None and not self.mesh.replicate.is_alone:
+            self._sum_over_replicas = partial(all_reduce, replicas)
         for comm in (self._gather_comm, self._reduce_comm):
             comm.channel = chosen.channel
             if isinstance(comm, BackendCollectives):
@@ -149,6 +162,16 @@ class Bucket:
             comm.channel = channel
         if self._part is not None:
             self._part.use_channel(channel)
+
+    @property
+    def channel(self) -> int:
+        """What sets its messages apart."""
+        return self._comms.channel
+
+    @property
+    def averages_itself(self) -> bool:
+        """True if the caller's way to sum gradients divides them too."""
+        return self._comms.reducer is not None and self._comms.reducer.divides
 
     def would_change(self, choices: dict[str, Any]) -> bool:
         """Whether ``communicate`` would come to something."""
@@ -173,7 +196,7 @@ class Bucket:
         rank = self.mesh.shard.rank
         shards = []
         for param, slot, view in zip(self.params, self.stored.slots, self.shard.views, strict=True):
-            part = _part(param.content(), slot, rank)
+            part = part_of(param.content(), slot, rank)
             if view.is_meta and not part.is_meta:
                 # Others of the bucket have no values yet: this one waits for them beside the buffer.
                 view = torch.empty(part.shape, dtype=part.dtype, device=self.storage.device)
@@ -234,7 +257,8 @@ class Bucket:
 
     def _packing_limit(self) -> int | None:
         """From which size of a chunk on a parameter travels alone; None: always together."""
-        if self._gather_comm.packs_everything or self._reduce_comm.packs_everything:
+        packs_everything = self._gather_comm.packs_everything or self._reduce_comm.packs_everything
+        if packs_everything or self._is_quantized:
             return None
         limit = self.policy.packing_limit_bytes
         return self._gather_comm.packing_limit_bytes if limit is None else limit
@@ -252,7 +276,7 @@ class Bucket:
         for param, slot in zip(self.params, self.computed.slots, strict=True):
             param.make_full(self.gathered.full_tensor(slot))
         if not self.mesh.shard.is_alone:
-            self._gather = Gather(self._gather_comm, self.computed, self.gathered)
+            self._gather = self._make_gather()
             if self._is_sent_as_stored:
                 self._pieces = self._gather.cut(self.shard.bytes)
         if (axis := self._comms.part_axis) is not None:
@@ -266,6 +290,17 @@ class Bucket:
             for index, (param, slot) in enumerate(zip(self.params, self.computed.slots, strict=True))
             if slot.slot_bytes
         ]
+
+    def _make_gather(self) -> Gather:
+        if self.policy.quantized_gather is None:
+            return Gather(self._gather_comm, self.computed, self.gathered)
+        block_size = self.policy.quantized_gather.block_size
+        return Int8Gather(self._gather_comm, self.computed, self.gathered, block_size)
+
+    @property
+    def _is_quantized(self) -> bool:
+        """True if full parameters are not quite what the shards are."""
+        return self.policy.quantized_gather is not None and not self.mesh.shard.is_alone
 
     @property
     def is_offloaded(self) -> bool:
@@ -326,12 +361,12 @@ class Bucket:
         and fused optimizers, and changes through ``.data``, count none on a DTensor.
         """
         rank = self.mesh.shard.rank
-        if not all(param.is_untouched() for param in self.params):
+        if self._is_quantized or not all(param.is_untouched() for param in self.params):
             return True
         if self.mesh.shard.is_alone and self._is_sent_as_stored:
             return False
         for param, slot in zip(self.params, self.computed.slots, strict=True):
-            part = _part(param.full_data().detach(), slot, rank)
+            part = part_of(param.full_data().detach(), slot, rank)
             now = param.local.detach().to(part.device, part.dtype)
             if now.numel() and not torch.equal(_bytes(now), _bytes(part)):
                 return True
@@ -403,11 +438,13 @@ class Bucket:
             for was_there, gradient in zip(self._is_earlier, gradients, strict=True)
         ]
         earlier, self._earlier = self._earlier, None
-        pg = self.mesh.replicate.pg if self._all_reduces and not self.mesh.replicate.is_alone else None
+        if self.averages_itself:
+            divisor = 1.0
+        sum_up = self._sum_over_replicas if self._all_reduces else None
         home = self._home if self._all_reduces else Destination(self.reduced, self.mesh.device, False)
         replicas = NO_REPLICAS
-        if pg is not None or earlier is not None or hook is not None:
-            replicas = Replicas(pg, earlier, hook if self._all_reduces else None)
+        if sum_up is not None or earlier is not None or hook is not None:
+            replicas = Replicas(sum_up, earlier, hook if self._all_reduces else None)
         return Reduction(
             self._reduce, self.reduced, gradients, divisor, lanes, replicas, home, self.mesh.device
         )
@@ -448,7 +485,7 @@ class Bucket:
         self._is_earlier = [False] * len(self.params)
 
 
-def _part(full: Tensor, slot: Any, rank: int) -> Tensor:
+def part_of(full: Tensor, slot: Any, rank: int) -> Tensor:
     """What ``rank`` keeps of a full tensor."""
     if slot.is_replicated:
         return full

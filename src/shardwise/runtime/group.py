@@ -34,6 +34,7 @@ class State(Enum):
     GATHERING = "gathering"  # the gathered buffer is allocated and being filled
     GATHERED = "gathered"  # full parameters shadow the sharded ones
     PARTLY = "partly gathered"  # a few ranks keep the full parameters together, for backward
+    LENT = "lent out"  # full parameters stand in place of the shards, for the caller: unsharded()
 
 
 class GradientState(Enum):
@@ -52,6 +53,8 @@ STATES: dict[tuple[State, str], State] = {
     (State.GATHERED, "keep_part"): State.PARTLY,
     (State.PARTLY, "unshard"): State.GATHERING,
     (State.PARTLY, "reshard"): State.SHARDED,
+    (State.SHARDED, "lend"): State.LENT,
+    (State.LENT, "take_back"): State.SHARDED,
 }
 
 GRADIENT_STATES: dict[tuple[GradientState, str], GradientState] = {
@@ -273,8 +276,31 @@ class Group:
             "a module that is sharded itself."
         )
 
+    def lend(self) -> None:
+        """Leave the modules to the caller, who puts full parameters there; see lending.py."""
+        self._follow_changes()
+        self.state = self._next(STATES, self.state, "lend")
+
+    def take_back(self) -> None:
+        """The shards are in their places again."""
+        self.state = self._next(STATES, self.state, "take_back")
+
+    def refuse_if_lent(self, what: str) -> None:
+        """Inside ``unsharded()`` the caller has the parameters."""
+        if self.state is State.LENT:
+            raise RuntimeError(
+                f"{self.name}: {what} is not possible inside unsharded(), which has put full parameters in "
+                "place of the shards that its group works with. Leave the context first."
+            )
+
+    def refresh_flat_weights(self) -> None:
+        """Let RNN modules see what stands in their places now."""
+        if self._rnns:
+            refresh_flat_weights(self._rnns)
+
     def unshard(self) -> None:
         """Begin to gather the full parameters, if they are not there or on their way."""
+        self.refuse_if_lent("gathering for a forward, a backward or unshard()")
         if self.state is State.SHARDED:
             if self._follow_changes():
                 self._lanes.gather.follow_compute()  # which is where the shards were just moved
@@ -321,6 +347,19 @@ class Group:
 
     def _set_versions(self, versions: list[int]) -> None:
         compat.set_versions(self._fulls, versions)
+
+    def changed_since_gather(self) -> list[str]:
+        """Names of parameters whose shards have changed since, where PyTorch has counted it."""
+        return [
+            param.fqn
+            for param, version in zip(self.params, self._versions, strict=True)
+            if param.version() != version
+        ]
+
+    @property
+    def gathered_bytes(self) -> int:
+        """What its full parameters take, as they are computed with."""
+        return sum(bucket.computed.gathered_bytes for bucket in self.buckets)
 
     def follow_versions(self) -> None:
         """Let kept full parameters carry the versions of their shards, which have the same contents."""
@@ -414,6 +453,11 @@ class Group:
     def is_trainable(self) -> bool:
         """True if any of its parameters wants a gradient."""
         return bool(self._trainable)
+
+    @property
+    def is_all_trainable(self) -> bool:
+        """True if all of its parameters want gradients."""
+        return len(self._trainable) == len(self.params)
 
     def side_tensors(self) -> list[Tensor]:
         """Tensors of a graph that forward left on attributes of its modules, such as auxiliary losses."""

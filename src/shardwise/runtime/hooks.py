@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.runtime import compat
+from shardwise.runtime.group import State
 from shardwise.runtime.outputs import NotAContainer, find_tensors, map_tensors, replace_tensors
 from shardwise.runtime.schedule import Call, Member, Outcome
 
@@ -37,6 +38,8 @@ def install_hooks(member: Member) -> None:
 
 def _before_load(member: Member, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Full tensors in a state dict become shards: each rank takes its part."""
+    if member.group.state is State.LENT:
+        return  # full parameters are what is loaded into
     names = {inner: name for name, inner in module.named_modules(prefix=prefix.rstrip("."))}
     for param in member.group.params:
         for site in param.sites:

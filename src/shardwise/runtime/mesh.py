@@ -327,17 +327,24 @@ def _axis(mesh: DeviceMesh, dim: int) -> Axis:
 
 
 def _default_mesh() -> DeviceMesh:
+    return init_device_mesh(default_device_type("fully_shard"), (dist.get_world_size(),))
+
+
+def default_device_type(caller: str) -> str:
+    """The type of device that the default process group serves: the accelerator if it does, or "cpu".
+
+    Raises:
+        RuntimeError: there is no process group.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
-            "fully_shard: there is no process group, so nobody to shard with. Call "
+            f"{caller}: there is no process group, so nobody to shard with. Call "
             "torch.distributed.init_process_group() first (torchrun sets what it reads), or pass mesh=."
         )
     assert dist.group.WORLD is not None
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    kind = "cpu"
-    if accelerator is not None and accelerator.type in compat.group_devices(dist.group.WORLD):
-        kind = accelerator.type
-    return init_device_mesh(kind, (dist.get_world_size(),))
+    is_served = accelerator is not None and accelerator.type in compat.group_devices(dist.group.WORLD)
+    return accelerator.type if accelerator is not None and is_served else "cpu"
 
 
 def _group_of(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:

@@ -91,8 +91,11 @@ class Param:
 
     def content(self) -> Tensor:
         """The tensor that is to be sharded, before it is."""
-        tensor = self.sharded.detach()
-        return compat.local_tensor(tensor) if self._inner is not None else tensor
+        return self.content_in(self.sharded.detach())
+
+    def content_in(self, whole: Tensor) -> Tensor:
+        """Of a tensor like the original, the one that is sharded: this rank's part of a DTensor."""
+        return compat.local_tensor(whole) if self._inner is not None else whole
 
     @property
     def fqn(self) -> str:
@@ -108,6 +111,11 @@ class Param:
             for s in self.sites
         ]
         self._sign()
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """True if modules see it as a DTensor."""
+        return self._inner is not None
 
     def was_made_from(self, param: Tensor) -> bool:
         """True if ``param`` is our sharded parameter or the original it was made from."""
@@ -280,7 +288,7 @@ class Param:
 
     def make_full(self, data: Tensor) -> None:
         """Make the full parameter over ``data``, a tensor in the gathered buffer."""
-        self.full = self._as_original(data)
+        self.full = self.as_original(data)
         vars(self.full).update(self.attributes)
         if self.precision.accumulated != self.precision.computed:
             compat.set_grad_dtype(self.full, self.precision.accumulated)
@@ -293,13 +301,13 @@ class Param:
         if self.precision.accumulated != self.full.dtype and self.full.dtype.is_floating_point:
             compat.set_grad_dtype(self.full, self.precision.accumulated)
 
-    def _as_original(self, data: Tensor) -> nn.Parameter:
+    def as_original(self, data: Tensor) -> nn.Parameter:
         """A parameter over ``data`` of the class and, for a DTensor, of the placements of the original."""
         wants_grad = self.sharded.requires_grad
         if self._inner is not None:
             inner = self._inner
             shape = torch.Size(self.sharded.shape)
-            spec = compat.sharded_spec(inner.mesh, inner.placements, shape, self.precision.computed)
+            spec = compat.sharded_spec(inner.mesh, inner.placements, shape, data.dtype)
             return nn.Parameter(compat.make_dtensor(data, spec), wants_grad)
         if self._full_class in (nn.Parameter, ShardedAway):
             return nn.Parameter(data, wants_grad)
@@ -402,6 +410,14 @@ class Param:
         compat.local_tensor(existing).add_(local)
 
 
+def give_up_full(full: nn.Parameter, fqn: str) -> None:
+    """``full`` stands in no module any more: have it say so to whoever still holds it."""
+    if type(full) is nn.Parameter:
+        full.grad = None
+        setattr(full, _NAME, fqn)
+        full.__class__ = ShardedAway
+
+
 class ShardedAway(nn.Parameter):
     """What a parameter becomes whose shard has taken its place, for whoever still holds it.
 
@@ -412,9 +428,10 @@ class ShardedAway(nn.Parameter):
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """Refused: no gradient will ever come here."""
         raise RuntimeError(
-            f"{getattr(self, _NAME, 'a parameter')}: this is the parameter as it was before fully_shard; its "
-            "shard, a new parameter, stands in the module now, and no gradient comes here any more. Was the "
-            "optimizer built before fully_shard? Build it after, from model.parameters()."
+            f"{getattr(self, _NAME, 'a parameter')}: this is the full parameter, as it was before "
+            "fully_shard or inside unsharded(); its shard, another parameter, stands in the module now, and "
+            "no gradient comes here any more. Was the optimizer built before fully_shard? Build it after, "
+            "from model.parameters()."
         )
 
     @grad.setter

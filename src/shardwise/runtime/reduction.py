@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.runtime.buffers import cast_buffer, typed_stretch
-from shardwise.runtime.collectives import Reduce, all_reduce
+from shardwise.runtime.collectives import Reduce
+from shardwise.runtime.comm_hook import AllReduce
 from shardwise.runtime.layout import Layout
 from shardwise.runtime.streams import Finish, Lanes
 
@@ -34,18 +34,18 @@ class Destination:
 class Replicas:
     """What is done with the sum over the shard axis.
 
-    ``pg``: the replicas to sum over; None where there are none, or not now. ``earlier``: sums of earlier
-    backwards that have not been summed over replicas yet.
+    ``sum_up`` sums over replicas, in place; None where there are none, or not now. ``earlier``: sums of
+    earlier backwards that have not been summed over replicas yet.
     """
 
-    pg: dist.ProcessGroup | None
+    sum_up: AllReduce | None
     earlier: Tensor | None
     hook: Hook | None
 
     @property
     def has_work(self) -> bool:
         """False if the sum over the shard axis is the result."""
-        return self.pg is not None or self.earlier is not None or self.hook is not None
+        return self.sum_up is not None or self.earlier is not None or self.hook is not None
 
 
 NO_REPLICAS = Replicas(None, None, None)
@@ -124,8 +124,8 @@ class Reduction:
             for part, run in zip(parts, [r for r in self._layout.runs if r.end > r.start], strict=True):
                 assert isinstance(run.dtype, torch.dtype)
                 part.add_(typed_stretch(earlier, run.start, run.end, run.dtype))
-        if self._replicas.pg is not None:
-            wait = all_reduce(self._replicas.pg, parts, is_async=not self._lanes.are_streams)
+        if self._replicas.sum_up is not None:
+            wait = self._replicas.sum_up(parts, not self._lanes.are_streams)
 
         def finish() -> None:
             if wait is not None:

@@ -29,6 +29,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -48,6 +49,7 @@ from shardwise.runtime.group import (
     State,
     meta_message,
 )
+from shardwise.runtime.inference import Inference, axes_of, highest_over
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.streams import Lanes
 
@@ -166,6 +168,7 @@ class Schedule:
         self._parents: dict[Group, Group] = {}
         self._optionals: dict[Group, list[Group]] | None = None  # found again when asked for
         self.post_optim_event: torch.Event | None = None
+        self._inference: Inference | None = None
         self._landing: list[Group] = []  # reductions whose results are on their way to the host
         self._is_ready = False
 
@@ -313,7 +316,71 @@ class Schedule:
 
     def reshard_for_caller(self, group: Group) -> None:
         """Free the full parameters now."""
+        if self._inference is not None and group in self._inference.kept:
+            raise RuntimeError(f"reshard: {group.name} is kept gathered by inference(). Leave that first.")
         self._release(group)
+
+    def refuse_at_work(self, caller: str, group: Group) -> None:
+        """``caller`` is for between passes only."""
+        self._forget_interrupted()
+        is_in_backward = compat.current_graph_task_id() != -1 or any(s.is_running for s in self._sessions)
+        if self._running or is_in_backward:
+            raise RuntimeError(
+                f"{caller}: {group.name} is part of a model whose "
+                f"{'backward' if is_in_backward else 'forward'} is running, and that needs its parameters "
+                "and gradients as they are. Enter the context before it."
+            )
+
+    def free_between_passes(self, group: Group, caller: str) -> None:
+        """Have nothing of ``group`` gathered, for ``caller`` to change it."""
+        if self._inference is not None:
+            raise RuntimeError(f"{caller}: {group.name} is kept gathered by inference(). Leave that first.")
+        self._prepare()
+        self._lanes.gather.follow_compute()
+        self._release(group)
+
+    def begin_inference(self, groups: Sequence[Group], budget: float) -> int:
+        """Keep the groups gathered that ``budget`` bytes have room for; returns the bytes taken."""
+        if self._inference is not None:
+            raise RuntimeError(
+                f"inference: {groups[0].name} is in another inference() already, which would end with this "
+                "one. Leave it first."
+            )
+        self._prepare()
+        kept: list[Group] = []
+        taken = 0
+        for group in groups:
+            if taken + group.gathered_bytes <= budget:
+                kept.append(group)
+                taken += group.gathered_bytes
+        self._lanes.gather.follow_compute()
+        for group in groups:
+            self._release(group)  # what was kept from before may be stale
+        for group in kept:
+            self._gather(group)
+        for group in kept:
+            group.wait()
+            group.hide()
+        self._inference = Inference(groups, set(kept), self._device)
+        return taken
+
+    def end_inference(self) -> None:
+        """Take part in what other ranks still run, then free everything."""
+        assert self._inference is not None
+        inference = self._inference
+        with ExitStack() as stack:
+            for group in inference.kept:
+                stack.callback(self._release, group)
+            stack.callback(setattr, self, "_inference", None)
+            self._play(inference.owed())
+            while (gathers := inference.gathers_of_others()) is not None:
+                self._play(gathers)
+
+    def _play(self, groups: Sequence[Group]) -> None:
+        """Gather for the sake of other ranks."""
+        for group in groups:
+            self._gather(group)
+            self._release(group)
 
     # --- forward ----------------------------------------------------------------------------------
 
@@ -380,7 +447,12 @@ class Schedule:
         for group in self.groups:
             if group.state is State.GATHERING:  # asked for and not used: on some ranks, perhaps
                 group.wait()
-        self._free_stale([group for group in self.groups if group.state is State.GATHERED])
+        if self._inference is None:
+            self._free_stale([group for group in self.groups if group.state is State.GATHERED])
+        else:
+            self._inference.check_weights()
+            self._play(self._inference.owed())
+            self._inference.begin_forward()
         # The optimizer may just have written the shards that gathers are going to read.
         event, self.post_optim_event = self.post_optim_event, None
         self._lanes.gather.follow_compute(event)
@@ -392,6 +464,8 @@ class Schedule:
         """The outermost module has run."""
         if outcome is not Outcome.FAILED:
             self._forward_order.plan(self._entered)
+            if self._inference is not None:
+                self._inference.end_forward()
         if torch.is_grad_enabled():
             self._backward_order.plan(self._exited[::-1])
         if outcome in (Outcome.ANNOUNCED, Outcome.UNANNOUNCED) and torch.is_grad_enabled():
@@ -543,7 +617,8 @@ class Schedule:
             self._gather(group)
         self._ahead.discard(group)
         self._gather_optional(group)
-        self._prefetch(group.backward_prefetch, self._backward_order, group)
+        if group.backward_prefetch is not None or group.policy.backward_prefetch == "before":
+            self._prefetch(group.backward_prefetch, self._backward_order, group)
         if group.unshard_in_backward or group.state is State.GATHERED:
             group.wait()
 
@@ -573,6 +648,11 @@ class Schedule:
         # Where ranks differ in what they use, they reduce at a moment that they have in common.
         if group.requires_gradient_sync and not (group.zeros_for_unused or group.may_be_unused):
             self._reduce(group)
+        if group.backward_prefetch is None and group.policy.backward_prefetch == "after":
+            # What is trainable throughout has no use left once its gradients are complete.
+            if group.is_all_trainable and not group.may_be_unused:
+                self._release_after_backward(group)
+            self._prefetch(None, self._backward_order, group)
 
     def _reduce(self, group: Group) -> None:
         if group.gradient_state is GradientState.REDUCING:
@@ -620,6 +700,11 @@ class Schedule:
         return session
 
     def _begin_backward(self) -> None:
+        if self._inference is not None:
+            raise RuntimeError(
+                f"{'the model' if self.root is None else self.root.name}: a backward inside inference(), "
+                "which keeps full parameters whose gradients nobody reduces. Train outside of it."
+            )
         self._prepare()
         for group in self.groups:
             group.drop_cleared()
@@ -711,11 +796,15 @@ class Schedule:
     # --- gathered groups --------------------------------------------------------------------------
 
     def _gather(self, group: Group) -> None:
+        if self._inference is not None and group.state is State.SHARDED:
+            self._inference.note(group)
         group.unshard()
         self._held[group] = None
 
     def _release(self, group: Group) -> None:
         """Free a group, wherever its gather stands."""
+        if self._inference is not None and group in self._inference.kept:
+            return
         self._kept_by_caller.discard(group)
         self._ahead.discard(group)
         self._held.pop(group, None)
@@ -733,11 +822,7 @@ class Schedule:
         if not kept:
             return
         flags = torch.tensor([group.is_stale() for group in kept], dtype=torch.int32, device=self._device)
-        axes = {id(axis.pg): axis for group in kept for axis in group.axes()}
-        # From the longest axis to the shortest and back, so that ranks of overlapping ones agree.
-        there = sorted(axes.values(), key=lambda axis: -axis.world)
-        for axis in [*there, *there[-2::-1]]:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=axis.pg)
+        highest_over(flags, axes_of(kept))
         for group, is_stale in zip(kept, flags.tolist(), strict=True):
             if is_stale:
                 self._release(group)
@@ -754,6 +839,9 @@ class Schedule:
                     "sharded model, so that the two share no schedule. Call fully_shard on the module around "
                     "both, or choose modules of this model."
                 )
+            limit = group.policy.max_gathers
+            if limit is not None and len(self._ahead) >= limit:
+                break
             is_needed = ahead.unshard_in_backward or not is_backward
             if is_needed and ahead.state in (State.SHARDED, State.PARTLY):
                 self._gather(ahead)

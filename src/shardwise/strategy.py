@@ -1,0 +1,424 @@
+"""``shard_model``: one line chooses among data parallelism and the stages of ZeRO.
+
+A strategy is a mesh and two settings of ``fully_shard``; what it is applied to, wrap.py chooses.
+
+                   over a host's ranks   over hosts    full parameters are kept
+    ddp            replicated            replicated    for ever
+    zero1          sharded               sharded       until the shards change
+    zero2          sharded               sharded       from forward to the end of backward
+    zero3          sharded               sharded       while a block runs
+    hybrid         sharded               replicated    while a block runs
+    hybrid_zero2   sharded               replicated    from forward to the end of backward
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020
+(https://arxiv.org/abs/1910.02054).
+"""
+
+import math
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from shardwise.api import fully_shard
+from shardwise.checks import (
+    PLACE,
+    check_ignored,
+    check_modules,
+    check_offload,
+    check_precision,
+    check_reshard,
+    class_name,
+    describe,
+)
+from shardwise.module import FSDPModule, sharded_members
+from shardwise.policy import CommPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.runtime.mesh import default_device_type, resolve_mesh
+from shardwise.wrap import as_policy, chosen, merged
+
+_ModuleT = TypeVar("_ModuleT", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class _Strategy:
+    """``roles``: what the dimensions of its mesh are for. The rest are settings of each group."""
+
+    name: str
+    roles: tuple[str, ...]
+    reshard_after_forward: bool | None
+    reshard_after_backward: bool = True
+
+
+_STRATEGIES = {
+    strategy.name: strategy
+    for strategy in (
+        _Strategy("ddp", ("replicate",), None),
+        _Strategy("zero1", ("shard",), False, reshard_after_backward=False),
+        _Strategy("zero2", ("shard",), False),
+        _Strategy("zero3", ("shard",), None),
+        _Strategy("hybrid", ("replicate", "shard"), None),
+        _Strategy("hybrid_zero2", ("replicate", "shard"), False),
+    )
+}
+
+_OVERRIDABLE = (
+    *("strategy", "mesh", "dp_mesh_dims", "mp_policy", "offload_policy", "comm_policy"),
+    *("reshard_after_forward", "shard_placement_fn"),
+)
+
+Overrides = Mapping[str | type[nn.Module], str | Mapping[str, Any]]
+
+
+def shard_model(
+    model: _ModuleT,
+    *,
+    strategy: str = "zero3",
+    wrap: Any = None,
+    mesh: DeviceMesh | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    overrides: Overrides | None = None,
+    bucket_cap_mb: float | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    shard_placement_fn: Any = None,
+    comm_policy: CommPolicy | None = None,
+) -> _ModuleT:
+    """Shard a model by a named strategy: its blocks first, then what is left.
+
+    Every strategy gives the same training and the same checkpoint. They differ in what each of N ranks holds
+    and sends. With P bytes of parameters, G of gradients and S of optimizer state, and a backward for each
+    optimizer step:
+
+    ================  =======================  ==============================================
+    strategy          bytes held               bytes sent, times (N - 1) / N
+    ================  =======================  ==============================================
+    ``ddp``           P + G + S                2 G: all-reduce
+    ``zero1``         P + G + (P + S) / N      P + G: gather once a step, reduce-scatter
+    ``zero2``         P + (P + G + S) / N      P + G a backward
+    ``zero3``         (P + G + S) / N          2 P + G a backward: gathered for forward and backward
+    ``hybrid``        as ``zero3`` with the ranks of a host for N; and an all-reduce of G / N among hosts
+    ``hybrid_zero2``  as ``zero2``, likewise
+    ================  =======================  ==============================================
+
+    ``zero1`` and ``zero2`` keep their shards beside the full parameters. The gradients of ``ddp`` and
+    ``zero1`` are whole where several microbatches add up in :func:`no_sync`, with one reduction a step.
+
+    Args:
+        model: not sharded itself. Modules inside it that are sharded already are left as they are.
+        strategy: one of the above.
+        wrap: which modules become groups, to be gathered for their own forward and backward. A module class
+            or a set of them, a predicate ``(module)`` or ``(name, module)``, FSDP1's recursive
+            ``(module, recurse, nonwrapped_numel)``, or a policy object (:class:`WrapClasses`,
+            :class:`WrapBySize`, or any with its method ``choose``). None: the repeated blocks; see
+            :class:`WrapRepeated`. :func:`explain` shows the result.
+        mesh: of one dimension, or of two, (replicate, shard), for the hybrid strategies. None: all ranks, for
+            the hybrid ones arranged by ``LOCAL_WORLD_SIZE``, which torchrun sets.
+        dp_mesh_dims: names of the dimensions to use, for a mesh of more.
+        overrides: for single groups, by module name, pattern of names (``"blocks.*"``) or module class,
+            another strategy, or a dict of these arguments: strategy, mesh, dp_mesh_dims, mp_policy,
+            offload_policy, comm_policy, reshard_after_forward, shard_placement_fn. The root's name is "".
+            Later entries go before earlier ones.
+        bucket_cap_mb: neighbouring modules share a group as long as its full parameters take up to this many
+            megabytes (10^6 bytes). None: each is a group of its own.
+        mp_policy: as in :func:`fully_shard`, like the rest.
+        offload_policy: where shards live.
+        ignored_params: parameters to leave as they are.
+        ignored_modules: modules whose parameters, and those of modules inside them, are left as they are.
+        shard_placement_fn: the dim to shard each parameter on.
+        comm_policy: how parameters travel.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        ValueError: an unknown strategy, a mesh that does not fit it, a policy or an override that matches
+            nothing, and what :func:`fully_shard` refuses.
+        TypeError: an argument is of the wrong kind.
+
+    Warns:
+        UserWarning: the root's own group keeps more than half of the parameters: they are gathered at once.
+
+    Example::
+
+        model = shard_model(model, strategy="zero2", wrap={TransformerBlock})
+        optimizer = torch.optim.AdamW(model.parameters())
+    """
+    check_modules(model)
+    left_alone = _check_ignored_modules(ignored_modules)
+    ignored = _ignored_params(ignored_params, left_alone)
+    ids = {id(param) for param in ignored}
+    blocks = _blocks_of(model, wrap, ids, left_alone)
+    options: dict[str, Any] = {
+        "strategy": strategy,
+        "mesh": mesh,
+        "dp_mesh_dims": dp_mesh_dims,
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+        "shard_placement_fn": shard_placement_fn,
+        "comm_policy": comm_policy,
+    }
+    plan = _Plan(options, overrides, model, blocks)
+    groups = [[block] for block in blocks]
+    if bucket_cap_mb is not None:
+        groups = merged(model, blocks, ids, _cap_in_bytes(bucket_cap_mb), plan.key)
+    everything: list[list[nn.Module]] = [*groups, [model]]
+    for modules in everything:
+        kind, arguments = plan[modules[0]]
+        together: Any = modules if len(modules) > 1 else modules[0]
+        fully_shard(together, ignored_params=ignored, **arguments)
+        if not kind.reshard_after_backward:
+            sharded_members(modules[0])[0].group.reshard_after_backward = False
+    _warn_of_large_root(model)
+    return model
+
+
+def _check_ignored_modules(modules: Iterable[nn.Module] | None) -> set[nn.Module]:
+    """``modules`` and all inside them."""
+    if isinstance(modules, nn.Module) or (modules is not None and not isinstance(modules, Iterable)):
+        raise TypeError(
+            f"shard_model: ignored_modules is {describe(modules)}; pass a list or set of modules."
+        )
+    found: set[nn.Module] = set()
+    for module in modules or ():
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"shard_model: ignored_modules contains {describe(module)}; pass nn.Modules.")
+        if isinstance(module, FSDPModule):
+            raise ValueError(
+                f"shard_model: ignored_modules contains a {class_name(module)} that is sharded already, by "
+                "its own fully_shard; such modules are left as they are without being named."
+            )
+        found |= set(module.modules())
+    return found
+
+
+def _ignored_params(params: Any, modules: set[nn.Module]) -> set[nn.Parameter]:
+    check_ignored(params)
+    inside = {p for module in modules for p in module.parameters(recurse=False) if not isinstance(p, DTensor)}
+    return {*(params or ()), *inside}
+
+
+def _blocks_of(model: nn.Module, wrap: Any, ignored: set[int], left_alone: set[nn.Module]) -> list[nn.Module]:
+    """What ``wrap`` chooses, but for what is sharded or to be left alone."""
+    blocks = [
+        module
+        for module in chosen(as_policy(wrap), model, ignored)
+        if module not in left_alone and PLACE not in module.__dict__
+    ]
+    for block in blocks:
+        check_modules(block)
+    return blocks
+
+
+class _Plan:
+    """For each module that becomes a group: its strategy, and the arguments of its ``fully_shard``.
+
+    Everything is resolved and checked here, before the first module is touched.
+    """
+
+    def __init__(
+        self, options: dict[str, Any], overrides: Overrides | None, model: nn.Module, blocks: list[nn.Module]
+    ) -> None:
+        self._meshes: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._keys: dict[nn.Module, tuple[Any, ...]] = {}
+        self._resolved: dict[tuple[Any, ...], tuple[_Strategy, dict[str, Any]]] = {}
+        names = {module: name for name, module in model.named_modules()}
+        changes = _matched(overrides, [*blocks, model], names)
+        for module in [*blocks, model]:
+            asked = {**options, **changes.get(module, {})}
+            key = tuple(value if isinstance(value, str) else id(value) for value in asked.values())
+            key = (*asked, *key)
+            self._keys[module] = key
+            if key not in self._resolved:
+                self._resolved[key] = self._resolve(asked)
+
+    def __getitem__(self, module: nn.Module) -> tuple[_Strategy, dict[str, Any]]:
+        return self._resolved[self._keys[module]]
+
+    def key(self, module: nn.Module) -> Any:
+        """Equal for modules that are to be treated alike."""
+        return self._keys[module]
+
+    def _resolve(self, asked: dict[str, Any]) -> tuple[_Strategy, dict[str, Any]]:
+        strategy = _strategy_named(asked.pop("strategy"))
+        mesh, dims = asked.pop("mesh"), asked.pop("dp_mesh_dims")
+        key = (strategy.roles, id(mesh), id(dims))
+        if key not in self._meshes:
+            self._meshes[key] = _mesh_arguments(strategy, mesh, dims)
+        arguments = {"reshard_after_forward": strategy.reshard_after_forward, **asked, **self._meshes[key]}
+        check_precision(arguments["mp_policy"])
+        check_offload(arguments["offload_policy"])
+        resolved = resolve_mesh(arguments["mesh"], arguments.get("dp_mesh_dims"))
+        check_reshard(arguments["reshard_after_forward"], resolved)
+        return strategy, arguments
+
+
+def _strategy_named(name: Any) -> _Strategy:
+    if not isinstance(name, str):
+        raise TypeError(f"shard_model: strategy is {describe(name)}; pass a name: {', '.join(_STRATEGIES)}.")
+    if name not in _STRATEGIES:
+        raise ValueError(f"shard_model: there is no strategy '{name}'. Pass one of {', '.join(_STRATEGIES)}.")
+    return _STRATEGIES[name]
+
+
+def _matched(
+    overrides: Overrides | None, candidates: list[nn.Module], names: dict[nn.Module, str]
+) -> dict[nn.Module, dict[str, Any]]:
+    """What ``overrides`` changes, for each of the modules that become groups."""
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise TypeError(
+            f"shard_model: overrides is {describe(overrides)}; pass a dict from module names or classes to a "
+            "strategy or a dict of arguments."
+        )
+    changes: dict[nn.Module, dict[str, Any]] = {}
+    for key, change in (overrides or {}).items():
+        change = _check_change(key, change)
+        found = [module for module in candidates if _matches(key, module, names[module])]
+        if not found:
+            shown = ", ".join(f"'{names[module]}'" for module in candidates[:4])
+            more = f" and {len(candidates) - 4} more" if len(candidates) > 4 else ""
+            raise ValueError(
+                f"shard_model: the override for {_key_text(key)} matches no module that becomes a group. "
+                f"Those are {shown}{more} ('' is the model itself). Have wrap= choose the module, or name "
+                "one of these."
+            )
+        for module in found:
+            changes[module] = {**changes.get(module, {}), **change}
+    return changes
+
+
+def _matches(key: Any, module: nn.Module, name: str) -> bool:
+    return fnmatchcase(name, key) if isinstance(key, str) else isinstance(module, key)
+
+
+def _check_change(key: Any, change: Any) -> dict[str, Any]:
+    if not isinstance(key, str) and not (isinstance(key, type) and issubclass(key, nn.Module)):
+        raise TypeError(
+            f"shard_model: overrides has {describe(key)} for a key; pass module names, patterns or classes."
+        )
+    if isinstance(change, str):
+        return {"strategy": change}
+    if not isinstance(change, Mapping):
+        raise TypeError(
+            f"shard_model: the override for {_key_text(key)} is {describe(change)}; pass the name of a "
+            "strategy or a dict of arguments."
+        )
+    for name in change:
+        if name not in _OVERRIDABLE:
+            raise ValueError(
+                f"shard_model: the override for {_key_text(key)} sets '{name}'. What can be set for a single "
+                f"group is {', '.join(_OVERRIDABLE)}."
+            )
+    return dict(change)
+
+
+def _key_text(key: Any) -> str:
+    return f"'{key}'" if isinstance(key, str) else key.__name__
+
+
+def _cap_in_bytes(megabytes: Any) -> int:
+    if isinstance(megabytes, bool) or not isinstance(megabytes, (int, float)):
+        raise TypeError(f"shard_model: bucket_cap_mb is {describe(megabytes)}; pass a number of megabytes.")
+    if not 0 < megabytes < math.inf:
+        raise ValueError(
+            f"shard_model: bucket_cap_mb is {megabytes}; it is a size in megabytes, above 0. None puts each "
+            "module in a group of its own."
+        )
+    return int(megabytes * 1e6)
+
+
+# --- meshes ---------------------------------------------------------------------------------------
+
+
+def _mesh_arguments(strategy: _Strategy, mesh: DeviceMesh | None, dims: Any) -> dict[str, Any]:
+    """The mesh that a strategy runs on, as arguments of ``fully_shard``."""
+    if dims is not None:
+        resolve_mesh(mesh, dims)
+        _check_roles(strategy, dims)
+        return {"mesh": mesh, "dp_mesh_dims": dims}
+    if mesh is None:
+        return _arguments_for(strategy, _own_mesh(strategy))
+    resolve_mesh(mesh)  # refuses what is no mesh, or has more than two dimensions
+    if mesh.ndim != len(strategy.roles):
+        what = "of two dimensions, (replicate, shard)" if len(strategy.roles) == 2 else "of one dimension"
+        others = [s.name for s in _STRATEGIES.values() if len(s.roles) == mesh.ndim]
+        raise ValueError(
+            f"shard_model: strategy '{strategy.name}' takes a mesh {what}, and this one has {mesh.ndim}. "
+            f"Pass a mesh {what}, name the dimensions with dp_mesh_dims, or choose one of "
+            f"{', '.join(others)}."
+        )
+    return _arguments_for(strategy, mesh)
+
+
+def _arguments_for(strategy: _Strategy, mesh: DeviceMesh) -> dict[str, Any]:
+    if "shard" in strategy.roles:
+        return {"mesh": mesh}
+    if mesh.mesh_dim_names is None:  # roles go by names
+        pg = mesh.get_group()
+        mesh = DeviceMesh.from_group(pg, mesh.device_type, mesh.mesh, mesh_dim_names=strategy.roles)
+    assert mesh.mesh_dim_names is not None
+    return {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(replicate=mesh.mesh_dim_names[0])}
+
+
+def _check_roles(strategy: _Strategy, dims: Any) -> None:
+    named = tuple(role for role in ("replicate", "shard") if getattr(dims, role))
+    if named != strategy.roles:
+        raise ValueError(
+            f"shard_model: strategy '{strategy.name}' needs dp_mesh_dims to name dimensions to "
+            f"{' and to '.join(strategy.roles)} over; it names those to {' and to '.join(named)} over."
+        )
+
+
+def _own_mesh(strategy: _Strategy) -> DeviceMesh:
+    """A mesh of all ranks."""
+    kind = default_device_type("shard_model")
+    world = dist.get_world_size()
+    if len(strategy.roles) == 1:
+        return init_device_mesh(kind, (world,), mesh_dim_names=strategy.roles)
+    per_host = _ranks_per_host(strategy, kind, world)
+    return init_device_mesh(kind, (world // per_host, per_host), mesh_dim_names=strategy.roles)
+
+
+def _ranks_per_host(strategy: _Strategy, kind: str, world: int) -> int:
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    per_host = int(told) if told.isdecimal() else 0
+    # All ranks must find the same: they meet here, so that none waits for another in the mesh.
+    sizes = torch.tensor([per_host, -per_host], device=kind)
+    dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
+    most, least = sizes[0].item(), -sizes[1].item()
+    if most == least and per_host and world % per_host == 0:
+        return per_host
+    found = f"LOCAL_WORLD_SIZE is '{told}'" if told else "LOCAL_WORLD_SIZE is not set"
+    if most != least:
+        found = f"LOCAL_WORLD_SIZE is between {least} and {most} on the ranks"
+    raise ValueError(
+        f"shard_model: strategy '{strategy.name}' shards over the ranks of a host and replicates over hosts, "
+        f"but {found}, with {world} ranks in all, so they cannot be arranged. torchrun sets it; or pass "
+        'mesh=init_device_mesh(device_type, (hosts, ranks_per_host), mesh_dim_names=("replicate", "shard")).'
+    )
+
+
+def _warn_of_large_root(model: nn.Module) -> None:
+    """Say so if most of the model is gathered at once."""
+    root, *others = sharded_members(model)
+    own = {param.fqn: param.sharded.numel() for param in root.group.params}
+    total = sum(own.values()) + sum(p.sharded.numel() for m in others for p in m.group.params)
+    kept = sum(own.values())
+    if 2 * kept <= total:
+        return
+    largest = sorted(own, key=lambda name: -own[name])[:3]
+    warnings.warn(
+        f"shard_model: the root's own group keeps {kept:,} of {total:,} parameters, {kept / total:.0%}. They "
+        "are communicated in one piece, with little to overlap it, and are all in memory through forward and "
+        f"backward. The largest are {', '.join(largest)}. Choose the modules they are in with wrap=.",
+        stacklevel=3,
+    )
