@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2"]
+
 
 def parse_settings() -> argparse.Namespace:
     """Read and check the command line; `mesh` becomes a tuple and `device` a torch.device."""
@@ -31,6 +33,9 @@ def parse_settings() -> argparse.Namespace:
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto prefers cuda")
     add("--eval-every", type=int, default=100, help="steps between two validations")
     add("--out", type=Path, default=Path("runs/gpt"), help="folder for the curve and the metrics")
+    add("--strategy", choices=STRATEGIES, default="zero3", help="what each process holds and sends")
+    add("--send-gradients", choices=["as-is", "bf16", "int8"], default="as-is", help="on the wire")
+    add("--send-weights", choices=["as-is", "int8"], default="as-is", help="on the wire")
     add("--peer", choices=["shardwise", "torch"], default="shardwise", help="whose fully_shard")
     settings = parser.parse_args()
     try:
@@ -39,6 +44,7 @@ def parse_settings() -> argparse.Namespace:
         settings.mesh = parse_mesh(settings.mesh, world_size)
         settings.device = choose_device(settings.device)
         check_dtype(settings.dtype, settings.device)
+        check_peer(settings)
     except ValueError as refusal:
         parser.error(str(refusal))
     return settings
@@ -99,3 +105,10 @@ def check_dtype(dtype: str, device: torch.device) -> None:
         supported = torch.amp.is_autocast_available(device.type)
     if not supported:
         raise ValueError(f"--dtype bf16: torch cannot autocast to it on {device}; use float32")
+
+
+def check_peer(settings: argparse.Namespace) -> None:
+    """Refuse what torch's fully_shard, called on each block, cannot do."""
+    chosen = (settings.strategy, settings.send_gradients, settings.send_weights)
+    if settings.peer == "torch" and chosen != ("zero3", "as-is", "as-is"):
+        raise ValueError("--peer torch goes with strategy zero3, and sends everything as it is")

@@ -2,12 +2,13 @@
 
     python examples/train_gpt.py                                # one process
     torchrun --nproc-per-node 2 examples/train_gpt.py           # the same run, shared by two
+    torchrun --nproc-per-node 2 examples/train_gpt.py --strategy zero2 --send-gradients int8
     torchrun --nproc-per-node 8 examples/train_gpt.py --layers 24 --width 1536 --heads 16 \
         --context 1024 --batch 64 --lr 3e-4 --dtype bf16        # eight GPUs
 
 Runs on CPUs (gloo) and on CUDA GPUs (nccl), needs no data but the Python installation itself,
 and takes about two minutes with the defaults on two CPU cores. The one part that is about
-sharding is `build_sharded_model`; the rest is what a training script looks like anyway.
+sharding is `shard_by_name`; the rest is what a training script looks like anyway.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from corpus import (
 from gpt import GPT, generate
 from report import History, draw_loss, verdict, write_metrics
 from settings import parse_settings
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 EVAL_BATCHES = 32
@@ -45,12 +46,11 @@ SAMPLE_BYTES = 300
 def main() -> None:
     """Set up, train, sample, report."""
     settings = parse_settings()
-    fully_shard = import_fully_shard(settings.peer)
+    shard = import_sharding(settings)
     start_processes(settings.device)
-    mesh = init_device_mesh(settings.device.type, settings.mesh, mesh_dim_names=("shard",))
 
     corpus = read_corpus()
-    model = build_sharded_model(settings, mesh, fully_shard)
+    model = build_sharded_model(settings, shard)
     history = train(model, corpus, settings)
     # All ranks take part: a forward gathers weights. It draws the same bytes on each of them.
     sample = generate(model, SAMPLE_PROMPT, SAMPLE_BYTES, settings.seed)
@@ -60,8 +60,8 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def build_sharded_model(settings: argparse.Namespace, mesh: DeviceMesh, fully_shard: Callable) -> GPT:
-    """Build the same model on every rank, then leave each rank only its shard of the weights."""
+def build_sharded_model(settings: argparse.Namespace, shard: Callable) -> GPT:
+    """Build the same model on every rank, then leave each rank only its part of it."""
     torch.manual_seed(settings.seed)
     model = GPT(
         layers=settings.layers,
@@ -69,18 +69,46 @@ def build_sharded_model(settings: argparse.Namespace, mesh: DeviceMesh, fully_sh
         heads=settings.heads,
         context=settings.context,
     ).to(settings.device)
+    shard(model, settings)
+    return model
+
+
+def shard_by_name(model: GPT, settings: argparse.Namespace) -> None:
+    """Let a strategy decide what each rank holds; a block's weights are gathered for its own work."""
+    from shardwise import (
+        CommPolicy,
+        LowPrecisionReduction,
+        QuantizedGather,
+        QuantizedReduction,
+        register_comm_hook,
+        shard_model,
+    )
+
+    sends_int8 = settings.send_weights == "int8"
+    policy = CommPolicy(quantized_gather=QuantizedGather() if sends_int8 else None)
+    shard_model(model, strategy=settings.strategy, wrap=type(model.blocks[0]), comm_policy=policy)
+    if settings.send_gradients == "bf16":
+        register_comm_hook(model, None, LowPrecisionReduction(torch.bfloat16))
+    elif settings.send_gradients == "int8":
+        register_comm_hook(model, None, QuantizedReduction())
+
+
+def shard_by_hand(model: GPT, settings: argparse.Namespace) -> None:
+    """Do what strategy zero3 does, with torch's own fully_shard."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(settings.device.type, settings.mesh, mesh_dim_names=("shard",))
     # One call per block: its weights are gathered for its own forward and backward, then freed.
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     # The call on the whole model takes what is left: embeddings, last norm, head.
     fully_shard(model, mesh=mesh)
-    return model
 
 
 def build_optimizer(model: GPT, settings: argparse.Namespace) -> torch.optim.Optimizer:
     """Make AdamW over the sharded parameters: its state is sharded because they are.
 
-    It has to come after `fully_shard`, which replaces the parameters by DTensors.
+    It has to come after sharding, which replaces the parameters by DTensors.
     """
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]  # norms: not pulled towards zero
@@ -237,13 +265,9 @@ def versions(peer: str) -> dict[str, str]:
     return found
 
 
-def import_fully_shard(peer: str) -> Callable:
-    """Import one implementation and not the other, so that neither can lean on the other."""
-    if peer == "torch":
-        from torch.distributed.fsdp import fully_shard
-    else:
-        from shardwise import fully_shard
-    return fully_shard
+def import_sharding(settings: argparse.Namespace) -> Callable:
+    """Choose one implementation and leave the other, so that neither can lean on the other."""
+    return shard_by_hand if settings.peer == "torch" else shard_by_name
 
 
 def start_processes(device: torch.device) -> None:

@@ -18,6 +18,7 @@ from shardwise.policy import (
     QuantizedReduction,
     ShardPlacementResult,
 )
+from shardwise.scaler import GradScaler
 from shardwise.strategy import shard_model
 from shardwise.wrap import WrapBySize, WrapClasses, WrapRecursively, WrapRepeated, WrapWhere
 
@@ -26,6 +27,7 @@ __all__ = [
     "CommPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "GradScaler",
     "LowPrecisionReduction",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

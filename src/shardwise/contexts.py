@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -166,17 +166,13 @@ def inference(model: nn.Module, budget_bytes: int | None = None) -> Iterator[Non
     members = _members_to_change(model, "inference")
     for member in members:
         member.group.refuse_if_lent("inference()")
-    entered: list[Schedule] = []
     left = math.inf if budget_bytes is None else budget_bytes
-    try:
+    with ExitStack() as stack:
         for schedule, groups in _by_schedule(members).items():
-            entered.append(schedule)
             left -= schedule.begin_inference(groups, left)
+            stack.callback(schedule.end_inference)
         with torch.no_grad():
             yield
-    finally:
-        for schedule in entered:
-            schedule.end_inference()
 
 
 def _members_to_change(module: Any, caller: str, recurse: bool = True) -> list[Member]:

@@ -3,7 +3,7 @@
 Reads what the groups know: starts nothing, gathers nothing, communicates nothing.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -56,8 +56,7 @@ def explain(model: nn.Module) -> str:
             f"explain: this {class_name(model)} is not sharded, nor is any module inside it: there are no "
             "groups to show. Call shard_model or fully_shard first."
         )
-    largest = max(_full_bytes(row.group) for row in rows)
-    megabytes = _Megabytes(decimals=1 if largest >= 10e6 else 4)
+    megabytes = _Megabytes(decimals=1 if sum(_full_bytes(row.group) for row in rows) >= 10e6 else 4)
     lines = _aligned([_HEADER, *(_cells(row, megabytes) for row in rows), _total(rows, megabytes)])
     lines[1:1] = lines[-1:-1] = ["-" * len(lines[0])]
     return "\n".join([*lines, *_not_managed(model, rows, megabytes)])
@@ -116,11 +115,11 @@ def _cells(row: _Row, megabytes: _Megabytes) -> list[str]:
         "  " * row.depth + row.name,
         _classes(group),
         _strategy(group),
-        _unique(map(_mesh, group.buckets)) or _axes(group.mesh),
+        ", ".join(dict.fromkeys(map(_mesh, group.buckets))) or _axes(group.mesh),
         f"{_numel(group):,}",
         megabytes(_full_bytes(group)),
         megabytes(_stored_bytes(group)),
-        _unique(dtype for bucket in group.buckets for dtype in _dtypes(bucket)),
+        "; ".join(dict.fromkeys(dtype for bucket in group.buckets for dtype in _dtypes(bucket))),
     ]
 
 
@@ -221,10 +220,6 @@ def _aligned(rows: list[list[str]]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
-
-
-def _unique(texts: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(texts))
 
 
 def _range(names: list[str]) -> str:

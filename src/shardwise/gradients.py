@@ -8,7 +8,7 @@ they may hold anything, and the largest counts, so that all ranks clip by the sa
     mesh (dp=2, tp=2), ranks 0 1 / 2 3        over dp          over tp
     up       (Shard(0), Shard(0)) on both     put together     put together
     norm     Shard(0) on dp                   put together     largest
-    frozen   plain, of ignored_params         largest          largest
+    scale    plain, of ignored_params         largest          largest
 
 A vector of zeros in which each rank fills in its own place is summed: that moves the numbers, and every
 rank computes with all of them in the same order. So the result has the same bits everywhere, in whatever
@@ -54,7 +54,8 @@ def clip_grad_norm_(
 
     As ``torch.nn.utils.clip_grad_norm_`` does for plain gradients, for any mixture: DTensors on any meshes,
     sharded, replicated and tensor-parallel, plain tensors, gradients in host memory, of several dtypes,
-    sparse ones, empty shards. Gradients are scaled in place, and without waiting for a device.
+    sparse ones, empty shards. Gradients are scaled in place; the host waits for a device only where gradients
+    are in host memory.
 
     Args:
         model_or_parameters: a module, a parameter, or an iterable of parameters. One that appears twice
@@ -113,9 +114,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(_message_about_nonfinite(total, power, gradients, norms, name_of))
     if limit < math.inf:
-        _scale(
-            [each.local for each in gradients if each.local is not None], limit, total, foreach is not False
-        )
+        _scale(gradients, limit, total, foreach is not False)
     return total
 
 
@@ -178,6 +177,9 @@ def grad_norms_by_module(model: nn.Module, norm_type: float | str = 2.0) -> dict
 # --- the gradients --------------------------------------------------------------------------------
 
 
+_Place = tuple[DeviceMesh, tuple[Placement, ...]]
+
+
 @dataclass(eq=False, slots=True)
 class _Gradient:
     """What this rank holds of the gradient of ``param``; None where it has none.
@@ -189,7 +191,7 @@ class _Gradient:
     param: Tensor
     local: Tensor | None
     measured: Tensor | None
-    place: tuple[DeviceMesh, tuple[Placement, ...]] | None
+    place: _Place | None
 
 
 def _gradients_of(params: Sequence[Tensor], caller: str, name_of: Callable[[Tensor], str]) -> list[_Gradient]:
@@ -228,9 +230,9 @@ def _check_gradient(param: Tensor, gradient: Tensor, caller: str, name_of: Calla
     if isinstance(gradient, DeferredGradient) and not gradient.mark.is_zeroed:
         raise RuntimeError(
             f"{caller}: {name_of(param)}: gradients of backward passes without synchronisation "
-            "(set_requires_gradient_sync(False), set_requires_all_reduce(False)) wait to be reduced; .grad "
-            "does not contain them yet, so that they would escape the norm. Clip after the synchronised "
-            "backward."
+            "(no_sync, set_requires_gradient_sync(False), set_requires_all_reduce(False)) wait to be "
+            "reduced; .grad does not contain them yet, so that they would escape the norm. Clip after the "
+            "synchronised backward."
         )
     if not isinstance(param, DTensor):
         return
@@ -313,16 +315,10 @@ def _stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class _Axis:
-    """The ranks along a dimension of a mesh; axes of the same ranks are the same."""
+    """The ranks along a dimension of a mesh; slices of a mesh have the same."""
 
-    ranks: tuple[int, ...]
+    name: str
     pg: dist.ProcessGroup = field(compare=False)
-    name: str = field(compare=False)
-
-    @property
-    def order(self) -> tuple[Any, ...]:
-        """Sorts axes alike on all ranks, of which each sees other ranks along an axis."""
-        return self.name, len(self.ranks), [rank - self.ranks[0] for rank in self.ranks]
 
 
 @dataclass(frozen=True)
@@ -340,31 +336,25 @@ class _Plan:
     """
 
     def __init__(self, gradients: Sequence[_Gradient], params: Sequence[Tensor]) -> None:
-        places = dict.fromkeys(each.place for each in gradients)
+        places = sorted(dict.fromkeys(each.place for each in gradients), key=_order)
         meshes = {mesh: _axes_of(mesh) for mesh in dict.fromkeys(p[0] for p in places if p is not None)}
         agreeing, covering = _axes_to_agree_over(meshes, None in places)
-        kinds: dict[Any, _Column] = {}
+        kinds: dict[_Place | None, _Column] = {}
         for place in places:
             if place is None:
                 kinds[place] = _Column(frozenset(), frozenset(agreeing))
                 continue
             mesh, placements = place
-            split = frozenset(
-                axis for dim, axis in meshes[mesh].items() if not placements[dim].is_replicate()
-            )
+            split = (axis for dim, axis in meshes[mesh].items() if not placements[dim].is_replicate())
             unknown = () if mesh in covering else set(agreeing) - set(meshes[mesh].values())
-            kinds[place] = _Column(split, frozenset(unknown))
-        self._axes = sorted(
-            {axis: None for column in kinds.values() for axis in column.split | column.unknown},
-            key=lambda axis: axis.order,
-        )
-        self.columns = sorted(set(kinds.values()), key=self._order_of)
+            kinds[place] = _Column(frozenset(split), frozenset(unknown))
+        self.columns = list(dict.fromkeys(kinds.values()))
         index_of = {place: self.columns.index(column) for place, column in kinds.items()}
         self.column_of = [index_of[each.place] for each in gradients]
         self.device = _device_for(gradients, params)
-
-    def _order_of(self, column: _Column) -> list[tuple[bool, bool]]:
-        return [(axis in column.split, axis in column.unknown) for axis in self._axes]
+        concerned = {axis for column in self.columns for axis in column.split | column.unknown}
+        everywhere = dict.fromkeys(axis for axes in meshes.values() for axis in axes.values())
+        self._axes = [axis for axis in everywhere if axis in concerned]
 
     def over_ranks(self, columns: Sequence[Tensor], power: float) -> Tensor:
         """The norms over all ranks and columns, from those of this rank: a tensor of as many a column."""
@@ -376,8 +366,8 @@ class _Plan:
                 if axis in column.split or axis in column.unknown
             ]
             own = torch.stack([columns[index] for index in taking])
-            all_of_them = own.new_zeros(len(axis.ranks), *own.shape)
-            all_of_them[axis.ranks.index(dist.get_rank())] = own
+            all_of_them = own.new_zeros(dist.get_world_size(axis.pg), *own.shape)
+            all_of_them[dist.get_rank(axis.pg)] = own
             all_reduce(axis.pg, [all_of_them], is_async=False)()
             for position, index in enumerate(taking):
                 of_ranks = all_of_them[:, position]
@@ -388,17 +378,20 @@ class _Plan:
         return _norm(torch.stack(columns), power, dim=0)
 
 
+def _order(place: _Place | None) -> tuple[Any, ...]:
+    """Sorts places alike on all ranks, even where they come in the order of a set."""
+    if place is None:
+        return ()
+    mesh, placements = place
+    return mesh.mesh_dim_names or (), tuple(mesh.shape), str(placements)
+
+
 def _axes_of(mesh: DeviceMesh) -> dict[int, _Axis]:
     """The axes along which this rank has anybody to ask, by dimension."""
     if mesh.get_coordinate() is None:
         return {}
-    names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    found = {}
-    for dim in range(mesh.ndim):
-        if mesh.size(dim) > 1:
-            pg = mesh.get_group(dim)
-            found[dim] = _Axis(tuple(compat.ranks_of(pg)), pg, names[dim])
-    return found
+    groups = {dim: mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1}
+    return {dim: _Axis(pg.group_name, pg) for dim, pg in groups.items()}
 
 
 def _axes_to_agree_over(
@@ -436,22 +429,23 @@ def _device_for(gradients: Sequence[_Gradient], params: Sequence[Tensor]) -> tor
 
 
 def _dtype_of_result(gradients: Sequence[_Gradient]) -> torch.dtype:
+    """The same on ranks that lack a gradient: then that counts which it would have."""
     dtypes = {
-        each.measured.dtype
-        if each.measured is not None
-        else getattr(each.param, "grad_dtype", None) or each.param.dtype
+        getattr(each.param, "grad_dtype", None) or each.param.dtype
+        if each.measured is None
+        else each.measured.dtype
         for each in gradients
     }
     return torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
 
 
-def _scale(tensors: Sequence[Tensor], limit: float, total: Tensor, is_foreach: bool) -> None:
+def _scale(gradients: Sequence[_Gradient], limit: float, total: Tensor, is_foreach: bool) -> None:
     """Multiply by ``limit / total`` where that is below 1, without waiting for a device to say so."""
     factor = torch.clamp(limit / (total + 1e-6), max=1.0)
     if factor.device.type == "cpu" and factor >= 1:
         return
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
+    for tensor in (each.local for each in gradients if each.local is not None):
         alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     factors = {device: factor.to(device) for device, _ in alike}
     for (device, _), members in alike.items():
@@ -476,9 +470,9 @@ def _message_about_nonfinite(
     ]
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     here = (
-        f"On this rank, of {', '.join(names[:4])}{more}."
+        f"On this rank it comes from {', '.join(names[:4])}{more}."
         if names
-        else "No gradient on this rank is to blame; other ranks say which of theirs are."
+        else "No gradient on this rank is to blame: other ranks name theirs."
     )
     return (
         f"clip_grad_norm_: the norm of the gradients (norm_type={power}) is {total.item()}; scaling by it "

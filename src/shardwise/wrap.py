@@ -20,7 +20,7 @@ import functools
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 from torch import nn
@@ -316,10 +316,16 @@ def _style(function: Any, where: str) -> str:
     if num_positional in (1, 2) and not any(p.kind is p.KEYWORD_ONLY for p in required):
         return ("module", "named")[num_positional - 1]
     raise TypeError(
-        f"{where} is {_text(function)}, which takes ({', '.join(map(str, parameters.values()))}). Pass a "
+        f"{where} is {_text(function)}, which takes ({_shown(parameters)}). Pass a "
         "function of (module), of (name, module) or of (module, recurse, nonwrapped_numel); give further "
         "arguments defaults, or values with functools.partial."
     )
+
+
+def _shown(parameters: Mapping[str, inspect.Parameter]) -> str:
+    """Their names, without the annotations."""
+    stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    return ", ".join(stars.get(each.kind, "") + name for name, each in parameters.items())
 
 
 def _signature(function: Any, where: str) -> inspect.Signature:
@@ -360,9 +366,9 @@ def _asking(policy: Callable[..., Any], signature: inspect.Signature) -> _Ask:
 
         return ask
     raise TypeError(
-        f"WrapRecursively: {_text(policy)} takes {signature}, and would be given (module, recurse, "
-        "nonwrapped_numel). Give values to further arguments with functools.partial; pass a function of "
-        "(module) or of (name, module) to WrapWhere."
+        f"WrapRecursively: {_text(policy)} takes ({_shown(signature.parameters)}), and would be "
+        "given (module, recurse, nonwrapped_numel). Give values to further arguments with functools.partial; "
+        "pass a function of (module) or of (name, module) to WrapWhere."
     )
 
 
@@ -393,13 +399,17 @@ def chosen(policy: WrapPolicy, model: nn.Module, ignored: Set[int]) -> list[nn.M
     """
     found = policy.choose(model, ignored)
     if not isinstance(found, (list, tuple, Set)):
-        raise TypeError(f"{_text(policy)}: choose() returned {_kind(found)}; return a list of modules.")
+        raise TypeError(
+            f"shard_model: {_text(policy)}.choose() returned {_kind(found)}; return a list of modules."
+        )
     order = _inside(model)
     wanted: set[nn.Module] = set()
     for module in found:
         _check_choice(policy, module, model, order)
         if module in wanted:
-            raise ValueError(f"{_text(policy)}: choose() returned '{order[module]}' twice; return it once.")
+            raise ValueError(
+                f"shard_model: {_text(policy)}.choose() returned '{order[module]}' twice; return it once."
+            )
         wanted.add(module)
     uncalled = _never_called(model)
     result = [m for m in order if m in wanted and m not in uncalled and _sizes(m, ignored)]
@@ -409,21 +419,19 @@ def chosen(policy: WrapPolicy, model: nn.Module, ignored: Set[int]) -> list[nn.M
 
 
 def _check_choice(policy: Any, module: Any, model: nn.Module, names: dict[nn.Module, str]) -> None:
+    where = f"shard_model: {_text(policy)}.choose() returned"
     if not isinstance(module, nn.Module):
         hint = ", not their names" if isinstance(module, str) else ""
-        raise TypeError(
-            f"{_text(policy)}: choose() returned {_kind(module)} among the modules; return the modules "
-            f"themselves{hint}."
-        )
+        raise TypeError(f"{where} {_kind(module)} among the modules; return the modules themselves{hint}.")
     if module is model:
         raise ValueError(
-            f"{_text(policy)}: choose() returned the model itself, a {type(model).__name__}, which is "
-            "sharded in any case, after what was chosen inside it. Leave it out."
+            f"{where} the model itself, a {type(model).__name__}, which is sharded in any case, after what "
+            "was chosen inside it. Leave it out."
         )
     if module not in names:
         raise ValueError(
-            f"{_text(policy)}: choose() returned a {type(module).__name__} that is not inside the "
-            f"{type(model).__name__} to be sharded. Return modules of the model it was given."
+            f"{where} a {type(module).__name__} that is not inside the {type(model).__name__} to be sharded. "
+            "Return modules of the model it was given."
         )
     if not _has_forward(module):
         raise ValueError(_message_without_forward(policy, names[module], module))
@@ -431,20 +439,23 @@ def _check_choice(policy: Any, module: Any, model: nn.Module, names: dict[nn.Mod
 
 def _message_without_forward(policy: Any, name: str, module: nn.Module) -> str:
     return (
-        f"{_text(policy)} chose '{name}', a {type(module).__name__}, which has no forward: its children are "
-        "called one by one, so nothing would tell when to gather its parameters. Choose its children, or the "
-        "module around it."
+        f"shard_model: {_text(policy)} chose '{name}', a {type(module).__name__}, which has no forward: its "
+        "children are called one by one, so nothing would tell when to gather its parameters. Choose its "
+        "children, or the module around it."
     )
 
 
 def _message_about_nothing(policy: Any, model: nn.Module, ignored: Set[int]) -> str:
-    counts = Counter(type(m).__name__ for m in model.modules() if m is not model and _sizes(m, ignored))
+    head = f"shard_model: {_text(policy)} chose no module with parameters inside the {type(model).__name__}"
+    can_be = [m for m in _inside(model) if _has_forward(m) and _sizes(m, ignored)]
+    if not can_be:
+        return f"{head}, and there is none. Pass wrap=None to have the model as one group."
+    counts = Counter(type(m).__name__ for m in can_be)
     classes = ", ".join(f"{count} x {name}" for name, count in counts.most_common(6))
-    more = f" and {len(counts) - 6} more classes" if len(counts) > 6 else ""
+    more = " and others" if len(counts) > 6 else ""
     total = sum(_sizes(model, ignored).values())
     return (
-        f"{_text(policy)} chose no module with parameters inside the {type(model).__name__}: it has "
-        f"{classes or 'no such modules'}{more}, {total:,} parameters in all. They would all be in one group, "
+        f"{head}: it has {classes}{more}, {total:,} parameters in all. They would all be in one group, "
         "gathered at once. Choose some of these with wrap=, or pass wrap=None for the repeated blocks."
     )
 
@@ -649,8 +660,7 @@ def _kind(value: Any) -> str:
     """What was passed, for messages."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    shown = f" {value!r}" if isinstance(value, (str, int, float)) else ""
-    return f"a {type(value).__name__}{shown}"
+    return repr(value) if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
 
 
 def _text(value: Any) -> str:

@@ -671,9 +671,10 @@ class Group:
             self._mark_deferred()
 
     def _mark_deferred(self) -> None:
-        for param, waits in zip(self.params, self._waiting(), strict=True):
+        fulls = [full.grad for full in self._fulls] or [None] * len(self.params)
+        for param, waits, full in zip(self.params, self._waiting(), fulls, strict=True):
             if waits:
-                param.defer_gradient()
+                param.defer_gradient(full)
 
     def _waiting(self) -> list[bool]:
         """Of which parameters gradients of earlier backwards wait, full ones or sums."""
@@ -716,6 +717,8 @@ class Group:
         self._reductions = []
         for full in self._fulls:
             full.grad = None
+        for param in self.params:
+            param.hide_deferred()
         for bucket in self.buckets:
             bucket.drop_all_earlier()
         if self.gradient_state is not GradientState.NONE:

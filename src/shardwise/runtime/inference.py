@@ -11,10 +11,9 @@ still at it, and who has left plays the gathers of a forward, as the last one we
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from shardwise.runtime.group import Group
-from shardwise.runtime.mesh import Axis
+from shardwise.runtime.mesh import Axis, highest_over
 
 
 class Inference:
@@ -78,10 +77,3 @@ def axes_of(groups: Sequence[Group]) -> list[Axis]:
     """The axes along which the shards of ``groups`` are spread, the longest first."""
     axes = {id(axis.pg): axis for group in groups for axis in group.axes() if not axis.is_alone}
     return sorted(axes.values(), key=lambda axis: -axis.world)
-
-
-def highest_over(values: torch.Tensor, axes: list[Axis]) -> None:
-    """The elementwise maximum over all ranks that ``axes`` connect, in place."""
-    # From the longest axis to the shortest and back, so that ranks of overlapping ones agree.
-    for axis in [*axes, *axes[-2::-1]]:
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=axis.pg)

@@ -43,6 +43,16 @@ class Axis:
 ALONE = Axis(None, 1, 0)
 
 
+def highest_over(values: torch.Tensor, axes: Sequence[Axis]) -> None:
+    """The elementwise maximum over all ranks that ``axes`` connect, in place; the same on all of them.
+
+    ``axes`` in an order that the ranks have in common.
+    """
+    # From the first to the last and back, so that ranks of overlapping ones agree.
+    for axis in [*axes, *axes[-2::-1]]:
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=axis.pg)
+
+
 @dataclass(frozen=True, eq=False)
 class ShardMesh:
     """Over which ranks parameters are sharded and replicated.

@@ -88,6 +88,7 @@ class Param:
         self._original_hooks = compat.gradient_hooks(original)
         self._original_post_hooks = compat.post_accumulate_hooks(original)
         self._deferred: DeferredGradient | None = None
+        self._shows_deferred = False  # .grad is the unreduced gradient itself
 
     def content(self) -> Tensor:
         """The tensor that is to be sharded, before it is."""
@@ -147,6 +148,7 @@ class Param:
         twin = copy.copy(self)
         twin.sites, twin.sharded, twin.local = sites, sharded, compat.local_tensor(sharded)
         twin.full = twin._deferred = None
+        twin._shows_deferred = False
         twin._original_hooks = twin._original_post_hooks = None
         twin._allow_gradients(sharded)
         return twin
@@ -358,7 +360,8 @@ class Param:
         gradient: Tensor = compat.make_dtensor(local, self._gradient_spec)
         if hooks := compat.gradient_hooks(sharded):
             gradient = _run_hooks(hooks, gradient)
-        if sharded.grad is None:
+        if sharded.grad is None or self._shows_deferred:
+            self._shows_deferred = False
             sharded.grad = gradient
         else:
             self._accumulate(compat.local_tensor(gradient))
@@ -366,13 +369,35 @@ class Param:
             for post in list(hooks.values()) if hooks else ():
                 post(sharded)
 
-    def defer_gradient(self) -> None:
-        """Leave the full gradient unreduced, and have ``.grad`` notice whether it is cleared."""
+    def defer_gradient(self, full: Tensor | None) -> None:
+        """Leave the gradient ``full`` unreduced, and have ``.grad`` notice whether it is cleared.
+
+        Where the whole of it belongs to this rank, ``.grad`` shows it; else zeros, as long as nothing reduced
+        is there.
+        """
         sharded = self.sharded
         if sharded.grad is None:
-            zeros = torch.zeros_like(self.local, dtype=self.precision.kept)
-            sharded.grad = compat.make_dtensor(zeros, self._gradient_spec)
+            own = None if full is None else self.content_of(full)
+            self._shows_deferred = own is not None and self._may_show(own)
+            if own is None or not self._shows_deferred:
+                own = torch.zeros_like(self.local, dtype=self.precision.kept)
+            sharded.grad = compat.make_dtensor(own.detach(), self._gradient_spec)
         sharded.grad = self._deferred = deferred_gradient(sharded.grad)
+
+    def _may_show(self, own: Tensor) -> bool:
+        return (
+            type(own) is Tensor
+            and self.mesh.shard.is_alone
+            and own.is_contiguous()
+            and (own.shape, own.dtype) == (self.local.shape, self.precision.kept)
+            and own.device == self.local.device
+        )
+
+    def hide_deferred(self) -> None:
+        """The unreduced gradient is dropped: ``.grad`` does not show it any more."""
+        if self._shows_deferred:
+            self._shows_deferred = False
+            self.sharded.grad = self._deferred = None
 
     def was_cleared(self) -> bool:
         """Whether the caller cleared ``.grad`` since the gradient was deferred."""
@@ -380,10 +405,11 @@ class Param:
         if deferred is None:
             return False
         if self.sharded.grad is not deferred:
+            self._shows_deferred = False
             return True
         if not isinstance(deferred, DeferredGradient):
             return False  # converted by .to(), which swaps what a tensor is
-        if deferred.mark.is_changed and not deferred.mark.is_zeroed:
+        if deferred.mark.is_changed and not deferred.mark.is_zeroed and not self._shows_deferred:
             warnings.warn(
                 f"{self.fqn}: .grad was changed in place while gradients of backward passes without "
                 "synchronisation (set_requires_gradient_sync(False)) wait to be reduced. The change does "
@@ -391,6 +417,8 @@ class Param:
                 "changing .grad.",
                 stacklevel=2,
             )
+        if deferred.mark.is_zeroed:
+            self._shows_deferred = False
         return deferred.mark.is_zeroed
 
     def _accumulate(self, local: Tensor) -> None:

@@ -49,8 +49,8 @@ from shardwise.runtime.group import (
     State,
     meta_message,
 )
-from shardwise.runtime.inference import Inference, axes_of, highest_over
-from shardwise.runtime.mesh import Axis
+from shardwise.runtime.inference import Inference, axes_of
+from shardwise.runtime.mesh import Axis, highest_over
 from shardwise.runtime.streams import Lanes
 
 

@@ -1,0 +1,83 @@
+"""Loss scaling for models whose gradients are spread in several ways.
+
+torch's own ``torch.amp.GradScaler`` is right where all parameters lie on one mesh. Where they do not (a
+replicated block beside sharded ones, experts, parameters that are not sharded at all), it looks for infinities
+as the first gradient of its list is placed: one on another rank's shard may be seen there alone, and the ranks
+go on with different weights.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwise.runtime import compat
+from shardwise.runtime.mesh import Axis, highest_over
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` whose infinities are seen by all ranks, however gradients are placed.
+
+    Arguments and use are those of torch's. Costs one maximum over the ranks for each mesh dimension, of one number
+    a device; all ranks must call ``step`` (or ``unscale_``) together.
+
+    Example::
+
+        scaler = GradScaler("cuda")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    """
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """What all of torch's ways to look at gradients come down to: here on the local tensors."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        found: dict[torch.device, Tensor] = {}
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for param in params:
+            if param.grad is not None:
+                local = _values(param.grad, allow_fp16)
+                by_kind.setdefault((local.device, local.dtype), []).append(local)
+        with torch.no_grad():
+            for (device, _), gradients in by_kind.items():
+                flag = found.setdefault(device, found_inf.to(device, copy=True))
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, inv_scale.to(device))
+            _agree(found, found_inf, params)
+        return found or {found_inf.device: found_inf}
+
+
+def _values(gradient: Tensor, allow_fp16: bool) -> Tensor:
+    """The numbers of a gradient that this rank holds."""
+    if not allow_fp16 and gradient.dtype is torch.float16:
+        raise ValueError("Attempting to unscale FP16 gradients.")  # torch's words
+    local = compat.plain(gradient)
+    return local._values() if local.is_sparse else local
+
+
+def _agree(found: dict[torch.device, Tensor], like: Tensor, params: list[Tensor]) -> None:
+    """Let every device know of infinities on any rank, also ranks without gradients."""
+    axes = _axes_of(params)
+    if not axes:
+        return
+    devices = {torch.device(param.device_mesh.device_type) for param in params if isinstance(param, DTensor)}
+    highest = like.to(devices.pop() if len(devices) == 1 else like.device, copy=True)
+    for flag in found.values():
+        torch.maximum(highest, flag.to(highest.device), out=highest)
+    highest_over(highest, axes)
+    for flag in found.values():
+        flag.copy_(highest)
+    found.setdefault(highest.device, highest)
+
+
+def _axes_of(params: list[Tensor]) -> list[Axis]:
+    """The mesh dimensions along which parameters are spread or copied, in the order in which they come up."""
+    axes: dict[int, Axis] = {}
+    for mesh in {id(p.device_mesh): p.device_mesh for p in params if isinstance(p, DTensor)}.values():
+        for dim in range(mesh.ndim):
+            if mesh.size(dim) > 1:
+                pg: Any = mesh.get_group(dim)
+                axes.setdefault(id(pg), Axis(pg, mesh.size(dim), mesh.get_local_rank(dim)))
+    return list(axes.values())
