@@ -502,21 +502,8 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 def _repeated(model: nn.Module, ignored: Set[int]) -> list[tuple[type, list[nn.Module]]]:
     """The runs of blocks in ``model``: for each container, class by class; see WrapRepeated."""
-    runs: list[tuple[type, list[nn.Module]]] = []
-    seen: set[nn.Module] = set()
-
-    def visit(module: nn.Module) -> None:
-        if module in seen:
-            return
-        seen.add(module)
-        own = _runs_of(module, ignored) if isinstance(module, _CONTAINERS) else {}
-        runs.extend(own.items())
-        blocks = {block for run in own.values() for block in run}
-        for child in module.children():
-            if child not in blocks:
-                visit(child)
-
-    visit(model)
+    containers = [module for module in model.modules() if isinstance(module, _CONTAINERS)]
+    runs = [run for container in containers for run in _runs_of(container, ignored).items()]
     inside = {inner for _, run in runs for block in run for inner in block.modules() if inner is not block}
     result = []
     for cls, run in runs:

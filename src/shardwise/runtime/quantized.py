@@ -27,6 +27,8 @@ from shardwise.runtime.layout import Layout
 from shardwise.runtime.streams import Finish, Lane, nothing, waiting_for
 
 LEVELS = 127
+_TINY = torch.finfo(torch.float32).tiny
+"""Scales up to here have no reciprocal: such blocks are taken for zeros."""
 
 
 @dataclass(frozen=True)
@@ -53,26 +55,27 @@ class Blocks:
 
     def encode(self, rows: Tensor) -> Tensor:
         """Messages of ``rows``, float32 of shape (n, numel), as bytes of shape (n, message_bytes)."""
-        messages = torch.zeros(len(rows), self.message_bytes, dtype=torch.uint8, device=rows.device)
+        messages = torch.empty(len(rows), self.message_bytes, dtype=torch.uint8, device=rows.device)
+        messages[:, self.numel : self.scales_at].zero_()
         blocks = self._in_blocks(rows)
-        scales = blocks.abs().amax(dim=2).div_(LEVELS)
-        steps = torch.where(scales > 0, scales, 1.0).unsqueeze(2)
-        numbers = (blocks / steps).round_().nan_to_num_(0.0, 0.0, 0.0).to(torch.int8)
-        messages[:, : self.numel].view(torch.int8).copy_(numbers.flatten(1)[:, : self.numel])
+        scales = torch.linalg.vector_norm(blocks, torch.inf, dim=2).div_(LEVELS)
+        steps = torch.where(scales > _TINY, scales.reciprocal(), 0.0).unsqueeze(2)
+        numbers = (blocks * steps).round_().view(len(rows), -1)
+        messages[:, : self.numel].view(torch.int8).copy_(numbers[:, : self.numel])
         messages[:, self.scales_at :].view(torch.float32).copy_(scales)
         return messages
 
     def decode(self, messages: Tensor) -> Tensor:
         """The numbers of ``messages``, as float32 of shape (n, numel)."""
         scales = messages[:, self.scales_at :].view(torch.float32)
-        blocks = self._in_blocks(messages[:, : self.numel].view(torch.int8).float())
-        return blocks.mul_(scales.unsqueeze(2)).flatten(1)[:, : self.numel]
+        blocks = self._in_blocks(messages[:, : self.numel].view(torch.int8))
+        return (blocks * scales.unsqueeze(2)).view(len(messages), -1)[:, : self.numel]
 
     def _in_blocks(self, rows: Tensor) -> Tensor:
-        """A copy of shape (n, count, block_size), filled up with zeros."""
-        blocks = rows.new_zeros(len(rows), self.count * self.block_size)
-        blocks[:, : self.numel].copy_(rows)
-        return blocks.view(len(rows), self.count, self.block_size)
+        """``rows`` in the shape (n, count, block_size), filled up with zeros where they need it."""
+        if self.numel % self.block_size:
+            rows = torch.nn.functional.pad(rows, (0, self.count * self.block_size - self.numel))
+        return rows.unflatten(1, (self.count, self.block_size))
 
 
 class Feedback:
@@ -120,7 +123,8 @@ class QuantizedExchange:
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
         """Fill each output with the sum over ranks of this rank's piece, divided by ``divisor``."""
-        finishes = [self._exchange(o, i, divisor) for o, i in zip(outputs, inputs, strict=True)]
+        pairs = [(o, i) for o, i in zip(outputs, inputs, strict=True) if o.numel()]
+        finishes = [self._exchange(o, i, divisor) for o, i in pairs]
 
         def finish() -> None:
             for each in finishes:
@@ -167,6 +171,8 @@ def quantized_all_reduce(
     """
     exchange = QuantizedExchange(pg, device, block_size, feedback)
     for index, tensor in enumerate(tensors):
+        if not tensor.numel():
+            continue
         _all_reduce(exchange, pg, block_size, feedback, tensor, index)
     return nothing
 
