@@ -163,8 +163,19 @@ def on_thin_wire(options: argparse.Namespace) -> list[dict[str, Any]]:
         return []
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "rows.json")
-        again = [sys.executable, __file__, "--mbit", "0", "--steps", str(options.steps), "--json", str(record)]
-        shape = f"ip link set lo up && tc qdisc add dev lo root tbf rate {options.mbit}mbit burst 256k latency 1s"
+        again = [
+            sys.executable,
+            __file__,
+            "--mbit",
+            "0",
+            "--steps",
+            str(options.steps),
+            "--json",
+            str(record),
+        ]
+        shape = (
+            f"ip link set lo up && tc qdisc add dev lo root tbf rate {options.mbit}mbit burst 256k latency 1s"
+        )
         script = f'{shape} && exec "$@"'
         command = ["unshare", "--net", "sh", "-c", script, "sh", *again]
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}

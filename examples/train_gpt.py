@@ -53,7 +53,8 @@ def main() -> None:
     model = build_sharded_model(settings, shard)
     history = train(model, corpus, settings)
     # All ranks take part: a forward gathers weights. It draws the same bytes on each of them.
-    sample = generate(model, SAMPLE_PROMPT, SAMPLE_BYTES, settings.seed)
+    with kept_gathered(model, settings):
+        sample = generate(model, SAMPLE_PROMPT, SAMPLE_BYTES, settings.seed)
 
     if dist.get_rank() == 0:
         write_report(settings, history, sample)
@@ -91,6 +92,15 @@ def shard_by_name(model: GPT, settings: argparse.Namespace) -> None:
         register_comm_hook(model, None, LowPrecisionReduction(torch.bfloat16))
     elif settings.send_gradients == "int8":
         register_comm_hook(model, None, QuantizedReduction())
+
+
+def kept_gathered(model: GPT, settings: argparse.Namespace) -> contextlib.AbstractContextManager:
+    """Gather the weights once for many forwards, where the implementation can."""
+    if settings.peer == "torch":
+        return contextlib.nullcontext()
+    from shardwise import inference
+
+    return inference(model)
 
 
 def shard_by_hand(model: GPT, settings: argparse.Namespace) -> None:

@@ -58,8 +58,9 @@ def explain(model: nn.Module) -> str:
         )
     megabytes = _Megabytes(decimals=1 if sum(_full_bytes(row.group) for row in rows) >= 10e6 else 4)
     lines = _aligned([_HEADER, *(_cells(row, megabytes) for row in rows), _total(rows, megabytes)])
-    lines[1:1] = lines[-1:-1] = ["-" * len(lines[0])]
-    return "\n".join([*lines, *_not_managed(model, rows, megabytes)])
+    header, *groups, total = lines
+    rule = "-" * max(map(len, lines))
+    return "\n".join([header, rule, *groups, rule, total, *_not_managed(model, rows, megabytes)])
 
 
 # --- which groups, in which order -----------------------------------------------------------------

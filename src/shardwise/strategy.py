@@ -156,7 +156,8 @@ def shard_model(
     check_modules(model)
     left_alone = _check_ignored_modules(ignored_modules)
     ignored = _ignored_params(ignored_params, left_alone)
-    ids = {id(param) for param in ignored}
+    taken = {p for m in model.modules() if PLACE in m.__dict__ for p in m.parameters(recurse=False)}
+    ids = {id(param) for param in ignored | taken}
     blocks = _blocks_of(model, wrap, ids, left_alone)
     options: dict[str, Any] = {
         "strategy": strategy,
