@@ -17,8 +17,8 @@ ORDER = [
     "runtime.collectives", "runtime.custom", "runtime.quantized", "runtime.comm_hook", "runtime.reduction",
     "runtime.param", "runtime.bucket", "runtime.extension", "runtime.group", "runtime.inference",
     "runtime.lending", "runtime.schedule", "runtime.hooks", "runtime.outside", "runtime.copying", "module",
-    "checks", "collect", "ties", "api", "offload", "gradients", "contexts", "comm_hooks", "strategy",
-    "explain",
+    "checks", "collect", "ties", "api", "offload", "gradients", "scaler", "contexts", "comm_hooks",
+    "strategy", "explain",
 ]  # fmt: skip
 
 

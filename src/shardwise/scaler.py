@@ -1,9 +1,9 @@
 """Loss scaling for models whose gradients are spread in several ways.
 
 torch's own ``torch.amp.GradScaler`` is right where all parameters lie on one mesh. Where they do not (a
-replicated block beside sharded ones, experts, parameters that are not sharded at all), it looks for infinities
-as the first gradient of its list is placed: one on another rank's shard may be seen there alone, and the ranks
-go on with different weights.
+replicated block beside sharded ones, experts, parameters that are not sharded at all), it looks for
+infinities as the first gradient of its list is placed: one on another rank's shard may be seen there alone,
+and the ranks go on with different weights.
 """
 
 from typing import Any
@@ -19,8 +19,8 @@ from shardwise.runtime.mesh import Axis, highest_over
 class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` whose infinities are seen by all ranks, however gradients are placed.
 
-    Arguments and use are those of torch's. Costs one maximum over the ranks for each mesh dimension, of one number
-    a device; all ranks must call ``step`` (or ``unscale_``) together.
+    Arguments and use are those of torch's. Costs one maximum over the ranks for each mesh dimension, of one
+    number a device; all ranks must call ``step`` (or ``unscale_``) together.
 
     Example::
 

@@ -311,7 +311,10 @@ def _style(function: Any, where: str) -> str:
     parameters = _signature(function, where).parameters
     required = [p for p in parameters.values() if p.default is p.empty]
     num_positional = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in required)
-    if num_positional >= 3 or not {"recurse", "nonwrapped_numel", "unwrapped_params"}.isdisjoint(parameters):
+    kinds = {p.kind for p in parameters.values()}
+    takes_anything = kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    is_named = not {"recurse", "nonwrapped_numel", "unwrapped_params"}.isdisjoint(parameters)
+    if num_positional >= 3 or is_named or takes_anything:
         return "recursive"
     if num_positional in (1, 2) and not any(p.kind is p.KEYWORD_ONLY for p in required):
         return ("module", "named")[num_positional - 1]

@@ -442,12 +442,39 @@ class Bucket:
             divisor = 1.0
         sum_up = self._sum_over_replicas if self._all_reduces else None
         home = self._home if self._all_reduces else Destination(self.reduced, self.mesh.device, False)
+        agree = self._agree_on_copies if self._has_loose_copies else None
         replicas = NO_REPLICAS
-        if sum_up is not None or earlier is not None or hook is not None:
-            replicas = Replicas(sum_up, earlier, hook if self._all_reduces else None)
+        if any(each is not None for each in (sum_up, earlier, hook, agree)):
+            summed = [
+                index
+                for index, (param, was_there) in enumerate(zip(self.params, self._is_earlier, strict=True))
+                if was_there or param.sharded.requires_grad
+            ]
+            own_hook = hook if self._all_reduces else None
+            replicas = Replicas(frozenset(summed), sum_up, earlier, own_hook, agree)
         return Reduction(
             self._reduce, self.reduced, gradients, divisor, lanes, replicas, home, self.mesh.device
         )
+
+    @property
+    def _has_loose_copies(self) -> bool:
+        """True if ranks keep the same scalar, and may not get the same bits for its gradient."""
+        sums_alike = self._reduce_comm.sums_alike and self._comms.reducer is None
+        return not (self.mesh.shard.is_alone or sums_alike) and any(
+            slot.is_replicated for slot in self.reduced.slots
+        )
+
+    def _agree_on_copies(self, output: Tensor) -> None:
+        """Let all ranks keep what the first of them has come to, where they keep the same."""
+        copies = [
+            output[slot.shard_offset : slot.shard_offset + slot.entry.itemsize]
+            for slot in self.reduced.slots
+            if slot.is_replicated
+        ]
+        flat = torch.cat(copies)
+        dist.broadcast(flat, group=self._comms.reduce_pg or self.mesh.shard.pg, group_src=0)
+        for copy, agreed in zip(copies, flat.split([len(copy) for copy in copies]), strict=True):
+            copy.copy_(agreed)
 
     def take_result(self, reduction: Reduction) -> list[Tensor | None] | None:
         """The reduced gradients, one a parameter; None: they wait for the sum over replicas."""

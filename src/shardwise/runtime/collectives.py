@@ -40,6 +40,7 @@ class Communicator(Protocol):
     ``packing_limit_bytes``: chunks from this size on are worth a collective of their own.
     ``memory``: where packed pieces are put together, if not in that of the lane.
     ``packs_everything``: no parameter travels alone, however large.
+    ``sums_alike``: ranks that get the same sum get the same bits; else the order of adding up may differ.
     ``channel``: a number that sets this bucket's messages apart from those of others, if there are any.
     All tensors are contiguous and 1D; ``outputs`` of a gather and ``inputs`` of a reduction hold
     ``world`` pieces of equal size, piece r for or from rank r. Each call returns the function that
@@ -48,6 +49,7 @@ class Communicator(Protocol):
 
     packing_limit_bytes: int
     packs_everything: bool
+    sums_alike: bool
     channel: int
     memory: Any  # Memory | None; a Protocol's variable is invariant
 
@@ -91,6 +93,7 @@ class SingleRank:
 
     packing_limit_bytes = 0
     packs_everything = False
+    sums_alike = True
     channel = 0
     memory: Any = None
 
@@ -115,6 +118,7 @@ class BackendCollectives:
     # the launch of one more.
     packing_limit_bytes = 256 * 1024
     packs_everything = False
+    sums_alike = False
     channel = 0
     memory: Any = None
 
@@ -184,6 +188,7 @@ class GlooExchange:
 
     packing_limit_bytes = 64 * 1024
     packs_everything = False
+    sums_alike = True
     channel = 0
     memory: Any = None
     # Messages with one tag between two ranks are matched in the order of their calls. Each parameter

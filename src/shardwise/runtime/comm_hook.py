@@ -61,7 +61,7 @@ class CallersHook:
 
     def _call_for_each(self, tensors: Sequence[Tensor], is_async: bool) -> Finish:
         for tensor in tensors:
-            self._hook(self._state, tensor)
+            _filled(tensor, partial(self._hook, self._state))
         return nothing
 
 
@@ -70,6 +70,7 @@ class _HookedScatter:
 
     packing_limit_bytes = 0
     packs_everything = True
+    sums_alike = False
     channel = 0
     memory: Any = None
 
@@ -90,16 +91,24 @@ class _HookedScatter:
             if len(pairs) > 1:  # a rank alone, where every parameter travels by itself
                 assert world == 1
                 result = torch.empty_like(flat)
-                self._hook(flat, result)
+                _filled(result, partial(self._hook, flat.detach()))
                 parts = result.split([o.numel() for o, _ in pairs])
                 for (output, _), part in zip(pairs, parts, strict=True):
                     output.copy_(part)
             else:
-                self._hook(flat, pairs[0][0])
+                _filled(pairs[0][0], partial(self._hook, flat.detach()))
             if self._replicas > 1:
                 for output, _ in pairs:
                     output.div_(self._replicas)
         return nothing
+
+
+def _filled(target: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Have ``hook`` fill ``target``, also where it gives its argument other memory: torch's own hooks do."""
+    given = target.detach()
+    hook(given)
+    if given.data_ptr() != target.data_ptr() or given.dtype != target.dtype:
+        target.copy_(given)
 
 
 class LowPrecision:
@@ -139,6 +148,7 @@ class _LowPrecisionScatter:
         self._dtype = dtype
         self.packing_limit_bytes = plain.packing_limit_bytes
         self.packs_everything = plain.packs_everything
+        self.sums_alike = plain.sums_alike
         self.memory = plain.memory
 
     @property

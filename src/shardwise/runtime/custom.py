@@ -38,6 +38,7 @@ class _Custom:
     """A collective of the caller, over buffers that it allocates."""
 
     packs_everything = True
+    sums_alike = False
     channel = 0
     packing_limit_bytes = 0
 

@@ -105,6 +105,7 @@ class QuantizedExchange:
 
     packing_limit_bytes = 0
     packs_everything = True
+    sums_alike = False
     channel = 0
     memory = None
 

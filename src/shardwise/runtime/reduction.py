@@ -34,21 +34,24 @@ class Destination:
 class Replicas:
     """What is done with the sum over the shard axis.
 
-    ``sum_up`` sums over replicas, in place; None where there are none, or not now. ``earlier``: sums of
-    earlier backwards that have not been summed over replicas yet.
+    ``summed``: indices of the parameters that may have gradients on some rank. ``sum_up`` sums over replicas,
+    in place; None where there are none, or not now. ``earlier``: sums of earlier backwards that have not been
+    summed over replicas yet. ``agree`` lets ranks have the same bits of what several of them keep.
     """
 
-    sum_up: AllReduce | None
-    earlier: Tensor | None
-    hook: Hook | None
+    summed: frozenset[int] = frozenset()
+    sum_up: AllReduce | None = None
+    earlier: Tensor | None = None
+    hook: Hook | None = None
+    agree: Callable[[Tensor], None] | None = None
 
     @property
     def has_work(self) -> bool:
         """False if the sum over the shard axis is the result."""
-        return self.sum_up is not None or self.earlier is not None or self.hook is not None
+        return any(each is not None for each in (self.sum_up, self.earlier, self.hook, self.agree))
 
 
-NO_REPLICAS = Replicas(None, None, None)
+NO_REPLICAS = Replicas()
 
 
 class Reduction:
@@ -114,29 +117,37 @@ class Reduction:
             self._ticket.land()
 
     def _start_replicas(self) -> Finish:
-        parts = [
-            typed_stretch(self.output, run.start, run.end, run.dtype)
-            for run in self._layout.runs
-            if run.end > run.start and isinstance(run.dtype, torch.dtype)
-        ]
+        replicas = self._replicas
+        parts = self._parts(self.output)
+        if replicas.earlier is not None:
+            for part, earlier in zip(parts, self._parts(replicas.earlier), strict=True):
+                part.add_(earlier)
         wait: Finish | None = None
-        if (earlier := self._replicas.earlier) is not None:
-            for part, run in zip(parts, [r for r in self._layout.runs if r.end > r.start], strict=True):
-                assert isinstance(run.dtype, torch.dtype)
-                part.add_(typed_stretch(earlier, run.start, run.end, run.dtype))
-        if self._replicas.sum_up is not None:
-            wait = self._replicas.sum_up(parts, not self._lanes.are_streams)
+        if replicas.sum_up is not None:
+            wait = replicas.sum_up(parts, not self._lanes.are_streams)
 
         def finish() -> None:
             if wait is not None:
                 wait()
-            if self._replicas.hook is not None:
+            if replicas.agree is not None:
+                replicas.agree(self.output)
+            if replicas.hook is not None:
                 for part in parts:
-                    self._replicas.hook(part)
+                    replicas.hook(part)
             if self._needs_move:
                 self._move()
 
         return finish
+
+    def _parts(self, buffer: Tensor) -> list[Tensor]:
+        """What gradients may be in, by dtype."""
+        return [
+            typed_stretch(buffer, run.start, run.end, run.dtype)
+            for run in self._layout.runs
+            if run.end > run.start
+            and isinstance(run.dtype, torch.dtype)
+            and not self._replicas.summed.isdisjoint(run.slots)
+        ]
 
     def _move(self) -> None:
         """Cast to the dtype of ``.grad``, where the sums are, then bring it to where the shards are."""
