@@ -39,9 +39,11 @@ from shardwise.checks import (
     class_name,
     describe,
 )
+from shardwise.collect import Found, Meshes, make_param, names_below
 from shardwise.module import FSDPModule, sharded_members
 from shardwise.policy import CommPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.runtime.mesh import default_device_type, resolve_mesh
+from shardwise.runtime.precision import FullPrecisionRule
 from shardwise.wrap import as_policy, chosen, merged
 
 _ModuleT = TypeVar("_ModuleT", bound=nn.Module)
@@ -153,6 +155,8 @@ def shard_model(
         model = shard_model(model, strategy="zero2", wrap={TransformerBlock})
         optimizer = torch.optim.AdamW(model.parameters())
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"shard_model: expected an nn.Module, got {describe(model)}.")
     check_modules(model)
     left_alone = _check_ignored_modules(ignored_modules)
     ignored = _ignored_params(ignored_params, left_alone)
@@ -169,6 +173,9 @@ def shard_model(
         "comm_policy": comm_policy,
     }
     plan = _Plan(options, overrides, model, blocks)
+    own = _own_modules(model, blocks)
+    _rehearse(model, own, plan, ids)
+    _warn_of_large_root(model, own, ids)
     groups = [[block] for block in blocks]
     if bucket_cap_mb is not None:
         groups = merged(model, blocks, ids, _cap_in_bytes(bucket_cap_mb), plan.key)
@@ -179,7 +186,6 @@ def shard_model(
         fully_shard(together, ignored_params=ignored, **arguments)
         if not kind.reshard_after_backward:
             sharded_members(modules[0])[0].group.reshard_after_backward = False
-    _warn_of_large_root(model)
     return model
 
 
@@ -263,11 +269,12 @@ class _Plan:
         return strategy, arguments
 
 
-def _strategy_named(name: Any) -> _Strategy:
+def _strategy_named(name: Any, where: str = "") -> _Strategy:
+    known = ", ".join(_STRATEGIES)
     if not isinstance(name, str):
-        raise TypeError(f"shard_model: strategy is {describe(name)}; pass a name: {', '.join(_STRATEGIES)}.")
+        raise TypeError(f"shard_model: strategy{where} is {describe(name)}; pass a name: {known}.")
     if name not in _STRATEGIES:
-        raise ValueError(f"shard_model: there is no strategy '{name}'. Pass one of {', '.join(_STRATEGIES)}.")
+        raise ValueError(f"shard_model: there is no strategy '{name}'{where}. Pass one of {known}.")
     return _STRATEGIES[name]
 
 
@@ -307,7 +314,7 @@ def _check_change(key: Any, change: Any) -> dict[str, Any]:
             f"shard_model: overrides has {describe(key)} for a key; pass module names, patterns or classes."
         )
     if isinstance(change, str):
-        return {"strategy": change}
+        change = {"strategy": change}
     if not isinstance(change, Mapping):
         raise TypeError(
             f"shard_model: the override for {_key_text(key)} is {describe(change)}; pass the name of a "
@@ -319,6 +326,8 @@ def _check_change(key: Any, change: Any) -> dict[str, Any]:
                 f"shard_model: the override for {_key_text(key)} sets '{name}'. What can be set for a single "
                 f"group is {', '.join(_OVERRIDABLE)}."
             )
+    if "strategy" in change:
+        _strategy_named(change["strategy"], f", in the override for {_key_text(key)}")
     return dict(change)
 
 
@@ -408,18 +417,60 @@ def _ranks_per_host(strategy: _Strategy, kind: str, world: int) -> int:
     )
 
 
-def _warn_of_large_root(model: nn.Module) -> None:
-    """Say so if most of the model is gathered at once."""
-    root, *others = sharded_members(model)
-    own = {param.fqn: param.sharded.numel() for param in root.group.params}
-    total = sum(own.values()) + sum(p.sharded.numel() for m in others for p in m.group.params)
-    kept = sum(own.values())
-    if 2 * kept <= total:
+# --- before anything is touched -------------------------------------------------------------------
+
+
+def _own_modules(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
+    """For each block and the model: the modules whose parameters will be in its group."""
+    own: dict[nn.Module, list[nn.Module]] = {block: [] for block in (*blocks, model)}
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, owner: nn.Module) -> None:
+        if module in seen or PLACE in module.__dict__:
+            return
+        seen.add(module)
+        owner = module if module in own else owner
+        own[owner].append(module)
+        for child in module.children():
+            visit(child, owner)
+
+    visit(model, model)
+    return own
+
+
+def _rehearse(
+    model: nn.Module, own: dict[nn.Module, list[nn.Module]], plan: _Plan, ignored: set[int]
+) -> None:
+    """Meet what ``fully_shard`` would refuse of any group, before the first is sharded."""
+    names = names_below([model])
+    for module, modules in own.items():
+        _, arguments = plan[module]
+        policy = arguments["mp_policy"]
+        meshes = Meshes(resolve_mesh(arguments["mesh"], arguments.get("dp_mesh_dims")))
+        rule = FullPrecisionRule(getattr(policy, "full_precision", None), modules)
+        found = Found([model], modules, names, ignored)
+        for param, sites in found.params.items():
+            make_param(meshes, arguments["shard_placement_fn"], policy, rule, [model], param, sites)
+
+
+def _warn_of_large_root(model: nn.Module, own: dict[nn.Module, list[nn.Module]], ignored: set[int]) -> None:
+    """Say so if most of the model is in the root's group, with parameters that tie groups together."""
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    for owner, modules in own.items():
+        for param in {p for module in modules for p in module._parameters.values() if p is not None}:
+            if id(param) not in ignored:
+                owners.setdefault(param, []).append(owner)
+    names = {param: name for name, param in model.named_parameters()}
+    kept = {names[p]: p.numel() for p, found in owners.items() if found[0] is model or len(found) > 1}
+    total = sum(param.numel() for param in owners)
+    if 2 * sum(kept.values()) <= total:
         return
-    largest = sorted(own, key=lambda name: -own[name])[:3]
+    largest = sorted(kept, key=lambda name: -kept[name])[:3]
+    numel = sum(kept.values())
     warnings.warn(
-        f"shard_model: the root's own group keeps {kept:,} of {total:,} parameters, {kept / total:.0%}. They "
-        "are communicated in one piece, with little to overlap it, and are all in memory through forward and "
-        f"backward. The largest are {', '.join(largest)}. Choose the modules they are in with wrap=.",
+        f"shard_model: the root's own group keeps {numel:,} of {total:,} parameters, {numel / total:.0%}. "
+        "They are communicated in one piece, with little to overlap it, and are all in memory through "
+        f"forward and backward. The largest are {', '.join(largest)}. Choose the modules they are in with "
+        "wrap=.",
         stacklevel=3,
     )

@@ -78,6 +78,9 @@ class Lent:
         except BaseException:
             group.take_back()
             raise
+        # An entry that is deleted and comes back would come last in parameters().
+        self._orders = {s.module: list(s.module._parameters) for p in group.params for s in p.sites}
+        self._versions = [None if full is None else full._version for full in self._fulls]
         for param, full in zip(group.params, self._fulls, strict=True):
             if full is not None:
                 _register(param, full)
@@ -110,20 +113,23 @@ class Lent:
         ]
         for param in self._group.params:
             _register(param, param.sharded)
+        for module, names in self._orders.items():
+            _reorder(module._parameters, names)
         self._group.refresh_flat_weights()
         self._group.take_back()
         problems: list[str] = []
         with torch.no_grad(), torch.inference_mode(False):
-            for param, full, new, (bucket, slot) in zip(
-                self._group.params, self._fulls, found, _places(self._group), strict=True
+            for param, full, version, new, (bucket, slot) in zip(
+                self._group.params, self._fulls, self._versions, found, _places(self._group), strict=True
             ):
                 if full is not None:
-                    problems += self._settle(param, full, new, bucket, slot)
+                    is_changed = new is not full or full._version != version
+                    problems += self._settle(param, new, is_changed, bucket, slot)
                     give_up_full(full, param.fqn)
         return problems
 
     def _settle(
-        self, param: Param, full: nn.Parameter, new: Tensor | str | None, bucket: Bucket, slot: Slot
+        self, param: Param, new: Tensor | str | None, is_changed: bool, bucket: Bucket, slot: Slot
     ) -> list[str]:
         if not self._terms.with_gradients and isinstance(new, Tensor) and new.grad is not None:
             return [
@@ -134,7 +140,7 @@ class Lent:
             return []
         if not isinstance(new, Tensor):
             return [new or f"{param.fqn}: it was removed. Put it back, or change modules before fully_shard."]
-        _write(part_of(param.content_in(new.detach()), slot, bucket.mesh.shard.rank), param.local)
+        _write(part_of(param.content_in(new.detach()), slot, bucket.mesh.shard.rank), param.local, is_changed)
         if new.requires_grad != param.sharded.requires_grad:
             param.sharded.requires_grad_(new.requires_grad)
         if self._terms.with_gradients:
@@ -151,7 +157,7 @@ class Lent:
             local = torch.empty(part.shape, dtype=param.precision.kept, device=param.local.device)
             param.add_gradient(local.copy_(part))
         else:
-            _write(part, compat.local_tensor(sharded.grad))
+            _write(part, compat.local_tensor(sharded.grad), True)
 
 
 def gather_whole(bucket: Bucket, flat: Tensor, layout: Layout) -> list[Tensor]:
@@ -205,6 +211,14 @@ def _register(param: Param, tensor: nn.Parameter) -> None:
         site.module._parameters[site.name] = tensor
 
 
+def _reorder(entries: dict[str, nn.Parameter | None], names: list[str]) -> None:
+    """Have ``names`` come first in ``entries``, in this order."""
+    if list(entries)[: len(names)] != names:
+        in_order = {name: entries[name] for name in [*names, *entries] if name in entries}
+        entries.clear()
+        entries.update(in_order)
+
+
 def _found_instead_of(full: nn.Parameter, param: Param) -> Tensor | str | None:
     """What stands in the place of ``full`` now: itself, another tensor, or in words why it cannot be used."""
     found: Sequence[Tensor | None] = [site.registered() for site in param.sites]
@@ -228,10 +242,14 @@ def _fitting(tensor: Tensor, param: Param) -> Tensor | str:
     )
 
 
-def _write(source: Tensor, target: Tensor) -> None:
-    """Copy where it changes something: a change in place between forward and backward is an error there."""
+def _write(source: Tensor, target: Tensor, is_changed: bool) -> None:
+    """Copy where something has changed: a change in place between forward and backward is an error there.
+
+    ``is_changed``: the full tensor was, perhaps in parts of other ranks, which will all fail in backward
+    then. Changes through ``.data`` are not counted, and found by content.
+    """
     source = source.to(target.device, target.dtype)
-    if not torch.equal(_bits(source), _bits(target)):
+    if is_changed or not torch.equal(_bits(source), _bits(target)):
         target.copy_(source)
 
 

@@ -360,8 +360,9 @@ class Param:
         gradient: Tensor = compat.make_dtensor(local, self._gradient_spec)
         if hooks := compat.gradient_hooks(sharded):
             gradient = _run_hooks(hooks, gradient)
-        if sharded.grad is None or self._shows_deferred:
-            self._shows_deferred = False
+        shows_deferred, self._shows_deferred = self._shows_deferred, False
+        self._deferred = None  # it holds memory
+        if sharded.grad is None or shows_deferred:
             sharded.grad = gradient
         else:
             self._accumulate(compat.local_tensor(gradient))

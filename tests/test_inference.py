@@ -1,0 +1,692 @@
+"""inference: full parameters stay gathered while a model only runs forward, as many as fit in a budget.
+
+Outputs are those of plain PyTorch in float64 to 1e-10; what travels and what is held is weighed
+(strategies.py). Ranks may run different numbers of forwards: whoever is done serves the others.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from failure_models import Failure
+from harness import World
+from meshed import Layout, assert_all_same, device_mesh, gradients_of, refusal, tensors_of
+from models import Block, even_tower, odd_model, random_batch, uneven_tower
+from reference import adamw, mean_of_squares
+from scenario import one_thread
+from strategies import FOUR, SOME_PLANS, Plan, Wire, live_bytes
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import shardwise
+from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+by_plan = pytest.mark.parametrize(
+    ("plan", "world"), [(plan, plan.ranks) for plan in SOME_PLANS], indirect=["world"], ids=str
+)
+by_four = pytest.mark.parametrize("plan", FOUR, ids=str)
+
+ZERO3 = Plan("zero3", 2)
+BUDGETS = (None, 0, 4000)  # a block of the uneven tower has 1728 bytes, all of it 5696
+
+
+def built(make: Callable[..., nn.Module], *args: Any) -> Any:
+    torch.manual_seed(1234)
+    return make(*args).double()
+
+
+def part(plan: Plan | None, seed: int, width: int = 7) -> Tensor:
+    batch = random_batch(seed, 12, width)
+    if plan is None:
+        return batch
+    share = 12 // plan.ranks
+    return batch[dist.get_rank() * share :][:share].clone()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan | None, seed: int) -> None:
+    optimizer.zero_grad()
+    mean_of_squares(model, part(plan, seed)).backward()
+    optimizer.step()
+
+
+def trained(plan: Plan | None, steps: int = 1, make: Callable[[], nn.Module] = uneven_tower) -> Any:
+    """A model and its optimizer after some steps."""
+    model = built(make)
+    if plan is not None:
+        plan.shard(model)
+    optimizer = adamw(model)
+    for index in range(steps):
+        step(model, optimizer, plan, index)
+    return model, optimizer
+
+
+# --- outputs --------------------------------------------------------------------------------------
+
+
+def evaluated(plan: Plan | None, counts: list[int], budget: int | None) -> dict[str, Any]:
+    """Train, run as many forwards as `counts` says of this rank, train on; twice.
+
+    Inputs are the same on all ranks, so that the plain run finds the outputs of the busiest one.
+    """
+    model, optimizer = trained(plan)
+    count = max(counts) if plan is None else counts[dist.get_rank()]
+    notes: dict[str, Any] = {}
+    for index in range(2):
+        if plan is None:
+            with torch.no_grad():
+                outputs = [model(random_batch(10 + i, 3, 7)) for i in range(count)]
+        else:
+            with shardwise.inference(model, budget_bytes=budget):
+                assert not torch.is_grad_enabled()
+                outputs = [model(random_batch(10 + i, 3, 7)) for i in range(count)]
+                assert not any(output.requires_grad for output in outputs)
+            assert torch.is_grad_enabled()
+            assert all(isinstance(param, DTensor) for param in model.parameters())
+        notes |= {f"round {index}, output {i}": output for i, output in enumerate(outputs)}
+        step(model, optimizer, plan, 20 + index)
+    return notes | tensors_of(model)
+
+
+def assert_evaluated(ranks: list[dict[str, Any]], counts: list[int], want: dict[str, Any]) -> None:
+    for found, count in zip(ranks, counts, strict=True):
+        mine = {n: v for n, v in want.items() if "output" not in n or int(n.split()[-1]) < count}
+        assert_all_same([found], mine)
+
+
+@cache
+def plainly_evaluated(most: int) -> dict[str, Any]:
+    with one_thread():
+        return evaluated(None, [most], None)
+
+
+@by_plan
+def test_outputs_and_the_training_after_are_as_in_plain_pytorch(world: World, plan: Plan) -> None:
+    for budget in BUDGETS:
+        counts = [2] * plan.ranks
+        assert_evaluated(world.run(evaluated, plan, counts, budget), counts, plainly_evaluated(2))
+
+
+COUNTS = [[3, 0, 1, 2], [0, 2, 0, 0], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("plan", [Plan("zero3", 4), Plan("hybrid", 4, 2), Plan("zero2", 4)], ids=str)
+def test_ranks_may_run_different_numbers_of_forwards(world4: World, plan: Plan, budget: int | None) -> None:
+    for counts in COUNTS if plan.strategy == "zero3" else COUNTS[:1]:
+        ranks = world4.run(evaluated, plan, counts, budget)
+        assert_evaluated(ranks, counts, plainly_evaluated(max(counts)))
+
+
+@pytest.mark.parametrize(("world", "counts"), [(2, [0, 2]), (2, [3, 0]), (3, [1, 0, 2])], indirect=["world"])
+def test_it_is_so_with_any_number_of_ranks(world: World, counts: list[int]) -> None:
+    for budget in BUDGETS:
+        ranks = world.run(evaluated, Plan("zero3", world.size), counts, budget)
+        assert_evaluated(ranks, counts, plainly_evaluated(max(counts)))
+
+
+def otherwise(how: str | None, budget: int | None) -> dict[str, Any]:
+    """Models that hold their parameters otherwise; rank 1 runs none of the forwards."""
+    model = built(odd_model)
+    options: dict[str, dict[str, Any]] = {
+        "odd": {},
+        "host": {"offload_policy": CPUOffloadPolicy()},
+        "computes in float64": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float64)},
+    }
+    if how is not None:
+        shardwise.shard_model(model, **options[how])
+    notes: dict[str, Any] = {}
+    for index in range(2):
+        rows = slice(None) if how is None else slice(6 * dist.get_rank(), 6 * dist.get_rank() + 6)
+        mean_of_squares(model, random_batch(index, 12)[rows]).backward()
+        if how is None:
+            with torch.no_grad():
+                outputs = [model(random_batch(10 + i, 3)) for i in range(2)]
+        else:
+            with shardwise.inference(model, budget_bytes=budget):
+                outputs = [model(random_batch(10 + i, 3)) for i in range(2 * (1 - dist.get_rank()))]
+        notes |= {f"round {index}, output {i}": output for i, output in enumerate(outputs)}
+    return notes | gradients_of(model)
+
+
+@pytest.mark.parametrize("how", ["odd", "host", "computes in float64"])
+def test_parameters_may_be_odd_and_lie_elsewhere(world2: World, how: str) -> None:
+    want = otherwise(None, None)
+    for budget in (None, 0, 500):
+        assert_evaluated(world2.run(otherwise, how, budget), [2, 0], want)
+
+
+def low_precision(budget: int | None) -> tuple[Tensor, Tensor, torch.dtype]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    torch.manual_seed(1234)
+    model = ZERO3.shard(uneven_tower(), mp_policy=policy)
+    seen: list[torch.dtype] = []
+    model.blocks[1].up.register_forward_hook(lambda module, args, output: seen.append(module.weight.dtype))
+    inputs = random_batch(0, 3, 7, torch.float32)
+    with torch.no_grad():
+        want = model(inputs)
+    seen.clear()
+    with shardwise.inference(model, budget_bytes=budget):
+        found = model(inputs)
+    return found, want, seen[0]
+
+
+def test_parameters_are_kept_in_the_dtype_of_the_computation(world2: World) -> None:
+    for budget in BUDGETS:
+        for found, want, dtype in world2.run(low_precision, budget):
+            assert torch.equal(found, want)
+            assert dtype == torch.bfloat16
+
+
+def tensor_parallel(budget: int | None, counts: list[int]) -> tuple[list[Tensor], dict[str, Any]]:
+    """Ranks of one tensor-parallel pair must run together; pairs need not."""
+    layout = Layout((2, 2), ("dp", "tp"), ("dp",))
+    model = built(even_tower)
+    for block in model.blocks:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, layout.mesh()["tp"], plan)
+    shardwise.shard_model(model, mesh=layout.mesh()["dp"])
+    index, _ = layout.seat()
+    with shardwise.inference(model, budget_bytes=budget):
+        outputs = [model(random_batch(10 + i, 3)) for i in range(counts[index])]
+    mean_of_squares(model, random_batch(0, 12)[6 * index :][:6]).backward()
+    return outputs, gradients_of(model)
+
+
+def test_tensor_parallel_pairs_may_run_different_numbers(world4: World) -> None:
+    model = built(even_tower)
+    want = [model(random_batch(10 + i, 3)).detach() for i in range(2)]
+    mean_of_squares(model, random_batch(0, 12)).backward()
+    for budget in BUDGETS:
+        for rank, (outputs, gradients) in enumerate(world4.run(tensor_parallel, budget, [2, 0])):
+            assert len(outputs) == (2 if rank < 2 else 0)
+            for got, expected in zip(outputs, want, strict=False):
+                torch.testing.assert_close(got, expected, rtol=0.0, atol=1e-10)
+            assert_all_same([gradients], gradients_of(model))
+
+
+class Ordered(nn.Module):
+    """Runs its blocks in another order than they are registered in, or some of them more than once."""
+
+    def __init__(self, order: list[int]) -> None:
+        super().__init__()
+        self.outlet = nn.Linear(7, 1)
+        self.blocks = nn.ModuleList(Block(7, 13) for _ in range(3))
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.blocks[index](x)
+        return self.outlet(x)
+
+
+def ordered(plan: Plan | None, order: list[int], counts: list[int], budget: int | None, steps: int) -> Any:
+    """A rank that runs nothing inside must know what the others gather, also if none ever ran."""
+    model = built(Ordered, order)
+    if plan is not None:
+        plan.shard(model)
+    optimizer = adamw(model)
+    for index in range(steps):
+        step(model, optimizer, plan, index)
+    if plan is None:
+        with torch.no_grad():
+            return [model(random_batch(10 + i, 3, 7)) for i in range(max(counts))]
+    with shardwise.inference(model, budget_bytes=budget):
+        outputs = [model(random_batch(10 + i, 3, 7)) for i in range(counts[dist.get_rank()])]
+    step(model, optimizer, plan, 20)
+    return outputs
+
+
+@pytest.mark.parametrize("steps", [1, 0], ids=["trained before", "run for the first time"])
+@pytest.mark.parametrize("order", [[2, 1, 0], [0, 1, 2, 0, 1, 2], [1]], ids=str)
+def test_blocks_may_run_in_any_order(world2: World, order: list[int], steps: int) -> None:
+    for counts in ([2, 0], [0, 1], [1, 2]):
+        want = ordered(None, order, counts, None, steps)
+        for budget in (0, 2000):
+            ranks = world2.run(ordered, ZERO3, order, counts, budget, steps, timeout=20)
+            for outputs, count in zip(ranks, counts, strict=True):
+                assert len(outputs) == count
+                for got, expected in zip(outputs, want, strict=False):
+                    torch.testing.assert_close(got, expected, rtol=0.0, atol=1e-10)
+
+
+class Sampler(nn.Module):
+    """Runs its forward in a loop, as `generate` does, and through a registered method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = even_tower()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x + self.tower(x))
+
+    def generate(self, x: Tensor, length: int) -> Tensor:
+        for _ in range(length):
+            x = self(x)
+        return x
+
+
+def generated(plan: Plan | None, budget: int | None) -> Tensor:
+    model = built(Sampler)
+    if plan is None:
+        with torch.no_grad():
+            return torch.stack([model.generate(random_batch(0, 2), length) for length in (1, 3)])
+    plan.shard(model)
+    with shardwise.inference(model, budget_bytes=budget):
+        return model.generate(random_batch(0, 2), 1 + 2 * dist.get_rank())
+
+
+def test_sequences_may_end_early_on_some_ranks(world2: World) -> None:
+    want = generated(None, None)
+    for budget in BUDGETS:
+        found = torch.stack(world2.run(generated, ZERO3, budget))
+        torch.testing.assert_close(found, want, rtol=0.0, atol=1e-10)
+
+
+# --- what travels, what is held -------------------------------------------------------------------
+
+WIDTH = 512
+BLOCK = 2 * WIDTH * WIDTH * 4  # bytes of a block's full parameters: above 1 MiB, hence freed on the host
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.down = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def stack() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Pair() for _ in range(4)))
+
+
+def weighed(plan: Plan, budget: int | None, counts: list[int]) -> dict[str, Any]:
+    """Bytes in blocks: sent when entering, in each forward, when leaving; held inside and after."""
+    model = plan.shard(stack())
+    inputs = torch.ones(1, WIDTH)
+    before = live_bytes()
+    entering, leaving, forwards = Wire(), Wire(), []
+    context = shardwise.inference(model, budget_bytes=budget)
+    with entering:
+        context.__enter__()
+    for _ in range(counts[dist.get_rank()]):
+        with Wire() as wire:
+            model(inputs)
+        forwards.append(wire.bytes / BLOCK)
+    inside = (live_bytes() - before) / BLOCK
+    with leaving:
+        context.__exit__(None, None, None)
+    return {
+        "entering": entering.bytes / BLOCK,
+        "forwards": forwards,
+        "inside": inside,
+        "leaving": leaving.bytes / BLOCK,
+        "after": (live_bytes() - before) / BLOCK,
+    }
+
+
+def test_with_room_for_all_nothing_travels_after_the_first_forward(world2: World) -> None:
+    """Each of two ranks sends its half of four blocks, once."""
+    for found in world2.run(weighed, ZERO3, None, [3, 3]):
+        first, *others = found["forwards"]
+        assert found["entering"] + first == 2
+        assert others == [0, 0]
+        assert found["leaving"] == 0
+        assert found["inside"] == pytest.approx(4, abs=0.01)  # outputs, and flags
+        assert found["after"] == pytest.approx(0, abs=0.01)
+
+
+def test_without_room_everything_travels_in_every_forward(world2: World) -> None:
+    for found in world2.run(weighed, ZERO3, 0, [3, 3]):
+        assert found["entering"] == found["leaving"] == 0
+        assert found["forwards"] == [2, 2, 2]
+        assert found["inside"] == pytest.approx(0, abs=0.01)
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_with_some_room_the_others_travel(world2: World, blocks: int) -> None:
+    """The budget is full parameters in bytes; a byte less, and one block fewer is kept."""
+    for budget, kept in ((blocks * BLOCK, blocks), (blocks * BLOCK - 1, blocks - 1)):
+        for found in world2.run(weighed, ZERO3, budget, [3, 3]):
+            first, *others = found["forwards"]
+            assert found["entering"] + first == 2
+            assert others == [(4 - kept) / 2] * 2
+            assert found["inside"] == pytest.approx(kept, abs=0.01)
+            assert found["after"] == pytest.approx(0, abs=0.01)
+
+
+def test_a_rank_that_is_done_sends_what_the_others_need(world2: World) -> None:
+    busy, idle = world2.run(weighed, ZERO3, 0, [3, 0])
+    assert sum(busy["forwards"]) == 6
+    assert idle["entering"] + idle["leaving"] == 6
+    assert busy["after"] == pytest.approx(0, abs=0.01)
+    assert idle["after"] == pytest.approx(0, abs=0.01)
+
+
+def test_with_room_for_all_nobody_serves(world2: World) -> None:
+    busy, idle = world2.run(weighed, ZERO3, None, [3, 0])
+    assert busy["entering"] + sum(busy["forwards"]) == 2
+    assert idle["entering"] + idle["leaving"] == 2
+
+
+def test_replicas_keep_what_they_have(world2: World) -> None:
+    """Nothing is gathered under ddp, and nothing is held beside the parameters."""
+    for found in world2.run(weighed, Plan("ddp", 2), None, [2, 0]):
+        assert found["entering"] + sum(found["forwards"]) + found["leaving"] == 0
+        assert found["inside"] == pytest.approx(0, abs=0.01)
+
+
+def held_after_failure() -> tuple[str, float, list[float]]:
+    """Rank 1 fails after its first forward; rank 0 goes on. Bytes after it, and of ordinary forwards."""
+    model = ZERO3.shard(stack())
+    before = live_bytes()
+    message = ""
+    try:
+        with shardwise.inference(model, budget_bytes=BLOCK):
+            for _ in range(1 if dist.get_rank() else 3):
+                model(torch.ones(1, WIDTH))
+            if dist.get_rank():
+                raise Failure("after the first")
+    except Failure as error:
+        message = str(error)
+    after = (live_bytes() - before) / BLOCK
+    sent = []
+    for _ in range(2):
+        with Wire() as wire, torch.no_grad():
+            model(torch.ones(1, WIDTH))
+        sent.append(wire.bytes / BLOCK)
+    return message, after, sent
+
+
+def test_a_rank_that_fails_serves_the_others_and_everything_is_freed(world2: World) -> None:
+    for rank, (message, after, sent) in enumerate(world2.run(held_after_failure)):
+        assert message == ("after the first" if rank else "")
+        assert after == pytest.approx(0, abs=0.01)
+        assert sent == [2, 2]
+
+
+# --- what it leaves behind ------------------------------------------------------------------------
+
+
+def failed(plan: Plan | None, budget: int | None) -> dict[str, Any]:
+    """Everybody fails inside a forward, then trains on as if nothing had been."""
+    model, optimizer = trained(plan)
+
+    def fail(*_: Any) -> None:
+        raise Failure("in a forward")
+
+    if plan is not None:
+        for name in ("blocks.1", "blocks.1.up", ""):
+            handle = model.get_submodule(name).register_forward_hook(fail)
+            with suppress(Failure), shardwise.inference(model, budget_bytes=budget):
+                model(part(plan, 9))
+            handle.remove()
+    for index in range(2):
+        step(model, optimizer, plan, 20 + index)
+    return tensors_of(model)
+
+
+def test_training_goes_on_after_a_failure_inside(world2: World) -> None:
+    want = failed(None, None)
+    for plan in (ZERO3, Plan("zero1", 2)):
+        for budget in BUDGETS:
+            assert_all_same(world2.run(failed, plan, budget), want)
+
+
+def between_microbatches(plan: Plan | None, budget: int | None) -> dict[str, Any]:
+    """An evaluation while unsynchronised gradients wait, and between forward and backward."""
+    model, optimizer = trained(plan, steps=0)
+    for index in range(2):
+        optimizer.zero_grad()
+        if plan is None:
+            for microbatch in range(3):
+                mean_of_squares(model, part(plan, 3 * index + microbatch)).backward()
+        else:
+            with shardwise.no_sync(model):
+                mean_of_squares(model, part(plan, 3 * index)).backward()
+            with shardwise.inference(model, budget_bytes=budget):
+                model(part(plan, 9))
+            loss = mean_of_squares(model, part(plan, 3 * index + 1))
+            with shardwise.inference(model, budget_bytes=budget):
+                model(part(plan, 9))
+            loss.backward()
+            mean_of_squares(model, part(plan, 3 * index + 2)).backward()
+        optimizer.step()
+    return tensors_of(model)
+
+
+@by_four
+def test_it_may_be_entered_anywhere_between_passes(world4: World, plan: Plan) -> None:
+    with one_thread():
+        want = between_microbatches(None, None)
+    for budget in (None, 0):
+        assert_all_same(world4.run(between_microbatches, plan, budget), want)
+
+
+def changed_inside(how: str, budget: int | None) -> tuple[str, Tensor, Tensor]:
+    """Weights that change inside: the next forward says so. After it, they count."""
+    model, optimizer = trained(ZERO3)
+    mean_of_squares(model, part(ZERO3, 1)).backward()
+
+    def change() -> None:
+        if how == "in place":
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.9)
+        elif how == "one of them":
+            with torch.no_grad():
+                model.blocks[2].down.weight.add_(0.1)
+        elif how == "optimizer":
+            optimizer.step()
+        else:
+            state = {name: value * 0.9 for name, value in model.state_dict().items()}
+            model.load_state_dict(state)
+
+    def act() -> None:
+        with shardwise.inference(model, budget_bytes=budget):
+            model(random_batch(0, 2, 7))
+            change()
+            model(random_batch(0, 2, 7))
+
+    message = refusal(act)
+    with shardwise.inference(model, budget_bytes=budget):
+        inside = model(random_batch(0, 2, 7))
+    with torch.no_grad():
+        return message, inside, model(random_batch(0, 2, 7))
+
+
+@pytest.mark.parametrize("how", ["in place", "one of them", "optimizer", "loaded"])
+def test_weights_that_change_inside_are_noticed(world2: World, how: str) -> None:
+    for message, inside, after in world2.run(changed_inside, how, None):
+        assert message.startswith("RuntimeError: ")
+        assert "inference" in message
+        assert "weight" in message or "blocks.2" in message
+        assert torch.equal(inside, after), "the old weights were used"
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def backward_inside(budget: int | None) -> tuple[str, dict[str, Any]]:
+    model, _ = trained(ZERO3, steps=0)
+
+    def act() -> None:
+        with shardwise.inference(model, budget_bytes=budget), torch.enable_grad():
+            mean_of_squares(model, part(ZERO3, 0)).backward()
+
+    message = refusal(act)
+    model.zero_grad()
+    mean_of_squares(model, part(ZERO3, 1)).backward()
+    return message, gradients_of(model)
+
+
+def backward_of_before(budget: int | None) -> tuple[str, dict[str, Any]]:
+    """The forward was outside."""
+    model, _ = trained(ZERO3, steps=0)
+    loss = mean_of_squares(model, part(ZERO3, 0))
+
+    def act() -> None:
+        with shardwise.inference(model, budget_bytes=budget):
+            loss.backward()
+
+    message = refusal(act)
+    model.zero_grad()
+    mean_of_squares(model, part(ZERO3, 1)).backward()
+    return message, gradients_of(model)
+
+
+@pytest.mark.parametrize("act", [backward_inside, backward_of_before])
+def test_backward_inside_is_refused(world2: World, act: Any) -> None:
+    model, _ = trained(None, steps=0)
+    mean_of_squares(model, part(None, 1)).backward()
+    for budget in (None, 0):
+        for message, gradients in world2.run(act, budget):
+            assert message.startswith("RuntimeError: ")
+            assert "inference" in message
+            assert "backward" in message
+            assert_all_same([gradients], gradients_of(model))
+
+
+def refused_within(how: str) -> tuple[str, Tensor, Tensor]:
+    """Contexts that exclude each other, and what cannot be done while one is open."""
+    model, _ = trained(ZERO3, steps=0)
+    with torch.no_grad():
+        want = model(random_batch(0, 2, 7))
+    outer: dict[str, Callable[[], Any]] = {
+        "nested": lambda: shardwise.inference(model),
+        "nested in a block": lambda: shardwise.inference(model),
+        "in unsharded": lambda: shardwise.unsharded(model),
+        "in unsharded of a block": lambda: shardwise.unsharded(model.blocks[1]),
+        "unsharded inside": lambda: shardwise.inference(model),
+    }
+    inner: dict[str, Callable[[], Any]] = {
+        "nested": lambda: shardwise.inference(model).__enter__(),
+        "nested in a block": lambda: shardwise.inference(model.blocks[1]).__enter__(),
+        "in unsharded": lambda: shardwise.inference(model).__enter__(),
+        "in unsharded of a block": lambda: shardwise.inference(model).__enter__(),
+        "unsharded inside": lambda: shardwise.unsharded(model).__enter__(),
+    }
+    with outer[how]():
+        message = refusal(inner[how])
+    with shardwise.inference(model):
+        return message, model(random_batch(0, 2, 7)), want
+
+
+WITHIN = ["nested", "nested in a block", "in unsharded", "in unsharded of a block", "unsharded inside"]
+
+
+@pytest.mark.parametrize("how", WITHIN)
+def test_contexts_that_exclude_each_other_are_refused(world2: World, how: str) -> None:
+    for message, found, want in world2.run(refused_within, how):
+        assert message.startswith("RuntimeError: ")
+        assert "inference" in message
+        assert "unsharded" in message or "unsharded" not in how
+        assert torch.equal(found, want)
+
+
+class Asks(nn.Module):
+    """Enters the context from inside its own forward, or from a hook in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 1)
+        self.when = self.message = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.when == "forward":
+            self.ask()
+        output = self.linear(x)
+        if self.when == "backward":
+            output.register_hook(self.ask)
+        return output
+
+    def ask(self, *_: Any) -> None:
+        self.message = refusal(lambda: shardwise.inference(self).__enter__())
+
+
+def asked_inside(when: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    found = []
+    for is_asking in (True, False):
+        torch.manual_seed(0)
+        model = Asks()
+        fully_shard(model)
+        model.when = when if is_asking else ""
+        for microbatch in range(2):
+            model(random_batch(microbatch, 2, dtype=torch.float32)).sum().backward()
+        found.append((model.message, gradients_of(model)))
+    return found[0][0], found[0][1], found[1][1]
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_it_is_refused_inside_a_running_pass(world2: World, when: str) -> None:
+    for message, got, want in world2.run(asked_inside, when):
+        assert message.startswith("RuntimeError: ")
+        assert "inference" in message
+        assert when in message
+        assert_all_same([got], want)
+
+
+def all_refused() -> dict[str, str]:
+    model, _ = trained(ZERO3, steps=0)
+    cases: dict[str, Callable[[], Any]] = {
+        "plain": lambda: shardwise.inference(uneven_tower()),
+        "list": lambda: shardwise.inference([model]),  # type: ignore[arg-type]
+        "below zero": lambda: shardwise.inference(model, budget_bytes=-1),
+        "text": lambda: shardwise.inference(model, budget_bytes="all"),  # type: ignore[arg-type]
+        "bool": lambda: shardwise.inference(model, budget_bytes=True),
+    }
+    return {case: refusal(lambda make=make: make().__enter__()) for case, make in cases.items()}
+
+
+REFUSED = {
+    "plain": ["ValueError", "inference", "Tower"],
+    "list": ["TypeError", "inference", "list"],
+    "below zero": ["ValueError", "inference", "budget_bytes", "-1"],
+    "text": ["TypeError", "inference", "budget_bytes", "'all'"],
+    "bool": ["TypeError", "inference", "budget_bytes", "True"],
+}
+
+
+def test_arguments_that_do_not_fit_are_refused(world2: World) -> None:
+    for messages in world2.run(all_refused):
+        for case, words in REFUSED.items():
+            assert all(word in messages[case] for word in words), f"{case}: {messages[case]}"
+
+
+def on_replicas(counts: list[int]) -> tuple[int, float]:
+    """Each replica serves its own: the other one does not take part."""
+    model = built(even_tower)
+    shardwise.shard_model(model, strategy="hybrid", mesh=device_mesh((2, 2), ("replicate", "shard")))
+    with Wire() as wire, shardwise.inference(model, budget_bytes=0):
+        outputs = [model(random_batch(10 + i, 3)) for i in range(counts[dist.get_rank()])]
+    return len(outputs), wire.messages
+
+
+def test_replicas_serve_only_their_own(world4: World) -> None:
+    found = world4.run(on_replicas, [3, 0, 0, 0])
+    assert [count for count, _ in found] == [3, 0, 0, 0]
+    assert found[0][1] == found[1][1] > 0
+    assert found[2][1] == found[3][1] == 0
+
+
+def copied_after() -> tuple[Tensor, Tensor]:
+    model, _ = trained(ZERO3)
+    with shardwise.inference(model):
+        want = model(random_batch(0, 2, 7))
+    twin = deepcopy(model)
+    with shardwise.inference(twin):
+        return want, twin(random_batch(0, 2, 7))
+
+
+def test_a_copy_made_after_it_runs_on_its_own(world2: World) -> None:
+    for want, found in world2.run(copied_after):
+        assert torch.equal(want, found)

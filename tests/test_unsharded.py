@@ -1,0 +1,1090 @@
+"""unsharded: inside, modules have their full parameters; after it, their shards again, edits included.
+
+An edit inside is the same edit as in plain PyTorch: what is trained after it equals plain training on the
+global batch in float64 to 1e-10, whatever the strategy, the number of ranks and the way of editing.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from failure_models import Failure
+from harness import World
+from meshed import Layout, assert_all_same, device_mesh, gradients_of, parameters_of, refusal, tensors_of
+from models import even_tower, language_model, odd_model, random_batch, uneven_tower
+from reference import adamw, full, mean_of_squares
+from scenario import one_thread
+from strategies import FOUR, SOME_PLANS, Plan, live_bytes
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import shardwise
+from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+by_plan = pytest.mark.parametrize(
+    ("plan", "world"), [(plan, plan.ranks) for plan in SOME_PLANS], indirect=["world"], ids=str
+)
+by_four = pytest.mark.parametrize("plan", FOUR, ids=str)
+
+ZERO3 = Plan("zero3", 2)
+
+
+def built(make: Callable[..., nn.Module], *args: Any) -> Any:
+    torch.manual_seed(1234)
+    return make(*args).double()
+
+
+class Tied(nn.Module):
+    """One weight in the root and in a block, one in two places of a block, and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = uneven_tower()
+        self.tower.blocks[1].up.weight = self.tower.blocks[0].up.weight
+        self.twice = nn.Linear(7, 7)
+        self.twice.weight = self.tower.inlet.weight
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tower(self.twice(x) * self.gain)
+
+
+class Recurrent(nn.Module):
+    """An LSTM keeps a list of its own weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.LSTM(8, 8, batch_first=True) for _ in range(2))
+        self.outlet = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(-1, 1, 8)
+        for block in self.blocks:
+            x = block(x)[0]
+        return self.outlet(x[:, -1])
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "odd": (odd_model, 8),
+    "tied": (Tied, 7),
+    "recurrent": (Recurrent, 8),
+}
+
+
+def part(plan: Plan | None, seed: int, width: int) -> Tensor:
+    batch = random_batch(seed, 12, width)
+    if plan is None:
+        return batch
+    share = 12 // plan.ranks
+    return batch[dist.get_rank() * share :][:share].clone()
+
+
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan | None, seed: int, width: int
+) -> None:
+    optimizer.zero_grad()
+    mean_of_squares(model, part(plan, seed, width)).backward()
+    optimizer.step()
+
+
+@cache
+def plainly(act: Callable[..., Any], *args: Any) -> Any:
+    """What the plain run of `act` finds, once for all tests."""
+    with one_thread():
+        return act(None, *args)
+
+
+def opened(model: nn.Module, plan: Plan | None, **options: Any) -> Any:
+    """`unsharded` where the model is sharded."""
+    return nullcontext() if plan is None else shardwise.unsharded(model, **options)
+
+
+# --- what is seen inside --------------------------------------------------------------------------
+
+
+def seen_inside(plan: Plan | None, name: str) -> dict[str, Any]:
+    make, width = MODELS[name]
+    model = built(make)
+    if plan is not None:
+        plan.shard(model)
+    step(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, 0, width)
+    notes: dict[str, Any] = {}
+    with opened(model, plan):
+        for fqn, param in model.named_parameters(remove_duplicate=False):
+            module_name, _, own = fqn.rpartition(".")
+            assert getattr(model.get_submodule(module_name), own) is param
+            assert type(param) is nn.Parameter
+            notes |= {fqn: param.detach().clone(), f"{fqn} trains": param.requires_grad}
+            notes[f"{fqn} is a leaf"] = param.is_leaf
+        for fqn, value in model.state_dict().items():
+            assert not isinstance(value, DTensor)
+            notes[f"state of {fqn}"] = value.clone()
+        notes["order"] = [fqn for fqn, _ in model.named_parameters()]
+    if plan is not None:
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+    return notes
+
+
+def all_seen(plan: Plan | None) -> dict[str, Any]:
+    return {f"{n}: {what}": value for n in MODELS for what, value in seen_inside(plan, n).items()}
+
+
+@by_plan
+def test_modules_have_their_full_parameters_inside(world: World, plan: Plan) -> None:
+    assert_all_same(world.run(all_seen, plan), plainly(all_seen))
+
+
+def computed_by_hand() -> list[Tensor]:
+    """Code that reads weights, as an analysis does, without a forward of a sharded module."""
+    model = ZERO3.shard(built(uneven_tower))
+    with shardwise.unsharded(model), torch.no_grad():
+        block = model.blocks[1]
+        found = nn.functional.linear(random_batch(0, 2, 7), block.up.weight, block.up.bias)
+        return [found, block.down(torch.tanh(found)), model.blocks[2].norm(random_batch(0, 2, 7))]
+
+
+def test_what_is_seen_inside_can_be_computed_with(world2: World) -> None:
+    model = built(uneven_tower)
+    block = model.blocks[1]
+    found = nn.functional.linear(random_batch(0, 2, 7), block.up.weight, block.up.bias)
+    want = [found, block.down(torch.tanh(found)), model.blocks[2].norm(random_batch(0, 2, 7))]
+    for ranks in world2.run(computed_by_hand):
+        for got, expected in zip(ranks, want, strict=True):
+            torch.testing.assert_close(got, expected.detach(), rtol=0.0, atol=0.0)
+
+
+def dtypes_inside() -> tuple[set[torch.dtype], float]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    torch.manual_seed(1234)
+    model = ZERO3.shard(uneven_tower(), mp_policy=policy)
+    model(random_batch(0, 2, 7, torch.float32))
+    torch.manual_seed(1234)
+    plain = dict(uneven_tower().named_parameters())
+    with shardwise.unsharded(model):
+        found = dict(model.named_parameters())
+        apart = max((found[name] - plain[name]).abs().max().item() for name in plain)
+        return {param.dtype for param in found.values()}, apart
+
+
+def test_under_mixed_precision_they_have_full_precision(world2: World) -> None:
+    assert world2.run(dtypes_inside) == [({torch.float32}, 0.0)] * 2
+
+
+def part_of_the_tree(how: str) -> list[str]:
+    """The names of what is not a shard inside."""
+    model = ZERO3.shard(built(uneven_tower))
+    module, options = {
+        "root alone": (model, {"recurse": False}),
+        "a block": (model.blocks[1], {}),
+        "a block alone": (model.blocks[1], {"recurse": False}),
+        "a list of blocks": (model.blocks, {}),
+        "all": (model, {"recurse": True}),
+    }[how]
+    with shardwise.unsharded(module, **options):
+        return [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
+
+
+def test_recurse_says_which_groups(world2: World) -> None:
+    names = [name for name, _ in uneven_tower().named_parameters()]
+    own = [name for name in names if not name.startswith("blocks.")]
+    second = [name for name in names if name.startswith("blocks.1.")]
+    blocks = [name for name in names if name.startswith("blocks.")]
+    for how, want in {
+        "root alone": own,
+        "a block": second,
+        "a block alone": second,
+        "a list of blocks": blocks,
+        "all": names,
+    }.items():
+        assert world2.run(part_of_the_tree, how) == [want, want], how
+
+
+def on_one_rank(plan: Plan) -> tuple[bool, bool, dict[str, Any]]:
+    model = plan.shard(built(uneven_tower))
+    with shardwise.unsharded(model, writeback=False, rank0_only=True):
+        kinds = {isinstance(param, DTensor) for param in model.parameters()}
+        values = {} if True in kinds else {n: p.detach().clone() for n, p in model.named_parameters()}
+    after = all(isinstance(param, DTensor) for param in model.parameters())
+    assert len(kinds) == 1
+    step(model, adamw(model), plan, 0, 7)
+    return kinds == {False}, after, values
+
+
+@pytest.mark.parametrize("plan", [plan for plan in FOUR if plan.strategy != "zero1"], ids=str)
+def test_rank0_only_fills_the_first_rank_alone(world4: World, plan: Plan) -> None:
+    want = {name: param.detach() for name, param in built(uneven_tower).named_parameters()}
+    first, *others = world4.run(on_one_rank, plan)
+    assert first[:2] == (True, True)
+    assert_all_same([first[2]], want, atol=0.0)
+    assert all(other == (False, True, {}) for other in others)
+
+
+def tensor_parallel_seen(writes: bool) -> tuple[list[str], dict[str, Any]]:
+    """A mesh of data and tensor parallel: what was a DTensor before fully_shard is the same again."""
+    layout = Layout((2, 2), ("dp", "tp"), ("dp",))
+    model = built(even_tower)
+    for block in model.blocks:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, layout.mesh()["tp"], plan)
+    placed = {n: p.placements for n, p in model.named_parameters() if isinstance(p, DTensor)}
+    shardwise.shard_model(model, strategy="zero3", mesh=layout.mesh()["dp"])
+    kept = list(model.parameters())
+    optimizer = adamw(model)
+    errors = []
+    for index in range(2):
+        optimizer.zero_grad()
+        inputs = random_batch(index, 12)[layout.seat()[0] * 6 :][:6]
+        mean_of_squares(model, inputs).backward()
+        optimizer.step()
+        with shardwise.unsharded(model, writeback=writes):
+            for name, param in model.named_parameters():
+                if isinstance(param, DTensor) is not (name in placed):
+                    errors.append(f"{name} is {type(param)}")
+                if isinstance(param, DTensor) and param.placements != placed[name]:
+                    errors.append(f"{name} has placements {param.placements}")
+                if isinstance(param, DTensor) and param.device_mesh != layout.mesh()["tp"]:
+                    errors.append(f"{name} lies on {param.device_mesh}")
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.9)
+    if any(now is not before for now, before in zip(model.parameters(), kept, strict=True)):
+        errors.append("other parameters than before")
+    return errors, tensors_of(model)
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_tensor_parallel_parameters_are_dtensors_on_their_own_mesh(world4: World, writes: bool) -> None:
+    model = built(even_tower)
+    optimizer = adamw(model)
+    for index in range(2):
+        step(model, optimizer, None, index, 8)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.9 if writes else 1.0)
+    want = tensors_of(model)
+    for errors, found in world4.run(tensor_parallel_seen, writes):
+        assert errors == []
+        assert_all_same([found], want)
+
+
+# --- edits ----------------------------------------------------------------------------------------
+
+Edit = Callable[[nn.Module], None]
+
+
+@torch.no_grad()
+def in_place(model: nn.Module) -> None:
+    for index, param in enumerate(model.parameters()):
+        if param.is_floating_point():
+            param.mul_(0.9).add_(0.01 * index)
+
+
+def through_data(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.is_floating_point():
+            param.data.mul_(0.9).add_(0.02)
+
+
+def by_new_data(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.is_floating_point():
+            param.data = param.data * 0.9 + 0.03
+
+
+def by_new_data_laid_out_otherwise(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.is_floating_point() and param.dim() == 2:
+            param.data = (param.data.t() * 0.9).contiguous().t()
+
+
+def by_new_parameters(model: nn.Module) -> None:
+    """Of a single place each; the tied ones are changed in place."""
+    seen: dict[int, int] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            seen[id(param)] = seen.get(id(param), 0) + 1
+    for module in model.modules():
+        for name, param in list(module._parameters.items()):
+            if param is not None and param.is_floating_point() and seen[id(param)] == 1:
+                value = param.detach().clone() * 0.9 + 0.04
+                setattr(module, name, nn.Parameter(value, requires_grad=param.requires_grad))
+
+
+def by_initialising(model: nn.Module) -> None:
+    def initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.orthogonal_(module.weight)
+            nn.init.uniform_(module.bias, -0.1, 0.1)
+
+    torch.manual_seed(5)
+    model.apply(initialise)
+
+
+def by_a_single_element(model: nn.Module) -> None:
+    with torch.no_grad():
+        next(param for param in model.parameters() if param.dim() == 2)[1, 0] = 0.7
+
+
+def parameters_scaled(model: nn.Module, factor: float) -> dict[str, Tensor]:
+    """A state dict without buffers, which are nobody's to write back."""
+    return {
+        name: value * factor if value.is_floating_point() else value.clone()
+        for name, value in model.state_dict().items()
+        if "offset" not in name
+    }
+
+
+def by_loading(model: nn.Module) -> None:
+    model.load_state_dict(parameters_scaled(model, 0.9), strict=False)
+
+
+def by_assigning(model: nn.Module) -> None:
+    model.load_state_dict(parameters_scaled(model, 0.95), strict=False, assign=True)
+
+
+def by_vectors(model: nn.Module) -> None:
+    params = [param for param in model.parameters() if param.is_floating_point()]
+    vector = nn.utils.parameters_to_vector(params)
+    nn.utils.vector_to_parameters(vector.detach() * 0.9, params)
+
+
+def of_integers(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            if not param.is_floating_point():
+                param.add_(1)
+            else:
+                param.copy_(param * 0.95)
+
+
+def freezing(model: nn.Module) -> None:
+    frozen = [param for param in model.parameters() if param.is_floating_point()][::2]
+    for param in frozen:
+        param.requires_grad_(not param.requires_grad)
+
+
+EDITS: dict[str, Edit] = {
+    edit.__name__: edit
+    for edit in (
+        *(in_place, through_data, by_new_data, by_new_data_laid_out_otherwise, by_new_parameters),
+        *(by_initialising, by_a_single_element, by_loading, by_assigning, by_vectors, of_integers, freezing),
+    )
+}
+# In plain PyTorch, ties come apart where a state dict is assigned, and what is not contiguous is no vector.
+EXCEPT = {("by_assigning", "tied"), ("by_vectors", "odd")}
+
+
+def edited(plan: Plan | None, name: str, edit: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Train, edit, train: with shards that are the same objects all along."""
+    make, width = MODELS[name]
+    model = built(make)
+    if plan is not None:
+        plan.shard(model)
+    optimizer = adamw(model)
+    before = [(n, p) for n, p in model.named_parameters(remove_duplicate=False)]
+    for index in range(2):
+        step(model, optimizer, plan, index, width)
+        if index == 0:
+            with opened(model, plan, **options):
+                if plan is not None or options.get("writeback", True):
+                    EDITS[edit](model)
+                if plan is not None and not options.get("writeback", True):
+                    assert edit in ("freezing", "of_integers") or any_changed(model, before)
+    if plan is not None:
+        after = list(model.named_parameters(remove_duplicate=False))
+        assert [n for n, _ in after] == [n for n, _ in before]
+        assert all(now is then for (_, now), (_, then) in zip(after, before, strict=True))
+        in_optimizer = optimizer.param_groups[0]["params"]
+        assert [id(param) for param in in_optimizer] == [id(param) for param in model.parameters()]
+    elif edit in ("by_new_parameters", "by_assigning") and options.get("writeback", True):
+        raise AssertionError("the optimizer of a plain run has lost its parameters: see plain_edit")
+    notes = tensors_of(model)
+    notes |= {f"{n} trains": p.requires_grad for n, p in model.named_parameters()}
+    return notes
+
+
+def any_changed(model: nn.Module, shards: list[tuple[str, nn.Parameter]]) -> bool:
+    names = dict(model.named_parameters(remove_duplicate=False))
+    return any(names[name] is not shard for name, shard in shards)
+
+
+@cache
+def plain_edit(name: str, edit: str, writes: bool) -> dict[str, Any]:
+    """The plain run; where an edit replaces parameters, its values are copied into the old ones."""
+    with one_thread():
+        if edit not in ("by_new_parameters", "by_assigning") or not writes:
+            return edited(None, name, edit, {"writeback": writes})
+        make, width = MODELS[name]
+        model = built(make)
+        optimizer = adamw(model)
+        for index in range(2):
+            step(model, optimizer, None, index, width)
+            if index == 0:
+                twin = deepcopy(model)
+                EDITS[edit](twin)
+                with torch.no_grad():
+                    for param, new in zip(model.parameters(), twin.parameters(), strict=True):
+                        param.copy_(new)
+        notes = tensors_of(model)
+        return notes | {f"{n} trains": p.requires_grad for n, p in model.named_parameters()}
+
+
+def all_edited(plan: Plan, edits: list[str], names: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    return {
+        f"{name}, {edit}: {what}": value
+        for name in names
+        for edit in edits
+        if (edit, name) not in EXCEPT
+        for what, value in edited(plan, name, edit, options).items()
+    }
+
+
+def all_plainly_edited(edits: list[str], names: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    writes = options.get("writeback", True)
+    return {
+        f"{name}, {edit}: {what}": value
+        for name in names
+        for edit in edits
+        if (edit, name) not in EXCEPT
+        for what, value in plain_edit(name, edit, writes).items()
+    }
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_training_after_an_edit_is_as_after_the_same_edit_in_plain_pytorch(world4: World, edit: str) -> None:
+    names = [*MODELS] if edit in ("in_place", "by_new_parameters") else ["odd", "tied"]
+    want = all_plainly_edited([edit], names, {})
+    assert_all_same(world4.run(all_edited, Plan("zero3", 4), [edit], names, {}), want)
+
+
+@by_plan
+def test_edits_persist_under_every_strategy(world: World, plan: Plan) -> None:
+    edits = ["in_place", "by_new_parameters"]
+    want = all_plainly_edited(edits, ["tied"], {})
+    assert_all_same(world.run(all_edited, plan, edits, ["tied"], {}), want)
+
+
+@by_plan
+def test_without_writeback_no_edit_persists(world: World, plan: Plan) -> None:
+    """Also where nothing is sharded and the full parameters could have been the shards themselves."""
+    edits = ["in_place", "by_new_data", "by_new_parameters", "freezing"]
+    options = {"writeback": False}
+    want = all_plainly_edited(edits, ["tied"], options)
+    assert_all_same(world.run(all_edited, plan, edits, ["tied"], options), want)
+
+
+def test_offload_to_cpu_persists_edits_as_well(world2: World) -> None:
+    for options in ({"offload_to_cpu": True}, {"offload_to_cpu": True, "writeback": False}):
+        want = all_plainly_edited(["in_place"], ["tied"], options)
+        assert_all_same(world2.run(all_edited, ZERO3, ["in_place"], ["tied"], options), want)
+
+
+def otherwise_sharded(how: str | None) -> dict[str, Any]:
+    """What is edited lies elsewhere or otherwise: on another dim, in host memory, in low precision."""
+    model = built(language_model)
+    plan = None if how is None else Plan("zero3", 3)
+    if how is not None:
+        options: dict[str, dict[str, Any]] = {
+            "dim 1": {"shard_placement_fn": lambda param: Shard(1) if param.dim() == 2 else None},
+            "host": {"offload_policy": CPUOffloadPolicy()},
+            "computes in float64": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float64)},
+            "reduces in float64": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)},
+        }
+        Plan("zero3", 3).shard(model, **options[how])
+    optimizer = adamw(model)
+    for index in range(3):
+        optimizer.zero_grad()
+        tokens = torch.arange(12 * 4).view(12, 4) * (index + 3) % 29
+        if plan is not None:
+            tokens = tokens[dist.get_rank() * 4 :][:4]
+        model(tokens).square().mean().backward()
+        with opened(model, plan, with_grads=True):
+            with torch.no_grad():
+                for param in model.parameters():
+                    assert param.grad is not None
+                    assert param.grad.shape == param.shape
+                    param.mul_(0.9)
+                    param.grad.mul_(0.5)
+            assert model.head.weight.shape == (29, 12)
+        optimizer.step()
+    return tensors_of(model)
+
+
+@pytest.mark.parametrize("how", ["dim 1", "host", "computes in float64", "reduces in float64"])
+def test_edits_reach_shards_that_lie_otherwise(world3: World, how: str) -> None:
+    assert_all_same(world3.run(otherwise_sharded, how), otherwise_sharded(None))
+
+
+def low_precision_edit() -> dict[str, Any]:
+    """An edit too fine for bfloat16, in which the model computes, is kept."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = ZERO3.shard(uneven_tower(), mp_policy=policy)
+    with shardwise.unsharded(model), torch.no_grad():
+        for param in model.parameters():
+            param.fill_(1 + 2.0**-20)
+    return {name: bool((full(param) == 1 + 2.0**-20).all()) for name, param in model.named_parameters()}  # type: ignore[union-attr]
+
+
+def test_edits_under_mixed_precision_keep_all_their_digits(world2: World) -> None:
+    for found in world2.run(low_precision_edit):
+        assert found
+        assert all(found.values())
+
+
+def edited_between_microbatches(plan: Plan | None) -> dict[str, Any]:
+    """What a strategy keeps gathered must not outlive an edit; what waits unreduced must."""
+    model = built(uneven_tower)
+    if plan is not None:
+        plan.shard(model)
+    for microbatch in range(4):
+        is_quiet = plan is not None and microbatch < 3
+        with shardwise.no_sync(model) if is_quiet else nullcontext():
+            mean_of_squares(model, part(plan, microbatch, 7)).backward()
+        if microbatch < 3:
+            with opened(model, plan):
+                in_place(model)
+    return tensors_of(model)
+
+
+@by_four
+def test_edits_between_microbatches_count_from_the_next_one_on(world4: World, plan: Plan) -> None:
+    assert_all_same(world4.run(edited_between_microbatches, plan), plainly(edited_between_microbatches))
+
+
+def left_by_an_exception(plan: Plan | None) -> dict[str, Any]:
+    model = built(uneven_tower)
+    if plan is not None:
+        plan.shard(model)
+    optimizer = adamw(model)
+    for index in range(2):
+        with suppress(Failure), opened(model, plan):
+            in_place(model)
+            raise Failure("inside")
+        step(model, optimizer, plan, index, 7)
+    return tensors_of(model)
+
+
+def test_an_exception_inside_loses_no_edit(world2: World) -> None:
+    for plan in (ZERO3, Plan("ddp", 2), Plan("zero1", 2)):
+        assert_all_same(world2.run(left_by_an_exception, plan), left_by_an_exception(None))
+
+
+def misfits(how: str) -> tuple[str, dict[str, Any]]:
+    """Replacements that no shard can take."""
+    model = ZERO3.shard(built(uneven_tower))
+    kept = list(model.parameters())
+
+    def act() -> None:
+        with shardwise.unsharded(model):
+            if how == "shape":
+                model.blocks[1].up.weight = nn.Parameter(torch.ones(3, 3).double())
+            elif how == "new data":
+                model.blocks[1].up.weight.data = torch.ones(3, 3).double()
+            else:
+                del model.blocks[1].up.weight
+
+    message = refusal(act)
+    assert all(now is before for now, before in zip(model.parameters(), kept, strict=True))
+    step(model, adamw(model), ZERO3, 0, 7)
+    return message, tensors_of(model)
+
+
+@pytest.mark.parametrize("how", ["shape", "new data", "deleted"])
+def test_a_replacement_that_does_not_fit_is_refused_by_name(world2: World, how: str) -> None:
+    model = built(uneven_tower)
+    step(model, adamw(model), None, 0, 7)
+    want = tensors_of(model)
+    for message, found in world2.run(misfits, how):
+        assert "blocks.1.up.weight" in message
+        assert message.startswith(("ValueError", "RuntimeError"))
+        assert_all_same([found], want)
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def scale(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.mul_(0.5)
+
+
+def replace(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad = param.grad * 0.25
+
+
+def clear_some(model: nn.Module) -> None:
+    for param in list(model.parameters())[::2]:
+        param.grad = None
+
+
+def give_to_some(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is None and param.requires_grad and param.is_floating_point():
+            param.grad = torch.full_like(param, 0.1)
+
+
+def clip(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+GRADIENT_EDITS: dict[str, Edit] = {
+    edit.__name__: edit for edit in (scale, replace, clear_some, give_to_some, clip)
+}
+
+
+def with_gradients(plan: Plan | None, name: str, edit: str, writeback: bool) -> dict[str, Any]:
+    make, width = MODELS[name]
+    model = built(make)
+    if plan is not None:
+        plan.shard(model)
+    optimizer = adamw(model)
+    notes: dict[str, Any] = {}
+    for index in range(2):
+        optimizer.zero_grad()
+        mean_of_squares(model, part(plan, index, width)).backward()
+        with opened(model, plan, with_grads=True, writeback=writeback):
+            for fqn, param in model.named_parameters():
+                assert not isinstance(param.grad, DTensor)
+                notes[f"gradient of {fqn} at step {index}"] = (
+                    None if param.grad is None else param.grad.clone()
+                )
+            if plan is not None or writeback:
+                GRADIENT_EDITS[edit](model)
+        notes |= {f"{fqn} after step {index}": value for fqn, value in gradients_of(model).items()}
+        mean_of_squares(model, part(plan, 5, width)).backward()  # adds to what was left
+        optimizer.step()
+    return notes | tensors_of(model)
+
+
+def all_gradients(plan: Plan | None, edits: tuple[str, ...], writeback: bool) -> dict[str, Any]:
+    return {
+        f"{name}, {edit}: {what}": value
+        for name in ("odd", "tied")
+        for edit in edits
+        for what, value in with_gradients(plan, name, edit, writeback).items()
+    }
+
+
+@by_plan
+def test_gradients_are_seen_whole_and_edited(world: World, plan: Plan) -> None:
+    edits = tuple(GRADIENT_EDITS) if plan.strategy == "zero3" else ("scale", "clear_some")
+    assert_all_same(world.run(all_gradients, plan, edits, True), plainly(all_gradients, edits, True))
+
+
+@by_plan
+def test_without_writeback_gradients_stay_as_they_were(world: World, plan: Plan) -> None:
+    edits = ("clear_some",)
+    assert_all_same(world.run(all_gradients, plan, edits, False), plainly(all_gradients, edits, False))
+
+
+def without_gradients() -> tuple[bool, bool]:
+    """Without `with_grads`, full parameters have none, and those of the shards stay."""
+    model = ZERO3.shard(built(uneven_tower))
+    mean_of_squares(model, part(ZERO3, 0, 7)).backward()
+    before = [param.grad for param in model.parameters()]
+    with shardwise.unsharded(model):
+        inside = all(param.grad is None for param in model.parameters())
+    return inside, all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
+
+
+def test_without_with_grads_gradients_are_left_alone(world2: World) -> None:
+    assert world2.run(without_gradients) == [(True, True)] * 2
+
+
+def gradients_on_one_rank() -> tuple[str, dict[str, Any]]:
+    model = ZERO3.shard(built(uneven_tower))
+    mean_of_squares(model, part(ZERO3, 0, 7)).backward()
+    with shardwise.unsharded(model, with_grads=True, rank0_only=True, writeback=False, offload_to_cpu=True):
+        if dist.get_rank() == 0:
+            assert not any(isinstance(param.grad, DTensor) for param in model.parameters())
+            found = {f"gradient of {n}": full(p.grad) for n, p in model.named_parameters()}
+        else:
+            assert all(isinstance(param.grad, DTensor) for param in model.parameters())
+            found = {}
+    return "first" if dist.get_rank() == 0 else "other", found
+
+
+def test_rank0_only_fills_gradients_there_too(world2: World) -> None:
+    model = built(uneven_tower)
+    mean_of_squares(model, part(None, 0, 7)).backward()
+    (name, found), other = world2.run(gradients_on_one_rank)
+    assert name == "first"
+    assert_all_same([found], gradients_of(model))
+    assert other == ("other", {})
+
+
+def waiting_gradients() -> tuple[str, dict[str, Any]]:
+    model = ZERO3.shard(built(uneven_tower))
+    with shardwise.no_sync(model):
+        mean_of_squares(model, part(ZERO3, 0, 7)).backward()
+    message = refusal(lambda: shardwise.unsharded(model, with_grads=True).__enter__())
+    mean_of_squares(model, part(ZERO3, 1, 7)).backward()
+    return message, tensors_of(model)
+
+
+def test_gradients_that_wait_unsynchronised_are_refused_by_name(world2: World) -> None:
+    model = built(uneven_tower)
+    for seed in (0, 1):
+        mean_of_squares(model, part(None, seed, 7)).backward()
+    for message, found in world2.run(waiting_gradients):
+        assert message.startswith("RuntimeError: ")
+        assert "unsharded" in message
+        assert "with_grads" in message
+        assert any(name in message for name in ("inlet", "blocks.0", "Tower"))
+        assert_all_same([found], tensors_of(model))
+
+
+# --- in time --------------------------------------------------------------------------------------
+
+
+def between_forward_and_backward(plan: Plan | None, edits: bool) -> Any:
+    """Looked at, it disturbs no backward. Edited, backward must not use other weights than forward."""
+    model = built(uneven_tower)
+    if plan is not None:
+        plan.shard(model)
+    loss = mean_of_squares(model, part(plan, 0, 7))
+    with opened(model, plan), torch.no_grad():
+        total = sum(param.sum() for param in model.parameters())
+        if edits:
+            for param in model.parameters():
+                param.mul_(0.9)
+    if edits:
+        message = refusal(loss.backward)
+        model.zero_grad()
+    else:
+        loss.backward()
+        message = ""
+    notes = gradients_of(model)
+    mean_of_squares(model, part(plan, 1, 7)).backward()
+    return message, {"total": total, **notes, **{f"{n} then": v for n, v in tensors_of(model).items()}}
+
+
+@by_four
+def test_it_may_be_entered_between_forward_and_backward(world4: World, plan: Plan) -> None:
+    _, want = plainly(between_forward_and_backward, False)
+    for _, found in world4.run(between_forward_and_backward, plan, False):
+        assert_all_same([found], want)
+
+
+@by_four
+def test_an_edit_between_forward_and_backward_is_noticed(world4: World, plan: Plan) -> None:
+    expected, want = plainly(between_forward_and_backward, True)
+    assert "modified by an inplace operation" in expected
+    for message, found in world4.run(between_forward_and_backward, plan, True, timeout=20):
+        assert message.startswith("RuntimeError: ")
+        assert "modified by an inplace operation" in message
+        assert_all_same([found], want)
+
+
+def memory_around(plan: Plan, options: dict[str, Any]) -> tuple[float, float]:
+    """Bytes that the context holds inside and leaves behind, in units of the full parameters.
+
+    Parameters above 1 MiB: smaller buffers keep their memory on the host.
+    """
+    model = nn.Sequential(*(nn.Linear(512, 1024, bias=False) for _ in range(2)), nn.Linear(1024, 512))
+    size = sum(param.numel() * 4 for param in model.parameters())
+    plan.shard(model, wrap=nn.Linear)
+    before = live_bytes()
+    with shardwise.unsharded(model, **options):
+        inside = live_bytes()
+    return (inside - before) / size, (live_bytes() - before) / size
+
+
+def test_each_rank_that_sees_full_parameters_holds_them_once(world2: World) -> None:
+    """To a hundredth, which leaves room for the bias."""
+    for options in ({}, {"writeback": False}, {"offload_to_cpu": True}):
+        for inside, after in world2.run(memory_around, ZERO3, options):
+            assert inside == pytest.approx(1, abs=0.01), options
+            assert after == 0
+    only = {"writeback": False, "rank0_only": True}
+    (inside, after), (others_inside, others_after) = world2.run(memory_around, ZERO3, only)
+    assert inside == pytest.approx(1, abs=0.01)
+    assert others_inside == pytest.approx(0, abs=0.01)
+    assert after == others_after == 0
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def refused_inside(how: str) -> tuple[str, dict[str, Any]]:
+    """What is refused inside, and training after it, in which nothing may be amiss."""
+    model = ZERO3.shard(built(uneven_tower))
+    optimizer = adamw(model)
+    step(model, optimizer, ZERO3, 0, 7)
+    loss = mean_of_squares(model, part(ZERO3, 1, 7))
+    acts: dict[str, Callable[[], Any]] = {
+        "forward": lambda: model(part(ZERO3, 1, 7)),
+        "forward of a block": lambda: model.blocks[1](part(ZERO3, 1, 7)),
+        "backward": lambda: loss.backward(),
+        "unshard": lambda: model.blocks[1].unshard(),
+        "deepcopy": lambda: deepcopy(model),
+        "deepcopy of a block": lambda: deepcopy(model.blocks[1]),
+        "again": lambda: shardwise.unsharded(model).__enter__(),
+        "again in a block": lambda: shardwise.unsharded(model.blocks[1]).__enter__(),
+    }
+    with shardwise.unsharded(model):
+        message = refusal(acts[how])
+    model.zero_grad()
+    step(model, optimizer, ZERO3, 2, 7)
+    return message, tensors_of(model)
+
+
+INSIDE = [
+    *("forward", "forward of a block", "backward", "unshard", "deepcopy", "deepcopy of a block"),
+    *("again", "again in a block"),
+]
+
+
+@pytest.mark.parametrize("how", INSIDE)
+def test_what_cannot_be_done_inside_is_refused_and_leaves_no_trace(world2: World, how: str) -> None:
+    model = built(uneven_tower)
+    optimizer = adamw(model)
+    for seed in (0, 2):
+        step(model, optimizer, None, seed, 7)
+    want = tensors_of(model)
+    for message, found in world2.run(refused_inside, how):
+        assert message.startswith("RuntimeError: ")
+        assert "unsharded" in message
+        assert "blocks.1" in message or ("block" not in how and how != "unshard")
+        assert "Tower" in message or "blocks." in message
+        assert_all_same([found], want)
+
+
+def nested_apart() -> tuple[list[str], dict[str, Any]]:
+    """Disjoint groups may be opened inside each other."""
+    model = ZERO3.shard(built(uneven_tower))
+    with shardwise.unsharded(model.blocks[0]), shardwise.unsharded(model, recurse=False):
+        with shardwise.unsharded(model.blocks[2]), torch.no_grad():
+            model.blocks[2].up.weight.mul_(0.9)
+        seen = [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
+        with torch.no_grad():
+            model.blocks[0].up.weight.mul_(0.9)
+            model.inlet.weight.mul_(0.9)
+    step(model, adamw(model), ZERO3, 0, 7)
+    return seen, tensors_of(model)
+
+
+def test_contexts_of_disjoint_groups_may_be_nested(world2: World) -> None:
+    model = built(uneven_tower)
+    with torch.no_grad():
+        for module in (model.blocks[0].up, model.blocks[2].up, model.inlet):
+            module.weight.mul_(0.9)
+    names = [n for n, _ in model.named_parameters() if not n.startswith(("blocks.1", "blocks.2"))]
+    step(model, adamw(model), None, 0, 7)
+    want = tensors_of(model)
+    for seen, found in world2.run(nested_apart):
+        assert seen == names
+        assert_all_same([found], want)
+
+
+def another_block_runs() -> dict[str, Any]:
+    """While one model is open, another one trains."""
+    first, second = (ZERO3.shard(built(uneven_tower)) for _ in range(2))
+    with shardwise.unsharded(first):
+        step(second, adamw(second), ZERO3, 0, 7)
+    return tensors_of(second)
+
+
+def test_another_model_may_train_meanwhile(world2: World) -> None:
+    model = built(uneven_tower)
+    step(model, adamw(model), None, 0, 7)
+    assert_all_same(world2.run(another_block_runs), tensors_of(model))
+
+
+class Asks(nn.Module):
+    """Enters the context from inside its own forward, or from a hook in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 1)
+        self.when = self.message = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.when == "forward":
+            self.ask()
+        output = self.linear(x)
+        if self.when == "backward":
+            output.register_hook(self.ask)
+        return output
+
+    def ask(self, *_: Any) -> None:
+        self.message = refusal(lambda: shardwise.unsharded(self).__enter__())
+
+
+def asked_inside(when: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    found = []
+    for is_asking in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(Asks(), nn.Tanh())
+        for each in (model[0], model):
+            fully_shard(each)
+        model[0].when = when if is_asking else ""
+        for microbatch in range(2):
+            model(random_batch(microbatch, 2, dtype=torch.float32)).sum().backward()
+        found.append((model[0].message, gradients_of(model)))
+    return found[0][0], found[0][1], found[1][1]
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_it_is_refused_inside_a_running_pass(world2: World, when: str) -> None:
+    for message, got, want in world2.run(asked_inside, when):
+        assert message.startswith("RuntimeError: ")
+        assert "unsharded" in message
+        assert when in message
+        assert "0" in message
+        assert_all_same([got], want)
+
+
+class Halves(torch.Tensor):
+    """A tensor that says itself what of it travels."""
+
+    @staticmethod
+    def __new__(cls, value: Tensor) -> "Halves":
+        made: Halves = torch.Tensor._make_subclass(cls, value)
+        return made
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.as_subclass(torch.Tensor).half(),), None
+
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        return None if out is not None else (gathered[0].float(), gathered)
+
+
+def refused(case: str) -> str:
+    plain = built(uneven_tower)
+    sharded = None if case.startswith("plain") else ZERO3.shard(built(uneven_tower))
+    if case == "meta":
+        with torch.device("meta"):
+            sharded = ZERO3.shard(uneven_tower())
+    cases: dict[str, Callable[[], Any]] = {
+        "plain": lambda: shardwise.unsharded(plain),
+        "plain list": lambda: shardwise.unsharded([plain]),  # type: ignore[arg-type]
+        "inside of a group": lambda: shardwise.unsharded(sharded.inlet),  # type: ignore[union-attr, arg-type]
+        "container alone": lambda: shardwise.unsharded(sharded.blocks, recurse=False),  # type: ignore[union-attr, arg-type]
+        "both": lambda: shardwise.unsharded(sharded, rank0_only=True),  # type: ignore[arg-type]
+        "meta": lambda: shardwise.unsharded(sharded),  # type: ignore[arg-type]
+        **{
+            name: lambda name=name: shardwise.unsharded(sharded, **{name: "yes"})  # type: ignore[misc]
+            for name in ("recurse", "writeback", "rank0_only", "offload_to_cpu", "with_grads")
+        },
+    }
+    return refusal(lambda: cases[case]().__enter__())
+
+
+REFUSED = {
+    "plain": ["ValueError", "unsharded", "Tower"],
+    "plain list": ["TypeError", "unsharded", "list"],
+    "inside of a group": ["ValueError", "unsharded", "Linear"],
+    "container alone": ["ValueError", "unsharded", "ModuleList", "recurse"],
+    "both": ["ValueError", "unsharded", "rank0_only", "writeback"],
+    "meta": ["RuntimeError", "meta", "weight"],
+    "recurse": ["TypeError", "unsharded", "recurse", "'yes'"],
+    "writeback": ["TypeError", "unsharded", "writeback", "'yes'"],
+    "rank0_only": ["TypeError", "unsharded", "rank0_only", "'yes'"],
+    "offload_to_cpu": ["TypeError", "unsharded", "offload_to_cpu", "'yes'"],
+    "with_grads": ["TypeError", "unsharded", "with_grads", "'yes'"],
+}
+
+
+def all_refused() -> dict[str, str]:
+    return {case: refused(case) for case in REFUSED}
+
+
+def test_arguments_that_do_not_fit_are_refused(world2: World) -> None:
+    for messages in world2.run(all_refused):
+        for case, words in REFUSED.items():
+            assert all(word in messages[case] for word in words), f"{case}: {messages[case]}"
+
+
+def subclass_refused() -> tuple[str, bool]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = nn.Parameter(Halves(torch.ones(4, 4)))
+    for each in (*model, model):
+        fully_shard(each)
+    message = refusal(lambda: shardwise.unsharded(model).__enter__())
+    return message, all(isinstance(param, DTensor) for param in model.parameters())
+
+
+def test_a_tensor_subclass_that_gathers_itself_is_refused_by_name(world2: World) -> None:
+    for message, is_sharded in world2.run(subclass_refused):
+        assert message.startswith("NotImplementedError: ")
+        assert "1.weight" in message
+        assert is_sharded, "the groups before it were left open"
+
+
+def replicas_seen() -> tuple[Any, ...]:
+    """Placements of shards after an edit, and that replicas did not drift apart."""
+    model = built(even_tower)
+    mesh = device_mesh((2, 2), ("replicate", "shard"))
+    shardwise.shard_model(model, strategy="hybrid", mesh=mesh)
+    with shardwise.unsharded(model):
+        in_place(model)
+    weight = model.inlet.weight
+    return weight.placements, weight.to_local().detach().clone()
+
+
+def test_replicas_stay_equal_after_an_edit(world4: World) -> None:
+    (placements, first), second, third, fourth = world4.run(replicas_seen)
+    assert placements == (Replicate(), Shard(0))
+    assert torch.equal(first, third[1])
+    assert torch.equal(second[1], fourth[1])
+
+
+def attributes_kept() -> dict[str, Any]:
+    """What the caller has hung on a parameter is there inside and after."""
+    model = built(even_tower)
+    model.inlet.weight.is_special = True
+    ZERO3.shard(model)
+    with shardwise.unsharded(model):
+        inside = getattr(model.inlet.weight, "is_special", False)
+    return {"inside": inside, "after": getattr(model.inlet.weight, "is_special", False)}
+
+
+def test_attributes_of_parameters_are_seen_inside(world2: World) -> None:
+    assert world2.run(attributes_kept) == [{"inside": True, "after": True}] * 2
+
+
+def parameters_afterwards() -> dict[str, Any]:
+    """An EMA over full parameters, as people keep it: read, swap in, evaluate, swap back."""
+    model = ZERO3.shard(built(uneven_tower))
+    optimizer = adamw(model)
+    average: dict[str, Tensor] = {}
+    for index in range(3):
+        step(model, optimizer, ZERO3, index, 7)
+        with shardwise.unsharded(model, writeback=False):
+            for name, param in model.named_parameters():
+                average[name] = average.get(name, torch.zeros_like(param)) * 0.5 + param.detach() * 0.5
+    with shardwise.unsharded(model):
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(average)
+    with torch.no_grad():
+        output = model(random_batch(9, 2, 7))
+    with shardwise.unsharded(model):
+        model.load_state_dict(kept)
+    step(model, optimizer, ZERO3, 3, 7)
+    return {"output": output, **parameters_of(model)}
+
+
+def test_an_average_of_the_weights_is_evaluated_and_put_back(world2: World) -> None:
+    model = built(uneven_tower)
+    optimizer = adamw(model)
+    average: dict[str, Tensor] = {}
+    for index in range(3):
+        step(model, optimizer, None, index, 7)
+        for name, param in model.named_parameters():
+            average[name] = average.get(name, torch.zeros_like(param)) * 0.5 + param.detach() * 0.5
+    twin = built(uneven_tower)
+    twin.load_state_dict(average)
+    output = twin(random_batch(9, 2, 7)).detach()
+    step(model, optimizer, None, 3, 7)
+    assert_all_same(world2.run(parameters_afterwards), {"output": output, **parameters_of(model)})
