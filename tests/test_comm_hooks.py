@@ -757,13 +757,13 @@ def test_low_precision_halves_the_bytes(world: World, strategy: str) -> None:
 
 # --- QuantizedReduction ---------------------------------------------------------------------------
 
-VECTOR = (10_007,)  # chunks that no block divides
+VECTOR = (10_007, 1)  # chunks that no block divides; what has fewer than two dims is not quantised
 BLOCK = 256
 
 
 def vector_to_give(rank: int, step: int = 0) -> Tensor:
     """Numbers whose size changes a thousandfold from end to end, with a stretch of zeros."""
-    (values,) = gradients_to_give(rank, step, VECTOR, dtype=torch.float32)
+    values = gradients_to_give(rank, step, VECTOR, dtype=torch.float32)[0].flatten()
     values *= torch.logspace(-2, 1, VECTOR[0])
     values[3000:4200] = 0
     return values
@@ -783,7 +783,8 @@ def reduced_vector(strategy: str, hook: Any, steps: int = 1, is_part: bool = Fal
     model, _ = given(strategy, VECTOR)
     register_comm_hook(model, None, hook)
     rank = dist.get_rank()
-    return [reduce_given(model, [vector_to_give(rank)], is_part)[0] for _ in range(steps)]
+    given_here = vector_to_give(rank).view(VECTOR)
+    return [reduce_given(model, [given_here], is_part)[0].flatten() for _ in range(steps)]
 
 
 @pytest.mark.parametrize("feedback", [True, False])
@@ -931,8 +932,8 @@ def reduced_with_accidents(strategy: str, hook: Any) -> list[tuple[bool, Tensor]
         if dist.get_rank() == dist.get_world_size() - 1:
             bad[5] = value
         (spoilt,) = reduce_given(model, [bad], is_part=True)
-        (healthy,) = reduce_given(model, [vector_to_give(dist.get_rank())])
-        results.append((not bool(spoilt.isfinite().all()), healthy))
+        (healthy,) = reduce_given(model, [vector_to_give(dist.get_rank()).view(VECTOR)])
+        results.append((not bool(spoilt.isfinite().all()), healthy.flatten()))
     return results
 
 

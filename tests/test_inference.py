@@ -414,6 +414,37 @@ def test_a_rank_that_fails_serves_the_others_and_everything_is_freed(world2: Wor
         assert sent == [2, 2]
 
 
+def failed_midway(plan: Plan | None, where: str, budget: int | None) -> dict[str, Any]:
+    """Rank 1 fails inside its second forward; the others run four, and need the rest of it from rank 1."""
+    model, optimizer = trained(plan)
+    outputs: list[Tensor] = []
+    if plan is None:
+        with torch.no_grad():
+            outputs += [model(random_batch(10 + i, 3, 7)) for i in range(4)]
+    else:
+
+        def fail(*_: Any) -> None:
+            if dist.get_rank() == 1 and len(outputs) == 1:
+                raise Failure("midway")
+
+        handle = model.get_submodule(where).register_forward_hook(fail)
+        with suppress(Failure), shardwise.inference(model, budget_bytes=budget):
+            for i in range(4):
+                outputs.append(model(random_batch(10 + i, 3, 7)))
+        handle.remove()
+    step(model, optimizer, plan, 20)
+    return {**{f"output {i}": output for i, output in enumerate(outputs)}, **tensors_of(model)}
+
+
+@pytest.mark.parametrize("where", ["inlet", "blocks.1", "outlet", ""])
+def test_a_rank_that_fails_midway_still_gathers_what_the_others_wait_for(world3: World, where: str) -> None:
+    with one_thread():
+        want = failed_midway(None, where, None)
+    for budget in BUDGETS:
+        ranks = world3.run(failed_midway, Plan("zero3", 3), where, budget, timeout=20)
+        assert_evaluated(ranks, [4, 1, 4], want)
+
+
 # --- what it leaves behind ------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from failure_models import CheckpointedTower, Failure, fragile_tower
 from harness import World
-from meshed import assert_all_same, gradients_of, refusal, tensors_of
+from meshed import assert_all_same, gradients_of, parameters_of, refusal
 from models import even_tower, random_batch, uneven_tower
 from reference import adamw, mean_of_squares
 from scenario import Side, assert_same
@@ -78,7 +78,7 @@ def accumulated(plan: Plan | None, pattern: str) -> dict[str, Any]:
         notes |= {f"{name}, step {step}": value for name, value in gradients_of(model).items()}
         optimizer.step()
         optimizer.zero_grad()
-    return notes | tensors_of(model)
+    return notes | parameters_of(model)
 
 
 def all_accumulated(plan: Plan | None) -> dict[str, Any]:

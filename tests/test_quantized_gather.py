@@ -86,7 +86,8 @@ def test_all_ranks_compute_with_the_same_bits(world: World, strategy: str, make:
 class OneWeight(nn.Module):
     def __init__(self, numel: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(numel) * torch.logspace(-3, 3, numel))
+        # A matrix of one column: what has fewer than two dims is not quantised.
+        self.weight = nn.Parameter((torch.randn(numel) * torch.logspace(-3, 3, numel)).unsqueeze(1))
         self.weight.data[300:500] = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,12 +97,12 @@ class OneWeight(nn.Module):
 def one_weight_seen(numel: int, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Tensor]:
     torch.manual_seed(5)
     model = OneWeight(numel).to(dtype)
-    exact = model.weight.detach().clone()
+    exact = model.weight.detach().clone().squeeze(1)
     fully_shard(model, comm_policy=quantized(), **options)
     seen = record_weights(model)
     with torch.no_grad():
         model(torch.ones(2, dtype=dtype))
-    return seen[0][".weight"], exact
+    return seen[0][".weight"].squeeze(1), exact
 
 
 def steps_of_blocks(values: Tensor, world: int) -> Tensor:

@@ -122,7 +122,6 @@ def trained(plan: Plan | None, name: str, microbatches: int, is_quiet: bool, cli
         if clips:
             norm = nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.1)
             notes[f"norm at step {step}"] = whole(norm)
-        notes |= {f"{what} at step {step}": value for what, value in gradients_of(model).items()}
         optimizer.step()
         with torch.no_grad():
             notes[f"output after step {step}"] = model(batch(99, 2))
@@ -456,7 +455,12 @@ def held(plan: Plan) -> dict[str, float]:
     found: dict[str, float] = {}
 
     def weigh(when: str) -> None:
-        found[when] = (live_bytes() - before) / count
+        most = limits(plan)[when][1]
+        for _ in range(500):  # a thread of gloo's may hold on to what it has summed until it runs again
+            found[when] = (live_bytes() - before) / count
+            if found[when] <= most:
+                break
+            os.sched_yield()
 
     with shardwise.no_sync(model):
         loss = model(inputs).sum()
@@ -475,8 +479,18 @@ def held(plan: Plan) -> dict[str, float]:
     return found
 
 
+def limits(plan: Plan) -> dict[str, tuple[float, float]]:
+    """Bytes a parameter, at least and at most: to 0.05, for inputs, outputs and Adam's counters of steps.
+
+    While gradients wait, whole, the shards have a `.grad` of zeros that notices when it is cleared: at most
+    another 4 / N.
+    """
+    placeholder = {when: 4 / plan.shards if "quiet" in when else 0 for when in formulas(plan)}
+    return {w: (want - 0.05, want + placeholder[w] + 0.05) for w, want in formulas(plan).items()}
+
+
 def formulas(plan: Plan) -> dict[str, float]:
-    """Bytes a parameter in float32 with Adam. `kept`: full parameters beside the shard."""
+    """Bytes a parameter in float32 with Adam. `keeps`: full parameters beside the shard."""
     n = plan.shards
     shard, gradient, state = 4 / n, 4 / n, 8 / n
     keeps = {"ddp": 0, "zero1": 4, "zero2": 4, "zero3": 0, "hybrid": 0, "hybrid_zero2": 4}[plan.strategy]
@@ -495,16 +509,10 @@ def formulas(plan: Plan) -> dict[str, float]:
 
 @pytest.mark.parametrize("plan", [Plan("zero1", 2), Plan("zero3", 2), *FOUR], ids=str)
 def test_as_much_is_held_as_the_formulas_say(request: pytest.FixtureRequest, plan: Plan) -> None:
-    """To 0.05 bytes a parameter: inputs, outputs, Adam's counters of steps.
-
-    While gradients wait, whole, the shards have a `.grad` of zeros that notices when it is cleared: at most
-    another 4 / N.
-    """
     world: World = request.getfixturevalue(f"world{plan.ranks}")
     for found in world.run(held, plan):
-        for when, want in formulas(plan).items():
-            beside = 4 / plan.shards if "quiet" in when else 0
-            assert want - 0.05 <= found[when] <= want + beside + 0.05, (when, want, found)
+        for when, (least, most) in limits(plan).items():
+            assert least <= found[when] <= most, (when, least, most, found)
 
 
 # --- meshes ---------------------------------------------------------------------------------------

@@ -660,7 +660,6 @@ def with_gradients(plan: Plan | None, name: str, edit: str, writeback: bool) -> 
                 )
             if plan is not None or writeback:
                 GRADIENT_EDITS[edit](model)
-        notes |= {f"{fqn} after step {index}": value for fqn, value in gradients_of(model).items()}
         mean_of_squares(model, part(plan, 5, width)).backward()  # adds to what was left
         optimizer.step()
     return notes | tensors_of(model)
@@ -801,10 +800,10 @@ def memory_around(plan: Plan, options: dict[str, Any]) -> tuple[float, float]:
 
 
 def test_each_rank_that_sees_full_parameters_holds_them_once(world2: World) -> None:
-    """To a hundredth, which leaves room for the bias."""
-    for options in ({}, {"writeback": False}, {"offload_to_cpu": True}):
+    """To a hundredth, which leaves room for the bias. To write back, shards are remembered: a half of it."""
+    for options, size in (({}, 1.5), ({"writeback": False}, 1), ({"offload_to_cpu": True}, 1.5)):
         for inside, after in world2.run(memory_around, ZERO3, options):
-            assert inside == pytest.approx(1, abs=0.01), options
+            assert inside == pytest.approx(size, abs=0.01), options
             assert after == 0
     only = {"writeback": False, "rank0_only": True}
     (inside, after), (others_inside, others_after) = world2.run(memory_around, ZERO3, only)

@@ -61,6 +61,9 @@ def register_comm_hook(model: nn.Module, state: Any, hook: Hook) -> None:
     members = sharded_members(model) if isinstance(model, nn.Module) else []
     if not members:
         raise ValueError(f"{_NAME}: there is no sharded module in this {type(model).__name__}.")
+    for member in members:
+        member.schedule.refuse_at_work(_NAME, member.group)
+        member.group.refuse_if_lent(_NAME)
     make = _maker(state, hook)
     reducers = [[make(bucket, m.group) for bucket in m.group.buckets] for m in members]
     for member in members:

@@ -69,8 +69,10 @@ def unsharded(
     full parameters, in place, through ``.data``, by replacing them, or in ``requires_grad``. That holds after
     an exception as well.
 
-    Collective: all ranks must enter it. Costs the memory of the full model (of one group at a time where they
-    are not kept on a device). Forward and backward are refused inside; so is an overlapping ``unsharded``.
+    Collective: all ranks must enter it. Parameters of a group share memory: clone one that is saved alone.
+    Costs the memory of the full model (of one group at a time where ranks do not see it, or on a device from
+    which it is offloaded), and with ``writeback`` that of the shards once more. Forward and backward are
+    refused inside; so is an overlapping ``unsharded``.
 
     Args:
         module: a module with sharded modules in it.

@@ -166,9 +166,9 @@ class FSDPModule:
         """Reduce zeros for parameters without a gradient: for ranks that use different parameters of a
         group.
 
-        All ranks must run the module itself, and let its outputs into the loss. A parameter that no rank
-        has used gets a gradient of zeros. The group then reduces when backward has passed it, not as soon
-        as its gradients are in.
+        All ranks must run the module itself, and gather it in backward: its outputs must enter the loss. A
+        parameter that no rank has used gets a gradient of zeros. The group then reduces at the end of
+        backward, not as soon as its gradients are in.
         """
         _check_bool(
             "set_reduce_scatter_unused_params", "reduce_scatter_unused_params", reduce_scatter_unused_params

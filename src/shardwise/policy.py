@@ -108,7 +108,8 @@ class QuantizedGather:
 
     A quarter of the bytes of float32, half of those of bfloat16. All ranks compute with the same rounded
     weights, off by at most half a scale (the largest magnitude in the block / 127); the shards, which the
-    optimizer updates, stay exact. Blocks go through the flat shard: small parameters may share one.
+    optimizer updates, stay exact. Parameters of fewer than two dims travel as they are. Full parameters that
+    are kept between passes (strategy zero1) are gathered anew in each.
 
     Args:
         block_size: numbers in a block. Smaller is more accurate: 4 bytes of scale each.
@@ -146,7 +147,8 @@ class QuantizedReduction:
     """Gradients travel as int8 with a scale a block, and are summed in float32. For register_comm_hook.
 
     A quarter of the bytes of float32. Rounding is at most half a scale a rank (the largest magnitude in the
-    block / 127). A block with an infinity or NaN comes out as NaN.
+    block / 127). A block with an infinity or NaN comes out as NaN. Gradients of parameters of fewer than two
+    dims travel as they are.
 
     Args:
         block_size: numbers in a block.

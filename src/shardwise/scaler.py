@@ -1,9 +1,8 @@
 """Loss scaling for models whose gradients are spread in several ways.
 
-torch's own ``torch.amp.GradScaler`` is right where all parameters lie on one mesh. Where they do not (a
-replicated block beside sharded ones, experts, parameters that are not sharded at all), it looks for
-infinities as the first gradient of its list is placed: one on another rank's shard may be seen there alone,
-and the ranks go on with different weights.
+torch's own ``torch.amp.GradScaler`` looks for infinities as the first gradient of its list is placed. Where
+that is replicated (a scalar, a block under ``ddp``, a parameter that is not sharded) and others are not, an
+infinity on another rank's shard is seen there alone, and the ranks go on with different weights.
 """
 
 from typing import Any
@@ -13,14 +12,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.runtime import compat
+from shardwise.runtime.deferred import DeferredGradient
 from shardwise.runtime.mesh import Axis, highest_over
 
 
 class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` whose infinities are seen by all ranks, however gradients are placed.
 
-    Arguments and use are those of torch's. Costs one maximum over the ranks for each mesh dimension, of one
-    number a device; all ranks must call ``step`` (or ``unscale_``) together.
+    Arguments and use are those of torch's. Costs an all-reduce of one number for each mesh dimension, and one
+    more for all but one of them; all ranks must call ``step`` (or ``unscale_``) together.
 
     Example::
 
@@ -51,6 +51,11 @@ class GradScaler(torch.amp.GradScaler):
 
 def _values(gradient: Tensor, allow_fp16: bool) -> Tensor:
     """The numbers of a gradient that this rank holds."""
+    if isinstance(gradient, DeferredGradient) and not gradient.mark.is_zeroed:
+        raise RuntimeError(
+            "GradScaler: gradients of backwards without synchronisation wait to be reduced, so that .grad "
+            "does not show them. Run the last backward outside no_sync() before step() or unscale_()."
+        )
     if not allow_fp16 and gradient.dtype is torch.float16:
         raise ValueError("Attempting to unscale FP16 gradients.")  # torch's words
     local = compat.plain(gradient)

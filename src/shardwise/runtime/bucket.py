@@ -31,7 +31,7 @@ from shardwise.runtime.comm_hook import AllReduce, Reducer
 from shardwise.runtime.layout import ALIGNMENT, Entry, Layout, plan_layout
 from shardwise.runtime.mesh import Axis, ShardMesh
 from shardwise.runtime.param import Param
-from shardwise.runtime.quantized import Int8Gather
+from shardwise.runtime.quantized import Int8Gather, QuantizedExchange, QuantizedSum
 from shardwise.runtime.reduction import NO_REPLICAS, Destination, Hook, Reduction, Replicas
 from shardwise.runtime.streams import Finish, Lane, Lanes, nothing
 
@@ -212,6 +212,9 @@ class Bucket:
         is_pinned = self.storage.is_pinned and device.type == "cpu"
         self.shard = FlatShard(self.stored, self.mesh.shard.rank, device, is_pinned=is_pinned)
         self._reduce = Reduce(self._reduce_comm, self.reduced, self.mesh.device)
+        for each in (self._reduce_comm, self._sum_over_replicas):
+            if isinstance(each, (QuantizedExchange, QuantizedSum)):
+                each.plan_for(self.reduced)
         self._home = Destination(self.kept, self.storage.device, self.storage.is_pinned)
         self._gradient_places = local_places(self.kept, self.mesh.shard.rank)
         self._kept_dtypes = {place.dtype for place in self._gradient_places}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.runtime.collectives import Communicator, all_reduce, divided_before, make_communicator
-from shardwise.runtime.quantized import Feedback, QuantizedExchange, quantized_all_reduce
+from shardwise.runtime.quantized import Feedback, QuantizedExchange, QuantizedSum
 from shardwise.runtime.streams import Finish, nothing
 
 AllReduce = Callable[[Sequence[Tensor], bool], Finish]
@@ -165,16 +165,18 @@ class _LowPrecisionScatter:
         raise NotImplementedError
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
-        """Cast, sum, cast back."""
-        sources = [source.to(self._dtype) for source in _within_range(inputs, self._dtype, divisor)]
-        left = divisor / _range_factor(self._dtype, divisor)
+        """Cast, sum, cast back, divide. Numbers that go into a sum of float16 are divided before the cast."""
+        before = divided_before([source.new_empty(0, dtype=self._dtype) for source in inputs[:1]], divisor)[1]
+        sources = [(s if before == 1.0 else s / before).to(self._dtype) for s in inputs]
         results = [torch.empty_like(output, dtype=self._dtype) for output in outputs]
-        wait = self._plain.reduce_scatter(results, sources, left)
+        wait = self._plain.reduce_scatter(results, sources, 1.0)
 
         def finish() -> None:
             wait()
             for output, result in zip(outputs, results, strict=True):
                 output.copy_(result)
+                if divisor != before:
+                    output.div_(divisor / before)
 
         return finish
 
@@ -198,16 +200,7 @@ class Quantized:
         """An exchange and a gather of them."""
         if pg is None or pg.size() == 1:
             return None
-        return partial(quantized_all_reduce, pg, device, self._block_size, self._feedback())
+        return QuantizedSum(pg, device, self._block_size, self._feedback())
 
     def _feedback(self) -> Feedback | None:
         return Feedback() if self._has_feedback else None
-
-
-def _range_factor(dtype: torch.dtype, divisor: float) -> float:
-    return divided_before([torch.empty(0, dtype=dtype)], divisor)[1]
-
-
-def _within_range(inputs: Sequence[Tensor], dtype: torch.dtype, divisor: float) -> Sequence[Tensor]:
-    factor = _range_factor(dtype, divisor)
-    return inputs if factor == 1.0 else [source / factor for source in inputs]

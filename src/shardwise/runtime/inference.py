@@ -1,14 +1,17 @@
 """Which groups stay gathered between the forwards of ``inference()``, and what ranks owe each other then.
 
 Groups that are kept need no communication. The others are gathered in each forward, by all ranks together; a
-rank that runs fewer forwards has to gather along. So before each forward the ranks agree whether anybody is
-still at it, and who has left plays the gathers of a forward, as the last one went, for the others:
+rank that runs fewer forwards has to gather along. So before each forward the ranks tell each other whether
+they run one or have left; while somebody has left, those that run announce each gather before they begin it:
 
-    rank 0    forward    forward    leaves    plays    agrees that all have left
-    rank 1    forward    forward    forward   leaves   agrees that all have left
+    rank 0    runs    runs, announces a, b    has left           all have left
+    rank 1    runs    has left, plays a, b    has left           all have left
+
+A forward that fails on one rank, while nobody has left yet, has gathers to come that the others do not
+announce: that rank plays them as the last forward went.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,20 +20,19 @@ from shardwise.runtime.mesh import Axis, highest_over
 
 
 class Inference:
-    """State of one ``inference()``: ``kept`` groups, and the gathers of the others."""
+    """State of one ``inference()``. ``kept`` groups stay; ``order``: how a forward goes through all."""
 
-    def __init__(self, groups: Sequence[Group], kept: set[Group], device: torch.device) -> None:
+    def __init__(
+        self, groups: Sequence[Group], entered: Sequence[Group], kept: set[Group], order: Sequence[Group]
+    ) -> None:
         self.kept = kept
-        self._device = device
-        self._streamed = [group for group in groups if group not in kept]
-        self._axes = axes_of(groups)
-        self._plan = self._streamed  # the order in which the groups stand in the model, until a forward tells
+        self._all = list(groups)
+        self._axes = axes_of(entered)
+        self._device = groups[0].device
+        self._communicates = any(group not in kept for group in entered)
+        self._plan = [group for group in order if group not in kept]
         self._issued: list[Group] | None = None  # by the forward that runs, or failed
-
-    @property
-    def communicates(self) -> bool:
-        """True if forwards gather anything."""
-        return bool(self._streamed)
+        self._announces = False
 
     def check_weights(self) -> None:
         """Refuse to go on with full parameters whose shards have changed, as far as versions tell."""
@@ -44,33 +46,54 @@ class Inference:
     def begin_forward(self) -> None:
         """This rank is about to run one."""
         self._issued = []
-        if self.communicates:
-            self.somebody_runs(True)
+        if self._communicates:
+            _, self._announces = self._tell(runs=True)
 
     def note(self, group: Group) -> None:
-        """A group is being gathered."""
+        """A group is about to be gathered."""
         if self._issued is not None and group not in self.kept:
             self._issued.append(group)
+            if self._announces:
+                self._announce(self._all.index(group) + 1)
 
     def end_forward(self) -> None:
         """The running forward has ended, and tells how the next will go."""
         if self._issued is not None:
             self._plan, self._issued = self._issued, None
+            if self._announces:
+                self._announce(0)
 
-    def owed(self) -> list[Group]:
-        """What a forward that failed had yet to gather, and the other ranks wait for."""
+    def make_good(self, gather: Callable[[Sequence[Group]], None]) -> None:
+        """Gather what a forward that failed had yet to gather, and the other ranks wait for."""
         issued, self._issued = self._issued, None
-        return [] if issued is None else self._plan[len(issued) :]
+        if issued is None or not self._communicates:
+            return
+        if self._announces:
+            self._follow(gather)
+        else:
+            gather(self._plan[len(issued) :])
 
-    def gathers_of_others(self) -> list[Group] | None:
-        """What another rank's forward gathers now; None if all have left."""
-        return self._plan if self.communicates and self.somebody_runs(False) else None
+    def serve(self, gather: Callable[[Sequence[Group]], None]) -> None:
+        """Take part in the gathers of other ranks until all have left."""
+        while self._communicates and self._tell(runs=False)[0]:
+            self._follow(gather)
 
-    def somebody_runs(self, is_running: bool) -> bool:
-        """Whether any rank is about to run a forward. Collective: each rank asks once a forward."""
-        flag = torch.tensor([is_running], dtype=torch.int32, device=self._device)
-        highest_over(flag, self._axes)
-        return bool(flag.item())
+    def _follow(self, gather: Callable[[Sequence[Group]], None]) -> None:
+        while (place := self._announce(0)) > 0:
+            gather([self._all[place - 1]])
+
+    def _tell(self, runs: bool) -> tuple[bool, bool]:
+        """Whether any rank is about to run a forward, and whether any has left."""
+        flags = torch.tensor([runs, not runs], dtype=torch.int32, device=self._device)
+        highest_over(flags, self._axes)
+        somebody_runs, somebody_left = flags.tolist()
+        return bool(somebody_runs), bool(somebody_left)
+
+    def _announce(self, place: int) -> int:
+        """What those that run a forward gather next, by its place, or 0 when they have ended."""
+        places = torch.tensor([place], dtype=torch.int32, device=self._device)
+        highest_over(places, self._axes)
+        return int(places.item())
 
 
 def axes_of(groups: Sequence[Group]) -> list[Axis]:

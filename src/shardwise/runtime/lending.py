@@ -63,101 +63,148 @@ def check_can_lend(group: Group, terms: Terms) -> None:
         )
 
 
+@dataclass(eq=False)
+class _Loan:
+    """One parameter: the full one, and what it and its shard were when the caller got it."""
+
+    param: Param
+    bucket: Bucket
+    slot: Slot
+    full: nn.Parameter
+    version: int
+    gradient: Tensor | None
+    gradient_version: int
+    shard_before: Tensor | None  # None: nothing is written back
+    shard_gradient_before: Tensor | None
+
+    def part(self, whole: Tensor) -> Tensor:
+        """What this rank keeps of a full tensor."""
+        return part_of(self.param.content_in(whole.detach()), self.slot, self.bucket.mesh.shard.rank)
+
+    def settle(self, new: Tensor | str | None, with_gradients: bool) -> list[str]:
+        """Bring into the shard what was changed; what could not be is returned, in words."""
+        if self.shard_before is None:
+            return []
+        if not isinstance(new, Tensor):
+            return [
+                new or f"{self.param.fqn}: it was removed. Put it back, or change modules before fully_shard."
+            ]
+        problems = self._settle_value(new)
+        if new.requires_grad != self.param.sharded.requires_grad:
+            self.param.sharded.requires_grad_(new.requires_grad)
+        if with_gradients:
+            problems += self._settle_gradient(new.grad)
+        elif new.grad is not None:
+            problems.append(
+                f"{self.param.fqn}: .grad of its full parameter was set, and is lost. Pass with_grads=True "
+                "to keep it, or run backward outside."
+            )
+        return problems
+
+    def _settle_value(self, new: Tensor) -> list[str]:
+        assert self.shard_before is not None
+        local = self.param.local
+        part = self.part(new).to(local.device)
+        # Counted changes are those of all ranks, whoever keeps the rows: all shards count them then, and a
+        # backward that needs the old values fails on all ranks. Changes through .data are found by content.
+        is_changed = (
+            new is not self.full or new._version != self.version or not _same(part, self.shard_before)
+        )
+        if not is_changed:
+            return []
+        if not _same(local, self.shard_before):
+            return [
+                f"{self.param.fqn}: its shard was changed inside, by an optimizer perhaps, and its full "
+                "parameter as well. The shard's change stays. Change one of them only."
+            ]
+        local.copy_(part)
+        return []
+
+    def _settle_gradient(self, new: Tensor | None) -> list[str]:
+        is_same = new is self.gradient and (new is None or new._version == self.gradient_version)
+        if is_same:
+            return []
+        if self.param.sharded.grad is not self.shard_gradient_before:
+            return [
+                f"{self.param.fqn}: .grad of its shard was replaced inside, by zero_grad() of an optimizer "
+                "perhaps, and that of its full parameter was changed as well. The shard's stays."
+            ]
+        self.param.set_gradient(None if new is None else self.part(new))
+        return []
+
+
 class Lent:
     """The parameters of one group, from ``__init__`` to ``take_back``."""
 
     def __init__(self, group: Group, terms: Terms) -> None:
         self._group = group
         self._terms = terms
-        self._fulls: list[nn.Parameter | None] = []
+        self._loans: list[_Loan] = []
         group.lend()
         try:
             with torch.no_grad(), torch.inference_mode(False):
                 for bucket in group.buckets:
-                    self._fulls += self._make_fulls(bucket)
+                    self._loans += self._lend(bucket)
         except BaseException:
             group.take_back()
             raise
         # An entry that is deleted and comes back would come last in parameters().
         self._orders = {s.module: list(s.module._parameters) for p in group.params for s in p.sites}
-        self._versions = [None if full is None else full._version for full in self._fulls]
-        for param, full in zip(group.params, self._fulls, strict=True):
-            if full is not None:
-                _register(param, full)
+        for loan in self._loans:
+            _register(loan.param, loan.full)
         group.refresh_flat_weights()
 
-    def _make_fulls(self, bucket: Bucket) -> Iterator[nn.Parameter | None]:
+    def _lend(self, bucket: Bucket) -> Iterator[_Loan]:
         values = gather_whole(bucket, bucket.shard.bytes, bucket.stored)
         gradients: list[Tensor | None] = [None] * len(values)
         if self._terms.with_gradients:
             gradients = _whole_gradients(bucket)
-        for param, value, gradient in zip(bucket.params, values, gradients, strict=True):
-            if not self._terms.is_shown:
-                yield None
-                continue
+        if not self._terms.is_shown:
+            return
+        rows = zip(bucket.params, bucket.stored.slots, values, gradients, strict=True)
+        for param, slot, value, gradient in rows:
             full = param.as_original(self._landed(value))
             vars(full).update(param.attributes)
             if gradient is not None:
                 compat.set_grad_dtype(full, gradient.dtype)
                 full.grad = param.as_original(self._landed(gradient)).detach()
-            yield full
+            own = full.grad
+            yield _Loan(
+                param,
+                bucket,
+                slot,
+                full,
+                full._version,
+                own,
+                0 if own is None else own._version,
+                param.local.detach().clone() if self._terms.writes_back else None,
+                param.sharded.grad,
+            )
 
     def _landed(self, tensor: Tensor) -> Tensor:
         return tensor.cpu() if self._terms.to_host else tensor
 
     def take_back(self) -> list[str]:
-        """Put the shards back, and into them what was changed; what could not be is returned, in words."""
-        found = [
-            None if full is None else _found_instead_of(full, param)
-            for param, full in zip(self._group.params, self._fulls, strict=True)
-        ]
-        for param in self._group.params:
-            _register(param, param.sharded)
+        """Put the shards back, and into them what was changed; what could not be is returned, in words.
+
+        Never raises: the shards of other groups have to come back as well.
+        """
+        found = [_found_instead_of(loan.full, loan.param) for loan in self._loans]
+        for loan in self._loans:
+            _register(loan.param, loan.param.sharded)
         for module, names in self._orders.items():
             _reorder(module._parameters, names)
         self._group.refresh_flat_weights()
         self._group.take_back()
         problems: list[str] = []
         with torch.no_grad(), torch.inference_mode(False):
-            for param, full, version, new, (bucket, slot) in zip(
-                self._group.params, self._fulls, self._versions, found, _places(self._group), strict=True
-            ):
-                if full is not None:
-                    is_changed = new is not full or full._version != version
-                    problems += self._settle(param, new, is_changed, bucket, slot)
-                    give_up_full(full, param.fqn)
+            for loan, new in zip(self._loans, found, strict=True):
+                try:
+                    problems += loan.settle(new, self._terms.with_gradients)
+                except Exception as error:
+                    problems.append(f"{loan.param.fqn}: {error}")
+                give_up_full(loan.full, loan.param.fqn)
         return problems
-
-    def _settle(
-        self, param: Param, new: Tensor | str | None, is_changed: bool, bucket: Bucket, slot: Slot
-    ) -> list[str]:
-        if not self._terms.with_gradients and isinstance(new, Tensor) and new.grad is not None:
-            return [
-                f"{param.fqn}: .grad of its full parameter was set, and is lost. Pass with_grads=True and "
-                "writeback=True to keep it, or run backward outside."
-            ]
-        if not self._terms.writes_back:
-            return []
-        if not isinstance(new, Tensor):
-            return [new or f"{param.fqn}: it was removed. Put it back, or change modules before fully_shard."]
-        _write(part_of(param.content_in(new.detach()), slot, bucket.mesh.shard.rank), param.local, is_changed)
-        if new.requires_grad != param.sharded.requires_grad:
-            param.sharded.requires_grad_(new.requires_grad)
-        if self._terms.with_gradients:
-            self._write_gradient(param, new.grad, bucket, slot)
-        return []
-
-    def _write_gradient(self, param: Param, gradient: Tensor | None, bucket: Bucket, slot: Slot) -> None:
-        sharded = param.sharded
-        if gradient is None:
-            sharded.grad = None
-            return
-        part = part_of(param.content_in(gradient), slot, bucket.mesh.shard.rank)
-        if sharded.grad is None:
-            local = torch.empty(part.shape, dtype=param.precision.kept, device=param.local.device)
-            param.add_gradient(local.copy_(part))
-        else:
-            _write(part, compat.local_tensor(sharded.grad), True)
 
 
 def gather_whole(bucket: Bucket, flat: Tensor, layout: Layout) -> list[Tensor]:
@@ -200,12 +247,6 @@ def _whole_gradients(bucket: Bucket) -> list[Tensor | None]:
     return [full if there else None for full, there in zip(fulls, is_there.tolist(), strict=True)]
 
 
-def _places(group: Group) -> Iterator[tuple[Bucket, Slot]]:
-    for bucket in group.buckets:
-        for slot in bucket.stored.slots:
-            yield bucket, slot
-
-
 def _register(param: Param, tensor: nn.Parameter) -> None:
     for site in param.sites:
         site.module._parameters[site.name] = tensor
@@ -233,6 +274,11 @@ def _found_instead_of(full: nn.Parameter, param: Param) -> Tensor | str | None:
 
 def _fitting(tensor: Tensor, param: Param) -> Tensor | str:
     wanted = tuple(param.sharded.shape)
+    if tensor.dtype != param.sharded.dtype or tensor.is_meta:
+        return (
+            f"{param.fqn}: what stands in its place is of {tensor.dtype} on {tensor.device}, where "
+            f"{param.sharded.dtype} with values is expected. Convert the model outside, with .to()."
+        )
     is_alike = isinstance(tensor, DTensor) == param.is_tensor_parallel
     if tuple(tensor.shape) == wanted and is_alike:
         return tensor
@@ -242,15 +288,9 @@ def _fitting(tensor: Tensor, param: Param) -> Tensor | str:
     )
 
 
-def _write(source: Tensor, target: Tensor, is_changed: bool) -> None:
-    """Copy where something has changed: a change in place between forward and backward is an error there.
-
-    ``is_changed``: the full tensor was, perhaps in parts of other ranks, which will all fail in backward
-    then. Changes through ``.data`` are not counted, and found by content.
-    """
-    source = source.to(target.device, target.dtype)
-    if is_changed or not torch.equal(_bits(source), _bits(target)):
-        target.copy_(source)
+def _same(left: Tensor, right: Tensor) -> bool:
+    """Bit for bit."""
+    return left.dtype == right.dtype and torch.equal(_bits(left), _bits(right))
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -370,6 +370,14 @@ class Param:
             for post in list(hooks.values()) if hooks else ():
                 post(sharded)
 
+    def set_gradient(self, local: Tensor | None) -> None:
+        """Have ``.grad`` be ``local``, without running anybody's hooks."""
+        if local is None:
+            self.sharded.grad = None
+            return
+        own = torch.empty(self.local.shape, dtype=self.precision.kept, device=self.local.device)
+        self.sharded.grad = compat.make_dtensor(own.copy_(local), self._gradient_spec)
+
     def defer_gradient(self, full: Tensor | None) -> None:
         """Leave the gradient ``full`` unreduced, and have ``.grad`` notice whether it is cleared.
 

@@ -90,6 +90,11 @@ class Order:
                 self._cursor = (later or places)[0] + 1
                 self._is_followed = True
 
+    @property
+    def planned(self) -> list[Group]:
+        """The whole sequence that is expected."""
+        return self._planned
+
     def upcoming(self, count: int) -> list[Group]:
         """The next groups of the plan; none if it is not being followed."""
         return self._planned[self._cursor : self._cursor + count] if self._is_followed else []
@@ -328,14 +333,18 @@ class Schedule:
             raise RuntimeError(
                 f"{caller}: {group.name} is part of a model whose "
                 f"{'backward' if is_in_backward else 'forward'} is running, and that needs its parameters "
-                "and gradients as they are. Enter the context before it."
+                "and gradients as they are. Call it before."
             )
+        self._recover()
+        for each in self.groups:
+            each.drop_cleared()
 
     def free_between_passes(self, group: Group, caller: str) -> None:
         """Have nothing of ``group`` gathered, for ``caller`` to change it."""
         if self._inference is not None:
             raise RuntimeError(f"{caller}: {group.name} is kept gathered by inference(). Leave that first.")
         self._prepare()
+        self.post_optim_event = None  # recorded before what the caller is about to do
         self._lanes.gather.follow_compute()
         self._release(group)
 
@@ -354,14 +363,15 @@ class Schedule:
                 kept.append(group)
                 taken += group.gathered_bytes
         self._lanes.gather.follow_compute()
-        for group in groups:
+        for group in self.groups:
             self._release(group)  # what was kept from before may be stale
         for group in kept:
             self._gather(group)
         for group in kept:
             group.wait()
             group.hide()
-        self._inference = Inference(groups, set(kept), self._device)
+        order = self._forward_order.planned or self.groups
+        self._inference = Inference(self.groups, groups, set(kept), order)
         return taken
 
     def end_inference(self) -> None:
@@ -372,15 +382,21 @@ class Schedule:
             for group in inference.kept:
                 stack.callback(self._release, group)
             stack.callback(setattr, self, "_inference", None)
-            self._play(inference.owed())
-            while (gathers := inference.gathers_of_others()) is not None:
-                self._play(gathers)
+            inference.make_good(self._play)
+            inference.serve(self._play)
 
     def _play(self, groups: Sequence[Group]) -> None:
-        """Gather for the sake of other ranks."""
-        for group in groups:
-            self._gather(group)
-            self._release(group)
+        """Gather for the sake of other ranks; all at once, since they may go in another order."""
+        pending: list[Group] = []
+        for group in [*groups, None]:
+            if group is None or group in pending:  # it is gathered once more
+                for each in pending:
+                    each.wait()
+                    each.reshard()
+                pending.clear()
+            if group is not None:
+                group.unshard()
+                pending.append(group)
 
     # --- forward ----------------------------------------------------------------------------------
 
@@ -450,8 +466,8 @@ class Schedule:
         if self._inference is None:
             self._free_stale([group for group in self.groups if group.state is State.GATHERED])
         else:
+            self._inference.make_good(self._play)
             self._inference.check_weights()
-            self._play(self._inference.owed())
             self._inference.begin_forward()
         # The optimizer may just have written the shards that gathers are going to read.
         event, self.post_optim_event = self.post_optim_event, None
@@ -632,7 +648,8 @@ class Schedule:
         del session.active[group]
         if group.may_be_unused:
             return  # it goes with the group around it
-        has_gradients = group.gradient_state is GradientState.PENDING or group.zeros_for_unused
+        # Groups that join with zeros do so at the end of backward, in an order that all ranks have in common.
+        has_gradients = group.gradient_state is GradientState.PENDING and not group.zeros_for_unused
         if has_gradients and group.requires_gradient_sync and group.is_trainable:
             first = self._first_enter.get(group)
             if first is not None and first > clock:
