@@ -13,10 +13,11 @@ the processes here) and sends P / ranks more among hosts, 2 (H - 1) / H of it.
 
 How: one launch; every strategy trains the same GPT from the same seed, in turn. Held: bytes of all storages
 of live tensors, found by the garbage collector, not asked of the library; parameters at the end of forward,
-gradients at the end of a backward inside `no_sync` for ddp and zero1 (whole, as they add up over
-microbatches) and of an ordinary one for the others, Adam's state after the step. The batch is one short
-sequence, so that activations do not count. Sent: bytes through the loopback interface over some steps,
-as the kernel counts them, headers included, divided by ranks.
+gradients after a backward, Adam's state after the step. The batch is one short sequence, so that activations
+do not count. The paper's zero1 holds whole gradients, and so do ddp and zero1 here where microbatches add up
+in `no_sync`: theirs are measured there. (In an ordinary backward zero1 holds 1 / N of them, as zero2 does.)
+Sent: bytes through the loopback interface over some steps, as the kernel counts them, headers included,
+divided by ranks.
 
 Refuted by: a column off its formula by more than 5 % and a block (of 3 MB here: buffers of groups in flight).
 

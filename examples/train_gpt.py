@@ -280,6 +280,15 @@ def import_sharding(settings: argparse.Namespace) -> Callable:
     return shard_by_hand if settings.peer == "torch" else shard_by_name
 
 
+def import_fully_shard(peer: str) -> Callable:
+    """The same choice, for examples that call fully_shard on each module themselves."""
+    if peer == "torch":
+        from torch.distributed.fsdp import fully_shard
+    else:
+        from shardwise import fully_shard
+    return fully_shard
+
+
 def start_processes(device: torch.device) -> None:
     """Join the processes that torchrun started, or be the only one."""
     if device.type == "cuda":

@@ -46,7 +46,7 @@ class Plan:
             return Layout((self.hosts, self.ranks // self.hosts))
         return Layout((self.ranks,), ("data",), ("data",))
 
-    def shard(self, model: nn.Module, **options: Any) -> nn.Module:
+    def shard(self, model: nn.Module, **options: Any) -> Any:
         return shardwise.shard_model(model, strategy=self.strategy, mesh=self.layout.mesh(), **options)
 
 

@@ -142,7 +142,7 @@ def checkpointed(plan: Plan | None, reentrant: bool) -> dict[str, Any]:
     return gradients_of(model)
 
 
-@by_four
+@pytest.mark.parametrize("plan", [Plan("zero2", 4), Plan("zero3", 4), Plan("hybrid", 4, 2)], ids=str)
 def test_recomputed_blocks_accumulate_as_plainly(world4: World, plan: Plan) -> None:
     for reentrant in (True, False):
         assert_all_same(world4.run(checkpointed, plan, reentrant), checkpointed(None, reentrant))

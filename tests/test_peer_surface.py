@@ -33,6 +33,23 @@ LEFT_OUT: dict[str, str] = {}
 # What we have and no peer exports, each with the reason.
 BEYOND: dict[str, str] = {
     "CommPolicy": "how parameters travel",
+    "GradScaler": "the peer leaves it to torch.amp, which mixtures of meshes mislead",
+    "LowPrecisionReduction": "for register_comm_hook",
+    "QuantizedGather": "for CommPolicy",
+    "QuantizedReduction": "for register_comm_hook",
+    "WrapBySize": "for shard_model, as the next four",
+    "WrapClasses": "for shard_model",
+    "WrapRecursively": "for shard_model",
+    "WrapRepeated": "for shard_model",
+    "WrapWhere": "for shard_model",
+    "clip_grad_norm_": "a method of FSDP1's",
+    "explain": "the groups as a table",
+    "grad_norms_by_module": "beside clip_grad_norm_",
+    "inference": "the peer gathers in each forward",
+    "no_sync": "a method of FSDP1's and DDP's",
+    "register_comm_hook": "a method of FSDP1's and DDP's",
+    "shard_model": "strategies and wrapping, as FSDP1's constructor",
+    "unsharded": "FSDP1's summon_full_params",
     "ShardPlacementResult": "the peer takes one of these from shard_placement_fn, and exports no name for it",
     "offload_optimizer_state": "the optimizer's state alone in host memory, which the peer has no call for",
 }

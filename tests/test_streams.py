@@ -250,18 +250,16 @@ def tell(log: list[str], what: str, thing: Any) -> None:
 
 
 @pytest.fixture
-def replicas(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Replicas:
+def replicas(log: list[str]) -> Replicas:
     """Others to sum over: the sums double."""
 
-    def all_reduce(pg: Any, tensors: Sequence[torch.Tensor], is_async: bool) -> Callable[[], None]:
+    def sum_up(tensors: Sequence[torch.Tensor], is_async: bool) -> Callable[[], None]:
         log.append(f"sum over replicas starts {'beside the computation' if is_async else 'on the lane'}")
         for tensor in tensors:
             tensor.mul_(2)
         return lambda: log.append("sum over replicas ends")
 
-    monkeypatch.setattr(reduction, "all_reduce", all_reduce)
-    pg: Any = "the other replicas"
-    return Replicas(pg, None, lambda _: log.append("hook"))
+    return Replicas(frozenset({0}), sum_up, hook=lambda _: log.append("hook"))
 
 
 def reduction_of(
@@ -398,7 +396,7 @@ def test_earlier_sums_join_before_the_replicas_and_the_hook_sees_what_comes_out(
         seen.append(part[0].item())
         part.add_(1)
 
-    made = reduction_of(log, Lanes(CPU), Replicas(replicas.pg, earlier, hook))
+    made = reduction_of(log, Lanes(CPU), Replicas(replicas.summed, replicas.sum_up, earlier, hook))
     made.finish()
     assert seen == [2 * (0.5 + 3)]
     assert torch.equal(typed_stretch(made.output, 0, 16, torch.float32), torch.full((4,), 8.0))

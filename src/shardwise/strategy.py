@@ -97,23 +97,24 @@ def shard_model(
 ) -> _ModuleT:
     """Shard a model by a named strategy: its blocks first, then what is left.
 
-    Every strategy gives the same training and the same checkpoint. They differ in what each of N ranks holds
-    and sends. With P bytes of parameters, G of gradients and S of optimizer state, and a backward for each
-    optimizer step:
+    From equal weights on all ranks (nothing is broadcast), every strategy gives the same training and the
+    same checkpoint. They differ in what each of N ranks holds and sends. With P bytes of parameters, G of
+    gradients and S of optimizer state, and a backward for each optimizer step:
 
     ================  =======================  ==============================================
     strategy          bytes held               bytes sent, times (N - 1) / N
     ================  =======================  ==============================================
     ``ddp``           P + G + S                2 G: all-reduce
-    ``zero1``         P + G + (P + S) / N      P + G: gather once a step, reduce-scatter
-    ``zero2``         P + (P + G + S) / N      P + G a backward
+    ``zero1``         P + (P + G + S) / N      P + G: gather once a step, reduce-scatter
+    ``zero2``         P + (P + G + S) / N      P + G a backward; P only from forward to backward
     ``zero3``         (P + G + S) / N          2 P + G a backward: gathered for forward and backward
     ``hybrid``        as ``zero3`` with the ranks of a host for N; and an all-reduce of G / N among hosts
     ``hybrid_zero2``  as ``zero2``, likewise
     ================  =======================  ==============================================
 
-    ``zero1`` and ``zero2`` keep their shards beside the full parameters. The gradients of ``ddp`` and
-    ``zero1`` are whole where several microbatches add up in :func:`no_sync`, with one reduction a step.
+    ``zero1`` and ``zero2`` keep their shards beside the full parameters. Inside :func:`no_sync` gradients are
+    whole under every strategy, and reduced once a step; ``zero1`` is made for that: its microbatches share
+    one gather as well.
 
     Args:
         model: not sharded itself. Modules inside it that are sharded already are left as they are.
@@ -175,7 +176,7 @@ def shard_model(
     plan = _Plan(options, overrides, model, blocks)
     own = _own_modules(model, blocks)
     _rehearse(model, own, plan, ids)
-    _warn_of_large_root(model, own, ids)
+    _warn_of_large_root(model, own, {id(param) for param in ignored})
     groups = [[block] for block in blocks]
     if bucket_cap_mb is not None:
         groups = merged(model, blocks, ids, _cap_in_bytes(bucket_cap_mb), plan.key)
@@ -462,7 +463,7 @@ def _warn_of_large_root(model: nn.Module, own: dict[nn.Module, list[nn.Module]],
                 owners.setdefault(param, []).append(owner)
     names = {param: name for name, param in model.named_parameters()}
     kept = {names[p]: p.numel() for p, found in owners.items() if found[0] is model or len(found) > 1}
-    total = sum(param.numel() for param in owners)
+    total = sum(param.numel() for param in model.parameters() if id(param) not in ignored)
     if 2 * sum(kept.values()) <= total:
         return
     largest = sorted(kept, key=lambda name: -kept[name])[:3]

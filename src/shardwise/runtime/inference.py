@@ -2,7 +2,8 @@
 
 Groups that are kept need no communication. The others are gathered in each forward, by all ranks together; a
 rank that runs fewer forwards has to gather along. So before each forward the ranks tell each other whether
-they run one or have left; while somebody has left, those that run announce each gather before they begin it:
+they run one or have left; while somebody has left, those that run announce each gather before they begin it,
+as they do in their first forward:
 
     rank 0    runs    runs, announces a, b    has left           all have left
     rank 1    runs    has left, plays a, b    has left           all have left
@@ -20,17 +21,15 @@ from shardwise.runtime.mesh import Axis, highest_over
 
 
 class Inference:
-    """State of one ``inference()``. ``kept`` groups stay; ``order``: how a forward goes through all."""
+    """State of one ``inference()`` of ``entered``, some of all ``groups``. Those that are ``kept`` stay."""
 
-    def __init__(
-        self, groups: Sequence[Group], entered: Sequence[Group], kept: set[Group], order: Sequence[Group]
-    ) -> None:
+    def __init__(self, groups: Sequence[Group], entered: Sequence[Group], kept: set[Group]) -> None:
         self.kept = kept
         self._all = list(groups)
         self._axes = axes_of(entered)
         self._device = groups[0].device
         self._communicates = any(group not in kept for group in entered)
-        self._plan = [group for group in order if group not in kept]
+        self._plan: list[Group] | None = None  # as the last forward went
         self._issued: list[Group] | None = None  # by the forward that runs, or failed
         self._announces = False
 
@@ -70,7 +69,7 @@ class Inference:
             return
         if self._announces:
             self._follow(gather)
-        else:
+        elif self._plan is not None:
             gather(self._plan[len(issued) :])
 
     def serve(self, gather: Callable[[Sequence[Group]], None]) -> None:
@@ -83,11 +82,12 @@ class Inference:
             gather([self._all[place - 1]])
 
     def _tell(self, runs: bool) -> tuple[bool, bool]:
-        """Whether any rank is about to run a forward, and whether any has left."""
-        flags = torch.tensor([runs, not runs], dtype=torch.int32, device=self._device)
+        """Whether any rank is about to run a forward, and whether gathers have to be announced in it."""
+        asks = not runs or self._plan is None
+        flags = torch.tensor([runs, asks], dtype=torch.int32, device=self._device)
         highest_over(flags, self._axes)
-        somebody_runs, somebody_left = flags.tolist()
-        return bool(somebody_runs), bool(somebody_left)
+        somebody_runs, somebody_asks = flags.tolist()
+        return bool(somebody_runs), bool(somebody_asks)
 
     def _announce(self, place: int) -> int:
         """What those that run a forward gather next, by its place, or 0 when they have ended."""

@@ -6,8 +6,8 @@
     message     | int8 of all numbers | padding to 4 bytes | scales |      1.016 bytes a number
 
 Parameters of fewer than two dims travel as they are: few bytes, in which small numbers often matter. A block
-with an infinity or NaN has a scale that is no number either, and comes out as NaN: overflow is not hidden from
-loss scaling and clipping.
+with an infinity or NaN has a scale that is no number either, and comes out as NaN: overflow is not hidden
+from loss scaling and clipping.
 
 Source of block quantisation in sharded training: Wang et al., "ZeRO++: Extremely Efficient Collective
 Communication for Giant Model Training", 2023 (https://arxiv.org/abs/2306.10209); of error feedback: Seide et

@@ -90,11 +90,6 @@ class Order:
                 self._cursor = (later or places)[0] + 1
                 self._is_followed = True
 
-    @property
-    def planned(self) -> list[Group]:
-        """The whole sequence that is expected."""
-        return self._planned
-
     def upcoming(self, count: int) -> list[Group]:
         """The next groups of the plan; none if it is not being followed."""
         return self._planned[self._cursor : self._cursor + count] if self._is_followed else []
@@ -370,8 +365,7 @@ class Schedule:
         for group in kept:
             group.wait()
             group.hide()
-        order = self._forward_order.planned or self.groups
-        self._inference = Inference(self.groups, groups, set(kept), order)
+        self._inference = Inference(self.groups, groups, set(kept))
         return taken
 
     def end_inference(self) -> None:
