@@ -755,3 +755,33 @@ def copied_after() -> tuple[Tensor, Tensor]:
 def test_a_copy_made_after_it_runs_on_its_own(world2: World) -> None:
     for want, found in world2.run(copied_after):
         assert torch.equal(want, found)
+
+
+# --- what training finds afterwards ---------------------------------------------------------------
+
+
+def trained_around_another_path(plan: Plan | None) -> dict[str, Any]:
+    """Only rank 0 runs forwards inside, and those take another way through the blocks than training does."""
+    model = built(Ordered, [0, 1])
+    if plan is not None:
+        plan.shard(model)
+    optimizer = adamw(model)
+    for index in range(2):
+        step(model, optimizer, plan, index)
+    if plan is not None:
+        model.order = [0, 2]
+        with shardwise.inference(model, budget_bytes=0):
+            if dist.get_rank() == 0:
+                model(random_batch(9, 3, 7))
+        model.order = [0, 1]
+    for index in range(2, 4):
+        step(model, optimizer, plan, index)
+    return tensors_of(model)
+
+
+def test_forwards_that_some_ranks_have_run_inside_do_not_change_what_training_prefetches(
+    world2: World,
+) -> None:
+    """A group that is prefetched on some ranks alone, and not run, would hang them."""
+    ranks = world2.run(trained_around_another_path, ZERO3, timeout=20)
+    assert_all_same(ranks, trained_around_another_path(None))

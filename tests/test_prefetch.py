@@ -13,7 +13,7 @@ import torch
 from expecttest import assert_expected_inline
 from failure_models import Chain, CheckpointedTower, Stages, Twice, block, built
 from harness import World
-from models import WIDTH, Tower, even_tower, random_batch, uneven_tower
+from models import WIDTH, Block, Tower, even_tower, random_batch, uneven_tower
 from reference import adamw, mean_of_squares
 from refusals import assert_says
 from scenario import Side, assert_same
@@ -22,6 +22,7 @@ from test_memory import WIDTH as WIDE
 from test_memory import B, Pair, gathered_bytes
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch
+from torch.utils.checkpoint import checkpoint
 
 from shardwise import CommPolicy, fully_shard, no_sync
 
@@ -579,3 +580,42 @@ def test_max_gathers_counts_groups(value: Any) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
         CommPolicy(max_gathers=value)
     assert_says(str(caught.value), "CommPolicy: max_gathers is ", repr(value))
+
+
+# --- "after", where gradients are complete before the weights' last use ---------------------------
+
+
+class Recomputed(nn.Module):
+    """Reentrant checkpoints around blocks of which the first runs twice, with a norm of the root's inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(8, 16) for _ in range(2))
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in (self.blocks[0], self.blocks[1], self.blocks[0]):
+            x = checkpoint(lambda y, each=each: self.norm(each(y)), x, use_reentrant=True)
+        return x
+
+
+def train_recomputed(side: Side, quiet: int) -> None:
+    torch.manual_seed(4)
+    model = Recomputed().double()
+    policy = CommPolicy(backward_prefetch="after")
+    side.shard(*model.blocks, model, comm_policy=policy)
+    optimizer = adamw(model)
+    for index in range(3):
+        for microbatch in range(quiet + 1):
+            side.sync(model, microbatch == quiet)
+            inputs = side.inputs(10 * index + microbatch).requires_grad_()
+            model(inputs).pow(2).mean().backward()
+        side.note_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    side.note_parameters(model)
+
+
+@pytest.mark.parametrize("quiet", [0, 1])
+def test_after_frees_nothing_that_checkpoints_have_yet_to_recompute(world2: World, quiet: int) -> None:
+    assert_same(world2, train_recomputed, quiet)

@@ -1160,3 +1160,34 @@ def test_without_a_process_group_it_is_refused() -> None:
         shard_model(model)
     assert all(type(param) is nn.Parameter for param in model.parameters())
     assert not isinstance(model, FSDPModule)
+
+
+# --- ties -----------------------------------------------------------------------------------------
+
+
+class TiedEnds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.middle = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.middle(self.embed(tokens)))
+
+
+def tied_apart() -> list[str]:
+    found = []
+    for overrides in ({"embed": "ddp"}, {"embed": "ddp", "head": "ddp"}):
+        model = TiedEnds()
+        kept = list(model.parameters())
+        found.append(refusal(shard_model, model, wrap={nn.Linear, nn.Embedding}, overrides=overrides))
+        assert all(now is then for now, then in zip(model.parameters(), kept, strict=True))
+    return found
+
+
+def test_tied_parameters_under_strategies_that_do_not_go_together_are_refused(world2: World) -> None:
+    for messages in world2.run(tied_apart):
+        for message in messages:
+            assert message.startswith("ValueError: shard_model: embed.weight and head.weight are tied")

@@ -133,9 +133,9 @@ def fully_shard(
     name = type(modules[0]).__name__
     group = Group(name, modules, managed, buckets, meshes.default, policy, Casts(mp_policy))
     group.reshard_after_forward = reshards
-    group.ignored = [p for p in found.ignored if p.requires_grad]
+    group.ignored = [p for p in found.ignored if p.is_floating_point() or p.is_complex()]
     shards = group.plan()
-    if group.ignored:  # here, since a warning may be an error
+    if any(param.requires_grad for param in group.ignored):  # here, since a warning may be an error
         warnings.warn(_message_about_ignored(group, found), stacklevel=2)
 
     _mix_in(modules, classes)
@@ -171,7 +171,7 @@ def _set_going(group: Group, modules: list[nn.Module], names: dict[nn.Module, st
 
 
 def _message_about_ignored(group: Group, found: Found) -> str:
-    names = [found.ignored[p] for p in group.ignored]
+    names = [found.ignored[p] for p in group.ignored if p.requires_grad]
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return (
         f"{group.name}: ignored_params contains trainable parameters ({shown}). Their gradients are this "

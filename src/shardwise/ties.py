@@ -40,10 +40,12 @@ class Move:
     def check(self) -> None:
         """Refuse what cannot move."""
         names = " and ".join(_full_names(self.modules, self.sites))
-        if self.param.mesh.mesh != self.mesh.mesh:
+        own = self.param.mesh
+        if (own.mesh, own.roles) != (self.mesh.mesh, self.mesh.roles):
             raise ValueError(
-                f"{names} are tied, but one was sharded over the mesh {self.param.mesh.mesh}, and this "
-                f"fully_shard call has {self.mesh.mesh}. Shard both over one mesh, or untie them."
+                f"{names} are tied, but one was sharded over the mesh {own.mesh} ({', '.join(own.roles)}), "
+                f"and this fully_shard call has {self.mesh.mesh} ({', '.join(self.mesh.roles)}). Shard both "
+                "over one mesh, or untie them."
             )
         if self.owner.state is not State.SHARDED or self.owner.gradient_state is not GradientState.NONE:
             raise RuntimeError(

@@ -582,6 +582,7 @@ class Group:
             self._awaited = set(self._trainable)
         self._awaited.discard(index)
         if not self._awaited:
+            self._awaited = set(self._trainable)  # of a call that a nested backward has yet to come to
             self.on_complete(self)
 
     def reduce(self) -> None:
@@ -616,12 +617,13 @@ class Group:
         All of them take part on every rank, with zeros where there is none, lest ranks send different
         amounts.
         """
-        if not (self.averages_ignored and self.ignored):
+        trainable = [param for param in self.ignored if param.requires_grad]
+        if not (self.averages_ignored and trainable):
             return
-        for param in self.ignored:
+        for param in trainable:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
-        gradients = [compat.plain(param.grad) for param in self.ignored if param.grad is not None]
+        gradients = [compat.plain(param.grad) for param in trainable if param.grad is not None]
         for axis in self.mesh.axes():
             _average(gradients, axis)
 

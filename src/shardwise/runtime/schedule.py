@@ -169,6 +169,7 @@ class Schedule:
         self._optionals: dict[Group, list[Group]] | None = None  # found again when asked for
         self.post_optim_event: torch.Event | None = None
         self._inference: Inference | None = None
+        self._order_outside = Order()
         self._landing: list[Group] = []  # reductions whose results are on their way to the host
         self._is_ready = False
 
@@ -366,6 +367,8 @@ class Schedule:
             group.wait()
             group.hide()
         self._inference = Inference(self.groups, groups, set(kept))
+        # Ranks may run different numbers of forwards: what they learn from them is forgotten afterwards.
+        self._order_outside, self._forward_order = self._forward_order, Order()
         return taken
 
     def end_inference(self) -> None:
@@ -376,6 +379,7 @@ class Schedule:
             for group in inference.kept:
                 stack.callback(self._release, group)
             stack.callback(setattr, self, "_inference", None)
+            stack.callback(setattr, self, "_forward_order", self._order_outside)
             inference.make_good(self._play)
             inference.serve(self._play)
 
@@ -660,8 +664,10 @@ class Schedule:
         if group.requires_gradient_sync and not (group.zeros_for_unused or group.may_be_unused):
             self._reduce(group)
         if group.backward_prefetch is None and group.policy.backward_prefetch == "after":
-            # What is trainable throughout has no use left once its gradients are complete.
-            if group.is_all_trainable and not group.may_be_unused:
+            # What is trainable throughout has no use left once its gradients are complete, but where
+            # checkpointed parts inside are yet to be recomputed.
+            is_over = group.is_all_trainable and group is not self.root and len(self._sessions) == 1
+            if is_over and not group.may_be_unused:
                 self._release_after_backward(group)
             self._prefetch(None, self._backward_order, group)
 
