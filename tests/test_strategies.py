@@ -41,7 +41,19 @@ from models import (
 )
 from reference import adamw, mean_of_squares
 from scenario import one_thread
-from strategies import ALL_PLANS, FLAT, FOUR, HYBRID, STRATEGIES, Plan, Wire, groups_of, live_bytes, plans_for
+from strategies import (
+    ALL_PLANS,
+    ALWAYS,
+    FLAT,
+    FOUR,
+    HYBRID,
+    STRATEGIES,
+    Plan,
+    Wire,
+    groups_of,
+    live_bytes,
+    plans_for,
+)
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -66,7 +78,10 @@ from shardwise import (
 )
 
 by_plan = pytest.mark.parametrize(
-    ("plan", "world"), [(plan, plan.ranks) for plan in ALL_PLANS], indirect=["world"], ids=str
+    ("plan", "world"),
+    [pytest.param(plan, plan.ranks, marks=() if plan in ALWAYS else pytest.mark.slow) for plan in ALL_PLANS],
+    indirect=["world"],
+    ids=str,
 )
 by_four = pytest.mark.parametrize("plan", FOUR, ids=str)
 
