@@ -9,17 +9,20 @@ so does a cache that the neighbour left cold. (A second instance of the peer sti
 import gc
 import importlib
 import json
+import os
 import platform
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy
 import psutil
 import torch
+import torch.distributed as dist
 from tabulate import tabulate
 
 PLAIN, PEER, OURS, PEER_AGAIN = "plain", "peer", "ours", "peer again"
@@ -172,3 +175,35 @@ def write_json(
     record = {"benchmark": benchmark, "options": kept, **environment(), "rows": list(rows), **more}
     path.write_text(json.dumps(record, indent=2) + "\n")
     print(f"wrote {path}")
+
+
+def join(rank: int, processes: int, folder: str) -> None:
+    """Make this process rank ``rank`` of ``processes``, on one core, over gloo."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=processes,
+        timeout=timedelta(minutes=5),
+    )
+
+
+def leave(rank: int, folder: str, report: Any) -> None:
+    """End this process's part; rank 0 leaves ``report`` for ``launch``."""
+    if rank == 0:
+        Path(folder, "report.json").write_text(json.dumps(report))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def launch(worker: Callable[[int, Any, str], None], options: Any) -> Any:
+    """Run ``worker(rank, options, folder)`` in ``options.processes`` processes; what rank 0 reports."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        # Not spawn: its children finalize Python, where gloo's threads may still drop a tensor,
+        # which aborts the process (seen once in ten). Those of a fork server leave at once.
+        torch.multiprocessing.start_processes(
+            worker, (options, folder), nprocs=options.processes, start_method="forkserver"
+        )
+        return json.loads(Path(folder, "report.json").read_text())

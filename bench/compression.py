@@ -18,19 +18,17 @@ difference that another seed makes (row "exact, seed 1").
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
-from common import print_table, write_json
+from common import join, launch, leave, print_table, write_json
 from gpt import GPT, batch_of
 from strategies import sent_bytes
 from torch.distributed.elastic.utils.distributed import get_free_port
@@ -108,22 +106,12 @@ def formula(setting: dict[str, Any], options: argparse.Namespace) -> float:
 
 def worker(rank: int, options: argparse.Namespace, folder: str) -> None:
     """One process; rank 0 leaves the rows in the folder."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=options.processes,
-        timeout=timedelta(minutes=5),
-    )
+    join(rank, options.processes, folder)
     rows = [
         {"setting": name, "formula_mb": formula(setting, options), **measure(setting, options)}
         for name, setting in SETTINGS.items()
     ]
-    if rank == 0:
-        Path(folder, "rows.json").write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave(rank, folder, rows)
 
 
 def validation_loss(arguments: list[str], options: argparse.Namespace) -> float:
@@ -149,12 +137,7 @@ def main() -> None:
     parser.add_argument("--strategy", choices=["zero2", "zero3"], default="zero2")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(
-            worker, (options, folder), nprocs=options.processes, start_method="forkserver"
-        )
-        rows = json.loads(Path(folder, "rows.json").read_text())
+    rows = launch(worker, options)
     if options.example_steps:
         for row in rows:
             row["val_loss"] = validation_loss(SETTINGS[row["setting"]].get("options", []), options)

@@ -24,14 +24,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
-from common import Spread, alternate, print_table, write_json
+from common import Spread, alternate, join, launch, leave, print_table, write_json
 from gpt import GPT, batch_of
 from torch import nn
 
@@ -112,14 +111,7 @@ class Trainer:
 
 def worker(rank: int, options: argparse.Namespace, folder: str) -> None:
     """One process; rank 0 leaves the rows in the folder."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=options.processes,
-        timeout=timedelta(minutes=5),
-    )
+    join(rank, options.processes, folder)
     trainers = {name: Trainer(policy, options) for name, policy in SETTINGS.items()}
     steps = {name: trainer.timed_step for name, trainer in trainers.items()}
     times = alternate(steps, warmup=options.warmup, steps=options.steps)
@@ -127,30 +119,22 @@ def worker(rank: int, options: argparse.Namespace, folder: str) -> None:
     ranks: list[Any] = [None] * options.processes
     dist.all_gather_object(ranks, {name: t["step_ms"] for name, t in times.items()})
     slowest = {name: numpy.max([each[name] for each in ranks], axis=0) for name in SETTINGS}
-    if rank == 0:
-        rows = [
-            {
-                "setting": name,
-                "step_ms": vars(Spread.of(slowest[name])),
-                "ratio": vars(Spread.of(slowest[name] / slowest["default"])),
-                **peaks[name],
-            }
-            for name in SETTINGS
-        ]
-        losses = {tuple(trainer.losses[: options.steps]) for trainer in trainers.values()}
-        Path(folder, "report.json").write_text(json.dumps({"rows": rows, "agree": len(losses) == 1}))
-    dist.barrier()
-    dist.destroy_process_group()
+    rows = [
+        {
+            "setting": name,
+            "step_ms": vars(Spread.of(slowest[name])),
+            "ratio": vars(Spread.of(slowest[name] / slowest["default"])),
+            **peaks[name],
+        }
+        for name in SETTINGS
+    ]
+    losses = {tuple(trainer.losses[: options.steps]) for trainer in trainers.values()}
+    leave(rank, folder, {"rows": rows, "agree": len(losses) == 1})
 
 
-def launch(options: argparse.Namespace) -> list[dict[str, Any]]:
+def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One table."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(
-            worker, (options, folder), nprocs=options.processes, start_method="forkserver"
-        )
-        report = json.loads(Path(folder, "report.json").read_text())
+    report = launch(worker, options)
     if not report["agree"]:
         raise SystemExit("The settings do not train the same: the times above compare nothing.")
     return report["rows"]
@@ -198,7 +182,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = launch(options)
+    rows = measured(options)
     print(f"{options.processes} processes (gloo), float32, loopback as it is; median [quartiles]")
     print_table(rows, COLUMNS)
     thin = on_thin_wire(options) if options.mbit else []

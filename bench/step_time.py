@@ -31,12 +31,9 @@ under `copied` as aten.copy_, whoever calls it.
 """
 
 import argparse
-import json
 import os
-import tempfile
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +50,9 @@ from common import (
     alternate,
     choose_variants,
     find_fully_shard,
+    join,
+    launch,
+    leave,
     print_noise,
     print_table,
     ratios_to_peer,
@@ -195,14 +195,7 @@ class RankReport:
 
 def worker(rank: int, options: argparse.Namespace, folder: str) -> None:
     """One process: train all variants in turn; rank 0 leaves the rows in the folder."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=options.processes,
-        timeout=timedelta(minutes=5),
-    )
+    join(rank, options.processes, folder)
     mesh = init_device_mesh("cpu", (options.processes,))
     trainers = {variant: Trainer(variant, options, mesh) for variant in options.variants}
     steps: dict[str, Step] = {variant: trainer.timed_step for variant, trainer in trainers.items()}
@@ -214,15 +207,11 @@ def worker(rank: int, options: argparse.Namespace, folder: str) -> None:
     }
     reports: list[Any] = [None] * options.processes
     dist.all_gather_object(reports, RankReport(records, times[WIRE]))
-    if rank == 0:
-        num_bytes = sum(p.numel() * 4 for p in trainers[PLAIN].model.parameters())
-        ranks = [report.records for report in reports]
-        wire = {"variant": WIRE, **slowest([report.wire for report in reports])}
-        rows = [*summarize(ranks, num_bytes), wire]
-        report = {"rows": rows, "loss_difference": disagreement(ranks)}
-        Path(folder, "report.json").write_text(json.dumps(report))
-    dist.barrier()
-    dist.destroy_process_group()
+    num_bytes = sum(p.numel() * 4 for p in trainers[PLAIN].model.parameters())
+    ranks = [report.records for report in reports]
+    wire = {"variant": WIRE, **slowest([report.wire for report in reports])}
+    rows = [*summarize(ranks, num_bytes), wire]
+    leave(rank, folder, {"rows": rows, "loss_difference": disagreement(ranks)})
 
 
 def slowest(ranks: list[dict[str, numpy.ndarray]]) -> dict[str, dict[str, float]]:
@@ -297,23 +286,11 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def launch(options: argparse.Namespace) -> dict[str, Any]:
-    """Start the processes, wait for them, return what rank 0 reports."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself otherwise
-    with tempfile.TemporaryDirectory() as folder:
-        # Not spawn: its children finalize Python, where gloo's threads may still drop a tensor,
-        # which aborts the process (seen once in ten). Those of a fork server leave at once.
-        torch.multiprocessing.start_processes(
-            worker, (options, folder), nprocs=options.processes, start_method="forkserver"
-        )
-        return json.loads(Path(folder, "report.json").read_text())
-
-
 def main() -> None:
     """Launch, print the tables and the check of the losses, write the record."""
     options = parse()
-    report = launch(options)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself otherwise
+    report = launch(worker, options)
     rows, differences = report["rows"], report["loss_difference"]
     print(f"{options.processes} processes (gloo), float32, median [quartiles] of {options.steps}")
     print_table(rows, TIME_COLUMNS)

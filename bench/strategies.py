@@ -26,12 +26,8 @@ Refuted by: a column off its formula by more than 5 % and a block (of 3 MB here:
 
 import argparse
 import gc
-import json
-import os
-import tempfile
 import time
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +35,7 @@ import numpy
 import psutil
 import torch
 import torch.distributed as dist
-from common import print_table, write_json
+from common import join, launch, leave, print_table, write_json
 from gpt import GPT, batch_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -164,19 +160,9 @@ def formulas(strategy: str, options: argparse.Namespace) -> dict[str, float]:
 
 def worker(rank: int, options: argparse.Namespace, folder: str) -> None:
     """One process; rank 0 leaves the rows in the folder."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=options.processes,
-        timeout=timedelta(minutes=5),
-    )
+    join(rank, options.processes, folder)
     rows = [{"strategy": name, **measure(name, options)} for name in options.strategies]
-    if rank == 0:
-        Path(folder, "rows.json").write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave(rank, folder, rows)
 
 
 def main() -> None:
@@ -192,12 +178,7 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(
-            worker, (options, folder), nprocs=options.processes, start_method="forkserver"
-        )
-        rows = json.loads(Path(folder, "rows.json").read_text())
+    rows = launch(worker, options)
     rows = [{**row, **formulas(row["strategy"], options)} for row in rows]
     print(f"{options.processes} processes (gloo), float32; rank 0; times are medians of {options.steps}")
     print_table(rows, COLUMNS)

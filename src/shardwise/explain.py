@@ -13,6 +13,7 @@ from shardwise.module import FSDPModule, sharded_members
 from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.group import Group
 from shardwise.runtime.mesh import ShardMesh
+from shardwise.wrap import range_of_names
 
 
 def explain(model: nn.Module) -> str:
@@ -88,7 +89,7 @@ def _rows(model: nn.Module) -> Iterator[_Row]:
         if group is not None:
             is_named = isinstance(model, FSDPModule)  # else its groups do not know their whole names
             found = group.name.split(", ") if is_named else [names[m] for m in together]
-            yield _Row(_range(found), depth, group)
+            yield _Row(range_of_names(found), depth, group)
         for each in together:
             for child in each.children():
                 yield from visit(child, depth + (group is not None))
@@ -221,10 +222,6 @@ def _aligned(rows: list[list[str]]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
-
-
-def _range(names: list[str]) -> str:
-    return ", ".join(names) if len(names) <= 2 else f"{names[0]} ... {names[-1]}"
 
 
 def _some(names: list[str]) -> str:

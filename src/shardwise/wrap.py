@@ -228,7 +228,9 @@ class WrapRepeated:
         """The blocks of ``model``, children before parents; none if nothing is repeated."""
         runs = _repeated(model, ignored)
         names = _inside(model)
-        shown = [f"{len(run)} x {cls.__name__} ({_range([names[m] for m in run])})" for cls, run in runs]
+        shown = [
+            f"{len(run)} x {cls.__name__} ({range_of_names([names[m] for m in run])})" for cls, run in runs
+        ]
         what = ", ".join(shown) or "no module besides the model itself, as nothing in it is repeated"
         _log.info("shard_model: chose %s", what)
         wanted = {module for _, run in runs for module in run}
@@ -642,7 +644,8 @@ def _never_called(model: nn.Module) -> set[nn.Module]:
     return {inner for user in users for inner in user.modules() if inner is not user}
 
 
-def _range(names: list[str]) -> str:
+def range_of_names(names: list[str]) -> str:
+    """One or two names as they are, more as the first and the last."""
     return ", ".join(names) if len(names) <= 2 else f"{names[0]} ... {names[-1]}"
 
 

@@ -371,7 +371,7 @@ class Bucket:
         for param, slot in zip(self.params, self.computed.slots, strict=True):
             part = part_of(param.full_data().detach(), slot, rank)
             now = param.local.detach().to(part.device, part.dtype)
-            if now.numel() and not torch.equal(_bytes(now), _bytes(part)):
+            if now.numel() and not torch.equal(bytes_of(now), bytes_of(part)):
                 return True
         return False
 
@@ -523,5 +523,6 @@ def part_of(full: Tensor, slot: Any, rank: int) -> Tensor:
     return full.narrow(slot.entry.dim, start, end - start)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Its contents, to be compared bit for bit."""
     return tensor.contiguous().view(-1).view(torch.uint8)

@@ -372,8 +372,7 @@ class Group:
             self.is_shown = True
             for param in self.params:
                 param.shadow()
-            if self._rnns:
-                refresh_flat_weights(self._rnns)
+            self.refresh_flat_weights()
 
     def hide(self) -> None:
         """Let the modules see the shards, also where the full parameters are kept in memory.
@@ -385,8 +384,7 @@ class Group:
             self.is_shown = False
             for param in self.params:
                 param.unshadow()
-            if self._rnns:
-                refresh_flat_weights(self._rnns)
+            self.refresh_flat_weights()
 
     def reshard(self) -> None:
         """Free the full parameters.

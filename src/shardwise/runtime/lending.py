@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.runtime import compat
-from shardwise.runtime.bucket import Bucket, part_of
+from shardwise.runtime.bucket import Bucket, bytes_of, part_of
 from shardwise.runtime.buffers import GatheredBuffer, local_views
 from shardwise.runtime.collectives import Gather, make_communicator
 from shardwise.runtime.deferred import DeferredGradient
@@ -290,8 +290,4 @@ def _fitting(tensor: Tensor, param: Param) -> Tensor | str:
 
 def _same(left: Tensor, right: Tensor) -> bool:
     """Bit for bit."""
-    return left.dtype == right.dtype and torch.equal(_bits(left), _bits(right))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    return left.dtype == right.dtype and torch.equal(bytes_of(left), bytes_of(right))
