@@ -33,6 +33,9 @@ def parse_settings() -> argparse.Namespace:
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto prefers cuda")
     add("--eval-every", type=int, default=100, help="steps between two validations")
     add("--out", type=Path, default=Path("runs/gpt"), help="folder for the curve and the metrics")
+    add("--checkpoint-dir", type=Path, default=None, help="folder to save checkpoints to; none without")
+    add("--checkpoint-every", type=int, default=100, help="steps between two checkpoints")
+    add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     add("--strategy", choices=STRATEGIES, default="zero3", help="what each process holds and sends")
     add("--send-gradients", choices=["as-is", "bf16", "int8"], default="as-is", help="on the wire")
     add("--send-weights", choices=["as-is", "int8"], default="as-is", help="on the wire")
@@ -45,6 +48,7 @@ def parse_settings() -> argparse.Namespace:
         settings.device = choose_device(settings.device)
         check_dtype(settings.dtype, settings.device)
         check_peer(settings)
+        check_checkpoints(settings)
     except ValueError as refusal:
         parser.error(str(refusal))
     return settings
@@ -112,3 +116,15 @@ def check_peer(settings: argparse.Namespace) -> None:
     chosen = (settings.strategy, settings.send_gradients, settings.send_weights)
     if settings.peer == "torch" and chosen != ("zero3", "as-is", "as-is"):
         raise ValueError("--peer torch goes with strategy zero3, and sends everything as it is")
+
+
+def check_checkpoints(settings: argparse.Namespace) -> None:
+    """Refuse checkpoints that cannot be written or found."""
+    if settings.checkpoint_every <= 0:
+        raise ValueError("--checkpoint-every must be above 0")
+    if settings.resume and settings.checkpoint_dir is None:
+        raise ValueError("--resume needs --checkpoint-dir: the folder to go on from, and to save to")
+    if settings.peer == "torch" and settings.checkpoint_dir is not None:
+        raise ValueError(
+            "--checkpoint-dir saves with shardwise, and --peer torch leaves it out; choose one of them"
+        )

@@ -6,9 +6,16 @@
     torchrun --nproc-per-node 8 examples/train_gpt.py --layers 24 --width 1536 --heads 16 \
         --context 1024 --batch 64 --lr 3e-4 --dtype bf16        # eight GPUs
 
+Should a process die, torchrun restarts all of them, and they go on from the last checkpoint; the losses
+are those of a run that nothing has broken. So are they, but for rounding, if the same command is later
+given with another --nproc-per-node:
+
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --checkpoint-dir runs/saved --resume
+
 Runs on CPUs (gloo) and on CUDA GPUs (nccl), needs no data but the Python installation itself,
 and takes about two minutes with the defaults on two CPU cores. The one part that is about
-sharding is `shard_by_name`; the rest is what a training script looks like anyway.
+sharding is `shard_by_name`, and what is saved and put back is in resume.py; the rest is what a training
+script looks like anyway.
 """
 
 import argparse
@@ -34,8 +41,10 @@ from corpus import (
 )
 from gpt import GPT, generate
 from report import History, draw_loss, verdict, write_metrics
+from resume import Checkpoints, Progress
 from settings import parse_settings
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
 EVAL_BATCHES = 32
@@ -136,15 +145,19 @@ def learning_rate(step: int, peak: float, steps: int) -> float:
 
 
 def train(model: GPT, corpus: Corpus, settings: argparse.Namespace) -> History:
-    """Run all steps, with a validation every `eval_every` steps and after the last one."""
+    """Run all steps that are not done yet, with validations and checkpoints in between and at the end."""
     optimizer = build_optimizer(model, settings)
     generator = torch.Generator().manual_seed(settings.seed)
     validation = validation_batches(corpus, settings)
     targets = torch.cat(validation)[:, 1:]
     history = History(unigram=unigram_cross_entropy(corpus.train, targets))
+    progress = Progress(generator, history)
+    checkpoints = Checkpoints(settings, model, optimizer, progress)
+    checkpoints.resume()
 
-    quiet = dist.get_rank() != 0
-    bar = tqdm(range(settings.steps), unit="step", disable=quiet, dynamic_ncols=True)
+    quiet, first = dist.get_rank() != 0, progress.steps_done
+    steps = range(first, settings.steps)
+    bar = tqdm(steps, initial=first, total=settings.steps, unit="step", disable=quiet, dynamic_ncols=True)
     for step in bar:
         began = time.perf_counter()
         offsets = draw_offsets(corpus.train, settings.context, settings.batch, generator)
@@ -163,6 +176,8 @@ def train(model: GPT, corpus: Corpus, settings: argparse.Namespace) -> History:
             history.val_steps.append(done)
             history.val_loss.append(evaluate(model, validation, settings))
         show_progress(bar, history, settings)
+        checkpoints.save_if_due()
+    checkpoints.wait()
     return history
 
 
@@ -296,10 +311,24 @@ def start_processes(device: torch.device) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, device_id=device_id)
+        store, rank, world_size = next(rendezvous("env://"))
+        store = dist.PrefixStore(attempt_of_torchrun(), store)
     else:
-        store = dist.HashStore()  # in this process: a world of one needs no address and no port
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device_id)
+        # In this process: a world of one needs no address and no port.
+        store, rank, world_size = dist.HashStore(), 0, 1
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device_id)
+
+
+def attempt_of_torchrun() -> str:
+    """Name this attempt, for a store that torchrun keeps from one restart to the next.
+
+    The addresses of processes that have died are in it still, and who reads one of them before the new one
+    is written fails (pytorch issue 135712). On several machines each counts restarts for itself, and no
+    name would be common: there, start torchrun with --rdzv-backend c10d and
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which makes it open a new store for each attempt.
+    """
+    on_one_machine = os.environ.get("GROUP_WORLD_SIZE") == "1"
+    return "attempt " + (os.environ["TORCHELASTIC_RESTART_COUNT"] if on_one_machine else "0")
 
 
 if __name__ == "__main__":

@@ -142,9 +142,9 @@ def _num_bytes(tensor: Tensor) -> int:
 
 
 def live_bytes() -> int:
-    """Bytes of all storages that Python reaches: tensors, their parts, and gradients of leaves."""
+    """Bytes of all memory that Python reaches: tensors, their parts, and gradients of leaves."""
     gc.collect()
-    storages: dict[int, int] = {}
+    storages: dict[int, int] = {}  # start -> end
 
     def count(tensor: Tensor | None) -> None:
         while isinstance(tensor, DTensor):
@@ -153,11 +153,16 @@ def live_bytes() -> int:
             return
         storage = tensor.untyped_storage()
         if storage.nbytes():
-            storages[storage.data_ptr()] = storage.nbytes()
+            start = storage.data_ptr()
+            storages[start] = max(storages.get(start, 0), start + storage.nbytes())
 
     # Not isinstance: it asks every object for __class__, which some answer with a warning.
     for found in [each for each in gc.get_objects() if issubclass(type(each), Tensor)]:
         count(found)
         if found.is_leaf and type(found) in (Tensor, nn.Parameter):
             count(found.grad)
-    return sum(storages.values())
+    total = reached = 0
+    for start, end in sorted(storages.items()):  # shards lie inside the buffer of their group
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

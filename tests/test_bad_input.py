@@ -526,15 +526,15 @@ RuntimeError: Cannot run forward: 16 parameters are still on the meta
 device: inlet.weight, inlet.bias, outlet.weight, outlet.bias,
 blocks.0.norm.weight, blocks.0.norm.bias, blocks.0.up.weight,
 blocks.0.up.bias and 8 more. Nothing has given them values. Call
-model.to_empty(device=...) and initialise the parameters, or load a
-checkpoint, before the first forward.""",
+shardwise.materialize(model), or load a checkpoint, before the first
+forward.""",
     )
 
 
 @pytest.mark.parametrize("act", [run_forward_of_a_block, gather_by_hand])
 def test_no_other_use_of_parameters_without_values_gets_through(world1: World, act: Any) -> None:
     text = refusal(world1, act, build=meta_tower, **META)
-    assert_says(text, "RuntimeError", "meta", "blocks.0.norm.weight", "to_empty")
+    assert_says(text, "RuntimeError", "meta", "blocks.0.norm.weight", "materialize")
 
 
 def test_only_the_parameters_that_have_no_values_are_named(world1: World) -> None:

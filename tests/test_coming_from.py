@@ -428,87 +428,6 @@ def test_ignored_modules_and_parameters_are_left_as_they_are(world2: World, how:
     assert world2.run(ignored_by, how) == [["outlet.weight", "outlet.bias"]] * 2
 
 
-def initialise(module: nn.Module) -> None:
-    for inner in module.modules():
-        if callable(getattr(inner, "reset_parameters", None)):
-            inner.reset_parameters()
-
-
-def units(model: Any) -> list[nn.Module]:
-    return [model.inlet, *model.blocks, model.outlet]
-
-
-def train_from_meta(side: Side) -> None:
-    """The block by block way; `inlet` and `outlet` are in the root's group."""
-    if side.is_sharded:
-        with torch.device("meta"):
-            model: Any = even_tower().double()
-        shard_model(model)
-        assert all(param.is_meta for param in model.parameters())
-        model.to_empty(device="cpu")
-        torch.manual_seed(7)
-        with unsharded(model, recurse=False):
-            initialise(model.inlet)
-        for block in model.blocks:
-            with unsharded(block):
-                initialise(block)
-        with unsharded(model, recurse=False):
-            initialise(model.outlet)
-    else:
-        model = even_tower().double()
-        torch.manual_seed(7)
-        for unit in units(model):
-            initialise(unit)
-    side.note_parameters(model)
-    side.steps(model, adamw(model), range(2))
-
-
-@pytest.mark.parametrize("world", [2, 3], indirect=True)
-def test_a_model_on_meta_is_initialised_block_by_block_as_a_plain_one(world: World) -> None:
-    assert_same(world, train_from_meta)
-
-
-def rows_drawn_by_each_rank() -> Tensor:
-    with torch.device("meta"):
-        model = even_tower()
-    shard_model(model)
-    model.to_empty(device="cpu")
-    torch.manual_seed(7)
-    with warnings.catch_warnings():  # torch says so itself
-        warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support")
-        initialise(model)
-    return model.blocks[0].up.weight.to_local().detach().clone()
-
-
-def test_f13_without_unsharded_the_ranks_of_a_cpu_mesh_draw_the_same_rows(world2: World) -> None:
-    """What the table warns of. When this fails, torch has changed, and the table has to."""
-    first, second = world2.run(rows_drawn_by_each_rank)
-    assert torch.equal(first, second)
-
-
-def train_after_broadcast(side: Side) -> None:
-    """Each rank builds other weights; the first rank's count."""
-    torch.manual_seed(100 + side.rank)
-    model: Any = NormalisedModel().double()
-    model.blocks[0].scale.normal_()
-    if side.is_sharded:
-        for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.data, 0)
-        shard_model(model)
-    side.note_parameters(model)
-    side.note("buffer", model.blocks[0].scale)
-    side.steps(model, adamw(model), range(2), loss_of=mean_of_everything)
-
-
-def mean_of_everything(model: nn.Module, inputs: Tensor) -> Tensor:
-    return (model(inputs) - 1).pow(2).mean()
-
-
-@pytest.mark.parametrize("world", [2, 3], indirect=True)
-def test_a_broadcast_before_sharding_synchronises_the_ranks(world: World) -> None:
-    assert_same(world, train_after_broadcast)
-
-
 def train_with_options_of_each_parameter(side: Side) -> None:
     model = shard_here(side, built(even_tower))
     decayed = [param for param in model.parameters() if param.dim() > 1]
@@ -996,22 +915,24 @@ def test_modules_show_their_shards_between_passes(world2: World, strategy: str) 
 # --- FairScale and Lightning ----------------------------------------------------------------------
 
 
-def storages() -> tuple[int, int, bool]:
-    """How many buffers hold the shards and the gradients of a block; whether shapes are as before."""
+def storages() -> tuple[bool, int, bool]:
+    """Whether the shards of a block lie in one buffer, how many hold its gradients, and whether shapes stay."""
     model = built(even_tower)
     shapes = [param.shape for param in model.parameters()]
     shard_model(model)
     mean_of_squares(model, random_batch(0, 4)).backward()
     params = list(model.blocks[0].parameters())
+    buffer = model.blocks[0]._shardwise_member.group.buckets[0].shard.bytes
+    inside = range(buffer.data_ptr(), buffer.data_ptr() + buffer.numel())
     return (
-        len({param.to_local().untyped_storage().data_ptr() for param in params}),
+        all(param.to_local().data_ptr() in inside for param in params),
         len({param.grad.to_local().untyped_storage().data_ptr() for param in params}),
         shapes == [param.shape for param in model.parameters()],
     )
 
 
 def test_a_groups_shards_and_gradients_are_views_of_one_buffer_each(world2: World) -> None:
-    assert world2.run(storages) == [(1, 1, True)] * 2
+    assert world2.run(storages) == [(True, 1, True)] * 2
 
 
 def forwards_inside_inference() -> tuple[bool, list[str]]:
@@ -1187,10 +1108,13 @@ SHOWN_BY: dict[str, str] = {
         "cast_root_forward_inputs": "test_the_roots_inputs_are_cast_by_the_roots_own_policy",
         "_module_classes_to_ignore": "test_classes_in_full_precision_share_their_modules_group",
         "ignored_modules ignored_states": "test_ignored_modules_and_parameters_are_left_as_they_are",
-        "param_init_fn model_sharded_context": (
-            "test_a_model_on_meta_is_initialised_block_by_block_as_a_plain_one"
+        "param_init_fn model_sharded_context": "test_materialize.test_f13_values_are_those_of_one_process",
+        "sync_module_states init_sync": (
+            "test_sync_module_states.test_f05_a_model_that_one_rank_has_loaded_is_sharded_everywhere"
         ),
-        "sync_module_states init_sync": "test_a_broadcast_before_sharding_synchronises_the_ranks",
+        "broadcast_buffers forward_sync_buffers": (
+            "test_sync_module_states.test_f06_buffers_that_drifted_apart_are_made_equal"
+        ),
         "use_orig_params": "test_parameters_keep_names_shapes_and_options_of_their_own",
         "apply": "test_apply_sees_full_parameters",
         "clip_grad_norm_": "test_gradients_are_clipped_under_any_strategy",
@@ -1206,15 +1130,17 @@ SHOWN_BY: dict[str, str] = {
         "StateDictConfig SHARDED_STATE_DICT ShardedStateDictConfig use_dtensor state_dict_to_cpu": (
             "test_a_state_dict_is_sharded_and_dcp_makes_the_other_forms"
         ),
-        "FULL_STATE_DICT FullStateDictConfig": "test_a_full_state_dict_loads",
+        "FULL_STATE_DICT FullStateDictConfig": (
+            "test_full_state.test_the_full_state_is_that_of_the_plain_model"
+        ),
         "LOCAL_STATE_DICT LocalStateDictConfig": "test_a_local_state_dict_is_a_line",
-        "optim_state_dict sharded_optim_state_dict full_optim_state_dict OptimStateDictConfig "
-        "FullOptimStateDictConfig ShardedOptimStateDictConfig LocalOptimStateDictConfig": (
-            "test_the_state_of_an_optimizer_is_keyed_by_name"
+        "optim_state_dict sharded_optim_state_dict OptimStateDictConfig ShardedOptimStateDictConfig "
+        "LocalOptimStateDictConfig": "test_the_state_of_an_optimizer_is_keyed_by_name",
+        "full_optim_state_dict FullOptimStateDictConfig rekey_optim_state_dict OptimStateKeyType": (
+            "test_full_optimizer_state.test_the_state_by_id_is_that_of_the_plain_optimizer"
         ),
         "optim_state_dict_to_load shard_full_optim_state_dict scatter_full_optim_state_dict "
-        "flatten_sharded_optim_state_dict": "test_a_run_goes_on_from_its_states",
-        "rekey_optim_state_dict OptimStateKeyType": "test_states_need_no_new_keys_to_change_sides",
+        "flatten_sharded_optim_state_dict": "test_full_optimizer_state.test_a_plain_run_goes_on_sharded",
         "flatten_parameters gradient_as_bucket_view": (
             "test_a_groups_shards_and_gradients_are_views_of_one_buffer_each"
         ),
@@ -1249,7 +1175,9 @@ SHOWN_BY |= {
     "references to parameters saved before": "test_what_was_undefined_or_stale_is_an_error",
     "parameters renamed after wrapping": "test_what_was_undefined_or_stale_is_an_error",
     "rank0_only with writeback": "test_writing_back_from_one_rank_is_refused",
-    "sync_module_states needs a GPU": "test_a_broadcast_before_sharding_synchronises_the_ranks",
+    "sync_module_states needs a GPU": (
+        "test_sync_module_states.test_f05_a_model_that_one_rank_has_loaded_is_sharded_everywhere"
+    ),
 }
 
 
@@ -1343,7 +1271,7 @@ HOMES: list[Any] = [
     {}.__class__,
     __builtins__ if inspect.ismodule(__builtins__) else type("B", (), dict(__builtins__)),
 ]
-OF_THE_READER = {"init", "wrap", "isinstance"}
+OF_THE_READER = {"init_fn", "wrap", "isinstance"}
 
 
 def test_every_function_that_the_table_calls_exists() -> None:
@@ -1362,7 +1290,11 @@ def test_every_argument_that_the_table_names_exists() -> None:
     accepted = set().union(
         *(
             arguments_of(function)
-            for function in (shard_model, MixedPrecisionPolicy, CommPolicy, StateDictOptions, unsharded)
+            for function in (
+                *(shard_model, MixedPrecisionPolicy, CommPolicy, StateDictOptions, unsharded),
+                *(shardwise.sync_module_states, shardwise.full_state_dict),
+                shardwise.load_full_optimizer_state_dict,
+            )
         ),
         arguments_of(DeviceMesh.from_group),
         {"options", "device"},

@@ -315,3 +315,20 @@ def test_torch_refuses_a_module_that_is_registered_as_sharded(world1: World) -> 
     ((devices, refusal),) = world1.run(devices_and_apis)
     assert "cpu" in devices
     assert refusal
+
+
+def test_a_parameter_becomes_another_and_keeps_attributes_and_hooks() -> None:
+    param = nn.Parameter(torch.empty(2, device="meta"))
+    param.is_marked = True  # type: ignore[attr-defined]
+    seen: list[str] = []
+    handle = param.register_hook(lambda gradient: seen.append("gradient"))
+    param.register_post_accumulate_grad_hook(lambda _: seen.append("accumulated"))
+    assert compat.own_attributes(param) == {"is_marked": True}
+    compat.become(param, nn.Parameter(torch.ones(2)))
+    assert param.is_marked  # type: ignore[attr-defined]
+    param.sum().backward()
+    assert seen == ["gradient", "accumulated"]
+    handle.remove()
+    param.sum().backward()
+    assert seen == ["gradient", "accumulated", "accumulated"]
+    assert param.tolist() == [1.0, 1.0]

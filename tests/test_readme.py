@@ -3,6 +3,7 @@
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,42 @@ def test_the_readmes_first_lines_of_code_run(tmp_path: Path, world2) -> None:  #
     script = tmp_path / "script.py"
     script.write_text(code)
     assert world2.run(names_after_running, str(script)) == [True, True]
+
+
+def test_the_readmes_checkpoints_are_resumed(tmp_path: Path, world2) -> None:  # type: ignore[no-untyped-def]
+    (code,) = [
+        c for c in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "save_checkpoint(" in c
+    ]
+    shorter = code.replace("< 10_000", "< 5").replace("% 500", "% 2")
+    script = tmp_path / "script.py"
+    script.write_text(shorter)
+    assert world2.run(steps_of_running, str(script), str(tmp_path)) == [5, 5]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-2", "step-4"]
+    assert world2.run(steps_of_running, str(script), str(tmp_path)) == [1, 1]
+
+
+def steps_of_running(script: str, folder: str) -> int:
+    """How many steps the script made, from the checkpoint that it found."""
+    import os
+
+    import torch
+    from models import Tower, random_batch
+
+    steps = 0
+
+    def train_one_step(model: Any, optimizer: Any) -> None:
+        nonlocal steps
+        steps += 1
+        model(random_batch(0, 4, dtype=torch.float32)).sum().backward()
+        optimizer.step()
+
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        runpy.run_path(script, {"GPT": Tower, "train_one_step": train_one_step})
+    finally:
+        os.chdir(before)
+    return steps
 
 
 def names_after_running(script: str) -> bool:

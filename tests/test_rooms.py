@@ -12,13 +12,18 @@ import shardwise
 SOURCE = Path(shardwise.__file__).parent
 # A room may import only rooms to its left.
 ORDER = [
-    "policy", "wrap", "runtime.compat", "runtime.layout", "runtime.mesh", "runtime.disagreement",
-    "runtime.streams", "runtime.outputs", "runtime.deferred", "runtime.precision", "runtime.buffers",
-    "runtime.collectives", "runtime.custom", "runtime.quantized", "runtime.comm_hook", "runtime.reduction",
-    "runtime.param", "runtime.bucket", "runtime.extension", "runtime.group", "runtime.inference",
-    "runtime.lending", "runtime.schedule", "runtime.hooks", "runtime.outside", "runtime.copying", "module",
-    "checks", "collect", "ties", "api", "offload", "gradients", "scaler", "contexts", "comm_hooks",
-    "strategy", "explain",
+    "policy", "wrap", "runtime.compat", "runtime.layout", "runtime.boxes", "runtime.mesh", "runtime.spread",
+    "runtime.replicas", "runtime.disagreement", "runtime.streams", "runtime.outputs", "runtime.deferred",
+    "runtime.precision", "runtime.buffers", "runtime.collectives", "runtime.transfer", "runtime.custom",
+    "runtime.quantized", "runtime.comm_hook", "runtime.reduction", "runtime.param", "runtime.filling",
+    "runtime.bucket", "runtime.extension", "runtime.group", "runtime.inference", "runtime.lending",
+    "runtime.schedule", "runtime.hooks", "runtime.outside", "runtime.copying", "module", "checks", "collect",
+    "ties", "api", "offload", "gradients", "scaler", "contexts", "comm_hooks", "strategy", "explain",
+    "states.names", "states.partial_loads", "states.inventory", "states.initialise", "states.meta_memory",
+    "states.loading", "states.model_files", "states.optimizer_state", "states.full_state", "states.export",
+    "states.ema", "checkpoints.folders", "checkpoints.consensus", "checkpoints.named_state",
+    "checkpoints.manifest", "checkpoints.optimizer_plan", "checkpoints.pending", "checkpoints.writing",
+    "checkpoints.checkpoint",
 ]  # fmt: skip
 
 

@@ -5,15 +5,13 @@ that is replicated (a scalar, a block under ``ddp``, a parameter that is not sha
 infinity on another rank's shard is seen there alone, and the ranks go on with different weights.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.runtime import compat
 from shardwise.runtime.deferred import DeferredGradient
-from shardwise.runtime.mesh import Axis, highest_over
+from shardwise.runtime.mesh import axes_of, highest_over
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -64,7 +62,7 @@ def _values(gradient: Tensor, allow_fp16: bool) -> Tensor:
 
 def _agree(found: dict[torch.device, Tensor], like: Tensor, params: list[Tensor]) -> None:
     """Let every device know of infinities on any rank, also ranks without gradients."""
-    axes = _axes_of(params)
+    axes = axes_of(params)
     if not axes:
         return
     devices = {torch.device(param.device_mesh.device_type) for param in params if isinstance(param, DTensor)}
@@ -75,14 +73,3 @@ def _agree(found: dict[torch.device, Tensor], like: Tensor, params: list[Tensor]
     for flag in found.values():
         flag.copy_(highest)
     found.setdefault(highest.device, highest)
-
-
-def _axes_of(params: list[Tensor]) -> list[Axis]:
-    """The mesh dimensions along which parameters are spread or copied, in the order in which they come up."""
-    axes: dict[int, Axis] = {}
-    for mesh in {id(p.device_mesh): p.device_mesh for p in params if isinstance(p, DTensor)}.values():
-        for dim in range(mesh.ndim):
-            if mesh.size(dim) > 1:
-                pg: Any = mesh.get_group(dim)
-                axes.setdefault(id(pg), Axis(pg, mesh.size(dim), mesh.get_local_rank(dim)))
-    return list(axes.values())

@@ -25,7 +25,7 @@ class FlatShard:
     def __init__(self, layout: Layout, rank: int, device: torch.device, *, is_pinned: bool = False) -> None:
         self.layout = layout
         self.bytes = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)
-        self.views = local_views(self.bytes, layout, rank)
+        self.views = [with_own_storage(view) for view in local_views(self.bytes, layout, rank)]
 
     def fill(self, locals_: Sequence[Tensor]) -> None:
         """Copy the local tensors, one a parameter, into their places."""
@@ -85,6 +85,15 @@ class GatheredBuffer:
         shape = torch.Size(slot.entry.shape)
         stride = torch.empty(shape, device="meta").stride()
         return full.set_(self._storage, slot.slot_offset // dtype.itemsize, shape, stride)
+
+
+def with_own_storage(view: Tensor) -> Tensor:
+    """A tensor over the same memory, to whom nothing around it belongs.
+
+    A view drags along the whole buffer where it is saved alone, and where it begins in it: torch cannot copy
+    (``copy.deepcopy``) DTensors whose part does not begin at the start of its storage.
+    """
+    return view if view.is_meta else torch.from_dlpack(view)
 
 
 def dtype_of(slot: Slot) -> torch.dtype:

@@ -67,6 +67,20 @@ def all_reduce(pg: dist.ProcessGroup, tensors: Sequence[Tensor], is_async: bool)
     return waiting_for([dist.all_reduce(tensor, group=pg, async_op=is_async) for tensor in tensors])
 
 
+def gather_to(pg: dist.ProcessGroup, dst: int, own: Tensor, pieces: Sequence[Tensor] | None) -> Finish:
+    """Bring ``own`` of each rank of ``pg`` into ``pieces`` of the one at ``dst``; others pass None."""
+    if own.device.type != "cpu" or compat.backend_name(pg, own.device) != "gloo":
+        everywhere = None if pieces is None else list(pieces)
+        return waiting_for([dist.gather(own, everywhere, group=pg, group_dst=dst, async_op=True)])
+    # gloo's own gather receives into one buffer more.
+    if pieces is None:
+        return waiting_for([dist.isend(own, group=pg, group_dst=dst)])
+    others = [(rank, piece) for rank, piece in enumerate(pieces) if rank != dst]
+    works = [dist.irecv(piece, group=pg, group_src=rank) for rank, piece in others]
+    pieces[dst].copy_(own)
+    return waiting_for(works)
+
+
 def divided_before(inputs: Sequence[Tensor], divisor: float) -> tuple[Sequence[Tensor], float]:
     """Inputs of a sum over ranks, and by how much they are divided already.
 

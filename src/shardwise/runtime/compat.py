@@ -130,12 +130,39 @@ def make_dtensor(local: Tensor, spec: DTensorSpec, cls: type[DTensor] = DTensor)
     return DTensor.__new__(cls, local, spec, requires_grad=False)
 
 
+def own_attributes(tensor: Tensor) -> dict[str, Any]:
+    """What was set on ``tensor``, but for what is in the memory of a tensor subclass."""
+    inside = vars(tensor.detach())
+    return {name: value for name, value in vars(tensor).items() if name not in inside}
+
+
+def become(tensor: nn.Parameter, new: Tensor) -> None:
+    """Give ``tensor`` the contents of ``new``, also on another device; it stays the same object.
+
+    ``torch.utils.swap_tensors`` is public, but leaves hooks and attributes with what is swapped away, and the
+    places of hooks are private.
+    """
+    hooks, post_hooks = gradient_hooks(tensor), post_accumulate_hooks(tensor)
+    for name, value in own_attributes(tensor).items():
+        vars(new).setdefault(name, value)
+    torch.utils.swap_tensors(tensor, new)
+    if hooks:
+        tensor._backward_hooks = hooks
+    if post_hooks:
+        tensor._post_accumulate_grad_hooks = post_hooks  # type: ignore[attr-defined]
+
+
 def as_subclass_of_parameter(cls: type, data: Tensor, requires_grad: bool) -> nn.Parameter:
     """A parameter of the class ``cls`` over ``data``, without calling its constructor.
 
     ``nn.Parameter`` itself is made by the same function.
     """
     return torch.Tensor._make_subclass(cls, data, requires_grad)  # type: ignore[return-value]
+
+
+def step_post_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """What ``register_step_post_hook`` has registered; torch has no public way to list them."""
+    return list(optimizer._optimizer_step_post_hooks.values())
 
 
 def set_grad_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
@@ -227,9 +254,13 @@ def backend_name(pg: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def subgroup(
-    parent: dist.ProcessGroup, members: Iterable[int], device: torch.device, purpose: str
+    parent: dist.ProcessGroup,
+    members: Iterable[int],
+    device: torch.device,
+    purpose: str,
+    backend: str | None = None,
 ) -> dist.ProcessGroup:
-    """A process group of some ranks of ``parent``, of the same back end and timeout. Only members call.
+    """A process group of some ranks of ``parent``, of its timeout and back end or another. Only members call.
 
     ``dist.new_group`` takes the name from how many groups a rank is in, so ranks that are in different
     numbers of them wait for each other for ever. Here the name says what the group is.
@@ -247,7 +278,13 @@ def subgroup(
         timeout = c10d.default_pg_timeout
     make: Any = c10d._new_process_group_helper
     pg, _ = make(
-        len(ranks), own, ranks, c10d.Backend(backend_name(parent, device)), job_store(), name, timeout=timeout
+        len(ranks),
+        own,
+        ranks,
+        c10d.Backend(backend or backend_name(parent, device)),
+        job_store(),
+        name,
+        timeout=timeout,
     )
     c10d._world.pg_group_ranks[pg] = {rank: index for index, rank in enumerate(ranks)}
     return pg

@@ -115,6 +115,7 @@ class Group:
         self.ignored: list[nn.Parameter] = []
         self.averages_ignored = False
         self.choices: set[str] = set()  # which setters of communication were called
+        self.partly_loaded: str | None = None  # why a load failed half-way
         self._num_registered = sum(len(module._parameters) for module in owners)
         self.state = State.SHARDED
         self.gradient_state = GradientState.NONE
@@ -144,7 +145,7 @@ class Group:
     _SETTINGS = (
         *("reshard_after_forward", "reshard_after_backward", "requires_gradient_sync", "requires_all_reduce"),
         *("unshard_in_backward", "zeros_for_unused", "may_be_unused", "divide_factor", "max_reductions"),
-        *("separate_reduce_group", "all_reduce_hook", "averages_ignored"),
+        *("separate_reduce_group", "all_reduce_hook", "averages_ignored", "partly_loaded"),
     )
 
     def take_settings(self, other: "Group") -> None:
@@ -291,6 +292,14 @@ class Group:
             raise RuntimeError(
                 f"{self.name}: {what} is not possible inside unsharded(), which has put full parameters in "
                 "place of the shards that its group works with. Leave the context first."
+            )
+
+    def refuse_partly_loaded(self) -> None:
+        """Some of its parameters are of a checkpoint that could not be loaded to its end."""
+        if self.partly_loaded is not None:
+            raise RuntimeError(
+                f"{self.name}: the model is partly loaded, for a load failed half-way "
+                f"({self.partly_loaded}). Load a complete checkpoint before the next forward."
             )
 
     def refresh_flat_weights(self) -> None:
@@ -769,8 +778,8 @@ def meta_message(names: Sequence[str]) -> str:
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return (
         f"Cannot run forward: {len(names)} parameter{'s are' if len(names) > 1 else ' is'} still on "
-        f"the meta device: {shown}. Nothing has given them values. Call model.to_empty(device=...) and "
-        "initialise the parameters, or load a checkpoint, before the first forward."
+        f"the meta device: {shown}. Nothing has given them values. Call shardwise.materialize(model), "
+        "or load a checkpoint, before the first forward."
     )
 
 

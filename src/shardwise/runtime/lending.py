@@ -193,7 +193,7 @@ class Lent:
         for loan in self._loans:
             _register(loan.param, loan.param.sharded)
         for module, names in self._orders.items():
-            _reorder(module._parameters, names)
+            reorder(module._parameters, names)
         self._group.refresh_flat_weights()
         self._group.take_back()
         problems: list[str] = []
@@ -252,7 +252,7 @@ def _register(param: Param, tensor: nn.Parameter) -> None:
         site.module._parameters[site.name] = tensor
 
 
-def _reorder(entries: dict[str, nn.Parameter | None], names: list[str]) -> None:
+def reorder(entries: dict[str, nn.Parameter | None], names: list[str]) -> None:
     """Have ``names`` come first in ``entries``, in this order."""
     if list(entries)[: len(names)] != names:
         in_order = {name: entries[name] for name in [*names, *entries] if name in entries}

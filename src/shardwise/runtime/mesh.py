@@ -12,7 +12,7 @@ The tensor-parallel split came first and is the coarser one, but stands last in 
 the split factor says. In a root mesh (tp, shard) it stands first, and no factor is needed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -51,6 +51,21 @@ def highest_over(values: torch.Tensor, axes: Sequence[Axis]) -> None:
     # From the first to the last and back, so that ranks of overlapping ones agree.
     for axis in [*axes, *axes[-2::-1]]:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=axis.pg)
+
+
+def axes_of(tensors: Iterable[torch.Tensor]) -> list[Axis]:
+    """The mesh dimensions along which DTensors among ``tensors`` are spread or copied, as they come up.
+
+    Each process group once; a dimension of one rank connects nobody and is left out.
+    """
+    meshes = {id(t.device_mesh): t.device_mesh for t in tensors if isinstance(t, DTensor)}
+    axes: dict[int, Axis] = {}
+    for mesh in meshes.values():
+        for dim in range(mesh.ndim):
+            if mesh.size(dim) > 1:
+                pg = mesh.get_group(dim)
+                axes.setdefault(id(pg), Axis(pg, mesh.size(dim), mesh.get_local_rank(dim)))
+    return list(axes.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,7 +259,7 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: Any = None) -> ShardMesh:
             f"fully_shard: rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}, so it "
             "would have no shard. Call fully_shard only on the ranks of the mesh."
         )
-    device = _device_of(mesh)
+    device = device_of(mesh)
     if dims is not None:
         return _resolve_named(mesh, dims, device)
     if mesh.ndim > 2:
@@ -367,7 +382,8 @@ def _group_of(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
         ) from None
 
 
-def _device_of(mesh: DeviceMesh) -> torch.device:
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """This rank's device of the type of ``mesh``."""
     if mesh.device_type in ("cpu", "meta"):
         return torch.device(mesh.device_type)
     module = torch.get_device_module(mesh.device_type)

@@ -261,7 +261,7 @@ class Param:
     def as_shard(self, value: Tensor) -> Tensor:
         """This rank's part of a full value, as a DTensor like the shard. No communication."""
         if self._inner is not None:
-            value = _tensor_parallel_part(value, self._inner)
+            value = tensor_parallel_part(value, self._inner)
         if value.dim():
             value = _chunk(value, self.dim, self.mesh.shard.world, self.mesh.shard.rank)
         return compat.make_dtensor(value, self._make_spec(self.sharded.shape, value.dtype))
@@ -485,7 +485,7 @@ def sharded_before(param: nn.Parameter) -> str | None:
     return getattr(param, _NAME, None)
 
 
-def _tensor_parallel_part(value: Tensor, spec: Any) -> Tensor:
+def tensor_parallel_part(value: Tensor, spec: Any) -> Tensor:
     """This rank's part of a full tensor under the placements of ``spec``, as torch.chunk cuts it."""
     coordinate = spec.mesh.get_coordinate()
     for dim, placement in enumerate(spec.placements):

@@ -51,6 +51,7 @@ from shardwise.runtime.group import (
 )
 from shardwise.runtime.inference import Inference, axes_of
 from shardwise.runtime.mesh import Axis, highest_over
+from shardwise.runtime.replicas import refuse_unequal
 from shardwise.runtime.streams import Lanes
 
 
@@ -172,6 +173,7 @@ class Schedule:
         self._order_outside = Order()
         self._landing: list[Group] = []  # reductions whose results are on their way to the host
         self._is_ready = False
+        self._has_compared = False  # copies of parameters
 
         self._clock = 0
         self._running: list[Call] = []  # calls of the running forward, outermost first
@@ -232,6 +234,7 @@ class Schedule:
             raise RuntimeError(meta_message(names))
         for group in self.groups:
             group.refuse_open_ties()
+            group.refuse_partly_loaded()
             if group.may_be_unused and self._goes_with(group) is None:
                 raise RuntimeError(
                     f"{group.name}: set_may_be_unused() was called on it, but no sharded module around it is "
@@ -449,8 +452,21 @@ class Schedule:
         if not self._running:
             self._end_forward(outcome)
 
+    def _compare_replicas(self) -> None:
+        """Once, before training: ranks that hold copies must begin with equal ones.
+
+        Not where gradients are off: there, replicas may run forwards that others do not.
+        """
+        if self._has_compared or not torch.is_grad_enabled():
+            return
+        params = [param for group in self.groups for param in group.params]
+        named = [(param.fqn, param.sites[0].registered()) for param in params]
+        refuse_unequal([(name, tensor) for name, tensor in named if tensor is not None], self._device)
+        self._has_compared = True
+
     def _begin_forward(self) -> None:
         self._prepare()
+        self._compare_replicas()
         if self._sessions:  # no backward is running now, whatever still holds on to one
             self._abandon_backward()
         for group in self.groups:

@@ -1,0 +1,456 @@
+"""Sharded checkpoints: every rank writes its part, any number of ranks reads them.
+
+The format is that of `torch.distributed.checkpoint`, and its planners, writer and reader do the work: a
+folder that torch's own recipe reads, and that may have been written by it. What is added here is that a
+checkpoint is there whole or not at all, whatever ends the job; that all ranks raise alike; that a checkpoint
+which does not fit is refused before the model has changed; and that a save may go on beside training.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoints import folders
+from shardwise.checkpoints.consensus import Team
+from shardwise.checkpoints.manifest import Manifest, by_first, check_model, nested
+from shardwise.checkpoints.named_state import (
+    Optimizers,
+    as_optimizers,
+    load_into,
+    parameter_names,
+    staged,
+    state_of,
+)
+from shardwise.checkpoints.optimizer_plan import OptimizerPlan, check_optimizers, saved_groups
+from shardwise.checkpoints.pending import PendingSave, saves_of, team_of_all
+from shardwise.checkpoints.writing import write
+from shardwise.module import sharded_members
+from shardwise.states.meta_memory import give_memory, is_on_meta, refuse_lost
+from shardwise.states.names import canonical
+from shardwise.states.partial_loads import clear_partly_loaded, mark_partly_loaded
+
+OptimizerOrMany = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+
+INFO = "shardwise"  # the key under which a checkpoint says who wrote it
+WHOLE = "shardwise.whole"  # marks a value that is one pickle, which torch would take apart
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint held besides the model and the optimizer.
+
+    Attributes:
+        path: the folder that was read.
+        shared: what was the same on all ranks; empty for a checkpoint that another program wrote.
+        per_rank: what this rank has written; None if another number of ranks wrote the checkpoint, or
+            nothing.
+        world_size: how many ranks wrote it; None if it does not say.
+        missing: names that the model has and the checkpoint lacks; only with `strict=False`.
+        unexpected: names that the checkpoint has and the model lacks; only with `strict=False`.
+    """
+
+    path: Path
+    shared: dict[str, Any]
+    per_rank: dict[str, Any] | None
+    world_size: int | None
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+# --- saving ---------------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: OptimizerOrMany | None = None,
+    *,
+    shared: dict[str, Any] | None = None,
+    per_rank: dict[str, Any] | None = None,
+    asynchronous: bool = False,
+    keep: int | None = None,
+) -> PendingSave:
+    """Write a checkpoint; it is at `path` whole or not at all, whatever happens meanwhile.
+
+    Collective over all ranks of the default process group, also those that have no part of the model. It is
+    written beside `path`, synced to disk, and moved there when all ranks have written; what was there before
+    is found until then. The folder is one of `torch.distributed.checkpoint`, with the keys of torch's recipe,
+    `{"model": ..., "optimizer": ...}`.
+
+    Args:
+        path: a folder on a file system that all ranks see, the same path on all of them.
+        model: sharded or not.
+        optimizer: one, or several, whose state is saved by the names of parameters.
+        shared: what is the same on all ranks: a step, a position in the data, the state of a scheduler.
+            Values are tensors or anything that pickles; rank 0's are written.
+        per_rank: what differs by rank: states of random generators. Comes back where as many ranks load.
+        asynchronous: copy everything to host memory and return; write in the background, while training goes
+            on. Costs host memory for this rank's shards.
+        keep: afterwards remove older checkpoints beside `path` whose names differ by the number at their end
+            only, such that this many are left. Nothing that is not a complete checkpoint is removed.
+
+    Returns:
+        A :class:`PendingSave`; without `asynchronous` it has ended. Wait for the last one before
+        `destroy_process_group`.
+
+    Raises:
+        ValueError: ranks disagree on the arguments, or the optimizer's state cannot be saved.
+        FileExistsError: `path` is something else than a checkpoint.
+        OSError: a rank could not write. All ranks raise the same, the checkpoint before is untouched, and
+            what was written is removed as far as possible.
+
+    Costs no memory beyond one parameter's shard at a time (see `asynchronous`), and a few collectives of
+    small objects. A save waits for the one before it.
+
+    Example::
+
+        save_checkpoint(f"run/step-{step}", model, optimizer, shared={"step": step}, keep=3)
+        ...
+        if (latest := latest_checkpoint("run")) is not None:
+            step = load_checkpoint(latest, model, optimizer).shared["step"]
+    """
+    team = team_of_all()
+    saves = saves_of(team)
+    if saves.last is not None:
+        saves.last.end_before_next()
+    place = folders.absolute(path)
+    state = team.together(lambda: _state(team, place, model, optimizer, shared, per_rank, keep))
+    told = {"path": str(place), "keep": keep, "asynchronous": asynchronous, "optimizer": "optimizer" in state}
+    _same_everywhere(team, "save_checkpoint", told)
+    if "optimizer" in state:
+        _join_optimizers(team, state)
+    if not team.is_first:  # rank 0's are written
+        del state["shared"], state[INFO]
+    pending = saves.last = PendingSave(place)
+    if asynchronous:
+        team_there = saves.team_in_background(team)
+        copied = team.together(lambda: _copied(state))
+        pending.run_beside(partial(write, team_there, place, copied, keep, is_staged=True))
+    else:
+        pending.run(partial(write, team, place, state, keep, is_staged=False))
+        pending.wait()
+    return pending
+
+
+def _state(
+    team: Team,
+    path: Path,
+    model: nn.Module,
+    optimizer: Any,
+    shared: dict[str, Any] | None,
+    per_rank: dict[str, Any] | None,
+    keep: int | None,
+) -> dict[str, Any]:
+    """What this rank brings to the checkpoint. Tensors are the model's own."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    if not path.name or path.name.startswith("."):
+        raise ValueError(f"{path}: a checkpoint needs a name that does not start with a dot")
+    if keep is not None and (keep < 1 or folders.numbered(path.name) is None):
+        raise ValueError(
+            f"keep={keep} of {path.name}: keep counts from 1, and needs names that end in a number, as "
+            "step-100"
+        )
+    if reasons := [why for each in sharded_members(model) if (why := each.group.partly_loaded)]:
+        raise ValueError(f"the model is not to be saved: {reasons[0]}")
+    optimizers = as_optimizers(optimizer)
+    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    if optimizers:
+        state["optimizer"] = state_of(optimizers, parameter_names(model))
+    state["shared"] = _extras("shared", shared)
+    state[INFO] = {"world_size": team.size, "optimizers": [type(each).__name__ for each in optimizers]}
+    if per_rank is not None:
+        state["per_rank"] = {str(team.rank): {"": team.rank} | _extras("per_rank", per_rank)}
+    return state
+
+
+def _extras(name: str, extras: dict[str, Any] | None) -> dict[str, Any]:
+    """A caller's dict, such that its values come back as they were."""
+    extras = {} if extras is None else extras
+    if not isinstance(extras, dict) or not all(isinstance(key, str) and key for key in extras):
+        raise TypeError(f"{name} is to be a dict with names as keys, not {extras!r:.80}")
+    return {
+        key: (WHOLE, value) if isinstance(value, (dict, list)) else value for key, value in extras.items()
+    }
+
+
+def _same_everywhere(team: Team, function: str, told: dict[str, Any]) -> None:
+    """Ranks that were told different things would use different folders, or wait for each other for ever."""
+    first, *others = team.gather(told)
+    for rank, other in enumerate(others, start=1):
+        for name in (name for name in first if first[name] != other[name]):
+            raise ValueError(
+                f"{function}: ranks disagree on {name}: rank 0 has {first[name]!r}, rank {rank} has "
+                f"{other[name]!r}. All ranks are to call it with the same; derive paths from the step, not "
+                "from the clock."
+            )
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """`state` as it is now, in host memory, whatever becomes of the original."""
+    own = {name: staged(part) for name, part in state.items() if name in ("model", "optimizer")}
+    return own | {name: deepcopy(part) for name, part in state.items() if name not in own}
+
+
+def _join_optimizers(team: Team, state: dict[str, Any]) -> None:
+    """The kinds and param groups of all ranks, each once: ranks of a pipeline have different ones."""
+    kinds: list[str] = []
+    groups: list[dict[str, Any]] = []
+    own_kinds, own = state[INFO]["optimizers"], state["optimizer"]["param_groups"]
+    key = own_kinds, [group["params"] for group in own]
+    for some_kinds, some_groups in team.distinct((own_kinds, own), key):
+        known = [group["params"] for group in groups]
+        groups += [group for group in some_groups if group["params"] not in known]
+        kinds += [kind for kind in some_kinds if kind not in kinds]
+    state[INFO]["optimizers"], state["optimizer"]["param_groups"] = kinds, groups
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: OptimizerOrMany | None = None,
+    *,
+    strict: bool = True,
+    convert_dtype: bool = False,
+) -> Loaded:
+    """Load a checkpoint of any number of ranks and any way of sharding into a model of any other.
+
+    Collective over all ranks of the default process group. Everything that names, shapes, dtypes and sizes of
+    files can tell is checked before anything changes. Objects in a checkpoint are pickles: load none that you
+    do not trust.
+
+    Args:
+        path: a folder that :func:`save_checkpoint` or torch's recipe wrote,
+            `dcp.save({"model": ..., "optimizer": ...})`.
+        model: parameters on the meta device get memory first.
+        optimizer: one, or several, of the same kind as were saved; None leaves theirs in the checkpoint.
+            Hyperparameters come from the checkpoint, as with `optimizer.load_state_dict`.
+        strict: False lets names be missing on either side, and reports them.
+        convert_dtype: let parameters be converted that the checkpoint has in another dtype.
+
+    Returns:
+        A :class:`Loaded`.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint at `path`.
+        ValueError: the checkpoint is damaged, or not one of this model or optimizer. Nothing has changed.
+        RuntimeError: reading failed half-way. The model refuses to run until a load has succeeded.
+
+    Every rank reads its own part, into its shards. At most one written piece of a parameter is in memory
+    besides; pieces are as large as the shards of the ranks that wrote.
+
+    Example::
+
+        loaded = load_checkpoint("run/step-100", model, optimizer)
+        first_step = loaded.shared["step"] + 1
+    """
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    team = team_of_all()
+    if (last := saves_of(team).last) is not None:
+        last.end_before_next()
+    optimizers = team.together(lambda: as_optimizers(optimizer))
+    told = {"path": str(folders.absolute(path)), "strict": strict, "convert_dtype": convert_dtype}
+    _same_everywhere(team, "load_checkpoint", told | {"optimizer": bool(optimizers)})
+    manifest = team.together(lambda: _opened(folders.absolute(path)))
+    team.on_first(manifest.check_files)
+    names = parameter_names(model)
+    ties = {name: tied for tied in names.values() for name in tied}
+    wanted = team.together(lambda: get_model_state_dict(model))
+    all_names = {name for each in team.distinct(list(wanted), list(wanted)) for name in each}
+    values = team.together(lambda: _small_values(manifest, team.rank))
+    info = _dict_at(manifest, values, INFO)
+    loaded = _loaded(manifest, team, values, info.get("world_size"))
+
+    missing, unexpected = team.together(
+        lambda: check_model(manifest, wanted, ties, all_names, strict, convert_dtype)
+    )
+
+    def plan() -> list[OptimizerPlan]:
+        if not optimizers:
+            return []
+        groups, kinds = saved_groups(manifest, values), info.get("optimizers")
+        return check_optimizers(manifest, optimizers, names, groups, kinds, strict)
+
+    if any(team.gather(is_on_meta(model))):
+        team.together(lambda: refuse_lost(model, "load_checkpoint", _kept(model, wanted)))
+        plans = _planned_on_meta(team, model, plan)
+        wanted = team.together(lambda: get_model_state_dict(model))
+    else:
+        plans = team.together(plan)
+    _fill(team, manifest, model, wanted, optimizers, plans, convert_dtype)
+    return replace(loaded, missing=missing, unexpected=unexpected)
+
+
+def _kept(model: nn.Module, wanted: dict[str, Any]) -> list[Any]:
+    """The parameters and buffers that states have."""
+    return [value for name, value in model.state_dict(keep_vars=True).items() if canonical(name) in wanted]
+
+
+def _planned_on_meta(
+    team: Team, model: nn.Module, plan: Callable[[], list[OptimizerPlan]]
+) -> list[OptimizerPlan]:
+    """Memory first, which the optimizer's state is made like; without values until it has been filled."""
+
+    def act() -> list[OptimizerPlan]:
+        give_memory(model)
+        return plan()
+
+    try:
+        return team.together(act)
+    except Exception as error:
+        mark_partly_loaded(model, f"{error} Its parameters have memory and no values.")
+        raise
+
+
+def _opened(path: Path) -> Manifest:
+    place = folders.found(path)
+    if place is None:
+        raise FileNotFoundError(f"{path} is not a checkpoint: {folders.why_not_a_checkpoint(path)}.")
+    return Manifest.read(place)
+
+
+def _small_values(manifest: Manifest, rank: int) -> dict[str, Any]:
+    """By key: everything but the model and the optimizer's state. Read before anything changes."""
+    keys = [
+        *manifest.under("shared").values(),
+        *manifest.under("per_rank", str(rank)).values(),
+        *manifest.under(INFO).values(),
+        *manifest.under("optimizer", "param_groups").values(),
+    ]
+    targets: dict[str, Any] = {}
+    for key in keys:
+        md = manifest.tensor(key)
+        targets[key] = None if md is None else torch.empty(md.size, dtype=md.properties.dtype)
+    try:
+        _read(manifest, targets)
+    except Exception as error:
+        raise ValueError(
+            f"{manifest.path} cannot be read: {_cause(error)}. It is damaged, or holds objects of classes "
+            "that are not to be found here. Nothing was loaded."
+        ) from error
+    return targets
+
+
+def _dict_at(manifest: Manifest, values: dict[str, Any], *start: str) -> dict[str, Any]:
+    """What a caller gave as a dict, from the values that were read."""
+    found = by_first(manifest.under(*start))
+    return {name: _original({place: values[k] for place, k in each.items()}) for name, each in found.items()}
+
+
+def _loaded(manifest: Manifest, team: Team, values: dict[str, Any], world_size: int | None) -> Loaded:
+    own: dict[str, Any] = {}
+    if world_size == team.size:
+        own = _dict_at(manifest, values, "per_rank", str(team.rank))
+    was_given = own.pop("", None) is not None
+    return Loaded(manifest.path, _dict_at(manifest, values, "shared"), own if was_given else None, world_size)
+
+
+def _original(values: dict[tuple[str | int, ...], Any]) -> Any:
+    value = nested(values)
+    is_whole = (
+        isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and value[0] == WHOLE
+    )
+    return value[1] if is_whole else value
+
+
+def _read(manifest: Manifest, targets: dict[str, Any]) -> None:
+    """Read the keys of `targets` into its tensors; other values are put in their place."""
+    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+
+    reader = FileSystemReader(manifest.path)
+    planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
+    planner.set_up_planner(targets, manifest.metadata, True)
+    reader.set_up_storage_reader(manifest.metadata, True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    plan = planner.finish_plan(reader.prepare_global_plan(planner.create_global_plan([plan]))[0])
+    reader.read_data(plan, planner).wait()
+
+
+def _fill(
+    team: Team,
+    manifest: Manifest,
+    model: nn.Module,
+    wanted: dict[str, Any],
+    optimizers: Optimizers,
+    plans: list[OptimizerPlan],
+    convert_dtype: bool,
+) -> None:
+    """Read into the model and the optimizers. What fails from here on leaves them partly loaded."""
+    saved = by_first(manifest.under("model"))
+
+    def fill() -> None:
+        targets = {
+            key: wanted[name] if isinstance(wanted[name], Tensor) else None
+            for name in wanted
+            for key in saved.get(name, {}).values()
+        }
+        for plan in plans:
+            targets |= plan.blanks
+        _read(manifest, targets)
+        _give_model(model, {n: saved[n] for n in wanted if n in saved}, targets)
+        for optimizer, plan in zip(optimizers, plans, strict=True):
+            _give_optimizer(optimizer, plan, targets, convert_dtype)
+
+    try:
+        team.together(fill, lambda error: f"{manifest.path} is damaged: {_cause(error)}")
+    except Exception as error:
+        why = f"{error}. The weights are partly those of the checkpoint and partly others; load another one."
+        mark_partly_loaded(model, why)
+        raise RuntimeError(why) from error
+    clear_partly_loaded(model)
+
+
+def _give_model(model: nn.Module, saved: dict[str, Any], values: dict[str, Any]) -> None:
+    """Tensors have been read into the model's own; this is for states of other kinds, and for hooks."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    state = {name: nested({place: values[k] for place, k in each.items()}) for name, each in saved.items()}
+    set_model_state_dict(model, state, options=StateDictOptions(strict=False))
+
+
+def _give_optimizer(
+    optimizer: torch.optim.Optimizer, plan: OptimizerPlan, values: dict[str, Any], convert_dtype: bool
+) -> None:
+    state = dict(plan.kept)
+    for number, states in plan.state.items():
+        state[number] = {
+            name: nested({place: values[key] for place, key in places.items()})
+            for name, places in states.items()
+        }
+    load_into(optimizer, {number: each for number, each in state.items() if each}, plan.groups, convert_dtype)
+
+
+def _cause(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint in `directory`; None if it has none, or does not exist.
+
+    Newest is the highest number at the end of a name: step-90 before step-100, whatever the dates of files.
+    What a save that did not end has left behind is passed by.
+
+    Args:
+        directory: where the folders `step-10`, `step-20` and so on are.
+
+    Returns:
+        A path for :func:`load_checkpoint`. After a crash in the middle of replacing a checkpoint by one of
+        the same name this is the older one, under the name at which it was set aside.
+
+    Example::
+
+        path = latest_checkpoint("run")
+        first_step = 0 if path is None else load_checkpoint(path, model, optimizer).shared["step"]
+    """
+    return folders.newest(folders.absolute(directory))

@@ -1,0 +1,199 @@
+"""A model's and its optimizers' state under the names that checkpoints use.
+
+The same names and nesting as torch's `get_state_dict(model, optimizer)`, so that either reads the other's:
+
+    {"state": {"layer.weight": {"step": ..., "exp_avg": ...}}, "param_groups": [{"lr": ..., "params": [...]}]}
+
+torch's own function takes a step of zeros with an optimizer that has never stepped, to give it a state to
+save; after it Adam counts one step too many, and Rprop has forgotten its step sizes. Here an optimizer
+without state has none in the checkpoint.
+"""
+
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.offload import _StateMover
+from shardwise.runtime import compat
+
+# Modules that torch.compile and activation checkpointing put around others.
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+Optimizers = Sequence[torch.optim.Optimizer]
+Names = dict[Tensor, list[str]]
+
+
+def parameter_names(model: nn.Module) -> Names:
+    """All names of each parameter, tied ones have several, without those of wrappers."""
+    names: Names = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(canonical(model, name))
+    return names
+
+
+def canonical(model: nn.Module, name: str) -> str:
+    """`name` of a parameter of `model`, without the parts that wrappers add."""
+    kept, module = [], model
+    for part in name.split("."):
+        is_ddp = isinstance(module, DistributedDataParallel) and part == "module"
+        if part not in WRAPPERS and not is_ddp:
+            kept.append(part)
+        module = getattr(module, part, module)
+    return ".".join(kept)
+
+
+def as_optimizers(optimizer: Any) -> Optimizers:
+    """One optimizer, several, or none, as a list."""
+    if optimizer is None:
+        return []
+    is_many = isinstance(optimizer, Iterable) and not isinstance(optimizer, (str, nn.Module))
+    optimizers = list(optimizer) if is_many else [optimizer]
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer is a {type(each).__name__}; pass a torch.optim.Optimizer, or a list of them"
+            )
+    return optimizers
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters in the order in which `optimizer.state_dict()` numbers them."""
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+
+
+def state_of(optimizers: Optimizers, names: Names) -> dict[str, Any]:
+    """The state of `optimizers` by the names of parameters; nothing is copied.
+
+    Raises:
+        ValueError: an optimizer has parameters that are not the model's, or a state that cannot be put
+            together from what ranks have.
+    """
+    state: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for optimizer in optimizers:
+        check_parameters(optimizer, names)
+        saved = optimizer.state_dict()
+        params = parameters_of(optimizer)
+        for number, values in saved["state"].items():
+            name = names[params[number]][0] if isinstance(number, int) else str(number)
+            if not isinstance(number, int) or name in state:
+                kind = type(optimizer).__name__
+                raise ValueError(
+                    f"{kind}: its state of {name} is not that of one parameter, or in two optimizers"
+                )
+            for key, value in values.items():
+                _check_whole(optimizer, name, key, value, params[number])
+            state[name] = values
+        for group in saved["param_groups"]:
+            groups.append(group | {"params": [names[params[number]][0] for number in group["params"]]})
+    return {"state": state, "param_groups": groups}
+
+
+def check_parameters(optimizer: torch.optim.Optimizer, names: Names) -> None:
+    """Refuse parameters that are not the model's: they have no name."""
+    for index, group in enumerate(optimizer.param_groups):
+        for place, param in enumerate(group["params"]):
+            if param not in names:
+                raise ValueError(
+                    f"{type(optimizer).__name__}: parameter {place} of group {index}, of shape "
+                    f"{tuple(param.shape)}, is none of the model's, so its state has no name in a "
+                    "checkpoint. Build the optimizer from model.parameters(), after the model was sharded."
+                )
+
+
+def _check_whole(optimizer: Any, name: str, key: Any, value: Any, param: Tensor) -> None:
+    """Refuse what is a rank's own part of something, and does not say which part."""
+    if not isinstance(param, DTensor):
+        return
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    for part in parts:
+        if isinstance(part, Tensor) and part.dim() and not isinstance(part, DTensor):
+            raise ValueError(
+                f"{name}: {type(optimizer).__name__} keeps '{key}' of it as a plain tensor of shape "
+                f"{tuple(part.shape)}, but the parameter is sharded: nothing says which part of the whole "
+                "this rank has. Optimizers whose state has the form of the parameters can be saved."
+            )
+        if isinstance(part, DTensor) and any(each.is_partial() for each in part.placements):
+            raise ValueError(
+                f"{name}: {type(optimizer).__name__} keeps '{key}' of it as sums that are yet to be added up "
+                f"({part.placements}), which a checkpoint cannot hold."
+            )
+
+
+def staged(value: Any, done: dict[int, Tensor] | None = None) -> Any:
+    """A copy of nested dicts and lists, of their tensors in host memory."""
+    done = {} if done is None else done
+    if isinstance(value, dict):
+        return {key: staged(each, done) for key, each in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(staged(each, done) for each in value)
+    if isinstance(value, Tensor):
+        local = compat.plain(value)
+        # Tied parameters have several names and one memory: copied once.
+        key = hash((local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, local.device))
+        if key not in done or not local.numel():
+            done[key] = local.detach().to("cpu", copy=True)
+        return compat.make_dtensor(done[key], value._spec) if isinstance(value, DTensor) else done[key]
+    return deepcopy(value)
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+def blank(
+    param: Tensor, existing: Any, size: torch.Size, dtype: torch.dtype, is_scalar: bool
+) -> Tensor | None:
+    """Where to read a tensor of a parameter's state: what is there already, or memory of the same form.
+
+    None: nothing says how a tensor of this size would be laid out.
+    """
+    if isinstance(existing, Tensor) and existing.shape == size:
+        return existing
+    if isinstance(param, DTensor) and size == param.shape and not is_scalar:
+        local = torch.empty_like(compat.plain(param), dtype=dtype)
+        return compat.make_dtensor(local, param._spec if dtype == param.dtype else _with_dtype(param, dtype))
+    if not size or not isinstance(param, DTensor):
+        device = torch.device("cpu") if is_scalar else compat.plain(param).device
+        return torch.empty(size, dtype=dtype, device=device)
+    return None
+
+
+def _with_dtype(param: DTensor, dtype: torch.dtype) -> Any:
+    return compat.sharded_spec(param.device_mesh, tuple(param.placements), param.shape, dtype)
+
+
+def load_into(
+    optimizer: torch.optim.Optimizer,
+    state: dict[int, dict[str, Any]],
+    groups: list[dict[str, Any]],
+    convert_dtype: bool,
+) -> None:
+    """Give `optimizer` a state by the numbers of parameters, and the hyperparameters of `groups`.
+
+    `convert_dtype`: states of the form of their parameter take its dtype.
+    """
+    params = parameters_of(optimizer)
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    # torch has cast all but 'step' to the dtype of the parameter: ASGD's eta, say, which is float32.
+    for number, values in state.items():
+        mine = optimizer.state[params[number]]
+        for key, value in values.items():
+            if not isinstance(value, Tensor) or (convert_dtype and value.shape == params[number].shape):
+                continue
+            if key in mine and mine[key].dtype != value.dtype:
+                mine[key] = value.to(mine[key].device)
+    for hook in compat.step_post_hooks(optimizer):
+        if isinstance(mover := getattr(hook, "__self__", None), _StateMover):
+            mover.to_host(optimizer, (), {})  # it came to the device, as load_state_dict does
+
+
+def same(values: Iterable[Any]) -> bool:
+    """Whether hyperparameters are equal; some are tensors."""
+    first, *others = values
+    return all(type(each) is type(first) and bool(each == first) for each in others)

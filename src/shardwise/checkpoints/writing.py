@@ -1,0 +1,86 @@
+"""A checkpoint written by all ranks of a team: whole or not at all, and all of them raise alike."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoints import folders
+from shardwise.checkpoints.consensus import Team
+from shardwise.checkpoints.manifest import Manifest
+
+
+def write(team: Team, path: Path, state: dict[str, Any], keep: int | None, is_staged: bool) -> None:
+    """Write beside `path`, move to it, tidy up. All ranks raise alike.
+
+    `is_staged`: all of `state` is in host memory already.
+    """
+    explain = partial(_why_not_written, path, team.rank)
+    team.on_first(lambda: folders.prepare(path), explain)
+    try:
+        _write_files(team, folders.partial_of(path), state, is_staged, explain)
+        team.on_first(lambda: Manifest.read(folders.partial_of(path)).check_files(), explain)
+        team.on_first(lambda: folders.publish(path), explain)
+    except Exception:
+        if team.is_first:
+            folders.discard(path)
+        raise
+
+    def tidy() -> None:
+        folders.forget_previous(path)
+        if keep is not None:
+            folders.remove_older(path, keep)
+
+    team.on_first(tidy, partial(_why_not_tidied, path))
+
+
+def _write_files(
+    team: Team, folder: Path, state: dict[str, Any], is_staged: bool, explain: Callable[[Exception], str]
+) -> None:
+    """The steps of `torch.distributed.checkpoint.save`, over a team.
+
+    `save` itself warns where there is no process group, sends errors as pickles, which some cannot be, and
+    does not say which rank could not write what.
+    """
+    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+
+    planner = DefaultSavePlanner()
+    writer = FileSystemWriter(folder, per_thread_copy_ahead=0 if is_staged else 10_000_000)
+
+    def plan_locally() -> Any:
+        planner.set_up_planner(state, writer.storage_meta(), team.is_first)
+        writer.set_up_storage_writer(team.is_first)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def plan_globally() -> Any:
+        if plans is None:
+            return None, None
+        joint, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(joint), metadata
+
+    def write_own() -> Any:
+        return writer.write_data(planner.finish_plan(plan), planner).wait()
+
+    plans = team.gather_at_first(team.together(plan_locally))
+    all_plans, metadata = team.together(plan_globally)
+    plan = team.scatter(all_plans)
+    results: Any = team.gather_at_first(team.together(write_own, explain, says_rank=False))
+    team.on_first(lambda: writer.finish(metadata, results), explain)
+
+
+def _why_not_tidied(path: Path, error: Exception) -> str:
+    return f"{path} is saved, but what it replaces could not be removed: {type(error).__name__}: {error}"
+
+
+def _why_not_written(path: Path, rank: int, error: Exception) -> str:
+    if isinstance(error, FileExistsError) and error.errno is None:
+        return str(error)
+    partial_path = folders.partial_of(path)
+    cause = f"{type(error).__name__}: {error}"
+    if error.__context__ is not None and not isinstance(error, OSError):
+        cause += f" (after {type(error.__context__).__name__}: {error.__context__})"
+    return (
+        f"rank {rank} could not write the checkpoint {path} (into {partial_path}): {cause}. The file system "
+        f"has {folders.free_bytes(partial_path)} bytes free. A checkpoint that was there before is still "
+        "there."
+    )

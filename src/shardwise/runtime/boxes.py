@@ -1,0 +1,116 @@
+"""Which part of a full tensor each rank of a mesh holds.
+
+Arithmetic on shapes only: no tensors, no process groups. A tensor is cut along one of its dims for one
+dimension of the mesh after the other, each time as ``torch.chunk`` cuts, so that a part is always a box:
+
+    shape (7, 4), mesh (2, 2), dim 0 cut for mesh dim 1, then for mesh dim 0
+
+                        mesh dim 1 = 0      1
+    mesh dim 0 = 0      rows 0-1            rows 4-5
+                 1      rows 2-3            row  6
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The elements [offset, offset + size) along each dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """To index the full tensor with."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
+
+    def rows(self, start: int, end: int) -> "Box":
+        """What of it lies in its own rows [start, end), of dim 0."""
+        start, end = min(start, self.sizes[0]), min(end, self.sizes[0])
+        return Box((self.offsets[0] + start, *self.offsets[1:]), (end - start, *self.sizes[1:]))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One cut: dim ``dim`` of the tensor among the ranks along ``mesh_dim``."""
+
+    mesh_dim: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """A full tensor of ``shape`` over a mesh of ``sizes``; ``cuts`` in the order in which they were made."""
+
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+    cuts: tuple[Cut, ...]
+
+    @cached_property
+    def mesh_dims(self) -> tuple[int, ...]:
+        """The mesh dims along which ranks hold different parts."""
+        return tuple(sorted(cut.mesh_dim for cut in self.cuts))
+
+    def box(self, coordinate: Sequence[int]) -> Box:
+        """The part of the rank at ``coordinate``; empty where there are more ranks than rows."""
+        offsets, sizes = [0] * len(self.shape), list(self.shape)
+        for cut in self.cuts:
+            chunk = -(-sizes[cut.dim] // self.sizes[cut.mesh_dim])
+            start = min(coordinate[cut.mesh_dim] * chunk, sizes[cut.dim])
+            offsets[cut.dim] += start
+            sizes[cut.dim] = min(chunk, sizes[cut.dim] - start)
+        return Box(tuple(offsets), tuple(sizes))
+
+    @cached_property
+    def largest(self) -> tuple[int, ...]:
+        """The sizes of the largest part, which is that of the first rank."""
+        return self.box([0] * len(self.sizes)).sizes
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the full tensor."""
+        return prod(self.shape)
+
+    @cached_property
+    def num_parts(self) -> int:
+        """How many different parts there are."""
+        return prod(self.sizes[dim] for dim in self.mesh_dims)
+
+    @cached_property
+    def is_concatenation(self) -> bool:
+        """True if the full tensor is its parts one behind the other, those of the last cut side by side."""
+        is_even = prod(self.largest) * self.num_parts == prod(self.shape)
+        return is_even and all(prod(self.shape[: cut.dim]) == 1 for cut in self.cuts)
+
+    def coordinates(self) -> list[tuple[int, ...]]:
+        """One rank for each part: first along the mesh dims that hold copies, all others in order."""
+        along = [range(n) if dim in self.mesh_dims else range(1) for dim, n in enumerate(self.sizes)]
+        return list(product(*along))
+
+
+def in_order(shards: Sequence[tuple[int, int, int]], sizes: Sequence[int]) -> tuple[Cut, ...]:
+    """The cuts that placements stand for, in the order in which they were made.
+
+    ``shards``: (mesh dim, tensor dim, split factor) of each sharding placement, by mesh dim. Cuts were made
+    from the first mesh dim to the last, but one with a split factor above 1 after those of later mesh dims,
+    on the same tensor dim, into so many parts.
+    """
+    made: list[Cut] = []
+    for mesh_dim, dim, factor in reversed(shards):
+        position, parts = 0, 1
+        while parts < factor and position < len(made):
+            if made[position].dim == dim:
+                parts *= sizes[made[position].mesh_dim]
+            position += 1
+        made.insert(position, Cut(mesh_dim, dim))
+    return tuple(made)

@@ -1,0 +1,1 @@
+"""What a model starts from, and its full state: initialised, taken out, put in, written, averaged."""

@@ -1,0 +1,285 @@
+"""Equal and reproducible beginnings: values for models on the meta device, copies made equal and compared."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.module import sharded_members
+from shardwise.runtime import compat
+from shardwise.runtime.extension import ExtensionBucket
+from shardwise.runtime.group import Group, State, meta_message
+from shardwise.runtime.mesh import Axis, default_device_type, highest_over
+from shardwise.runtime.replicas import Named, are_silent, make_equal, refuse_unequal
+from shardwise.runtime.schedule import Member
+from shardwise.runtime.spread import Spread, axes_of_model
+from shardwise.states.inventory import Inventory, mesh_device, refuse_what_is_missing
+from shardwise.states.partial_loads import clear_partly_loaded
+
+
+def materialize(
+    model: nn.Module,
+    init_fn: Callable[[nn.Module], Any] | None = None,
+    device: torch.device | str | None = None,
+) -> nn.Module:
+    """Give memory and values to all parameters and buffers of ``model`` that are on the meta device.
+
+    For models that no rank has room for: built on the meta device, sharded, and initialised here, a group at
+    a time. The values are those that one process would give the whole model, bit for bit, whatever the number
+    of ranks, the strategy and the grouping::
+
+        model.to_empty(device=device)
+        for module in modules_with_meta_tensors_of_their_own:  # children before parents
+            init(module)
+
+    where ``init`` is ``init_fn`` if given, else the module's ``reset_parameters()`` or
+    ``_reset_parameters()``. Each is called once for each module that directly has tensors without values,
+    under ``torch.no_grad()``; every rank draws all numbers and keeps its part. Meanwhile the module sees
+    plain tensors of the global shape (those of tensor parallelism as well): its own, and those of modules
+    inside it that are in its group. All else is sharded, and may not be written.
+
+    Values that are there already are left alone. Parameters stay the same objects, so that an optimizer may
+    have been built before. Parameters that were not contiguous on the meta device are drawn as if they were,
+    once they are sharded.
+
+    All ranks draw from the random state of the first, on the CPU and on ``device``. A rank that had the same
+    goes on from where it ends, as one process would; any other has its own again afterwards. Random numbers
+    of other libraries are the caller's affair.
+
+    Collective. Costs the full parameters of one group beside the shards; communicates random states, and a
+    group's parameters only where modules that come later in the walk see them again, such as one that has
+    parameters of its own beside children.
+
+    Args:
+        model: sharded, in part or not at all; also a part of a sharded model.
+        init_fn: called with a module, to initialise its own parameters and buffers: in place, through
+            ``.data``, or by assigning tensors of the same shape and dtype.
+        device: where values are drawn. "cpu" draws what a CPU would, whatever the shards are on. None: the
+            device of the mesh. Shards and buffers always come to where they are kept.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind.
+        RuntimeError: tensors got no values, or ones that do not fit; an init wrote to a shard; ranks disagree
+            about what has no values; a forward, a backward or ``unsharded`` is running. What raises in an
+            init comes through with a note that names the module; it has no values then, and modules before it
+            do.
+        NotImplementedError: a parameter is of a class that gathers itself.
+
+    Example::
+
+        with torch.device("meta"):
+            model = Transformer(config)
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        torch.manual_seed(0)
+        materialize(model)
+    """
+    drawn_on = _check_arguments(model, init_fn, device)
+    inventory = Inventory(model, drawn_on)
+    for group in inventory.groups:
+        _check_group(group)
+    all_fresh = all(filling.is_empty for filling in inventory.fillings.values() if filling.param is not None)
+    with _one_random_state(model, inventory):
+        for visit in inventory.visits():
+            visit.run(init_fn)
+    refuse_what_is_missing(inventory)
+    if all_fresh:
+        clear_partly_loaded(model)
+    return model
+
+
+def sync_module_states(model: nn.Module, src: int = 0) -> None:
+    """Have all ranks begin with the parameters and buffers, persistent or not, of rank ``src``.
+
+    What several ranks hold is made equal. Of a sharded parameter that are the shards of replicas: each rank
+    takes over those of the replica that ``src`` is in; shards over which a parameter is spread are nobody
+    else's. What every rank keeps whole (buffers, scalars, ignored parameters and ones that are not sharded)
+    comes from ``src``. Of a model that is not sharded, everything does, over the default process group: call
+    it before ``fully_shard`` where ranks may have loaded or drawn different values.
+
+    Collective. Sends every such byte once along each mesh dimension of copies, packed into broadcasts of 32
+    MiB, and takes that much memory.
+
+    Args:
+        model: sharded or not.
+        src: the global rank that has the right values.
+
+    Raises:
+        ValueError: ``src`` is not one of the ranks that share the model.
+        RuntimeError: something is on the meta device, or a forward, a backward or ``unsharded`` is running.
+        NotImplementedError: a parameter is of a tensor subclass.
+
+    Example::
+
+        if dist.get_rank() == 0:
+            model.load_state_dict(torch.load("model.pt"))
+        sync_module_states(model)
+        fully_shard(model)
+    """
+    if isinstance(src, bool) or not isinstance(src, int):
+        raise TypeError(f"sync_module_states: src is {src!r}, a {type(src).__name__}; pass a global rank.")
+    members = _members_at_rest(model, "sync_module_states")
+    for member in members:
+        if member.group.state is not State.SHARDED:
+            member.schedule.free_between_passes(member.group, "sync_module_states")
+    named = _named_tensors(model)
+    _refuse_meta(named, "sync_module_states")
+    for name, tensor in named:
+        if type(compat.plain(tensor)) not in (Tensor, nn.Parameter):
+            raise NotImplementedError(
+                f"sync_module_states: {name} is a {type(compat.plain(tensor)).__name__}, whose contents have "
+                "a form of their own. Make its copies equal before it is converted."
+            )
+    axes = axes_of_model(model)
+    comm_device = _device_of_model(model, axes)
+    spread = Spread(axes, src, comm_device)
+    if axes and not are_silent(axes, comm_device):
+        make_equal(named, spread, comm_device)
+
+
+def check_replicas(model: nn.Module) -> None:
+    """Raise if copies of a parameter differ between ranks that must hold the same.
+
+    Those are the shards of replicas (strategies ddp and hybrid), scalars in sharded groups, and what tensor
+    parallelism replicates. Plain parameters are not looked at, be they ignored or in modules that are not
+    sharded: nobody keeps them equal. The first forward with gradients does this by itself, once.
+
+    Collective. Reads each shard once, and sums up two numbers over each mesh dimension of copies; no
+    parameters travel.
+
+    Raises:
+        RuntimeError: on all ranks alike, with the names of the parameters and the ranks that differ.
+
+    Example::
+
+        check_replicas(model)  # every thousand steps, say
+    """
+    members = _members_at_rest(model, "check_replicas")
+    named: list[Named] = [(name, t) for name, t in model.named_parameters() if isinstance(t, DTensor)]
+    _refuse_meta(named, "check_replicas")
+    device = members[0].group.device if members else mesh_device(model)
+    if device is not None:
+        refuse_unequal(named, device)
+
+
+def _check_arguments(model: Any, init_fn: Any, device: Any) -> torch.device | None:
+    if init_fn is not None and not callable(init_fn):
+        raise TypeError(
+            f"materialize: init_fn is {init_fn!r}, a {type(init_fn).__name__}; pass a function of a module."
+        )
+    if isinstance(model, nn.Module):
+        _members_at_rest(model, "materialize")
+    else:
+        raise TypeError(f"materialize: {type(model).__name__} is not an nn.Module.")
+    drawn_on = None if device is None else torch.device(device)
+    if drawn_on is not None and drawn_on.type == "meta":
+        raise ValueError("materialize: device is 'meta', where nothing has values. Pass 'cpu', or None.")
+    return drawn_on
+
+
+def _check_group(group: Group) -> None:
+    group.refuse_if_lent("materialize()")
+    group.refuse_open_ties()
+    for bucket in group.buckets:
+        for param in bucket.params if isinstance(bucket, ExtensionBucket) else ():
+            if param.sharded.is_meta:
+                raise NotImplementedError(
+                    f"materialize: {param.fqn} is a {type(compat.local_tensor(param.sharded)).__name__}, "
+                    "which gathers itself; plain values cannot be made into one. Give it values before "
+                    "fully_shard, or load a checkpoint."
+                )
+
+
+# --- the random state -----------------------------------------------------------------------------
+
+
+@contextmanager
+def _one_random_state(model: nn.Module, inventory: Inventory) -> Iterator[None]:
+    """Have all ranks draw as the first of them does, once they agree on what there is to draw."""
+    axes = axes_of_model(model)
+    comm_device = _device_of_model(model, axes)
+    if are_silent(axes, comm_device):
+        axes = []
+    own = _random_states(inventory.drawn_on)
+    missing = [filling.fqn for filling in inventory.missing()]
+    spread = Spread(axes, None, comm_device)
+    states, theirs = spread.object((own, missing))
+    differs = torch.tensor([int(theirs != missing)], device=comm_device)
+    if axes:
+        highest_over(differs, axes)
+    if differs.item():
+        raise RuntimeError(
+            f"materialize: ranks disagree about what has no values: here {_shown(missing)}, on the first "
+            f"rank {_shown(theirs)}. Build the model on the meta device on all ranks; to spread what "
+            "one rank has loaded, use load_full_state_dict."
+        )
+    is_same = all(torch.equal(a, b) for a, b in zip(own, states, strict=True))
+    _set_random_states(states, inventory.drawn_on)
+    try:
+        yield
+    finally:
+        if not is_same:
+            _set_random_states(own, inventory.drawn_on)
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"{', '.join(names[:4])}{more}" if names else "everything has"
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device.type).get_rng_state(device))
+    return states
+
+
+def _set_random_states(states: list[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device.type).set_rng_state(states[1], device)
+
+
+# --- small things ---------------------------------------------------------------------------------
+
+
+def _members_at_rest(model: Any, caller: str) -> list[Member]:
+    """The groups in ``model``, which need not have any, none of them at work."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller}: {type(model).__name__} is not an nn.Module.")
+    members = sharded_members(model)
+    for member in members:
+        member.schedule.refuse_at_work(caller, member.group)
+        member.group.refuse_if_lent(f"{caller}()")
+    return members
+
+
+def _named_tensors(model: nn.Module) -> list[Named]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _refuse_meta(named: list[Named], caller: str) -> None:
+    if names := [name for name, tensor in named if tensor.is_meta]:
+        raise RuntimeError(f"{caller}: {meta_message(names)}")
+
+
+def _device_of_model(model: nn.Module, axes: list[Axis]) -> torch.device:
+    """What its ranks communicate with."""
+    if (found := mesh_device(model)) is not None:
+        return found
+    if not axes or not dist.is_initialized():
+        return torch.device("cpu")
+    kind = default_device_type("shardwise")
+    return (
+        torch.device("cpu")
+        if kind == "cpu"
+        else torch.device(kind, torch.get_device_module(kind).current_device())
+    )

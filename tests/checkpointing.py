@@ -1,0 +1,165 @@
+"""What the tests of checkpoints share: a training run that is interrupted, and the same one that is not.
+
+`Run` says what is trained, and how it is sharded; `first_half` trains and saves, `second_half` loads and trains
+on, in the same world or another, and `uninterrupted` is plain PyTorch in one process without any checkpoint.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from meshed import Layout, part
+from models import random_batch
+from reference import full
+from torch import Tensor, nn
+
+from shardwise import fully_shard
+from shardwise.checkpoints.checkpoint import Loaded, load_checkpoint, save_checkpoint
+
+BATCH_SIZE = 12
+HALF = 2  # steps
+
+
+class Pair(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.gain = nn.Parameter(torch.tensor(1.5))  # a scalar
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gain * self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """Two blocks, shards of different sizes, a frozen parameter and a buffer."""
+
+    def __init__(self, width: int = 6, hidden: int = 7) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(width, width)
+        self.blocks = nn.ModuleList([Pair(width, hidden), Pair(width, hidden)])
+        self.outlet = nn.Linear(width, 3)
+        self.inlet.bias.requires_grad_(False)
+        self.register_buffer("offset", torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x) + self.offset
+        for block in self.blocks:
+            x = block(x)
+        return self.outlet(x)
+
+
+class NoScalars(Net):
+    """For torch's own `fully_shard`, which takes none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.gain = nn.Parameter(torch.full((1,), 1.5))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.middle, self.outlet = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+        self.outlet.weight = self.inlet.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outlet(torch.tanh(self.middle(self.inlet(x))))
+
+
+def by_block(model: nn.Module, layout: Layout | None) -> nn.Module:
+    """`fully_shard`, bottom up; nothing where there are no ranks."""
+    if dist.is_initialized():
+        mesh = {} if layout is None else {"mesh": layout.data_mesh()}
+        for block in getattr(model, "blocks", []):
+            fully_shard(block, **mesh)
+        fully_shard(model, **mesh)
+    return model
+
+
+@dataclass(frozen=True)
+class Run:
+    """Travels by pickle: all callables are of modules."""
+
+    build: Callable[[], nn.Module] = Net
+    shard: Callable[[nn.Module, Layout | None], nn.Module] = by_block
+    layout: Layout | None = None
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    options: dict[str, Any] = field(default_factory=lambda: {"lr": 0.05})
+    path: str = ""
+
+    def start(self, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = self.shard(self.build().double(), self.layout)
+        return model, self.optimizer(model.parameters(), **self.options)
+
+    def train(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps: int = HALF
+    ) -> None:
+        # Of dynamo itself, when it looks at an input that is not a leaf.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        for number in range(first, first + steps):
+            optimizer.zero_grad()
+            self.loss(model, number).backward()
+            optimizer.step()
+
+    def loss(self, model: nn.Module, number: int) -> Tensor:
+        batch = random_batch(number, BATCH_SIZE, 6)
+        if self.layout is not None:
+            batch = part(batch, *self.layout.seat())
+        elif dist.is_initialized():
+            batch = part(batch, dist.get_rank(), dist.get_world_size())
+        return model(batch).square().mean()
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All parameters, buffers and states, whole, by name."""
+    found: dict[str, Any] = {}
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        name = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+        found[name] = full(value)
+        for key, state in optimizer.state.get(value, {}).items():
+            found[f"{name} {key}"] = full(state) if isinstance(state, Tensor) else state
+    return found
+
+
+def uninterrupted(run: Run) -> dict[str, Any]:
+    """Plain, in one process, without a checkpoint."""
+    model, optimizer = run.start(1)
+    run.train(model, optimizer, 0, 2 * HALF)
+    return everything(model, optimizer)
+
+
+def first_half(run: Run, **options: Any) -> dict[str, Any]:
+    """Train and save; then train on, for what the loading run is to do next."""
+    model, optimizer = run.start(1)
+    run.train(model, optimizer, 0)
+    save_checkpoint(run.path, model, optimizer, shared={"step": HALF}, **options).wait()
+    run.train(model, optimizer, HALF)
+    return everything(model, optimizer)
+
+
+def second_half(run: Run, strict: bool = True) -> dict[str, Any]:
+    """Load into another model and train on."""
+    model, optimizer = run.start(2)
+    loaded = load_checkpoint(run.path, model, optimizer, strict=strict)
+    run.train(model, optimizer, loaded.shared["step"])
+    return everything(model, optimizer)
+
+
+def loaded_into(run: Run) -> tuple[Loaded, dict[str, Any]]:
+    model, optimizer = run.start(2)
+    return load_checkpoint(run.path, model, optimizer), everything(model, optimizer)
+
+
+def assert_same(ranks: list[dict[str, Any]], want: dict[str, Any], atol: float) -> None:
+    for rank, got in enumerate(ranks):
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            what = f"{name} on rank {rank}"
+            torch.testing.assert_close(
+                got[name], value, rtol=0, atol=atol, msg=lambda text, what=what: f"{what}: {text}"
+            )

@@ -1,0 +1,308 @@
+"""Optimizers through checkpoints: what one does next, after loading, is what it would have done anyway."""
+
+import inspect
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpointing import (
+    HALF,
+    Net,
+    Pair,
+    Run,
+    assert_same,
+    everything,
+    first_half,
+    second_half,
+    uninterrupted,
+)
+from harness import World
+from meshed import refusal
+from torch import Tensor, nn
+
+import shardwise
+from shardwise.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An optimizer by its name in torch.optim, and its options."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "_".join([self.name, *(f"{key}={value}" for key, value in self.options.items())])
+
+    @property
+    def atol(self) -> float:
+        """Muon orthogonalises in bfloat16, where the order of sums shows."""
+        return 1e-3 if self.name == "Muon" else 1e-10
+
+    def run(self, path: Path) -> Run:
+        build = Matrices if self.name == "Muon" else Net
+        return Run(
+            build=build,
+            optimizer=getattr(torch.optim, self.name),
+            options=self.options,
+            path=str(path / "step-2"),
+        )
+
+
+class Matrices(nn.Module):
+    """For Muon, which takes matrices only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 7, bias=False), nn.Linear(7, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+KINDS = [
+    Kind("Adadelta"),
+    Kind("Adagrad"),
+    Kind("Adam", {"amsgrad": True}),
+    Kind("Adam", {"foreach": True}),
+    Kind("AdamW", {"fused": True}),
+    Kind("AdamW", {"capturable": False, "weight_decay": 0.3}),
+    Kind("Adamax"),
+    Kind("ASGD", {"t0": 1.0}),
+    Kind("NAdam", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    Kind("RAdam"),
+    Kind("RMSprop", {"momentum": 0.9, "centered": True}),
+    Kind("SGD"),
+    Kind("SGD", {"momentum": 0.9, "dampening": 0.3}),
+    Kind("SGD", {"momentum": 0.9, "nesterov": True}),
+    Kind("Muon"),
+]
+# These cannot step on sharded parameters at all, whatever the checkpoint.
+CANNOT_STEP = {
+    "Adafactor": "DTensor cannot raise a norm that is yet to be summed to a power in place",
+    "Rprop": "DTensor cannot set elements by a mask in place",
+    "LBFGS": "flattens all gradients into one vector of a rank's own",
+    "SparseAdam": "takes sparse gradients only",
+}
+
+
+def test_all_optimizers_of_torch_are_listed() -> None:
+    found = {name for name, cls in vars(torch.optim).items() if inspect.isclass(cls)}
+    assert found - {"Optimizer"} == {kind.name for kind in KINDS} | set(CANNOT_STEP)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_an_optimizer_goes_on_as_if_nothing_had_happened(
+    world2: World, world3: World, tmp_path: Path, kind: Kind
+) -> None:
+    run = kind.run(tmp_path)
+    want = uninterrupted(run)
+    saving = world2.run(first_half, run)
+    assert_same(saving, want, kind.atol)
+    for rank, got in enumerate(world2.run(second_half, run)):
+        assert_same([got], saving[rank], 0.0)  # to the bit
+    assert_same(world3.run(second_half, run), want, kind.atol)
+    assert_same([second_half(run)], want, kind.atol)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Rprop"])
+def test_without_ranks_the_others_go_on_as_well(tmp_path: Path, name: str) -> None:
+    run = Kind(name).run(tmp_path)
+    assert_same([first_half(run)], uninterrupted(run), 0.0)
+    assert_same([second_half(run)], uninterrupted(run), 0.0)
+
+
+def never_stepped(run: Run) -> dict[str, Any]:
+    model, optimizer = run.start(1)
+    save_checkpoint(run.path, model, optimizer)
+    run.train(model, optimizer, 0)
+    return everything(model, optimizer)
+
+
+def after_steps_of_its_own(run: Run) -> dict[str, Any]:
+    """Loading forgets what the optimizer has done before."""
+    model, optimizer = run.start(2)
+    run.train(model, optimizer, 7)
+    load_checkpoint(run.path, model, optimizer)
+    run.train(model, optimizer, 0)
+    return everything(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "kind", [Kind("Adam"), Kind("SGD", {"momentum": 0.9, "dampening": 0.3}), Kind("Adagrad")], ids=str
+)
+def test_an_optimizer_that_never_stepped_is_saved_as_such(world2: World, tmp_path: Path, kind: Kind) -> None:
+    run = kind.run(tmp_path)
+    model, optimizer = run.start(1)
+    run.train(model, optimizer, 0)
+    want = everything(model, optimizer)
+    assert_same(world2.run(never_stepped, run), want, 1e-10)
+    assert_same(world2.run(after_steps_of_its_own, run), want, 1e-10)
+    assert_same([after_steps_of_its_own(run)], want, 1e-10)
+
+
+def with_gradients_pending(run: Run) -> dict[str, Any]:
+    """Gradients are there, and the optimizer is fresh: torch's recipe then loads no state."""
+    model, optimizer = run.start(2)
+    run.loss(model, 5).backward()
+    load_checkpoint(run.path, model, optimizer)
+    run.train(model, optimizer, HALF)
+    return everything(model, optimizer)
+
+
+def test_gradients_in_the_way_do_not_matter(world2: World, tmp_path: Path) -> None:
+    run = Kind("Adam").run(tmp_path)
+    world2.run(first_half, run)
+    assert_same(world2.run(with_gradients_pending, run), uninterrupted(run), 1e-10)
+
+
+def forms(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [
+        {
+            key: (type(value), value.shape, value.dtype, getattr(value, "placements", None))
+            for key, value in each.items()
+        }
+        for each in optimizer.state.values()
+    ]
+
+
+def forms_before_and_after(run: Run) -> bool:
+    model, optimizer = run.start(1)
+    run.train(model, optimizer, 0)
+    save_checkpoint(run.path, model, optimizer)
+    other, fresh = run.start(2)
+    load_checkpoint(run.path, other, fresh)
+    assert forms(optimizer)
+    return forms(fresh) == forms(optimizer)
+
+
+@pytest.mark.parametrize("kind", [Kind("ASGD"), Kind("NAdam")], ids=str)
+def test_a_loaded_state_has_the_form_that_steps_give_it(world2: World, tmp_path: Path, kind: Kind) -> None:
+    """A scalar parameter's averages are sharded tensors as it is; its step count is a plain number."""
+    assert world2.run(forms_before_and_after, kind.run(tmp_path)) == [True, True]
+
+
+# --- groups ---------------------------------------------------------------------------------------
+
+
+def grouped(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": 0.2},
+        {"params": others, "lr": 3 * lr, "betas": (0.5, 0.9)},
+    ]
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+def scheduled(run: Run, path: str | None, start: int, steps: int, lr: float) -> Any:
+    model, _ = run.start(1 if path is None else 2)
+    optimizer = grouped(model, lr)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    if path is not None:
+        scheduler.load_state_dict(load_checkpoint(path, model, optimizer).shared["scheduler"])
+    for number in range(start, start + steps):
+        run.train(model, optimizer, number, 1)
+        scheduler.step()
+    if path is None:
+        save_checkpoint(run.path, model, optimizer, shared={"scheduler": scheduler.state_dict()})
+    return everything(model, optimizer) | {"lr": [group["lr"] for group in optimizer.param_groups]}
+
+
+def test_groups_and_their_schedule_go_on(world2: World, world4: World, tmp_path: Path) -> None:
+    run = Run(path=str(tmp_path / "whole"))
+    want = scheduled(run, None, 0, 4, 0.05)
+    half = replace(run, path=str(tmp_path / "half"))
+    world2.run(scheduled, half, None, 0, 2, 0.05)
+    assert_same(world4.run(scheduled, half, half.path, 2, 2, 0.7), want, 1e-10)
+    assert_same(world2.run(scheduled, half, half.path, 2, 2, 0.7), want, 1e-10)
+
+
+def two_optimizers(run: Run, does_load: bool) -> dict[str, Any]:
+    model, _ = run.start(1 + does_load)
+    params = dict(model.named_parameters())
+    first = torch.optim.Adam([p for n, p in params.items() if "blocks" in n], lr=0.1)
+    second = torch.optim.SGD([p for n, p in params.items() if "blocks" not in n], lr=0.1, momentum=0.9)
+    start = 0
+    if does_load:
+        start = load_checkpoint(run.path, model, [first, second]).shared["step"]
+    for number in range(start, 4):
+        if number == 2 and not does_load:
+            save_checkpoint(run.path, model, (each for each in (first, second)), shared={"step": 2})
+        first.zero_grad(), second.zero_grad()
+        run.loss(model, number).backward()
+        first.step(), second.step()
+    return everything(model, first)
+
+
+def test_several_optimizers_share_a_checkpoint(world2: World, world3: World, tmp_path: Path) -> None:
+    run = Run(path=str(tmp_path / "checkpoint"))
+    want = world2.run(two_optimizers, run, False)[0]
+    assert_same(world3.run(two_optimizers, run, True), want, 1e-10)
+    assert_same([two_optimizers(run, True)], want, 1e-10)
+
+
+# --- frozen and unfrozen --------------------------------------------------------------------------
+
+
+def unfrozen_later(run: Run, does_load: bool) -> dict[str, Any]:
+    """From step 2 on the inlet's bias, which has had no state so far, is trained as well."""
+    model, optimizer = run.start(1 + does_load)
+    if does_load:
+        load_checkpoint(run.path, model, optimizer)
+    else:
+        run.train(model, optimizer, 0)
+        save_checkpoint(run.path, model, optimizer)
+    model.inlet.bias.requires_grad_(True)
+    run.train(model, optimizer, HALF)
+    return everything(model, optimizer)
+
+
+def test_a_parameter_may_be_unfrozen_after_loading(world2: World, world4: World, tmp_path: Path) -> None:
+    run = Run(path=str(tmp_path / "checkpoint"))
+    want = unfrozen_later(run, False)
+    world2.run(unfrozen_later, run, False)
+    assert_same(world2.run(unfrozen_later, run, True), want, 1e-10)
+    assert_same(world4.run(unfrozen_later, run, True), want, 1e-10)
+
+
+def only_trained(params: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam([param for param in params if param.requires_grad], **options)
+
+
+def refused_with_another(run: Run, strict: bool = True) -> str:
+    model, optimizer = run.start(2)
+    before = everything(model, optimizer)
+    text = refusal(load_checkpoint, run.path, model, optimizer, strict=strict)
+    assert_same([everything(model, optimizer)], before, 0.0)
+    return text.replace(run.path, "PATH")
+
+
+def test_parameters_that_join_later_are_named_or_left_alone(world2: World, tmp_path: Path) -> None:
+    run = Run(path=str(tmp_path / "checkpoint"), optimizer=only_trained)
+    joined = replace(run, optimizer=torch.optim.Adam)
+    world2.run(first_half, run)
+    assert set(world2.run(refused_with_another, joined)) == {
+        "ValueError: PATH: the optimizer has other parameters; missing in the checkpoint's: inlet.bias. Nothing "
+        "was loaded. strict=False leaves those as they are that are missing."
+    }
+    assert_same(world2.run(second_half, joined, strict=False), uninterrupted(run), 1e-10)
+
+
+class OneBlock(Pair):
+    def __init__(self) -> None:
+        super().__init__(6, 7)
+
+
+def offloaded(params: Any, **options: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(params, **options)
+    shardwise.offload_optimizer_state(optimizer, pin_memory=False)
+    return optimizer
+
+
+def test_state_in_host_memory_is_saved_and_loaded(world2: World, tmp_path: Path) -> None:
+    run = Run(build=OneBlock, path=str(tmp_path / "checkpoint"), optimizer=offloaded)
+    world2.run(first_half, run)
+    assert_same(world2.run(second_half, run), uninterrupted(replace(run, optimizer=torch.optim.AdamW)), 1e-10)

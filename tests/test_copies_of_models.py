@@ -1,0 +1,133 @@
+"""Copies and pickles: of states, of parameters, of models, and what is refused."""
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from arrangements import Way, same
+from harness import World
+from meshed import refusal
+from torch.distributed.tensor import DTensor
+
+import shardwise
+from shardwise import full_state_dict
+from shardwise.runtime.transfer import full_values
+
+WAYS = [
+    Way(1),
+    Way(3, build="odd"),
+    Way(4, "hybrid", "tied"),
+    Way(4, "tp"),
+    Way(2, "zero2"),
+    Way(2, "columns"),
+]
+
+
+def copied_state(way: Way) -> bool:
+    """F34: `copy.deepcopy(model.state_dict())` is the usual way to keep the best weights so far."""
+    model = way.model()
+    kept = copy.deepcopy(model.state_dict())
+    before = full_values(kept, None, True)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    assert same(full_values(kept, None, True), before)
+    model.load_state_dict(kept)
+    return same(full_state_dict(model, rank0_only=False), before)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_f34_a_state_is_copied_and_loaded_again(way: Way, request: pytest.FixtureRequest) -> None:
+    assert all(request.getfixturevalue(f"world{way.ranks}").run(copied_state, way))
+
+
+def pickled_bytes() -> list[float]:
+    """What `torch.save` writes of one parameter, in units of its own shard, and of all of a state."""
+    model = Way(2, build="even").model()
+    state = model.state_dict()
+    sizes = []
+    one = state["blocks.0.up.weight"]
+    for what in (one, state):
+        file = io.BytesIO()
+        torch.save(what, file)
+        sizes.append(file.tell())
+    shards = [t.to_local() if isinstance(t, DTensor) else t for t in state.values()]
+    total = sum(t.numel() * t.itemsize for t in shards)
+    return [sizes[0] - one.to_local().numel() * 8, sizes[1] - total, total]
+
+
+def test_a_saved_shard_does_not_bring_its_neighbours_along(world2: World) -> None:
+    for beside_one, beside_all, total in world2.run(pickled_bytes):
+        assert beside_one < 4096  # names, the mesh
+        assert beside_all < 1024 * 25
+        assert total > 2048
+
+
+def pickled_state() -> bool:
+    """A rank's part of a state, put away and read again by the same rank."""
+    model = Way(2).model()
+    before = full_state_dict(model, rank0_only=False)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    other = Way(2).model(seed=1)
+    other.load_state_dict(torch.load(file, weights_only=False))
+    return same(full_state_dict(other, rank0_only=False), before)
+
+
+def test_a_state_travels_by_pickle(world2: World) -> None:
+    assert all(world2.run(pickled_state))
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [
+        shardwise.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        shardwise.CPUOffloadPolicy(),
+        shardwise.CommPolicy(prefetch=2, quantized_gather=shardwise.QuantizedGather()),
+        shardwise.LoadReport(missing=("a",)),
+    ],
+    ids=lambda thing: type(thing).__name__,
+)
+def test_policies_and_reports_travel_by_pickle(thing: Any) -> None:
+    assert pickle.loads(pickle.dumps(thing)) == thing
+
+
+def pickled_model() -> tuple[str, bool]:
+    model = Way(2).model()
+    told = refusal(pickle.dumps, model)
+    return told, pickle.loads(pickle.dumps(type(model))) is type(model)
+
+
+def test_a_sharded_model_does_not_travel_but_its_class_does(world2: World) -> None:
+    for told, is_same in world2.run(pickled_model):
+        assert "NotImplementedError" in told
+        assert "state_dict()" in told
+        assert is_same
+
+
+def copied_model(way: Way) -> bool:
+    """F34: a copy, with an EMA of its own, goes its own way."""
+    model = way.model()
+    before = full_state_dict(model, rank0_only=False)
+    twin = copy.deepcopy(model)
+    ema = shardwise.EMA(twin, 0.5)
+    with torch.no_grad():
+        for param in twin.parameters():
+            if param.is_floating_point():
+                param.add_(1)
+    ema.update()
+    with ema.swap():
+        averaged = full_state_dict(twin, rank0_only=False)
+    assert same(full_state_dict(model, rank0_only=False), before)
+    want = before["inlet.weight"] + 0.5 if "inlet.weight" in before else before["embed.weight"] + 0.5
+    name = "inlet.weight" if "inlet.weight" in before else "embed.weight"
+    return torch.allclose(averaged[name], want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", [Way(2), Way(4, "hybrid", "tied"), Way(2, "zero2")], ids=str)
+def test_f34_a_copy_of_a_model_shares_nothing(way: Way, request: pytest.FixtureRequest) -> None:
+    assert all(request.getfixturevalue(f"world{way.ranks}").run(copied_model, way))

@@ -1,0 +1,211 @@
+"""A moving average of sharded weights: that of plain weights, swapped in and out, saved and resumed."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from arrangements import WAYS, Way, built, same
+from expecttest import assert_expected_inline
+from harness import World
+from meshed import refusal
+from torch import Tensor, nn
+
+from shardwise import EMA, full_state_dict, fully_shard
+from shardwise.runtime.transfer import full_values
+
+STEPS, DECAY = 3, 0.7
+
+
+def push(model: nn.Module, step: int) -> None:
+    """Move every floating-point parameter, as an optimizer does: in place, on what the module shows."""
+    with torch.no_grad():
+        for number, param in enumerate(model.parameters()):
+            if param.is_floating_point():
+                param.mul_(1 + 0.01 * (step + number)).add_(0.1 * step)
+
+
+def averaged_plainly(way: Way) -> dict[str, Tensor]:
+    """By torch's own average of weights."""
+    model = built(way.build)
+    multi = torch.optim.swa_utils.get_ema_multi_avg_fn(DECAY)
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=multi)
+    average.update_parameters(model)  # torch's first update copies
+    for step in range(STEPS):
+        push(model, step)
+        average.update_parameters(model)
+    state = average.module.state_dict()
+    trainable = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    return {name: value for name, value in state.items() if name in trainable}
+
+
+def averaged(way: Way) -> Any:
+    model = way.model()
+    ema = EMA(model, DECAY)
+    for step in range(STEPS):
+        push(model, step)
+        ema.update()
+    before = full_state_dict(model, rank0_only=False)
+    with ema.swap():
+        inside = full_state_dict(model, rank0_only=False)
+    return before, inside, full_state_dict(model, rank0_only=False)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_the_average_is_that_of_plain_weights(way: Way, request: pytest.FixtureRequest) -> None:
+    want = averaged_plainly(way)
+    for before, inside, after in request.getfixturevalue(f"world{way.ranks}").run(averaged, way):
+        for name, value in want.items():
+            torch.testing.assert_close(inside[name], value, rtol=1e-12, atol=0)
+        kept = {name: value for name, value in inside.items() if name not in want}
+        assert same(kept, {name: before[name] for name in kept})  # buffers, and what is not trained
+        assert same(after, before)
+
+
+def forwards_around_a_swap(way: Way) -> list[Tensor]:
+    model = way.model()
+    x = torch.linspace(-1, 1, 14, dtype=torch.float64).reshape(2, 7)
+    ema = EMA(model, 0.0)  # the weights of the last update
+    push(model, 1)
+    with torch.no_grad():
+        outputs = [model(x)]
+        with ema.swap():
+            outputs.append(model(x))
+        outputs.append(model(x))
+    return outputs
+
+
+@pytest.mark.parametrize("way", [Way(2), Way(2, "zero2"), Way(2, "ddp"), Way(1)], ids=str)
+def test_forward_uses_the_average_inside_and_the_weights_outside(
+    way: Way, request: pytest.FixtureRequest
+) -> None:
+    x = torch.linspace(-1, 1, 14, dtype=torch.float64).reshape(2, 7)
+    model = built(way.build)
+    with torch.no_grad():
+        first = model(x)
+        push(model, 1)
+        pushed = model(x)
+    for outputs in request.getfixturevalue(f"world{way.ranks}").run(forwards_around_a_swap, way):
+        torch.testing.assert_close(outputs, [pushed, first, pushed], rtol=0, atol=1e-10)
+
+
+def low_precision() -> Any:
+    model = built("uneven", dtype=torch.bfloat16)
+    fully_shard(model)
+    ema = EMA(model, 0.999, dtype=torch.float32)
+    push(model, 1)
+    for _ in range(10):
+        ema.update()
+    with ema.swap():
+        pass
+    return full_values(ema.state_dict()["averages"], None, True)
+
+
+def test_an_average_in_float32_moves_where_bfloat16_would_not(world2: World) -> None:
+    model = built("uneven", dtype=torch.bfloat16)
+    start = {name: param.detach().float() for name, param in model.named_parameters()}
+    push(model, 1)
+    end = {name: param.detach().float() for name, param in model.named_parameters()}
+    for averages in world2.run(low_precision):
+        for name, value in averages.items():
+            assert value.dtype is torch.float32
+            want = end[name] + (start[name] - end[name]) * 0.999**10
+            torch.testing.assert_close(value, want, rtol=1e-5, atol=1e-6)  # float32, over ten updates
+
+
+def decays() -> list[float]:
+    model = built("uneven")
+    fully_shard(model)
+    asked: list[int] = []
+
+    def decay(updates: int) -> float:
+        asked.append(updates)
+        return min(0.9, (1 + updates) / (10 + updates))
+
+    ema = EMA(model, decay)
+    for _ in range(3):
+        ema.update()
+    return [*asked, ema.num_updates]
+
+
+def test_a_decay_may_depend_on_the_number_of_updates(world2: World) -> None:
+    assert world2.run(decays) == [[0, 1, 2, 3]] * 2
+
+
+def saved(path: str, way: Way) -> Any:
+    model = way.model()
+    ema = EMA(model, DECAY)
+    push(model, 1)
+    ema.update()
+    dcp.save({"ema": ema.state_dict()}, checkpoint_id=path)
+    return full_values(ema.state_dict()["averages"], None, True)
+
+
+def resumed(path: str, way: Way) -> Any:
+    ema = EMA(way.model(seed=1), DECAY)
+    state = ema.state_dict()
+    dcp.load({"ema": state}, checkpoint_id=path)
+    ema.load_state_dict(state)
+    return full_values(ema.state_dict()["averages"], None, True), ema.num_updates
+
+
+def test_an_average_is_resumed_on_other_ranks(world2: World, world3: World, tmp_path: Any) -> None:
+    path = str(tmp_path / "checkpoint")
+    want, _ = world2.run(saved, path, Way(2))
+    for averages, num_updates in world3.run(resumed, path, Way(3)):
+        assert same(averages, want)
+        assert num_updates == 1
+
+
+def misuses() -> list[str]:
+    model = Way(2, build="tied").model()
+    ema = EMA(model)
+    told = [
+        refusal(EMA, model, 1.5),
+        refusal(EMA, model, dtype=torch.int8),
+        refusal(EMA, Way(2).model(device="meta")),
+        refusal(ema.load_state_dict, {"averages": {"other": torch.ones(1)}, "num_updates": 1}),
+    ]
+    with ema.swap():
+        told += [refusal(ema.update), refusal(ema.state_dict), refusal(ema.swap().__enter__)]
+    plain = built("even")
+    early = EMA(plain)
+    fully_shard(plain)
+    told.append(refusal(early.update))
+    return told
+
+
+def test_misuse_is_refused(world2: World) -> None:
+    first, second = world2.run(misuses)
+    assert first == second
+    assert_expected_inline(
+        "\n".join(first),
+        """\
+ValueError: EMA: decay is 1.5; pass a number from 0 to 1, or a function that gives one.
+ValueError: EMA: dtype is torch.int8; pass a floating-point dtype, or None.
+RuntimeError: EMA: inlet.weight, inlet.bias, blocks.0.norm.weight, blocks.0.norm.bias, blocks.0.up.weight, blocks.0.up.bias, blocks.0.down.weight, blocks.0.down.bias and 14 more of this model are on the meta device: nothing has given them values. Call shardwise.materialize(model) or load a checkpoint first.
+ValueError: EMA.load_state_dict: embed.weight, norm.weight, norm.bias, blocks.0.weight, blocks.0.bias, blocks.1.bias, other are on one side only, or of another shape. Make the EMA of a model with the same trainable parameters.
+RuntimeError: EMA: update() inside swap(), where the model has the averages for weights.
+RuntimeError: EMA: state_dict() inside swap(), where the model has the averages for weights.
+RuntimeError: EMA: another swap() inside swap(), where the model has the averages for weights.
+RuntimeError: EMA: inlet.weight was sharded since: make the EMA after fully_shard.""",
+    )
+
+
+def swap_that_fails() -> bool:
+    model = Way(2).model()
+    before = full_state_dict(model, rank0_only=False)
+    ema = EMA(model, 0.0)
+    push(model, 1)
+    pushed = full_state_dict(model, rank0_only=False)
+    try:
+        with ema.swap():
+            assert same(full_state_dict(model, rank0_only=False), before)
+            raise KeyError
+    except KeyError:
+        pass
+    return same(full_state_dict(model, rank0_only=False), pushed)
+
+
+def test_weights_come_back_after_an_error(world2: World) -> None:
+    assert all(world2.run(swap_that_fails))

@@ -1,0 +1,343 @@
+"""Model files in the layout of Hugging Face: written by several ranks, read by slices."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from arrangements import WAYS, Way, built, peak_bytes, same
+from expecttest import assert_expected_inline
+from harness import World
+from meshed import refusal
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from shardwise import full_state_dict, fully_shard, load_full_state_dict, save_safetensors
+from shardwise.states.model_files import INDEX, SINGLE, ModelFiles
+
+
+def world_of(way: Way, request: pytest.FixtureRequest) -> World:
+    return request.getfixturevalue(f"world{way.ranks}")
+
+
+def state_of(way: Way, seed: int = 0) -> dict[str, Tensor]:
+    """Of the plain model, without second names of tied tensors: as the files have it."""
+    return {
+        name: value for name, value in built(way.build, seed).state_dict().items() if name != "head.weight"
+    }
+
+
+def read_all(folder: Path) -> dict[str, Tensor]:
+    """By the package alone, by way of the index where there is one."""
+    if not (folder / INDEX).exists():
+        return load_file(folder / SINGLE)
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    files = {name: load_file(folder / name) for name in set(weight_map.values())}
+    assert {name: file for file, held in files.items() for name in held} == weight_map
+    return {name: files[file][name] for name, file in weight_map.items()}
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def written(way: Way, folder: str, max_shard_bytes: int) -> list[str]:
+    """Save; the names of the files that this rank wrote."""
+    import safetensors.torch
+
+    with mock.patch.object(safetensors.torch, "save_file", wraps=save_file) as saved:
+        save_safetensors(way.model(), folder, max_shard_bytes=max_shard_bytes)
+    return [Path(call.args[1]).name for call in saved.call_args_list]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_ranks_write_one_model_together(way: Way, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    names = world_of(way, request).run(written, way, str(tmp_path), 300)
+    want = state_of(way)
+    got = read_all(tmp_path)
+    assert same(got, {name: want[name] for name in got})
+    assert got.keys() == want.keys()
+    every = [name for own in names for name in own]
+    assert len(every) > way.ranks
+    assert min(len(own) for own in names) >= len(every) // way.ranks  # shared evenly
+    assert sorted(every) == sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*every, INDEX])
+
+
+def test_a_small_model_is_one_file_and_the_format_is_named(world2: World, tmp_path: Path) -> None:
+    names = world2.run(written, Way(2), str(tmp_path), 1 << 30)
+    assert names == [[SINGLE], []]
+    assert [path.name for path in tmp_path.iterdir()] == [SINGLE]
+    with safe_open(tmp_path / SINGLE, framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert same(read_all(tmp_path), state_of(Way(2)))
+
+
+def test_the_index_is_as_hugging_face_has_it(world2: World, tmp_path: Path) -> None:
+    world2.run(written, Way(2), str(tmp_path), 3000)
+    index = json.loads((tmp_path / INDEX).read_text())
+    index["weight_map"] = dict(list(index["weight_map"].items())[:3])
+    assert_expected_inline(
+        json.dumps(index, indent=1),
+        """\
+{
+ "metadata": {
+  "total_size": 5696
+ },
+ "weight_map": {
+  "blocks.0.down.bias": "model-00001-of-00003.safetensors",
+  "blocks.0.down.weight": "model-00001-of-00003.safetensors",
+  "blocks.0.norm.bias": "model-00001-of-00003.safetensors"
+ }
+}""",
+    )
+
+
+def converted(folder: str) -> None:
+    save_safetensors(Way(2, build="tied").model(), folder, dtype=torch.bfloat16, metadata={"by": "us"})
+
+
+def test_floating_point_tensors_are_converted(world2: World, tmp_path: Path) -> None:
+    world2.run(converted, str(tmp_path))
+    want = state_of(Way(2, build="tied"))
+    for name, value in read_all(tmp_path).items():
+        is_float = want[name].is_floating_point()
+        assert torch.equal(value, want[name].to(torch.bfloat16) if is_float else want[name])
+        assert value.dtype == (torch.bfloat16 if is_float else torch.int64)
+    with safe_open(tmp_path / SINGLE, framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "by": "us"}
+
+
+LAYER = 256 * 256 * 4
+
+
+def peak_of_saving(folder: str) -> float:
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    return peak_bytes(lambda: save_safetensors(model, folder, max_shard_bytes=LAYER)) / LAYER
+
+
+def test_f52_each_rank_holds_one_file(world4: World, tmp_path: Path) -> None:
+    for peak in world4.run(peak_of_saving, str(tmp_path)):
+        assert 1 <= peak <= 2.1  # what was gathered before is let go of as the next is there
+
+
+# --- writing that fails ---------------------------------------------------------------------------
+
+
+def fails_at(rank: int, folder: str) -> str:
+    import safetensors.torch
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    model = Way(2).model()
+    if dist.get_rank() != rank:
+        return refusal(save_safetensors, model, folder, max_shard_bytes=500)
+    with mock.patch.object(safetensors.torch, "save_file", full):
+        return refusal(save_safetensors, model, folder, max_shard_bytes=500)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_on_one_rank_is_told_by_all_and_nothing_is_left(
+    world2: World, tmp_path: Path, rank: int
+) -> None:
+    for told in world2.run(fails_at, rank, str(tmp_path)):
+        start, end = f"RuntimeError: save_safetensors: rank {rank} cannot write to {tmp_path} (", "system."
+        assert told.startswith(start + "[Errno 28] No space left on device). ")
+        assert told.endswith(" bytes are free on its file system.")
+        assert end in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def refused_to_save(folder: str) -> list[str]:
+    model = Way(2, build="odd").model()
+    told = [
+        refusal(save_safetensors, model, folder, max_shard_bytes=0),
+        refusal(save_safetensors, model, folder, dtype=torch.int8),
+        refusal(save_safetensors, Way(2).model(device="meta"), folder),
+    ]
+    save_safetensors(model, folder)
+    told.append(refusal(save_safetensors, model, folder).replace(folder, "FOLDER"))
+    return told
+
+
+def test_what_cannot_be_saved_is_refused(world2: World, tmp_path: Path) -> None:
+    first, second = world2.run(refused_to_save, str(tmp_path))
+    assert first == second
+    assert_expected_inline(
+        "\n".join(first),
+        """\
+ValueError: save_safetensors: max_shard_bytes is 0; pass a number of bytes above 0.
+ValueError: save_safetensors: dtype is torch.int8; pass a floating-point dtype, or None.
+RuntimeError: save_safetensors: inlet.weight, inlet.bias, blocks.0.norm.weight, blocks.0.norm.bias, blocks.0.up.weight, blocks.0.up.bias, blocks.0.down.weight, blocks.0.down.bias and 14 more of this model are on the meta device: nothing has given them values. Call shardwise.materialize(model) or load a checkpoint first.
+FileExistsError: save_safetensors: FOLDER has model.safetensors in it already, and two models in one folder could be mixed up. Choose an empty folder, or delete the old files first.""",
+    )
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def loaded(way: Way, source: Any) -> Any:
+    model = way.model(seed=1)
+    load_full_state_dict(model, source)
+    return full_state_dict(model, rank0_only=False)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_any_way_loads_the_files(way: Way, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    state = {name: value.contiguous() for name, value in state_of(way).items()}
+    half = len(state) // 2
+    parts = {"a.safetensors": list(state)[:half], "b.safetensors": list(state)[half:]}
+    for file, names in parts.items():
+        save_file({name: state[name] for name in names}, tmp_path / file)
+    weight_map = {name: file for file, names in parts.items() for name in names}
+    (tmp_path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    for got in world_of(way, request).run(loaded, way, str(tmp_path)):
+        assert same(got, built(way.build).state_dict())
+
+
+@pytest.mark.parametrize("kind", ["file", "path", "index", "list"])
+def test_files_are_named_in_any_of_these_ways(world2: World, tmp_path: Path, kind: str) -> None:
+    way = Way(2)
+    save_safetensors_plainly(way, tmp_path)
+    source: Any = {
+        "file": str(tmp_path / SINGLE),
+        "path": tmp_path,
+        "index": str(tmp_path / INDEX),
+        "list": [tmp_path / SINGLE],
+    }[kind]
+    if kind == "index":
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(state_of(way), SINGLE)}))
+    for got in world2.run(loaded, way, source):
+        assert same(got, state_of(way))
+
+
+def save_safetensors_plainly(way: Way, folder: Path, seed: int = 0) -> None:
+    save_file({name: value.contiguous() for name, value in state_of(way, seed).items()}, folder / SINGLE)
+
+
+def bytes_read(folder: str) -> float:
+    """How much of the file a rank asks for, in parts of the whole."""
+    model = Way(4, build="even").model(seed=1)
+    asked = 0
+    before = ModelFiles._read
+
+    def counted(self: Any, name: str, box: Any) -> Tensor:
+        nonlocal asked
+        piece = before(self, name, box)
+        asked += piece.numel() * piece.itemsize
+        return piece
+
+    with mock.patch.object(ModelFiles, "_read", counted):
+        load_full_state_dict(model, folder)
+    return asked / sum(value.numel() * value.itemsize for value in state_of(Way(4, build="even")).values())
+
+
+def test_f51_each_rank_reads_its_rows_only(world4: World, tmp_path: Path) -> None:
+    save_safetensors_plainly(Way(4, build="even"), tmp_path)
+    shares = world4.run(bytes_read, str(tmp_path))
+    assert sum(shares) == pytest.approx(1)  # the file is read once, by all together
+    assert max(shares) < 0.3
+
+
+# --- files that are no good -----------------------------------------------------------------------
+
+
+def spoil(kind: str, folder: Path) -> None:
+    way = Way(2)
+    state = {name: value.contiguous() for name, value in state_of(way).items()}
+    first, second = dict(list(state.items())[:3]), dict(list(state.items())[3:])
+    save_file(first, folder / "a.safetensors")
+    save_file(second, folder / "b.safetensors")
+    weight_map = dict.fromkeys(first, "a.safetensors") | dict.fromkeys(second, "b.safetensors")
+    if kind == "a file is missing":
+        os.remove(folder / "b.safetensors")
+    elif kind == "a file is cut off":
+        os.truncate(folder / "b.safetensors", 300)
+    elif kind == "a file lacks its end":
+        os.truncate(folder / "b.safetensors", (folder / "b.safetensors").stat().st_size - 8)
+    elif kind == "a file is no such file":
+        (folder / "b.safetensors").write_bytes(b"hello, this is no tensor file")
+    elif kind == "the index names what is not there":
+        weight_map["blocks.9.weight"] = "a.safetensors"
+    elif kind == "the index is cut off":
+        (folder / INDEX).write_text('{"weight_map": {"inlet')
+        return
+    elif kind == "of another model":
+        weight_map.pop("inlet.weight")
+    elif kind == "no index":
+        return
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def refused_load(folder: str) -> tuple[str, bool]:
+    model = Way(2).model(seed=1)
+    told = refusal(load_full_state_dict, model, folder)
+    model(torch.ones(1, 7, dtype=torch.float64))  # is as it was
+    return told.replace(folder, "FOLDER"), same(full_state_dict(model, rank0_only=False), state_of(Way(2), 1))
+
+
+KINDS = (
+    *("a file is missing", "a file is cut off", "a file lacks its end", "a file is no such file"),
+    *("no index", "of another model"),
+    *("the index names what is not there", "the index is cut off", "nothing there"),
+)
+
+
+def test_bad_files_are_named_and_the_model_is_unchanged(world2: World, tmp_path: Path) -> None:
+    told = {}
+    for kind in KINDS:
+        folder = tmp_path / kind.replace(" ", "_")
+        if kind != "nothing there":
+            folder.mkdir()
+            spoil(kind, folder)
+        (first, is_same), (second, is_same_too) = world2.run(refused_load, str(folder))
+        assert first == second
+        assert is_same
+        assert is_same_too
+        told[kind] = first
+    assert_expected_inline(
+        "\n".join(f"{kind}: {text}" for kind, text in told.items()),
+        """\
+a file is missing: RuntimeError: FOLDER/b.safetensors does not exist, which should hold blocks.0.norm.bias, blocks.0.up.weight, blocks.0.up.bias, blocks.0.down.weight according to the index. Was a part of the model not copied?
+a file is cut off: RuntimeError: FOLDER/b.safetensors cannot be read as safetensors (Error while deserializing header: invalid header length): it is damaged, or was not written to its end.
+a file is no such file: RuntimeError: FOLDER/b.safetensors cannot be read as safetensors (Error while deserializing header: header too large): it is damaged, or was not written to its end.
+no index: RuntimeError: FOLDER has neither model.safetensors.index.json nor model.safetensors in it, but 2 other safetensors files: pass those that belong together.
+of another model: StateMismatch: load_full_state_dict: missing in the source: inlet.weight (pass strict=False to keep what the model has).
+the index names what is not there: RuntimeError: FOLDER/a.safetensors does not hold blocks.9.weight, which the index says is there.
+the index is cut off: RuntimeError: FOLDER/model.safetensors.index.json is no index of safetensors files (JSONDecodeError: Unterminated string starting at: line 1 column 17 (char 16)).
+nothing there: RuntimeError: FOLDER does not exist. Was a part of the model not copied?""",
+    )
+
+
+def refused_on_one_rank(folder: str) -> str:
+    """The file is there for rank 0 alone, as it is where hosts share no file system."""
+    model = Way(2).model(seed=1)
+    return refusal(load_full_state_dict, model, folder if dist.get_rank() == 0 else folder + "_gone")
+
+
+def test_a_file_that_one_rank_lacks_is_told_by_all(world2: World, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_safetensors_plainly(Way(2), folder)
+    first, second = world2.run(refused_on_one_rank, str(folder))
+    assert first == second
+    assert "model_gone does not exist" in first
+
+
+def without_the_package() -> list[str]:
+    model = Way(2).model()
+    with mock.patch.dict("sys.modules", {"safetensors": None}):
+        return [refusal(load_full_state_dict, model, "x"), refusal(save_safetensors, model, "x")]
+
+
+def test_without_the_package_the_message_says_what_to_install(world2: World) -> None:
+    for told in world2.run(without_the_package):
+        assert all("pip install 'shardwise[safetensors]'" in text for text in told)
