@@ -526,8 +526,7 @@ RuntimeError: Cannot run forward: 16 parameters are still on the meta
 device: inlet.weight, inlet.bias, outlet.weight, outlet.bias,
 blocks.0.norm.weight, blocks.0.norm.bias, blocks.0.up.weight,
 blocks.0.up.bias and 8 more. Nothing has given them values. Call
-shardwise.materialize(model), or load a checkpoint, before the first
-forward.""",
+shardwise.materialize(model), or load a checkpoint, first.""",
     )
 
 

@@ -244,10 +244,9 @@ def test_what_cannot_be_compared_is_refused(world1: World) -> None:
     assert_expected_inline(
         "\n".join(map(wrapped, world1.run(wrong_moments)[0])),
         """\
-RuntimeError: check_replicas: Cannot run forward: 2 parameters are
-still on the meta device: weight, bias. Nothing has given them values.
-Call shardwise.materialize(model), or load a checkpoint, before the
-first forward.
+RuntimeError: check_replicas: 2 parameters are still on the meta
+device: weight, bias. Nothing has given them values. Call
+shardwise.materialize(model), or load a checkpoint, first.
 TypeError: check_replicas: int is not an nn.Module.""",
     )
 

@@ -250,6 +250,6 @@ StateMismatch: load_full_optimizer_state_dict: it holds momentum_buffer, and thi
 RuntimeError: load_full_optimizer_state_dict: state is a dict with 'model', where the state of an optimizer has 'state' and 'param_groups'.
 RuntimeError: load_full_optimizer_state_dict: state is a NoneType, where the state of an optimizer has 'state' and 'param_groups'.
 ValueError: rekey_optimizer_state_dict: to is 'number'; pass 'name' or 'id'.
-ValueError: full_state_dict: parameter 0 of group 0 of the optimizer, of shape (2,), is not one of the model's. Was the optimizer built before the model was sharded? Build it after, from model.parameters().
+ValueError: SGD: parameter 0 of group 0, of shape (2,), is none of the model's, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
 TypeError: full_state_dict: optimizer is a str, not a torch.optim.Optimizer.""",
     )

@@ -140,7 +140,7 @@ def assert_goes_on(ended: Run, kills: list[Kill]) -> None:
         assert start in {last, max(0, last - EVERY)}, (ended.starts, kills)
 
 
-def test_killed_at_random_steps(tmp_path: Path, unbroken: Losses) -> None:
+def test_f43_killed_at_random_steps(tmp_path: Path, unbroken: Losses) -> None:
     kills = random_kills(seed=0, count=3)
     ended = run(tmp_path, 2, kills)
     assert losses_of(ended) == unbroken
@@ -160,7 +160,7 @@ WHILE_SAVING = [
 
 
 @pytest.mark.parametrize("starts", WHILE_SAVING)
-def test_killed_while_saving(tmp_path: Path, unbroken: Losses, starts: dict[Kill, int]) -> None:
+def test_f43_killed_while_saving(tmp_path: Path, unbroken: Losses, starts: dict[Kill, int]) -> None:
     ended = run(tmp_path, 2, list(starts))
     assert losses_of(ended) == unbroken
     assert ended.starts == [0, *starts.values()], ended.output
@@ -168,7 +168,7 @@ def test_killed_while_saving(tmp_path: Path, unbroken: Losses, starts: dict[Kill
     assert sorted(each.name for each in (tmp_path / "saved").iterdir()) == ["step-00000008", "step-00000012"]
 
 
-def test_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
+def test_f43_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
     """Two processes, then one, then two again, each killed at a checkpoint but for the last."""
     whole = losses_of(run(tmp_path / "unbroken", 1, [], saves=False, dropout=False))
     folder = tmp_path / "moved"
@@ -187,7 +187,7 @@ def test_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("strategy", "seed"), [("ddp", 1), ("zero1", 2), ("zero2", 3), ("zero3", 4), ("zero3", 5)]
 )
-def test_killed_again_and_again(tmp_path: Path, strategy: str, seed: int) -> None:
+def test_f43_killed_again_and_again(tmp_path: Path, strategy: str, seed: int) -> None:
     options = (f"--strategy={strategy}",)
     whole = losses_of(run(tmp_path / "unbroken", 2, [], saves=False, options=options))
     kills = random_kills(seed, count=6)

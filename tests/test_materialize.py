@@ -766,8 +766,7 @@ ValueError: materialize: device is 'meta', where nothing has values.
 Pass 'cpu', or None.
 RuntimeError: Cannot run forward: 2 parameters are still on the meta
 device: 0.weight, 0.bias. Nothing has given them values. Call
-shardwise.materialize(model), or load a checkpoint, before the first
-forward.
+shardwise.materialize(model), or load a checkpoint, first.
 RuntimeError: materialize: Sequential is part of a model whose forward
 is running, and that needs its parameters and gradients as they are.
 Call it before.""",

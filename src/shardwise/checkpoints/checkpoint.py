@@ -20,7 +20,12 @@ from torch import Tensor, nn
 from shardwise.checkpoints import folders
 from shardwise.checkpoints.consensus import Team
 from shardwise.checkpoints.manifest import Manifest, by_first, check_model, nested
-from shardwise.checkpoints.named_state import (
+from shardwise.checkpoints.optimizer_plan import OptimizerPlan, check_optimizers, saved_groups
+from shardwise.checkpoints.pending import PendingSave, saves_of, team_of_all
+from shardwise.checkpoints.writing import write
+from shardwise.module import sharded_members
+from shardwise.states.meta_memory import give_memory, is_on_meta, refuse_lost
+from shardwise.states.named_state import (
     Optimizers,
     as_optimizers,
     load_into,
@@ -28,12 +33,7 @@ from shardwise.checkpoints.named_state import (
     staged,
     state_of,
 )
-from shardwise.checkpoints.optimizer_plan import OptimizerPlan, check_optimizers, saved_groups
-from shardwise.checkpoints.pending import PendingSave, saves_of, team_of_all
-from shardwise.checkpoints.writing import write
-from shardwise.module import sharded_members
-from shardwise.states.meta_memory import give_memory, is_on_meta, refuse_lost
-from shardwise.states.names import canonical
+from shardwise.states.names import entries_of
 from shardwise.states.partial_loads import clear_partly_loaded, mark_partly_loaded
 
 OptimizerOrMany = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -294,7 +294,7 @@ def load_checkpoint(
 
 def _kept(model: nn.Module, wanted: dict[str, Any]) -> list[Any]:
     """The parameters and buffers that states have."""
-    return [value for name, value in model.state_dict(keep_vars=True).items() if canonical(name) in wanted]
+    return [entry.value for entry in entries_of(model) if entry.name in wanted]
 
 
 def _planned_on_meta(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoints.manifest import Manifest, Place, by_first, counted, nested
-from shardwise.checkpoints.named_state import Names, Optimizers, blank, check_parameters, parameters_of, same
+from shardwise.states.named_state import Names, Optimizers, blank, check_parameters, parameters_of, same
 from shardwise.states.names import listed
 
 # What schedulers of the learning rate add to param groups.

@@ -520,7 +520,7 @@ class Group:
     def _make_full_parameters(self) -> None:
         """Full parameters over gathered buffers. They stay the same objects from now on."""
         if names := self.meta_parameters():
-            raise RuntimeError(meta_message(names))
+            raise RuntimeError(f"Cannot run forward: {meta_message(names)}")
         with self._lanes.gather.memory(), torch.inference_mode(False), torch.no_grad():
             for bucket in self.buckets:
                 bucket.make_full_parameters()
@@ -551,7 +551,7 @@ class Group:
     def _move_in(self) -> None:
         """Bring shards that live elsewhere into the flat shards, planned anew if dtypes changed."""
         if names := self.meta_parameters():
-            raise RuntimeError(meta_message(names))
+            raise RuntimeError(f"Cannot run forward: {meta_message(names)}")
         carried = [full.grad for full in self._fulls]
         is_planned_anew = [bucket.follow_shards() for bucket in self.buckets]
         if any(is_planned_anew):
@@ -776,10 +776,10 @@ class Group:
 def meta_message(names: Sequence[str]) -> str:
     """What to say when parameters without values are about to be used."""
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    are = "parameters are" if len(names) > 1 else "parameter is"
     return (
-        f"Cannot run forward: {len(names)} parameter{'s are' if len(names) > 1 else ' is'} still on "
-        f"the meta device: {shown}. Nothing has given them values. Call shardwise.materialize(model), "
-        "or load a checkpoint, before the first forward."
+        f"{len(names)} {are} still on the meta device: {shown}. Nothing has given them values. Call "
+        "shardwise.materialize(model), or load a checkpoint, first."
     )
 
 

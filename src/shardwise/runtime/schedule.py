@@ -231,7 +231,7 @@ class Schedule:
             return
         names = [name for group in self.groups for name in group.meta_parameters()]
         if names:
-            raise RuntimeError(meta_message(names))
+            raise RuntimeError(f"Cannot run forward: {meta_message(names)}")
         for group in self.groups:
             group.refuse_open_ties()
             group.refuse_partly_loaded()

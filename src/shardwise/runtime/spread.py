@@ -32,13 +32,19 @@ def axes_of_model(model: nn.Module) -> list[Axis]:
     return [] if pg.size() == 1 else [Axis(pg, pg.size(), pg.rank())]
 
 
-def device_of_model(model: nn.Module) -> torch.device:
-    """Where what ``model`` communicates lies: the device of its meshes, or of the process group."""
+def mesh_device(model: nn.Module) -> torch.device | None:
+    """The device of the meshes that ``model`` lives on, None if it has none."""
     for param in model.parameters():
         if isinstance(param, DTensor):
             return device_of(param.device_mesh)
-    if not dist.is_initialized():
-        return torch.device("cpu")
+    return None
+
+
+def device_of_model(model: nn.Module) -> torch.device:
+    """Where what its ranks communicate lies: the device of its meshes, or of the process group."""
+    found = mesh_device(model)
+    if found is not None or not dist.is_initialized():
+        return found or torch.device("cpu")
     return torch.device(default_device_type("shardwise"))
 
 

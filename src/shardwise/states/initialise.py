@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -13,11 +12,11 @@ from shardwise.module import sharded_members
 from shardwise.runtime import compat
 from shardwise.runtime.extension import ExtensionBucket
 from shardwise.runtime.group import Group, State, meta_message
-from shardwise.runtime.mesh import Axis, default_device_type, highest_over
+from shardwise.runtime.mesh import highest_over
 from shardwise.runtime.replicas import Named, are_silent, make_equal, refuse_unequal
 from shardwise.runtime.schedule import Member
-from shardwise.runtime.spread import Spread, axes_of_model
-from shardwise.states.inventory import Inventory, mesh_device, refuse_what_is_missing
+from shardwise.runtime.spread import Spread, axes_of_model, device_of_model
+from shardwise.states.inventory import Inventory, refuse_what_is_missing
 from shardwise.states.partial_loads import clear_partly_loaded
 
 
@@ -139,7 +138,7 @@ def sync_module_states(model: nn.Module, src: int = 0) -> None:
                 "a form of their own. Make its copies equal before it is converted."
             )
     axes = axes_of_model(model)
-    comm_device = _device_of_model(model, axes)
+    comm_device = device_of_model(model)
     spread = Spread(axes, src, comm_device)
     if axes and not are_silent(axes, comm_device):
         make_equal(named, spread, comm_device)
@@ -162,12 +161,11 @@ def check_replicas(model: nn.Module) -> None:
 
         check_replicas(model)  # every thousand steps, say
     """
-    members = _members_at_rest(model, "check_replicas")
+    _members_at_rest(model, "check_replicas")
     named: list[Named] = [(name, t) for name, t in model.named_parameters() if isinstance(t, DTensor)]
     _refuse_meta(named, "check_replicas")
-    device = members[0].group.device if members else mesh_device(model)
-    if device is not None:
-        refuse_unequal(named, device)
+    if named:
+        refuse_unequal(named, device_of_model(model))
 
 
 def _check_arguments(model: Any, init_fn: Any, device: Any) -> torch.device | None:
@@ -205,7 +203,7 @@ def _check_group(group: Group) -> None:
 def _one_random_state(model: nn.Module, inventory: Inventory) -> Iterator[None]:
     """Have all ranks draw as the first of them does, once they agree on what there is to draw."""
     axes = axes_of_model(model)
-    comm_device = _device_of_model(model, axes)
+    comm_device = device_of_model(model)
     if are_silent(axes, comm_device):
         axes = []
     own = _random_states(inventory.drawn_on)
@@ -269,17 +267,3 @@ def _named_tensors(model: nn.Module) -> list[Named]:
 def _refuse_meta(named: list[Named], caller: str) -> None:
     if names := [name for name, tensor in named if tensor.is_meta]:
         raise RuntimeError(f"{caller}: {meta_message(names)}")
-
-
-def _device_of_model(model: nn.Module, axes: list[Axis]) -> torch.device:
-    """What its ranks communicate with."""
-    if (found := mesh_device(model)) is not None:
-        return found
-    if not axes or not dist.is_initialized():
-        return torch.device("cpu")
-    kind = default_device_type("shardwise")
-    return (
-        torch.device("cpu")
-        if kind == "cpu"
-        else torch.device(kind, torch.get_device_module(kind).current_device())
-    )

@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.checks import PLACE, class_name
 from shardwise.collect import joined
 from shardwise.runtime.filling import Filling, RefuseWrites, Spot, show_all
 from shardwise.runtime.group import Group
 from shardwise.runtime.lending import reorder
-from shardwise.runtime.mesh import device_of
+from shardwise.runtime.spread import mesh_device
 
 
 class Inventory:
@@ -228,11 +227,3 @@ def refuse_what_is_missing(inventory: Inventory) -> None:
         "writes to all of its tensors, or pass an init_fn that does. They are still on the meta device; the "
         "others have values."
     )
-
-
-def mesh_device(model: nn.Module) -> torch.device | None:
-    """The device of the meshes in ``model``, None if it has none."""
-    for tensor in model.parameters():
-        if isinstance(tensor, DTensor):
-            return device_of(tensor.device_mesh)
-    return None

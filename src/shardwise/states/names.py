@@ -9,15 +9,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.module import sharded_members
+from shardwise.runtime.group import meta_message
 
 _OF_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
-def canonical(name: str) -> str:
-    """``name`` without the parts that wrappers put into it."""
-    return ".".join(part for part in name.split(".") if part not in _OF_WRAPPERS)
+def canonical(name: str, model: nn.Module | None = None) -> str:
+    """``name``, of something in ``model`` if given, without the parts that wrappers put into it."""
+    kept: list[str] = []
+    module: Any = model
+    for part in name.split("."):
+        is_of_ddp = isinstance(module, DistributedDataParallel) and part == "module"
+        if part not in _OF_WRAPPERS and not is_of_ddp:
+            kept.append(part)
+        module = getattr(module, part, None)
+    return ".".join(kept)
 
 
 @dataclass(frozen=True)
@@ -42,13 +51,13 @@ def entries_of(model: nn.Module) -> list[Entry]:
     """The entries of ``model.state_dict()``, as modules and their hooks make it."""
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     state = model.state_dict(keep_vars=True)
-    return [Entry(canonical(key), key, value, id(value) in own) for key, value in state.items()]
+    return [Entry(canonical(key, model), key, value, id(value) in own) for key, value in state.items()]
 
 
 def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Canonical names and parameters; a tied one under each of its names."""
     for name, param in model.named_parameters(remove_duplicate=False):
-        yield canonical(name), param
+        yield canonical(name, model), param
 
 
 def listed(names: Iterable[str], limit: int = 8) -> str:
@@ -68,10 +77,7 @@ def check_at_rest(model: nn.Module, caller: str) -> None:
     check_idle(model, caller)
     on_meta = [name for name, param in parameters_of(model) if param.is_meta]
     if on_meta:
-        raise RuntimeError(
-            f"{caller}: {listed(on_meta)} of this model are on the meta device: nothing has given them "
-            "values. Call shardwise.materialize(model) or load a checkpoint first."
-        )
+        raise RuntimeError(f"{caller}: {meta_message(on_meta)}")
 
 
 def check_idle(model: nn.Module, caller: str) -> None:

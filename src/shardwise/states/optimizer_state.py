@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from shardwise.runtime.spread import Spread, axes_of_model, device_of_model
 from shardwise.runtime.transfer import BUCKET_BYTES, full_values
 from shardwise.states.loading import Facts, StateMismatch, Targets, load_from_one
-from shardwise.states.names import Entry, canonical, check_at_rest, listed, parameters_of
+from shardwise.states.named_state import check_parameters, load_into, parameter_names, parameters_of
+from shardwise.states.names import Entry, canonical, check_at_rest, listed
 
 State = dict[str, Any]
 
@@ -81,7 +82,7 @@ def load_full_optimizer_state_dict(
     if isinstance(header, str):
         raise RuntimeError(header)
     own = by_name(optimizer.state_dict(), model, optimizer)
-    loaded = _Loaded(header, dict(zip(names, _params_of(optimizer), strict=True)), own)
+    loaded = _Loaded(header, dict(zip(names, parameters_of(optimizer), strict=True)), own)
     pairs = _tensors_of(by_name(state, model, optimizer)) if spread.holds and state is not None else None
     load_from_one(loaded.targets, pairs, spread, device, BUCKET_BYTES)
     loaded.apply(optimizer, {name: index for index, name in enumerate(names)})
@@ -132,20 +133,9 @@ def names_of(model: nn.Module, optimizer: torch.optim.Optimizer, caller: str) ->
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{caller}: optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer.")
-    known: dict[int, str] = {}
-    for name, param in parameters_of(model):
-        known.setdefault(id(param), name)
-    names: list[str] = []
-    for index, group in enumerate(optimizer.param_groups):
-        for place, param in enumerate(group["params"]):
-            if id(param) not in known:
-                raise ValueError(
-                    f"{caller}: parameter {place} of group {index} of the optimizer, of shape "
-                    f"{tuple(param.shape)}, is not one of the model's. Was the optimizer built before the "
-                    "model was sharded? Build it after, from model.parameters()."
-                )
-            names.append(known[id(param)])
-    return names
+    names = parameter_names(model)
+    check_parameters(optimizer, names)
+    return [names[param][0] for param in parameters_of(optimizer)]
 
 
 def by_name(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
@@ -188,10 +178,6 @@ def _kind_of(state: Any) -> str:
     if isinstance(state, Mapping):
         return f"a dict with {listed(map(repr, state), 4) or 'nothing in it'}"
     return f"a {type(state).__name__}"
-
-
-def _params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 # --- loading --------------------------------------------------------------------------------------
@@ -241,7 +227,7 @@ def _joined(name: str, key: str) -> str:
 class _Loaded:
     """New state, as shards: made first, filled, and handed to the optimizer when all of it is there."""
 
-    def __init__(self, header: _Header, params: dict[str, nn.Parameter], own: State) -> None:
+    def __init__(self, header: _Header, params: dict[str, Tensor], own: State) -> None:
         self._header = header
         self._own = own
         self._check(params)
@@ -255,7 +241,7 @@ class _Loaded:
         }
         self.targets = Targets("load_full_optimizer_state_dict", entries, is_strict=True, converts=False)
 
-    def _check(self, params: dict[str, nn.Parameter]) -> None:
+    def _check(self, params: dict[str, Tensor]) -> None:
         problems: list[str] = []
         if unknown := dict.fromkeys(n for n, _ in self._header.facts if n not in params):
             problems.append(f"state of {listed(unknown)}, which this optimizer does not update")
@@ -295,10 +281,11 @@ class _Loaded:
         groups = sorted(
             self._header.groups, key=lambda group: min((ids[n] for n in group["params"]), default=0)
         )
-        optimizer.load_state_dict(_rekeyed({"state": state, "param_groups": groups}, ids))
+        by_id = _rekeyed({"state": state, "param_groups": groups}, ids)
+        load_into(optimizer, by_id["state"], by_id["param_groups"], convert_dtype=False)
 
 
-def _like(param: nn.Parameter, own: Any, facts: Facts) -> Tensor:
+def _like(param: Tensor, own: Any, facts: Facts) -> Tensor:
     """Memory for this rank's part of a state tensor: sharded as the one there is, or as its parameter."""
     assert facts.shape is not None
     if isinstance(own, Tensor):

@@ -17,13 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.offload import _StateMover
 from shardwise.runtime import compat
-
-# Modules that torch.compile and activation checkpointing put around others.
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+from shardwise.states.names import parameters_of as named_parameters
 
 Optimizers = Sequence[torch.optim.Optimizer]
 Names = dict[Tensor, list[str]]
@@ -32,20 +29,9 @@ Names = dict[Tensor, list[str]]
 def parameter_names(model: nn.Module) -> Names:
     """All names of each parameter, tied ones have several, without those of wrappers."""
     names: Names = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(param, []).append(canonical(model, name))
+    for name, param in named_parameters(model):
+        names.setdefault(param, []).append(name)
     return names
-
-
-def canonical(model: nn.Module, name: str) -> str:
-    """`name` of a parameter of `model`, without the parts that wrappers add."""
-    kept, module = [], model
-    for part in name.split("."):
-        is_ddp = isinstance(module, DistributedDataParallel) and part == "module"
-        if part not in WRAPPERS and not is_ddp:
-            kept.append(part)
-        module = getattr(module, part, module)
-    return ".".join(kept)
 
 
 def as_optimizers(optimizer: Any) -> Optimizers:
