@@ -206,16 +206,6 @@ def test_another_dtype_is_refused_unless_it_is_meant(world2: World, run: Run) ->
             torch.testing.assert_close(got[name], value.to(dtype), rtol=1e-6, atol=1e-9)
 
 
-def on_meta(run: Run) -> str:
-    with torch.device("meta"):
-        model = by_block(Net(), None)
-    return refusal(load_checkpoint, run.path, model)
-
-
-def test_a_model_without_memory_is_refused(world2: World, run: Run) -> None:
-    assert "on the meta device" in message(world2.run(on_meta, run))
-
-
 def another_recipe(path: str) -> str:
     model = by_block(Net(), None)
     dcp.save({"net": model.state_dict(), "step": 3}, checkpoint_id=path)
@@ -366,7 +356,7 @@ def test_a_model_that_was_loaded_half_does_not_run(world2: World, world3: World,
         assert first.endswith(
             "The weights are partly those of the checkpoint and partly others; load another one."
         )
-        assert first.removeprefix("RuntimeError: ") in forward
+        assert first.removeprefix("RuntimeError: ").rstrip(".") in forward
         assert "is not to be saved" in saving
         assert latest_checkpoint(Path(good).parent) == Path(good)
 

@@ -289,7 +289,7 @@ def memory(build: Callable[[], nn.Module]) -> tuple[str, int, int, int]:
     """What explain says in all, then: bytes of shards, of gathered parameters, and parameters."""
     model = build()
     groups = [member.group for member in sharded_members(model)]
-    stored = {p.local.untyped_storage()._cdata: p.local.untyped_storage() for g in groups for p in g.params}
+    stored = [bucket.shard.bytes.untyped_storage() for group in groups for bucket in group.buckets]
     numel = sum(p.numel() for p in model.parameters() if isinstance(p, DTensor))
     total = next(line for line in explain(model).splitlines() if line.startswith("total"))
     gathered = 0
@@ -297,7 +297,7 @@ def memory(build: Callable[[], nn.Module]) -> tuple[str, int, int, int]:
         module.unshard()
     for group in groups:
         gathered += sum(bucket.gathered.bytes.untyped_storage().nbytes() for bucket in group.buckets)
-    return total, sum(s.nbytes() for s in stored.values()), gathered, numel
+    return total, sum(storage.nbytes() for storage in stored), gathered, numel
 
 
 def wide_tower() -> nn.Module:

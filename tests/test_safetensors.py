@@ -176,7 +176,7 @@ def test_what_cannot_be_saved_is_refused(world2: World, tmp_path: Path) -> None:
         """\
 ValueError: save_safetensors: max_shard_bytes is 0; pass a number of bytes above 0.
 ValueError: save_safetensors: dtype is torch.int8; pass a floating-point dtype, or None.
-RuntimeError: save_safetensors: inlet.weight, inlet.bias, blocks.0.norm.weight, blocks.0.norm.bias, blocks.0.up.weight, blocks.0.up.bias, blocks.0.down.weight, blocks.0.down.bias and 14 more of this model are on the meta device: nothing has given them values. Call shardwise.materialize(model) or load a checkpoint first.
+RuntimeError: save_safetensors: 22 parameters are still on the meta device: inlet.weight, inlet.bias, blocks.0.norm.weight, blocks.0.norm.bias, blocks.0.up.weight, blocks.0.up.bias, blocks.0.down.weight, blocks.0.down.bias and 14 more. Nothing has given them values. Call shardwise.materialize(model), or load a checkpoint, first.
 FileExistsError: save_safetensors: FOLDER has model.safetensors in it already, and two models in one folder could be mixed up. Choose an empty folder, or delete the old files first.""",
     )
 
@@ -308,6 +308,7 @@ def test_bad_files_are_named_and_the_model_is_unchanged(world2: World, tmp_path:
         """\
 a file is missing: RuntimeError: FOLDER/b.safetensors does not exist, which should hold blocks.0.norm.bias, blocks.0.up.weight, blocks.0.up.bias, blocks.0.down.weight according to the index. Was a part of the model not copied?
 a file is cut off: RuntimeError: FOLDER/b.safetensors cannot be read as safetensors (Error while deserializing header: invalid header length): it is damaged, or was not written to its end.
+a file lacks its end: RuntimeError: FOLDER/b.safetensors cannot be read as safetensors (Error while deserializing header: incomplete metadata, file not fully covered): it is damaged, or was not written to its end.
 a file is no such file: RuntimeError: FOLDER/b.safetensors cannot be read as safetensors (Error while deserializing header: header too large): it is damaged, or was not written to its end.
 no index: RuntimeError: FOLDER has neither model.safetensors.index.json nor model.safetensors in it, but 2 other safetensors files: pass those that belong together.
 of another model: StateMismatch: load_full_state_dict: missing in the source: inlet.weight (pass strict=False to keep what the model has).

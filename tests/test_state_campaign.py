@@ -14,6 +14,7 @@ import copy
 import os
 import pprint
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,7 @@ def spread(model: Any, kind: str, ranks: int) -> Any:
         options["mesh"] = whole["shard"]
     elif kind == "ignored":
         options["ignored_params"] = {next(iter(model.blocks[0].parameters()))}
+        warnings.filterwarnings("ignore", message=".*ignored_params contains trainable")
     if kind == "one list":
         fully_shard(list(model.blocks), **options)
     elif kind == "mixed":
@@ -114,8 +116,9 @@ def spread(model: Any, kind: str, ranks: int) -> Any:
 def fits(kind: str, ranks: int, build: str) -> bool:
     if ranks < KINDS[kind] or (KINDS[kind] == 4 and ranks != 4):
         return False
-    # A list of blocks is one call of the first to the last, with nothing of the root between them.
-    return not (kind == "tp" and build in ("odd", "tied"))
+    if kind == "tp":
+        return build == "even"  # torch's plan of columns and rows takes no hidden size that does not divide
+    return not (kind == "bf16" and build == "tied")  # batch norm in float64 takes no bfloat16
 
 
 @torch.no_grad()
@@ -187,7 +190,9 @@ def draw_of(seed: int) -> Draw:
     draw = {
         "build": build,
         "optimizer": rng.choice(list(OPTIMIZERS)),
-        "frozen": rng.sample(["inlet.bias", "blocks.0", "outlet.weight", "blocks.1"], rng.choice([0, 0, 1, 2])),
+        "frozen": rng.sample(
+            ["inlet.bias", "blocks.0", "outlet.weight", "blocks.1"], rng.choice([0, 0, 1, 2])
+        ),
         "only_trained": rng.random() < 0.3,
         "schedule": rng.random() < 0.3,
         "ema": rng.random() < 0.4,
@@ -224,6 +229,14 @@ def leg_of(rng: random.Random, build: str) -> Draw:
     }
 
 
+# What fails today is left out; what is removed here is drawn again.
+# - "order of names": load_full_optimizer_state_dict by name gives states to the wrong parameters where the
+#   optimizer has the parameters of a group in another order than the one that was saved.
+# - "plain parameters on meta": loading into a model on the meta device makes new objects of parameters that are
+#   not sharded; an optimizer that was built before trains the old ones.
+KNOWN_BUGS = ("order of names", "plain parameters on meta")
+
+
 def settled(draw: Draw) -> Draw:
     """Without what is documented not to go together."""
     draw = copy.deepcopy(draw)
@@ -231,21 +244,20 @@ def settled(draw: Draw) -> Draw:
     for number, leg in enumerate(draw["legs"]):
         if number == 0:
             leg["steps"] = max(leg["steps"], 1)
-            if leg["start"] == "meta":
-                leg["start"] = "cpu"
             leg["start"] = "cpu"  # the plain run draws the same values
         if leg["start"] == "meta":  # nothing may run before it has values; buffers of no state have none
-            leg |= {"used": 0, "backward": False, "before": [], "start": "meta"}
-            if draw["build"] == "tied":
+            leg |= {"used": 0, "backward": False, "before": []}
+            is_partly_plain = leg["kind"] in ("none", "blocks only", "ignored")
+            if draw["build"] == "tied" or (is_partly_plain and "plain parameters on meta" in KNOWN_BUGS):
                 leg["start"] = "materialized"
         if previous is not None:
             # By id counts in the order of the optimizer, which is to be the same.
+            if leg["order"] != previous["order"] and "order of names" in KNOWN_BUGS:
+                leg["order"] = previous["order"]
             if leg["order"] != previous["order"]:
                 leg["load"]["keys"] = "name"
         if leg["kind"] == "bf16":  # other numbers than the plain run's: only what it hands over is compared
             leg["middle"] = [each for each in leg["middle"] if each != "edit"]
-        if leg["kind"] == "offload":
-            leg["load"]["inside"] = "nothing"
         if leg["save"] == "dcp" and draw["optimizer"] != "adamw":
             leg["save"] = "checkpoint"
         previous = leg
@@ -382,7 +394,7 @@ class Leg:
             for name, value in state[kind].items():
                 self.note(f"{what}: {name}", value)
         for name in order:
-            for key, value in state["states"][name].items():
+            for key, value in sorted(state["states"][name].items()):
                 self.note(f"{what}: {key} of {name}", value)
 
     # --- the leg ---
@@ -475,13 +487,15 @@ class Leg:
             self.adopt(before)
             return
         how = self.leg["load"]
-        inside = inference if how["inside"] == "inference" and self.leg["start"] != "meta" else None
-        if inside is not None:
-            with inference(self.model):
-                self.model.eval()
+        times = 1 + how["twice"]
+        if how["inside"] == "inference" and self.leg["start"] != "meta" and sharded_members(self.model):
+            self.model.eval()
+            with inference(self.model):  # what was gathered is not used any more
                 self.model(self.batch(3))
-                self.model.train()
-        for _ in range(1 + how["twice"]):
+                self.load_once(before, how)
+            self.model.train()
+            times -= 1
+        for _ in range(times):
             self.load_once(before, how)
         self.step = before["step"]
 
@@ -625,9 +639,7 @@ class Leg:
             wrong.append({**good, "state": {**good["state"], first: {"exp_avg_of": torch.ones(9, 9, 9)}}})
         for source in wrong:
             mine = dist.get_rank() == 0
-            self.refused(
-                load_full_optimizer_state_dict, self.model, self.optimizer, source if mine else None
-            )
+            self.refused(load_full_optimizer_state_dict, self.model, self.optimizer, source if mine else None)
 
     def do_refused_checkpoint(self) -> None:
         place = self.folder / f"refused-{self.number}-{len(self.notes)}"
@@ -717,9 +729,7 @@ def run_draw(worlds: Worlds, draw: Draw, folder: Path) -> str | None:
     plain_before: Any = None
     for number, leg in enumerate(draw["legs"]):
         try:
-            ranks = worlds[leg["ranks"]].run(
-                run_leg, draw, number, str(folder), before, timeout=TIMEOUT_S
-            )
+            ranks = worlds[leg["ranks"]].run(run_leg, draw, number, str(folder), before, timeout=TIMEOUT_S)
         except Exception as error:
             return f"leg {number}: {type(error).__name__}: {error}"
         with one_thread():
@@ -777,7 +787,8 @@ def shrunk(worlds: Worlds, draw: Draw, folder: Path, failure: str, tries: int) -
         again = False
         for candidate in simpler(draw):
             candidate = settled(completed(candidate))
-            if candidate == draw or number >= tries:
+            fit = all(fits(leg["kind"], leg["ranks"], candidate["build"]) for leg in candidate["legs"])
+            if candidate == draw or number >= tries or not fit:
                 continue
             number += 1
             place = folder / f"try-{number}"

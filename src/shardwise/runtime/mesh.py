@@ -56,15 +56,17 @@ def highest_over(values: torch.Tensor, axes: Sequence[Axis]) -> None:
 def axes_of(tensors: Iterable[torch.Tensor]) -> list[Axis]:
     """The mesh dimensions along which DTensors among ``tensors`` are spread or copied, as they come up.
 
-    Each process group once; a dimension of one rank connects nobody and is left out.
+    The same ranks once, also where meshes that are equal have process groups of their own; a dimension of
+    one rank connects nobody and is left out.
     """
     meshes = {id(t.device_mesh): t.device_mesh for t in tensors if isinstance(t, DTensor)}
-    axes: dict[int, Axis] = {}
+    axes: dict[tuple[int, ...], Axis] = {}
     for mesh in meshes.values():
         for dim in range(mesh.ndim):
             if mesh.size(dim) > 1:
                 pg = mesh.get_group(dim)
-                axes.setdefault(id(pg), Axis(pg, mesh.size(dim), mesh.get_local_rank(dim)))
+                axis = Axis(pg, mesh.size(dim), mesh.get_local_rank(dim))
+                axes.setdefault(tuple(compat.ranks_of(pg)), axis)
     return list(axes.values())
 
 
