@@ -41,6 +41,7 @@ from reference import (
     plain_run,
     shard,
 )
+from thinning import pairs
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -357,11 +358,11 @@ def named_run(layout: Layout, recipe: Recipe, dims: dict[str, Any]) -> Any:
     return train_on(layout, model, recipe)
 
 
-@pytest.mark.parametrize("recipe", [EVEN, UNEVEN], ids=["even", "uneven"])
-@pytest.mark.parametrize(("layout", "dims"), NAMED.values(), ids=NAMED)
+@pairs(("chosen", "recipe"), NAMED, {"even": EVEN, "uneven": UNEVEN}, every=2)
 def test_data_parallel_dimensions_are_chosen_by_name(
-    world4: World, layout: Layout, dims: dict[str, Any], recipe: Recipe
+    world4: World, chosen: tuple[Layout, dict[str, Any]], recipe: Recipe
 ) -> None:
+    layout, dims = chosen
     expected = plain_run(recipe)
     for record in world4.run(named_run, layout, recipe, dims):
         assert_same_record(record, expected)

@@ -38,6 +38,7 @@ from models import (
     uneven_tower,
 )
 from reference import Recipe, adamw, assert_same_record, built, full, mean_of_squares, plain_run, shard
+from thinning import pairs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -112,8 +113,7 @@ def placed_run(layout: Layout, recipe: Recipe, place: PlacementFn, options: dict
     return train_on(layout, shard(built(recipe), recipe.but(options=options)), recipe)
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-@pytest.mark.parametrize("place", FUNCTIONS.values(), ids=FUNCTIONS)
+@pairs(("place", "recipe"), FUNCTIONS, RECIPES, every=2)
 def test_parameters_may_be_sharded_on_any_dimension(
     world4: World, place: PlacementFn, recipe: Recipe
 ) -> None:
@@ -536,8 +536,7 @@ def habitual(feature: Feature | None, habit: Habit) -> dict[str, Any]:
     return {**notes, **parameters_of(model)}
 
 
-@pytest.mark.parametrize("habit", HABITS.values(), ids=HABITS)
-@pytest.mark.parametrize("feature", FEATURES.values(), ids=FEATURES)
+@pairs(("feature", "habit"), FEATURES, HABITS)
 def test_every_placement_goes_with_every_habit(world4: World, feature: Feature, habit: Habit) -> None:
     assert_all_same(world4.run(habitual, feature, habit), habitual(None, habit))
 

@@ -21,7 +21,7 @@ ORDER = [
     "ties", "api", "offload", "gradients", "scaler", "contexts", "comm_hooks", "strategy", "explain",
     "states.names", "states.named_state", "states.partial_loads", "states.inventory", "states.initialise", "states.meta_memory",
     "states.loading", "states.model_files", "states.optimizer_state", "states.full_state", "states.export",
-    "states.ema", "checkpoints.folders", "checkpoints.consensus", 
+    "states.ema", "checkpoints.folders", "checkpoints.consensus",
     "checkpoints.manifest", "checkpoints.optimizer_plan", "checkpoints.pending", "checkpoints.writing",
     "checkpoints.checkpoint",
 ]  # fmt: skip

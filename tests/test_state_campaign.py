@@ -148,14 +148,20 @@ def two_groups(make: Callable[..., Any]) -> Callable[..., torch.optim.Optimizer]
     return both
 
 
+def are_mixed(params: list[nn.Parameter]) -> bool:
+    """Sharded ones beside plain ones, which no foreach function takes."""
+    return len({type(param) for param in params}) > 1
+
+
+# Not NAdam: torch's own `load_state_dict` makes its `mu_product` float64, where it was float32.
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": two_groups(torch.optim.AdamW),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9),
     "bare sgd": lambda params: torch.optim.SGD(params, lr=0.02),
-    "amsgrad": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True, foreach=True),
+    "amsgrad": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True, foreach=not are_mixed(params)),
     "adagrad": two_groups(torch.optim.Adagrad),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.9, centered=True),
-    "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "adadelta": lambda params: torch.optim.Adadelta(params, lr=0.5),
     "adamax": two_groups(torch.optim.Adamax),
 }
 
@@ -232,9 +238,10 @@ def leg_of(rng: random.Random, build: str) -> Draw:
 # What fails today is left out; what is removed here is drawn again.
 # - "order of names": load_full_optimizer_state_dict by name gives states to the wrong parameters where the
 #   optimizer has the parameters of a group in another order than the one that was saved.
+# - "scalars": load_full_optimizer_state_dict gives a scalar parameter of a fresh optimizer plain states.
 # - "plain parameters on meta": loading into a model on the meta device makes new objects of parameters that are
 #   not sharded; an optimizer that was built before trains the old ones.
-KNOWN_BUGS = ("order of names", "plain parameters on meta")
+KNOWN_BUGS = ("order of names", "scalars", "plain parameters on meta")
 
 
 def settled(draw: Draw) -> Draw:
@@ -256,6 +263,8 @@ def settled(draw: Draw) -> Draw:
                 leg["order"] = previous["order"]
             if leg["order"] != previous["order"]:
                 leg["load"]["keys"] = "name"
+        if draw["build"] == "odd" and "scalars" in KNOWN_BUGS and leg["save"] not in ("asynchronous", "dcp"):
+            leg["save"] = "checkpoint"
         if leg["kind"] == "bf16":  # other numbers than the plain run's: only what it hands over is compared
             leg["middle"] = [each for each in leg["middle"] if each != "edit"]
         if leg["save"] == "dcp" and draw["optimizer"] != "adamw":
@@ -544,7 +553,7 @@ class Leg:
         self.loss(GARBAGE_SEED).backward()
 
     def do_no_sync(self) -> None:
-        if self.is_sharded:
+        if self.is_sharded and sharded_members(self.model):
             with no_sync(self.model):
                 self.loss(GARBAGE_SEED).backward()
         else:

@@ -25,6 +25,7 @@ from meshed import (
 )
 from models import random_batch
 from reference import full
+from thinning import named, pairs
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -211,8 +212,7 @@ def assert_trains_as_plainly(world: World, layout: Layout, run: Run) -> None:
 # --- training -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pairs(("sizes", "layout"), SIZES, named(LAYOUTS), every=2)
 def test_training_on_both_dimensions_equals_plain_training(
     world4: World, sizes: tuple[int, int, int], layout: Layout
 ) -> None:
