@@ -12,7 +12,7 @@ from harness import World
 from models import Tower
 from refusals import assert_says, assert_trains, refusal, tower
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import shardwise
@@ -54,6 +54,14 @@ def three_dimensions() -> dict[str, Any]:
 
 def three_dimensions_without_names() -> dict[str, Any]:
     return {"mesh": mesh_of((1, 2, 1))}
+
+
+def ranks_out_of_order() -> dict[str, Any]:
+    return {"mesh": DeviceMesh("cpu", [1, 0])}
+
+
+def test_a_mesh_lists_its_ranks_in_order(world2: World) -> None:
+    refused(world2, ranks_out_of_order, "[1, 0]", "ascending order", "other ranks than the mesh says")
 
 
 def two_dimensions_of_meta_devices() -> dict[str, Any]:

@@ -196,7 +196,7 @@ def agreements(layout: Layout) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "expected"), [(SQUARE, 4), (Layout((4, 1)), 1), (Layout((1, 4)), 0)], ids=str
+    ("layout", "expected"), [(SQUARE, 7), (Layout((4, 1)), 2), (Layout((1, 4)), 1)], ids=str
 )
 def test_it_reduces_a_few_numbers_whatever_the_model(world4: World, layout: Layout, expected: int) -> None:
     assert world4.run(agreements, layout) == [(expected, 0.0)] * 4
@@ -238,6 +238,24 @@ def wrong_moments() -> list[str]:
     with torch.device("meta"):
         bare = fully_shard(nn.Linear(2, 2))
     return [refusal(check_replicas, bare), refusal(check_replicas, 3)]
+
+
+def without_values_on_one_rank() -> str:
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        model = Tower().double()
+    for param in model.parameters():
+        if not param.is_meta:
+            nn.init.zeros_(param)
+    shard(model, mesh=device_mesh((2, 1), ("replicate", "shard")))
+    told = refusal(check_replicas, model)
+    check_replicas(shard(built(), mesh=device_mesh((2, 1), ("replicate", "shard"))))
+    return told
+
+
+def test_what_one_rank_cannot_compare_is_refused_on_all(world2: World) -> None:
+    first, second = world2.run(without_values_on_one_rank)
+    assert first == second
+    assert "check_replicas: 22 parameters are still on the meta device" in first
 
 
 def test_what_cannot_be_compared_is_refused(world1: World) -> None:

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,8 +117,65 @@ def test_a_model_on_meta_is_not_left_without_values(world2: World, tmp_path: Pat
         """\
 RuntimeError: load_checkpoint: passing is on the meta device, without values, and will not be loaded (buffers with persistent=False are in no state). Call shardwise.materialize(model) first.
 ValueError: RUN/checkpoint holds the state of AdamW, and is to be loaded into SGD. The state of one kind of optimizer means nothing to another: build the same, or load the model alone.
-RuntimeError: Net: the model is partly loaded, for a load failed half-way (RUN/checkpoint holds the state of AdamW, and is to be loaded into SGD. The state of one kind of optimizer means nothing to another: build the same, or load the model alone. Its parameters have memory and no values). Load a complete checkpoint before the next forward.""",
+RuntimeError: Cannot run forward: 14 parameters are still on the meta device: inlet.weight, inlet.bias, outlet.weight, outlet.bias, blocks.0.gain, blocks.0.up.weight, blocks.0.up.bias, blocks.0.down.weight and 6 more. Nothing has given them values. Call shardwise.materialize(model), or load a checkpoint, first.""",
     )
+
+
+class TiedOutside(nn.Module):
+    """A sharded part, and tied parameters and a shared buffer that no group has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+        self.middle = nn.LSTM(4, 4)
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.tensor([2.0]))
+        self.inner.register_buffer("scale", self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(self.middle(self.embed(x))[0])) * self.inner.scale
+
+
+def ties_outside(run: Run) -> dict[str, Any]:
+    """Load into memory that the meta device had not, under an optimizer that was there before."""
+    torch.manual_seed(0)
+    source = TiedOutside()
+    with torch.device("meta"):
+        model = TiedOutside()
+    found = []
+    for each in (source, model):
+        if dist.is_initialized():
+            fully_shard(each.inner)
+        optimizer = torch.optim.AdamW(each.parameters())
+        if each is model:
+            load_checkpoint(run.path, model, optimizer)
+            assert model.head.weight is model.embed.weight
+            assert model.inner.scale is model.scale
+            owned = {id(param) for param in optimizer.param_groups[0]["params"]}
+            assert owned == {id(param) for param in model.parameters()}
+        each(torch.arange(8)).square().mean().backward()
+        optimizer.step()
+        if each is source:
+            save_checkpoint(run.path, source, optimizer)
+            each(torch.arange(8)).square().mean().backward()
+            optimizer.zero_grad()
+            each(torch.arange(8)).square().mean().backward()
+            optimizer.step()
+        found.append(everything(each, optimizer))
+    assert_same(found[1:], found[0], 0.0)
+    return found[1]
+
+
+@pytest.mark.parametrize("world", [0, 2])
+def test_ties_outside_groups_outlive_the_meta_device(
+    request: pytest.FixtureRequest, tmp_path: Path, world: int
+) -> None:
+    run = Run(path=str(tmp_path / "checkpoint"))
+    if world:
+        world_of(request, world).run(ties_outside, run)
+    else:
+        ties_outside(run)
 
 
 @pytest.mark.slow
@@ -313,9 +370,145 @@ def extra_state(path: str, does_load: bool) -> int:
     return model[0].calls
 
 
+class Quiet(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {}
+
+
+def test_nothing_to_save_beside_tensors_is_nothing_missing(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "checkpoint", Quiet(2, 2))
+    load_checkpoint(tmp_path / "checkpoint", Quiet(2, 2))
+
+
 def test_what_modules_save_beside_tensors_comes_back(world2: World, world3: World, tmp_path: Path) -> None:
     world2.run(extra_state, str(tmp_path / "checkpoint"), False)
     assert world3.run(extra_state, str(tmp_path / "checkpoint"), True) == [10] * 3
+
+
+class Histories(nn.Linear):
+    """Saves a tensor that is as long as it needs to be, as Transformer Engine does."""
+
+    length = 0
+
+    def get_extra_state(self) -> Tensor:
+        return torch.full((self.length,), 7, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        assert (state == 7).all()
+        self.length = len(state)
+
+
+def history_of(path: str, length: int, does_load: bool) -> int:
+    model = nn.Sequential(Histories(3, 3))
+    model[0].length = length
+    fully_shard(model)
+    (load_checkpoint if does_load else save_checkpoint)(path, model)
+    return model[0].length
+
+
+def test_what_modules_save_as_tensors_may_be_of_any_length(
+    world2: World, world3: World, tmp_path: Path
+) -> None:
+    world2.run(history_of, str(tmp_path / "checkpoint"), 3, False)
+    assert world3.run(history_of, str(tmp_path / "checkpoint"), 5, True) == [3] * 3
+
+
+# --- objects beside the model ---------------------------------------------------------------------
+
+
+class Odd:
+    """Saves nested values of many kinds, and tensors among them."""
+
+    def __init__(self, fill: int) -> None:
+        self.state = {
+            "by number": {0: torch.full((2,), fill), 10: [fill, {}]},
+            "pair": (torch.full((), fill), fill),
+            "counts": Counter({"a": fill}),
+            "none": {},
+            5: "five" * fill,
+        }
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def with_states(run: Run, does_load: bool, **options: Any) -> dict[str, Any]:
+    """Train with a moving average and a scheduler; save in the middle, or go on from there."""
+    model, optimizer = run.start(1 + does_load)
+    ema = shardwise.EMA(model, decay=0.5, dtype=torch.float32)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], gamma=0.5)
+    scaler, odd = torch.amp.GradScaler("cpu", enabled=False), Odd(0 if does_load else 3)
+    beside = {"ema": ema, "scheduler": scheduler, "scaler": scaler, "odd.one": odd}
+    for step in range(HALF, 2 * HALF) if does_load else range(2 * HALF):
+        if step == HALF and does_load:
+            load_checkpoint(run.path, model, optimizer, states=beside)
+        elif step == HALF:
+            pending = save_checkpoint(run.path, model, optimizer, states=beside, **options)
+        run.train(model, optimizer, step, 1)
+        scheduler.step()
+        ema.update()
+    if not does_load:
+        pending.wait()
+    assert repr(odd.state) == repr(Odd(3).state)
+    averages = {f"mean of {name}": full(value) for name, value in ema.state_dict()["averages"].items()}
+    numbers = torch.tensor([scheduler.get_last_lr()[0], scheduler.last_epoch, ema.num_updates])
+    return everything(model, optimizer) | averages | {"numbers": numbers}
+
+
+@pytest.mark.parametrize("options", [{}, {"asynchronous": True}], ids=["", "beside"])
+def test_objects_beside_the_model_go_on(world2: World, world3: World, tmp_path: Path, options: Any) -> None:
+    run = Run(path=str(tmp_path / "checkpoint"))
+    want = world2.run(with_states, run, False, **options)[0]
+    assert_same(world3.run(with_states, run, True), want, 1e-6)
+    assert_same([with_states(run, True)], want, 1e-6)
+
+
+def stage_with_average(path: str, does_load: bool) -> dict[str, Any]:
+    """Each stage of a pipeline has an average of its own."""
+    torch.manual_seed(1 + does_load)
+    mesh = device_mesh((2, 2), ("stage", "shard"))
+    stage = mesh.get_local_rank("stage")
+    own = nn.Sequential(OrderedDict([(str(stage), nn.Linear(6, 5))]))
+    fully_shard(own, mesh=mesh["shard"])
+    ema = shardwise.EMA(own)
+    (load_checkpoint if does_load else save_checkpoint)(path, own, states={"ema": ema})
+    return {name: full(value) for name, value in ema.state_dict()["averages"].items()}
+
+
+def test_stages_of_a_pipeline_have_averages_of_their_own(world4: World, tmp_path: Path) -> None:
+    saved = world4.run(stage_with_average, str(tmp_path / "checkpoint"), False)
+    assert saved[0].keys() != saved[2].keys()
+    for want, got in zip(
+        saved, world4.run(stage_with_average, str(tmp_path / "checkpoint"), True), strict=True
+    ):
+        assert_same([got], want, 0.0)
+
+
+# --- inference mode -------------------------------------------------------------------------------
+
+
+def in_inference_mode(run: Run) -> None:
+    model, optimizer = run.start(1)
+    run.train(model, optimizer, 0)
+    want = everything(model, optimizer)
+    with torch.inference_mode():
+        save_checkpoint(run.path, model, optimizer)
+        save_checkpoint(run.path, model, optimizer, asynchronous=True).wait()
+    run.train(model, optimizer, HALF)
+    with torch.inference_mode():
+        load_checkpoint(run.path, model, optimizer)
+    assert_same([everything(model, optimizer)], want, 0.0)
+    run.train(model, optimizer, HALF)
+
+
+def test_checkpoints_are_written_and_read_in_inference_mode(world2: World, tmp_path: Path) -> None:
+    world2.run(in_inference_mode, Run(path=str(tmp_path / "checkpoint")))
 
 
 # --- torch's own recipe ---------------------------------------------------------------------------

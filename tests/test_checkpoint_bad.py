@@ -25,8 +25,9 @@ from harness import World
 from meshed import refusal
 from torch import nn
 
-from shardwise import fully_shard
+from shardwise import EMA, fully_shard
 from shardwise.checkpoints.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from shardwise.states.partial_loads import mark_partly_loaded, why_partly_loaded
 
 
 def refused(run: Run, with_optimizer: bool = True, **options: Any) -> str:
@@ -352,13 +353,89 @@ def test_a_model_that_was_loaded_half_does_not_run(world2: World, world3: World,
         first, forward, saving = seen[0]
         assert all(each == seen[0] for each in seen)
         assert first.startswith("RuntimeError: ")
-        assert f"{run.path} is damaged" in first
+        assert f"{run.path}: reading its tensors failed. Files may have been damaged" in first
         assert first.endswith(
             "The weights are partly those of the checkpoint and partly others; load another one."
         )
         assert first.removeprefix("RuntimeError: ").rstrip(".") in forward
         assert "is not to be saved" in saving
         assert latest_checkpoint(Path(good).parent) == Path(good)
+
+
+class Stubborn(nn.Linear):
+    def set_extra_state(self, state: Any) -> None:
+        raise ValueError("no, thank you")
+
+    def get_extra_state(self) -> Any:
+        return "please"
+
+
+def not_taken(path: str) -> str:
+    model = fully_shard(nn.Sequential(Stubborn(2, 2)))
+    save_checkpoint(path, model)
+    return refusal(load_checkpoint, path, model).replace(path, "PATH")
+
+
+def test_damage_is_not_blamed_for_what_the_model_does(world2: World, tmp_path: Path) -> None:
+    assert_expected_inline(
+        message(world2.run(not_taken, str(tmp_path / "x"))),
+        """RuntimeError: PATH: the model did not take what was read: ValueError: no, thank you. The weights are partly those of the checkpoint and partly others; load another one.""",
+    )
+
+
+def unlike_ours(run: Run) -> str:
+    """A load that brings a part of the weights only, after one that failed half-way."""
+    model = by_block(Renamed().double(), None)
+    mark_partly_loaded(model, "a load failed half-way.")
+    load_checkpoint(run.path, model, strict=False)
+    refused = refusal(model, torch.ones(2, 6, dtype=torch.float64))
+    whole = by_block(Net().double(), None)
+    mark_partly_loaded(whole, "a load failed half-way.")
+    load_checkpoint(run.path, whole, strict=False)
+    whole(torch.ones(2, 6, dtype=torch.float64))
+    return refused
+
+
+def test_a_part_of_the_weights_does_not_make_a_model_whole(world2: World, run: Run) -> None:
+    assert "a load failed half-way" in message(world2.run(unlike_ours, run))
+
+
+# --- objects beside the model ---------------------------------------------------------------------
+
+
+def states_that_do_not_fit(path: str) -> list[str]:
+    model = fully_shard(nn.Linear(4, 2))
+    ema = EMA(model)
+    save_checkpoint(path, model, states={"ema": ema})
+    wider = fully_shard(nn.Linear(4, 3))
+    told = [
+        refusal(load_checkpoint, path, model, states={"ema": EMA(wider)}),
+        refusal(
+            load_checkpoint, path, model, states={"ema": EMA(fully_shard(nn.Sequential(nn.Linear(4, 2))))}
+        ),
+        refusal(load_checkpoint, path, model, states={"ema": EMA(model, dtype=torch.float64)}),
+        refusal(load_checkpoint, path, model, states={"mean": ema}),
+        refusal(load_checkpoint, path, model, states={"ema": ema.state_dict()}),
+        refusal(save_checkpoint, path, model, states=[1]),
+    ]
+    assert load_checkpoint(path, model, states={"mean": ema}, strict=False).missing == ("states.mean",)
+    assert why_partly_loaded(model) is None
+    return [text.replace(path, "PATH") for text in told]
+
+
+def test_states_of_other_objects_are_refused(world2: World, tmp_path: Path) -> None:
+    first, second = world2.run(states_that_do_not_fit, str(tmp_path / "x"))
+    assert first == second
+    assert_expected_inline(
+        "\n".join(first),
+        """\
+ValueError: PATH: states do not fit: ema.averages.weight has shape (2, 4) there and (3, 4) here, ema.averages.bias has shape (2,) there and (3,) here. Nothing was loaded.
+ValueError: PATH: states do not fit: ema.averages.0.weight is missing in the checkpoint, ema.averages.0.bias is missing in the checkpoint, ema.averages.weight, of shape (2, 4), is in the checkpoint only, ema.averages.bias, of shape (2,), is in the checkpoint only. Nothing was loaded.
+ValueError: PATH: states do not fit: ema.averages.weight is of torch.float32 there and torch.float64 here (see convert_dtype), ema.averages.bias is of torch.float32 there and torch.float64 here (see convert_dtype). Nothing was loaded.
+ValueError: PATH holds no state of mean; it has ema. Nothing was loaded. strict=False leaves the object as it is.
+TypeError: states['ema'] is a dict, which has no state_dict() and load_state_dict(). Pass the object itself, not its state; what has no such methods goes into `shared` or `per_rank`.
+TypeError: states is to be a dict with names as keys, not [1]""",
+    )
 
 
 # --- disks ----------------------------------------------------------------------------------------
@@ -455,6 +532,54 @@ def test_what_cannot_be_pickled_is_told_by_all_ranks(world2: World, tmp_path: Pa
     assert f"rank {0 if where == 'shared' else 1} could not write" in text
     assert "this cannot be written down" in text
     assert list(tmp_path.iterdir()) == []
+
+
+def shards_of_one_rank(path: str) -> list[str]:
+    model = fully_shard(nn.Linear(2, 2))
+    nested = {"step": 1, "ema": EMA(model).state_dict()}
+    return [
+        refusal(save_checkpoint, path, model, shared=nested),
+        refusal(save_checkpoint, path, model, shared={"weight": model.weight}),
+        refusal(save_checkpoint, path, model, per_rank={"all": [(0, {"weight": model.weight})]}),
+    ]
+
+
+def test_shards_of_one_rank_are_not_taken_for_all(world2: World, tmp_path: Path) -> None:
+    first, second = world2.run(shards_of_one_rank, str(tmp_path / "x"))
+    assert first == second
+    assert list(tmp_path.iterdir()) == []
+    assert_expected_inline(
+        "\n".join(first),
+        """\
+ValueError: shared['ema']['averages']['weight'] is a DTensor of shape (2, 2) with placements (Shard(dim=0),), of which each rank has a part; what is here is written as it is on one rank, and another would get that rank's part. Pass the object whose state it is in `states`, as states={'ema': ema}, or the full tensor.
+ValueError: shared['weight'] is a DTensor of shape (2, 2) with placements (Shard(dim=0),), of which each rank has a part; what is here is written as it is on one rank, and another would get that rank's part. Pass the object whose state it is in `states`, as states={'ema': ema}, or the full tensor.
+ValueError: per_rank['all'][0][1]['weight'] is a DTensor of shape (2, 2) with placements (Shard(dim=0),), of which each rank has a part; what is here is written as it is on one rank, and another would get that rank's part. Pass the object whose state it is in `states`, as states={'ema': ema}, or the full tensor.""",
+    )
+
+
+class Marked(torch.Tensor):
+    """A class of tensors that torch was not told to trust."""
+
+
+def of_a_class_of_its_own(path: str) -> list[str]:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_buffer("marked", torch.ones(2).as_subclass(Marked))
+    told = refusal(save_checkpoint, path, model)
+    with torch.serialization.safe_globals([Marked]):
+        save_checkpoint(path, model)
+        model[0].marked.zero_()
+        load_checkpoint(path, model)
+    assert model[0].marked.tolist() == [1.0, 1.0]
+    return [told]
+
+
+def test_what_could_not_be_read_again_is_not_written(world2: World, tmp_path: Path) -> None:
+    first, second = world2.run(of_a_class_of_its_own, str(tmp_path / "x"))
+    assert first == second
+    assert_expected_inline(
+        first[0],
+        """ValueError: 0.marked of the model is a test_checkpoint_bad.Marked, and torch reads no tensors of classes from a checkpoint that it was not told to trust: this one could be written, but not loaded. Call torch.serialization.add_safe_globals with it and with what its pickles need, where it is saved and where it is loaded; or convert the model back before saving.""",
+    )
 
 
 # --- calls that differ by rank --------------------------------------------------------------------

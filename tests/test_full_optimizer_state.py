@@ -1,6 +1,7 @@
 """Full optimizer state, by name and by id: FSDP1's functions on the optimizers of torch."""
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from shardwise import (
     full_state_dict,
+    fully_shard,
     load_full_optimizer_state_dict,
     load_full_state_dict,
     rekey_optimizer_state_dict,
@@ -79,7 +81,12 @@ def assert_close(got: Any, want: Any) -> None:
         assert got.keys() == want.keys()
         for key in want:
             assert_close(got[key], want[key])
+    elif isinstance(want, (list, tuple)):
+        assert type(got) is type(want)
+        for one, other in zip(got, want, strict=True):
+            assert_close(one, other)
     elif isinstance(want, Tensor):
+        assert type(got) is Tensor
         torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
     else:
         assert got == want
@@ -203,6 +210,268 @@ def test_what_was_frozen_begins_anew(world2: World) -> None:
         assert steps["inlet.weight"] == 2
 
 
+# --- another order ------------------------------------------------------------------------------------
+
+ORDERS = ["the same", "reversed in groups", "groups swapped", "both"]
+
+
+def in_order(model: nn.Module, order: str) -> torch.optim.Optimizer:
+    """As ``adamw``, with parameters and groups in another order."""
+    groups = adamw(model).param_groups
+    if order in ("reversed in groups", "both"):
+        groups = [{**group, "params": group["params"][::-1]} for group in groups]
+    return torch.optim.AdamW(groups[::-1] if order in ("groups swapped", "both") else groups)
+
+
+def gone_on_in(order: str, keys: str) -> Any:
+    """Save in the first order and load in another: where the next step leads, and the state by id."""
+    way = Way(2)
+    model = way.model()
+    first, other = adamw(model), in_order(model, order)
+    for number in range(2):
+        step(model, first, number)
+    weights, state = full_state_dict(model, first, rank0_only=False)
+    by_id = rekey_optimizer_state_dict(state, model, other, "id")
+    again = rekey_optimizer_state_dict(by_id, model, other, "name")
+    back = rekey_optimizer_state_dict(again, model, first, "name")
+    assert same(rekey_optimizer_state_dict(again, model, other, "id"), by_id)
+    assert same(back, state)
+    load_full_optimizer_state_dict(model, other, by_id if keys == "id" else state if is_first() else None)
+    assert same(full_state_dict(model, other, rank0_only=False)[1], again)
+    step(model, other, 2)
+    return weights, by_id, full_state_dict(model, rank0_only=False)
+
+
+@pytest.mark.parametrize("keys", ["name", "id"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_state_finds_its_parameters_in_another_order(world2: World, order: str, keys: str) -> None:
+    """Optimizers pair parameters by place: in a wrong order the state of one goes to another, silently."""
+    want, _ = trained_plainly(Way(2), "adamw", range(3))
+    for weights, by_id, got in world2.run(gone_on_in, order, keys):
+        assert_close(got, want.state_dict())
+        plain = built("uneven")
+        plain.load_state_dict(weights)
+        optimizer = in_order(plain, order)
+        optimizer.load_state_dict(by_id)
+        step(plain, optimizer, 2)
+        assert_close(plain.state_dict(), want.state_dict())
+
+
+def test_ids_ascend_and_groups_keep_their_own_values() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    one, two = (list(each.named_parameters(prefix=name)) for name, each in model.named_children())
+    saved = torch.optim.SGD([{"params": one, "lr": 0.1}, {"params": two, "lr": 0.2}])
+    other = torch.optim.SGD([{"params": two[::-1], "lr": 0.3}, {"params": one, "lr": 0.4}])
+    named = rekey_optimizer_state_dict(saved.state_dict(), model, saved, "name")
+    groups = rekey_optimizer_state_dict(named, model, other, "id")["param_groups"]
+    assert [(group["params"], group["lr"], group["param_names"]) for group in groups] == [
+        ([0, 1], 0.2, ["1.bias", "1.weight"]),
+        ([2, 3], 0.1, ["0.weight", "0.bias"]),
+    ]
+
+
+def test_rekeying_refuses_other_groups_under_its_own_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    one, two = (list(each.parameters()) for each in model)
+    saved = torch.optim.SGD([{"params": one}, {"params": two}], lr=0.1)
+    named = rekey_optimizer_state_dict(saved.state_dict(), model, saved, "name")
+    crossed = torch.optim.SGD([{"params": [one[0], two[1]]}, {"params": [two[0], one[1]]}], lr=0.1)
+    some = torch.optim.SGD(one, lr=0.1)
+    more = rekey_optimizer_state_dict(some.state_dict(), model, some, "name")
+    told = [
+        refusal(rekey_optimizer_state_dict, named, model, crossed, "id"),
+        refusal(rekey_optimizer_state_dict, named, model, some, "id"),
+        refusal(rekey_optimizer_state_dict, more, model, saved, "id"),
+        refusal(rekey_optimizer_state_dict, {"a": 1}, model, saved, "id"),
+        refusal(rekey_optimizer_state_dict, named, model, "sgd", "id"),
+    ]
+    assert_expected_inline(
+        "\n".join(told),
+        """\
+StateMismatch: rekey_optimizer_state_dict: group 0 of this optimizer (0.weight, 1.bias) is none of the groups there, which are of [2, 2] parameters. Build the optimizer with the same groups as the one that was saved.
+StateMismatch: rekey_optimizer_state_dict: state of 1.bias, 1.weight, which this optimizer does not update. Build the optimizer with the same groups as the one that was saved.
+StateMismatch: rekey_optimizer_state_dict: none of its groups has 1.weight, 1.bias, which this optimizer updates. Build the optimizer with the same groups as the one that was saved.
+StateMismatch: rekey_optimizer_state_dict: state is a dict with 'a', where the state of an optimizer has 'state' and 'param_groups'.
+TypeError: rekey_optimizer_state_dict: optimizer is a str, not a torch.optim.Optimizer.""",
+    )
+
+
+# --- states of other forms ------------------------------------------------------------------------
+
+
+class Keeping(torch.optim.Optimizer):
+    """Descends, and keeps state as ``form`` says."""
+
+    def __init__(self, params: Any, form: str) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.form = form
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].update(self.kept(param))
+                param -= group["lr"] * param.grad
+
+    def kept(self, param: Any) -> dict[str, Any]:
+        grad = param.grad.detach().clone()
+        if self.form == "local":
+            return {"mine": grad.to_local()}
+        if self.form == "nested local":
+            return {"mine": {"deep": [grad.to_local()]}}
+        if self.form == "other dtypes":
+            return {"history": [grad.float()], "counts": {"seen": torch.tensor([1 << 20])}}
+        return {
+            "history": [grad, 2 * grad],
+            "means": {"first": (grad + 1, torch.tensor(1.5))},
+            "beta": (1, 2),
+        }
+
+
+def local_states() -> list[str]:
+    told = []
+    for form in ("local", "nested local"):
+        model = Way(2).model()
+        optimizer = Keeping(model.parameters(), form)
+        step(model, optimizer, 0)
+        told.append(refusal(full_state_dict, model, optimizer))
+    return told
+
+
+def test_state_of_a_ranks_own_is_not_taken_for_the_whole(world2: World) -> None:
+    for told in world2.run(local_states):
+        assert_expected_inline(
+            "\n".join(told),
+            """\
+ValueError: inlet.weight: Keeping keeps 'mine' of it as a plain tensor of shape (3, 7), but the parameter is sharded: nothing says which part of the whole this rank has. Optimizers whose state has the form of the parameters can be saved.
+ValueError: inlet.weight: Keeping keeps 'mine' of it as a plain tensor of shape (3, 7), but the parameter is sharded: nothing says which part of the whole this rank has. Optimizers whose state has the form of the parameters can be saved.""",
+        )
+
+
+def nested(is_stepped: bool) -> Any:
+    model = Way(2).model()
+    optimizer = Keeping(model.parameters(), "nested")
+    step(model, optimizer, 0)
+    _, saved = full_state_dict(model, optimizer, rank0_only=False)
+    fresh = Keeping(model.parameters(), "nested")
+    if is_stepped:
+        step(model, fresh, 1)
+    load_full_optimizer_state_dict(model, fresh, saved if is_first() else None)
+    return saved, full_state_dict(model, fresh, rank0_only=False)[1]
+
+
+@pytest.mark.parametrize("is_stepped", [False, True])
+def test_nested_state_is_gathered_and_loaded(world2: World, is_stepped: bool) -> None:
+    model = built("uneven")
+    optimizer = Keeping(model.parameters(), "nested")
+    step(model, optimizer, 0)
+    names = [name for name, _ in model.named_parameters()]
+    want = {names[index]: own for index, own in optimizer.state_dict()["state"].items()}
+    for saved, loaded in world2.run(nested, is_stepped):
+        assert_close(saved["state"], want)
+        assert_close(loaded, saved)
+
+
+def test_nested_state_keeps_its_dtypes() -> None:
+    model = nn.Linear(2, 2, dtype=torch.bfloat16)
+    first, second = (Keeping(model.parameters(), "other dtypes") for _ in range(2))
+    model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+    first.step()
+    _, saved = full_state_dict(model, first)
+    load_full_optimizer_state_dict(model, second, saved)
+    assert_close(full_state_dict(model, second)[1], saved)
+
+
+class Scaled(nn.Module):
+    """With a parameter that is one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+def of_a_scalar(is_stepped: bool, foreach: bool) -> Any:
+    model = Scaled()
+    fully_shard(model)
+    first = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    step(model, first, 0)
+    weights, state = full_state_dict(model, first, rank0_only=False)
+    other = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    if is_stepped:
+        step(model, other, 5)
+        load_full_state_dict(model, weights, src_rank=None)
+    load_full_optimizer_state_dict(model, other, state if is_first() else None)
+    step(model, other, 1)
+    return full_state_dict(model, rank0_only=False)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("is_stepped", [False, True])
+def test_the_state_of_a_scalar_parameter(world2: World, is_stepped: bool, foreach: bool) -> None:
+    model = Scaled()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number in range(2):
+        step(model, optimizer, number)
+    for got in world2.run(of_a_scalar, is_stepped, foreach):
+        assert_close(got, model.state_dict())
+
+
+def under_the_other_name() -> Any:
+    model = Tied()
+    model.head.weight = model.embed.weight
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.tensor([[1, 2], [3, 4]])).sum().backward()
+    optimizer.step()
+    _, state = full_state_dict(model, optimizer, rank0_only=False)
+    text = {"embed.weight": "head.weight"}
+    renamed = {
+        "state": {text.get(name, name): own for name, own in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [text.get(name, name) for name in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
+    assert "head.weight" in renamed["state"]
+    fresh = torch.optim.AdamW(model.parameters())
+    load_full_optimizer_state_dict(model, fresh, renamed if is_first() else None)
+    return same(full_state_dict(model, fresh, rank0_only=False)[1], state)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embed(tokens))
+
+
+def test_a_tied_parameter_goes_by_any_of_its_names(world2: World) -> None:
+    assert world2.run(under_the_other_name) == [True, True]
+
+
+def with_a_rate_that_is_a_tensor() -> Any:
+    model = Way(2).model()
+    rates = [torch.tensor(0.25), torch.tensor(0.5)]
+    first, second = (torch.optim.AdamW(model.parameters(), lr=rate, foreach=False) for rate in rates)
+    step(model, first, 0)
+    _, state = full_state_dict(model, first, rank0_only=False)
+    rates[0].fill_(9.0)  # what was saved is a copy
+    load_full_optimizer_state_dict(model, second, state if is_first() else None)
+    return state["param_groups"][0]["lr"], second.param_groups[0]["lr"]
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_one(world2: World) -> None:
+    for rates in world2.run(with_a_rate_that_is_a_tensor):
+        assert same(list(rates), [torch.tensor(0.25)] * 2)
+
+
 # --- what does not fit ----------------------------------------------------------------------------
 
 
@@ -217,7 +486,12 @@ def refusals() -> list[str]:
     wrong = {**good["state"], "inlet.weight": {"exp_avg": torch.ones(3), "step": torch.tensor(1.0)}}
     of_sgd = {"state": {"inlet.weight": {"momentum_buffer": torch.ones(7, 7)}}, **one_group_of(good)}
     told = []
-    for bad in (other, short, one_group, good | {"state": wrong}, of_sgd, {"model": 1}, None):
+    groups = one_group_of(good)
+    malformed = (
+        *({"model": 1}, None, {"state": {}, "param_groups": [{}]}, {"state": {0: None}, **groups}),
+        *({"state": 3, **groups}, {"state": {0: {}}, **groups}, {"state": {}, "param_groups": None}),
+    )
+    for bad in (other, short, one_group, good | {"state": wrong}, of_sgd, *malformed):
         told.append(refusal(load_full_optimizer_state_dict, model, optimizer, bad if is_first() else None))
     told += [
         refusal(rekey_optimizer_state_dict, good, model, optimizer, "number"),
@@ -242,14 +516,73 @@ def test_what_does_not_fit_is_refused_on_all_ranks(world2: World) -> None:
     assert_expected_inline(
         "\n".join(first),
         """\
-StateMismatch: load_full_optimizer_state_dict: state of nope.weight, which this optimizer does not update.
-RuntimeError: load_full_optimizer_state_dict: the state is of an optimizer with 2 parameters, and this one has 22.
-StateMismatch: load_full_optimizer_state_dict: its groups are of [22] parameters, and those of this optimizer of [14, 8], or of others.
-StateMismatch: load_full_optimizer_state_dict: inlet.weight (exp_avg) has shape (3,) there, where this optimizer has (7, 7).
-StateMismatch: load_full_optimizer_state_dict: it holds momentum_buffer, and this optimizer keeps exp_avg, exp_avg_sq, step, so that it is of another kind.
+RuntimeError: load_full_optimizer_state_dict: state of nope.weight, which this optimizer does not update. Build the optimizer with the same groups as the one that was saved.
+RuntimeError: load_full_optimizer_state_dict: the state is of an optimizer with 2 parameters, and this one has 22. Build it over the same parameters.
+RuntimeError: load_full_optimizer_state_dict: group 0 of this optimizer (inlet.weight, blocks.0.up.weight, blocks.0.down.weight, blocks.1.up.weight and 4 more) is none of the groups there, which are of [22] parameters. Build the optimizer with the same groups as the one that was saved.
+RuntimeError: load_full_optimizer_state_dict: inlet.weight (exp_avg) has shape (3,) there, where this optimizer has (7, 7).
+RuntimeError: load_full_optimizer_state_dict: it holds momentum_buffer, and this optimizer keeps exp_avg, exp_avg_sq, step, so that it is of another kind.
 RuntimeError: load_full_optimizer_state_dict: state is a dict with 'model', where the state of an optimizer has 'state' and 'param_groups'.
 RuntimeError: load_full_optimizer_state_dict: state is a NoneType, where the state of an optimizer has 'state' and 'param_groups'.
+RuntimeError: load_full_optimizer_state_dict: 'param_groups' is to be a list of dicts with 'params' in each.
+RuntimeError: load_full_optimizer_state_dict: 'state' of 0 is a NoneType, where a dict is expected.
+RuntimeError: load_full_optimizer_state_dict: 'state' is a int, where a dict by parameter is expected.
+RuntimeError: load_full_optimizer_state_dict: parameters go by names or by ids, but not by both in one state.
+RuntimeError: load_full_optimizer_state_dict: 'param_groups' is to be a list of dicts with 'params' in each.
 ValueError: rekey_optimizer_state_dict: to is 'number'; pass 'name' or 'id'.
 ValueError: SGD: parameter 0 of group 0, of shape (2,), is none of the model's, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
 TypeError: full_state_dict: optimizer is a str, not a torch.optim.Optimizer.""",
+    )
+
+
+def on_one_rank_only() -> list[str]:
+    """Each call is wrong on the second rank alone."""
+    model = Way(2).model()
+    optimizer = adamw(model)
+    step(model, optimizer, 0)
+    _, good = full_state_dict(model, optimizer, rank0_only=False)
+    wrong = {**good["state"], "inlet.weight": {"exp_avg": torch.ones(3)}}
+    fresh = adamw(model)
+    strange = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    told = [
+        refusal(load_full_optimizer_state_dict, model, fresh, each, src_rank=None)
+        for each in (good if is_first() else good | {"state": wrong}, good if is_first() else {})
+    ]
+    for bad in (strange, "adam"):
+        chosen = fresh if is_first() else bad
+        told.append(refusal(load_full_optimizer_state_dict, model, chosen, good))
+        told.append(refusal(full_state_dict, model, chosen))
+    told.append(refusal(load_full_optimizer_state_dict, model, fresh, good, src_rank=7))
+    assert not fresh.state
+    return [re.sub(r"this rank \(\d\)", "this rank", text) for text in told]
+
+
+def test_what_is_wrong_on_one_rank_is_refused_on_all_before_anything_is_loaded(world2: World) -> None:
+    first, second = world2.run(on_one_rank_only)
+    assert first == second
+    assert_expected_inline(
+        "\n".join(first),
+        """\
+RuntimeError: load_full_optimizer_state_dict: nothing says how state that is not of the shape of its parameter is laid out over ranks: inlet.weight (exp_avg) of shape (3,). Take a step with the optimizer before loading, so that its state shows it.
+RuntimeError: load_full_optimizer_state_dict: state is a dict with nothing in it, where the state of an optimizer has 'state' and 'param_groups'.
+ValueError: SGD: parameter 0 of group 0, of shape (2,), is none of the model's, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
+ValueError: SGD: parameter 0 of group 0, of shape (2,), is none of the model's, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
+TypeError: load_full_optimizer_state_dict: optimizer is a str, not a torch.optim.Optimizer.
+TypeError: full_state_dict: optimizer is a str, not a torch.optim.Optimizer.
+ValueError: rank 7 does not hold this model: this rank shares it with [0, 1], and those with others perhaps. Name one of the ranks that were given the model, by its global rank.""",
+    )
+
+
+def laid_out_otherwise() -> str:
+    model = Way(2).model()
+    groups = [{"params": [name for name, _ in model.named_parameters()], "lr": 0.1}]
+    state = {"state": {"inlet.weight": {"rows": torch.ones(7, 1)}}, "param_groups": groups}
+    return refusal(load_full_optimizer_state_dict, model, bare_sgd(model), state)
+
+
+def test_a_shape_that_says_nothing_of_its_layout_is_refused(world2: World) -> None:
+    first, second = world2.run(laid_out_otherwise)
+    assert first == second
+    assert_expected_inline(
+        first,
+        """RuntimeError: load_full_optimizer_state_dict: nothing says how state that is not of the shape of its parameter is laid out over ranks: inlet.weight (rows) of shape (7, 1). Take a step with the optimizer before loading, so that its state shows it.""",
     )

@@ -14,6 +14,7 @@ from meshed import device_mesh, refusal
 from reference import mean_of_squares
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor import Shard
 
 import shardwise
 from shardwise import (
@@ -157,7 +158,7 @@ def test_what_cannot_be_taken_out_is_refused_at_the_call(world2: World) -> None:
     assert_expected_inline(
         "\n".join(first),
         """\
-KeyError: 'iter_full_parameters: the model has no parameter named nope.'
+ValueError: iter_full_parameters: the model has no parameter named nope.
 ValueError: iter_full_parameters: bucket_bytes is 0; pass a number above 0.
 ValueError: iter_full_parameters: dtype is torch.int8; pass a floating-point dtype, or None.
 RuntimeError: full_state_dict: 8 parameters are still on the meta device: embed.weight, norm.weight, norm.bias, blocks.0.weight, blocks.0.bias, blocks.1.weight, blocks.1.bias, head.weight. Nothing has given them values. Call shardwise.materialize(model), or load a checkpoint, first.
@@ -187,11 +188,11 @@ def loaded_from(way: Way, source: str, bucket_bytes: int, device: str) -> Any:
             if "passing" in module._buffers:  # which no state has
                 module._buffers["passing"] = torch.ones(3)
     given, src_rank = SOURCES[source](plain_state(way))
-    shardwise.states.full_state.BUCKET_BYTES = bucket_bytes
+    shardwise.states.full_load.BUCKET_BYTES = bucket_bytes
     try:
         report = load_full_state_dict(model, given, src_rank=src_rank)
     finally:
-        shardwise.states.full_state.BUCKET_BYTES = transfer.BUCKET_BYTES
+        shardwise.states.full_load.BUCKET_BYTES = transfer.BUCKET_BYTES
     assert report == shardwise.LoadReport()
     return full_state_dict(model, rank0_only=False)
 
@@ -275,16 +276,130 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(world2: World) -> Non
     assert_expected_inline(
         "\n".join(f"{what}: {text}" for what, text in first.items()),
         """\
-other names: StateMismatch: load_full_state_dict: unexpected in the source: encoder.weight, which this model does not have (pass strict=False to pass over them).
-too many: StateMismatch: load_full_state_dict: unexpected in the source: extra, which this model does not have (pass strict=False to pass over them).
-other shapes: StateMismatch: load_full_state_dict: scale has shape (2,) in the source, where the model has (1,); blocks.0.weight has shape (5, 6) in the source, where the model has (6, 6).
-another dtype: StateMismatch: load_full_state_dict: scale is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); embed.weight is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.weight is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.bias is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.running_mean is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.running_var is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.num_batches_tracked is of torch.float32 in the source, where the model has torch.int64 (pass convert_dtype=True to convert floating-point values); blocks.0.weight is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); blocks.0.bias is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); blocks.1.weight is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); blocks.1.bias is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); head.weight is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values).
+other names: RuntimeError: load_full_state_dict: unexpected in the source: encoder.weight, which this model does not have (pass strict=False to pass over them).
+too many: RuntimeError: load_full_state_dict: unexpected in the source: extra, which this model does not have (pass strict=False to pass over them).
+other shapes: RuntimeError: load_full_state_dict: scale has shape (2,) in the source, where the model has (1,); blocks.0.weight has shape (5, 6) in the source, where the model has (6, 6).
+another dtype: RuntimeError: load_full_state_dict: scale is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); embed.weight is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.weight is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.bias is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.running_mean is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.running_var is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.num_batches_tracked is of torch.float32 in the source, where the model has torch.int64 (pass convert_dtype=True to convert floating-point values); blocks.0.weight is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); blocks.0.bias is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); blocks.1.weight is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); blocks.1.bias is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); head.weight is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values).
 different ties: RuntimeError: load_full_state_dict: embed.weight and head.weight are tied in the model, but differ in the source.
-no tensor: StateMismatch: load_full_state_dict: scale is a tensor on one side only.
-not a state: RuntimeError: load_full_state_dict: source is a int on the rank it is read from; pass a dict of full tensors, an iterable of (name, tensor), or the path of safetensors files.
+no tensor: RuntimeError: load_full_state_dict: scale is a tensor on one side only.
+not a state: RuntimeError: load_full_state_dict: source is of type int on the rank it is read from; pass a dict of full tensors, an iterable of (name, tensor), or the path of safetensors files.
 a reader that fails: SourceError: OSError: the network is gone
 forward: RuntimeError: Tied: the model is partly loaded, for a load failed half-way (OSError: the network is gone). Load a complete checkpoint before the next forward.""",
     )
+
+
+def ties_that_differ() -> list[str]:
+    """However they come; a model on meta is still on meta after the refusal, where all is known before."""
+    way = Way(2, build="tied")
+    good = plain_state(way, seed=1)
+    bad = good | {"head.weight": good["embed.weight"] + 1}
+    on_meta = way.model(device="meta")
+    on_meta._buffers["passing"] = torch.ones(3)
+    told = []
+    for source, src_rank in [(bad if dist.get_rank() == 0 else None, 0), (bad, None)]:
+        told.append(refusal(load_full_state_dict, on_meta, source, src_rank=src_rank))
+        assert all(param.is_meta for param in on_meta.parameters())
+    pairs = iter(bad.items()) if dist.get_rank() == 0 else None
+    told.append(refusal(load_full_state_dict, way.model(), pairs))
+    return [text.partition(": ")[2] for text in told]
+
+
+def test_tied_names_have_one_value(world2: World) -> None:
+    for told in world2.run(ties_that_differ):
+        assert len(told) == 3
+        assert all("embed.weight and head.weight are tied in the model" in text for text in told)
+
+
+def integers_are_not_converted() -> str:
+    model = Way(2, build="odd").model()
+    state = plain_state(Way(2, build="odd"))
+    state["blocks.0.counts"] = state["blocks.0.counts"].to(torch.int16)
+    return refusal(load_full_state_dict, model, state, src_rank=None, convert_dtype=True)
+
+
+def test_only_floating_point_values_are_converted(world2: World) -> None:
+    for told in world2.run(integers_are_not_converted):
+        assert "blocks.0.counts is of torch.int16 in the source, where the model has torch.int64" in told
+
+
+class Unreadable(dict):  # type: ignore[type-arg]
+    def items(self) -> Any:
+        raise OSError("the disk is gone")
+
+
+def wrong_on_one_rank() -> dict[str, str]:
+    """What only one rank does wrong, all of them are told."""
+    way = Way(2)
+    model, good = way.model(), plain_state(way)
+    is_first = dist.get_rank() == 0
+    fewer = dict(list(good.items())[1:])
+    return {
+        "a path on one rank": refusal(load_full_state_dict, model, "nowhere" if is_first else None),
+        "a dict that lacks a name": refusal(
+            load_full_state_dict, model, good if is_first else fewer, src_rank=None
+        ),
+        "keys that are no names": refusal(
+            load_full_state_dict, model, {1: torch.ones(1)} if is_first else None
+        ),
+        "a dict that fails": refusal(load_full_state_dict, model, Unreadable(good) if is_first else None),
+        "no dict on one rank": refusal(
+            load_full_state_dict, model, good if is_first else None, src_rank=None
+        ),
+        "two sources": refusal(load_full_state_dict, model, good, src_rank=dist.get_rank()),
+        "no values": refusal(
+            load_full_state_dict,
+            model,
+            Way(2, "none").model(device="meta").state_dict() if is_first else None,
+        ),
+        "two states at once": refusal(load_full_state_dict, model, (good, {}) if is_first else None),
+        "a shard": refusal(load_full_state_dict, model, model.state_dict() if is_first else None),
+        "junk beside": str(load_full_state_dict(model, good if is_first else 17)),
+    }
+
+
+def test_what_one_rank_does_wrong_is_told_by_all(world2: World) -> None:
+    first, second = world2.run(wrong_on_one_rank)
+    assert first.keys() == second.keys()
+    assert "ranks 0 and 1 were both named" in first.pop("two sources")
+    for what in first:
+        assert first[what].partition(": ")[2] == second[what].partition(": ")[2], what
+    assert "nowhere does not exist" in first["a path on one rank"]
+    assert "inlet.weight" in first["a dict that lacks a name"]
+    assert "the disk is gone" in first["a dict that fails"]
+    assert "DTensor" in first["a shard"]
+    assert "inlet.weight is on the meta device in the source" in first["no values"]
+    assert "not (name, tensor)" in first["two states at once"]
+    assert first["junk beside"] == "LoadReport(missing=(), unexpected=(), converted=())"
+
+
+class Grows(nn.Module):
+    """As modules of Transformer Engine do, its extra state is a tensor of no fixed length."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.linear, self.length = nn.Linear(4, 4), length
+
+    def get_extra_state(self) -> Tensor:
+        return torch.arange(self.length)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.length = len(state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def extra_state_that_grows(src_rank: int | None) -> int:
+    model, source = Grows(2), Grows(5).state_dict()
+    fully_shard(model)
+    given = source if src_rank is None or dist.get_rank() == 0 else None
+    load_full_state_dict(model, given, src_rank=src_rank)
+    return model.length
+
+
+@pytest.mark.parametrize("src_rank", [0, None])
+def test_extra_state_may_be_a_tensor_of_any_length(world2: World, src_rank: int | None) -> None:
+    assert world2.run(extra_state_that_grows, src_rank) == [5, 5]
 
 
 def loaded_leniently() -> Any:
@@ -321,9 +436,27 @@ def test_nothing_is_left_without_values(world2: World) -> None:
     assert_expected_inline(
         "\n".join(first),
         """\
-StateMismatch: load_full_state_dict: missing in the source, and without values in the model: scale, embed.weight, norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked, blocks.0.weight and 4 more.
+RuntimeError: load_full_state_dict: missing in the source, and without values in the model: scale, embed.weight, norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked, blocks.0.weight and 4 more.
 RuntimeError: load_full_state_dict: passing is on the meta device, without values, and will not be loaded (buffers with persistent=False are in no state). Call shardwise.materialize(model) first.""",
     )
+
+
+def loaded_before_backward() -> str:
+    """The weights are large enough to go straight into the shards, which nothing but we can count."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
+    state = {name: value + 1 for name, value in model.state_dict().items()}
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    loss = model(torch.ones(2, 256)).sum()
+    load_full_state_dict(model, state if dist.get_rank() == 0 else None)
+    return refusal(loss.backward)
+
+
+def test_a_backward_after_a_load_is_refused_as_in_plain_pytorch(world2: World) -> None:
+    sent, received = world2.run(loaded_before_backward)
+    assert "modified by an inplace operation" in sent
+    assert "modified by an inplace operation" in received
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -332,25 +465,26 @@ WIDTH, DEPTH = 256, 8
 LAYER = WIDTH * WIDTH * 4
 
 
-def deep(shape: tuple[int, ...]) -> nn.Module:
+def deep(shape: tuple[int, ...], dim: int = 0) -> nn.Module:
     mesh = device_mesh(shape, tuple(f"memory {i}" for i in range(len(shape))))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
     for layer in model:
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, mesh=mesh, shard_placement_fn=lambda _: Shard(dim))
     return fully_shard(model, mesh=mesh)
 
 
-def peaks(shape: tuple[int, ...]) -> dict[str, float]:
+def peaks(shape: tuple[int, ...], dim: int = 0) -> dict[str, float]:
     """In units of a layer's full weight."""
-    model, bucket = deep(shape), 2 * LAYER
+    model, bucket = deep(shape, dim), 2 * LAYER
     state = full_state_dict(model, rank0_only=False)
     source = state if dist.get_rank() == 0 else None
 
     def walk() -> None:
-        for _ in iter_full_parameters(model, bucket_bytes=bucket):
+        pairs = iter_full_parameters(model, bucket_bytes=bucket)
+        while next(pairs, None) is not None:  # a loop variable would hold on to the last one
             pass
 
-    shardwise.states.full_state.BUCKET_BYTES = transfer.BUCKET_BYTES = bucket
+    shardwise.states.full_load.BUCKET_BYTES = transfer.BUCKET_BYTES = bucket
     try:
         return {
             "iterating": peak_bytes(walk) / LAYER,
@@ -359,17 +493,19 @@ def peaks(shape: tuple[int, ...]) -> dict[str, float]:
             "rows": peak_bytes(lambda: load_full_state_dict(model, state, src_rank=None)) / LAYER,
         }
     finally:
-        shardwise.states.full_state.BUCKET_BYTES = transfer.BUCKET_BYTES = 64 << 20
+        shardwise.states.full_load.BUCKET_BYTES = transfer.BUCKET_BYTES = 64 << 20
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["sharded", "hybrid"])
-def test_f51_f52_f53_memory_is_one_bucket(world4: World, shape: tuple[int, ...]) -> None:
-    first, *others = world4.run(peaks, shape)
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((4,), 0), ((2, 2), 0), ((4,), 1)], ids=["sharded", "hybrid", "columns"]
+)
+def test_f51_f52_f53_memory_is_one_bucket(world4: World, shape: tuple[int, ...], dim: int) -> None:
+    first, *others = world4.run(peaks, shape, dim)
     for peak in (first, *others):
         assert 1 <= peak["iterating"] <= 2.1  # the bucket is two layers
         assert peak["rows"] < 0.1
         # Along one axis, rows go straight to where they belong.
-        assert peak["in"] < 0.1 if shape == (4,) else 1 <= peak["in"] <= 2.1
-    assert DEPTH <= first["out"] <= DEPTH + 2.1  # what is returned, and a bucket
+        assert peak["in"] < 0.1 if (shape, dim) == ((4,), 0) else 1 <= peak["in"] <= 2.1
+    assert DEPTH <= first["out"] <= DEPTH + 2.6  # what is returned, a bucket, and what is sent of it
     for peak in others:
         assert peak["out"] < 1

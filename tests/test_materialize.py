@@ -771,3 +771,49 @@ RuntimeError: materialize: Sequential is part of a model whose forward
 is running, and that needs its parameters and gradients as they are.
 Call it before.""",
     )
+
+
+# --- under which modes an init runs ---------------------------------------------------------------
+
+
+def filled_in_place() -> list[Any]:
+    with torch.device("meta"):
+        model = Model()
+        model.inner = nn.Linear(3, 2)
+    fully_shard(model)
+    seen: list[bool] = []
+
+    def fill(module: nn.Module) -> None:
+        seen.append(torch.is_grad_enabled())
+        module.weight.fill_(1)
+        module.bias.fill_(2)
+
+    with torch.inference_mode():
+        materialize(model, fill)
+    return [seen, model.inner.weight.full_tensor().tolist(), model.inner.weight.is_inference()]
+
+
+def test_an_init_may_write_in_place_without_a_word_about_gradients(world2: World) -> None:
+    assert world2.run(filled_in_place) == [[[False], [[1.0] * 3] * 2, False]] * 2
+
+
+def wrong_on_one_rank() -> list[str]:
+    with torch.device("meta"):
+        model = fully_shard(nn.Linear(3, 2))
+    told = [refusal(materialize, model, 3 if dist.get_rank() else None)]
+    told.append(refusal(materialize, model, device="meta" if dist.get_rank() else None))
+    materialize(model)
+    return told
+
+
+def test_what_one_rank_is_refused_all_are(world2: World) -> None:
+    first, second = world2.run(wrong_on_one_rank)
+    assert first == second
+    assert_expected_inline(
+        "\n".join(map(wrapped, first)),
+        """\
+TypeError: materialize: init_fn is 3, a int; pass a function of a
+module.
+ValueError: materialize: device is 'meta', where nothing has values.
+Pass 'cpu', or None.""",
+    )

@@ -19,11 +19,11 @@ ORDER = [
     "runtime.bucket", "runtime.extension", "runtime.group", "runtime.inference", "runtime.lending",
     "runtime.schedule", "runtime.hooks", "runtime.outside", "runtime.copying", "module", "checks", "collect",
     "ties", "api", "offload", "gradients", "scaler", "contexts", "comm_hooks", "strategy", "explain",
-    "states.names", "states.named_state", "states.partial_loads", "states.inventory", "states.initialise", "states.meta_memory",
-    "states.loading", "states.model_files", "states.optimizer_state", "states.full_state", "states.export",
+    "states.partial_loads", "states.names", "states.named_state", "states.inventory", "states.meta_memory", "states.initialise",
+    "states.loading", "states.model_files", "states.optimizer_state", "states.full_state", "states.full_load", "states.export",
     "states.ema", "checkpoints.folders", "checkpoints.consensus",
-    "checkpoints.manifest", "checkpoints.optimizer_plan", "checkpoints.pending", "checkpoints.writing",
-    "checkpoints.checkpoint",
+    "checkpoints.manifest", "checkpoints.beside", "checkpoints.optimizer_plan", "checkpoints.pending",
+    "checkpoints.writing", "checkpoints.checkpoint",
 ]  # fmt: skip
 
 

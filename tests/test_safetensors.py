@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shardwise import full_state_dict, fully_shard, load_full_state_dict, save_safetensors
+from shardwise.runtime import compat
 from shardwise.states.model_files import INDEX, SINGLE, ModelFiles
 
 
@@ -156,11 +157,33 @@ def test_a_full_disk_on_one_rank_is_told_by_all_and_nothing_is_left(
     assert list(tmp_path.iterdir()) == []
 
 
+def fails_while_renaming(folder: str) -> str:
+    """The third file cannot be put under its name."""
+    moved = 0
+
+    def replace(source: Any, target: Any) -> None:
+        nonlocal moved
+        moved += 1
+        if moved == 3:
+            raise OSError(5, "Input/output error")
+        os.rename(source, target)
+
+    with mock.patch.object(os, "replace", replace):
+        return refusal(save_safetensors, Way(2).model(), folder, max_shard_bytes=500)
+
+
+def test_a_failure_while_files_get_their_names_leaves_none(world2: World, tmp_path: Path) -> None:
+    for told in world2.run(fails_while_renaming, str(tmp_path)):
+        assert "Input/output error" in told
+    assert list(tmp_path.iterdir()) == []
+
+
 def refused_to_save(folder: str) -> list[str]:
     model = Way(2, build="odd").model()
     told = [
         refusal(save_safetensors, model, folder, max_shard_bytes=0),
         refusal(save_safetensors, model, folder, dtype=torch.int8),
+        refusal(save_safetensors, model, folder, metadata={"step": 7}),
         refusal(save_safetensors, Way(2).model(device="meta"), folder),
     ]
     save_safetensors(model, folder)
@@ -176,9 +199,57 @@ def test_what_cannot_be_saved_is_refused(world2: World, tmp_path: Path) -> None:
         """\
 ValueError: save_safetensors: max_shard_bytes is 0; pass a number of bytes above 0.
 ValueError: save_safetensors: dtype is torch.int8; pass a floating-point dtype, or None.
+ValueError: save_safetensors: metadata is {'step': 7}; names and values have to be strings.
 RuntimeError: save_safetensors: 22 parameters are still on the meta device: inlet.weight, inlet.bias, blocks.0.norm.weight, blocks.0.norm.bias, blocks.0.up.weight, blocks.0.up.bias, blocks.0.down.weight, blocks.0.down.bias and 14 more. Nothing has given them values. Call shardwise.materialize(model), or load a checkpoint, first.
 FileExistsError: save_safetensors: FOLDER has model.safetensors in it already, and two models in one folder could be mixed up. Choose an empty folder, or delete the old files first.""",
     )
+
+
+class Fused(nn.Module):
+    """Its state dict has one tensor for two parameters, made by a hook, and a buffer that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.register_buffer("turned", torch.arange(6.0).reshape(2, 3).t())
+        self.register_state_dict_post_hook(Fused.fuse)
+
+    def fuse(self, state: dict[str, Tensor], prefix: str, _: Any) -> None:
+        q, k = (compat.plain(state.pop(f"{prefix}{name}.weight").detach()) for name in "qk")
+        state[f"{prefix}qk"] = torch.cat([q, k])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q(x) + self.k(x)
+
+
+def saved_by_hooks(folder: str) -> None:
+    torch.manual_seed(0)
+    save_safetensors(Fused(), folder)
+
+
+def test_what_modules_make_for_their_state_is_saved(world2: World, tmp_path: Path) -> None:
+    world2.run(saved_by_hooks, str(tmp_path))
+    torch.manual_seed(0)
+    assert same(read_all(tmp_path), dict(Fused().state_dict()))
+
+
+def test_a_model_of_one_process_is_saved_without_a_process_group(tmp_path: Path) -> None:
+    model = built("tied")
+    save_safetensors(model, tmp_path)
+    assert same(read_all(tmp_path), state_of(Way(1, build="tied")))
+    other = built("tied", 1)
+    load_full_state_dict(other, tmp_path)
+    assert same(full_state_dict(other), model.state_dict())
+
+
+def test_an_index_without_its_files_is_not_covered_up(world2: World, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text("{}")
+    for told in world2.run(refused_for_what_is_there, str(tmp_path)):
+        assert f"has {INDEX} in it already" in told
+
+
+def refused_for_what_is_there(folder: str) -> str:
+    return refusal(save_safetensors, Way(2).model(), folder)
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -311,7 +382,7 @@ a file is cut off: RuntimeError: FOLDER/b.safetensors cannot be read as safetens
 a file lacks its end: RuntimeError: FOLDER/b.safetensors cannot be read as safetensors (Error while deserializing header: incomplete metadata, file not fully covered): it is damaged, or was not written to its end.
 a file is no such file: RuntimeError: FOLDER/b.safetensors cannot be read as safetensors (Error while deserializing header: header too large): it is damaged, or was not written to its end.
 no index: RuntimeError: FOLDER has neither model.safetensors.index.json nor model.safetensors in it, but 2 other safetensors files: pass those that belong together.
-of another model: StateMismatch: load_full_state_dict: missing in the source: inlet.weight (pass strict=False to keep what the model has).
+of another model: RuntimeError: load_full_state_dict: missing in the source: inlet.weight (pass strict=False to keep what the model has).
 the index names what is not there: RuntimeError: FOLDER/a.safetensors does not hold blocks.9.weight, which the index says is there.
 the index is cut off: RuntimeError: FOLDER/model.safetensors.index.json is no index of safetensors files (JSONDecodeError: Unterminated string starting at: line 1 column 17 (char 16)).
 nothing there: RuntimeError: FOLDER does not exist. Was a part of the model not copied?""",
@@ -321,7 +392,8 @@ nothing there: RuntimeError: FOLDER does not exist. Was a part of the model not 
 def refused_on_one_rank(folder: str) -> str:
     """The file is there for rank 0 alone, as it is where hosts share no file system."""
     model = Way(2).model(seed=1)
-    return refusal(load_full_state_dict, model, folder if dist.get_rank() == 0 else folder + "_gone")
+    own = folder if dist.get_rank() == 0 else folder + "_gone"
+    return refusal(load_full_state_dict, model, own, src_rank=None)
 
 
 def test_a_file_that_one_rank_lacks_is_told_by_all(world2: World, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pprint
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -148,17 +149,12 @@ def two_groups(make: Callable[..., Any]) -> Callable[..., torch.optim.Optimizer]
     return both
 
 
-def are_mixed(params: list[nn.Parameter]) -> bool:
-    """Sharded ones beside plain ones, which no foreach function takes."""
-    return len({type(param) for param in params}) > 1
-
-
 # Not NAdam: torch's own `load_state_dict` makes its `mu_product` float64, where it was float32.
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": two_groups(torch.optim.AdamW),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9),
     "bare sgd": lambda params: torch.optim.SGD(params, lr=0.02),
-    "amsgrad": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True, foreach=not are_mixed(params)),
+    "amsgrad": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True),
     "adagrad": two_groups(torch.optim.Adagrad),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.9, centered=True),
     "adadelta": lambda params: torch.optim.Adadelta(params, lr=0.5),
@@ -241,7 +237,9 @@ def leg_of(rng: random.Random, build: str) -> Draw:
 # - "scalars": load_full_optimizer_state_dict gives a scalar parameter of a fresh optimizer plain states.
 # - "plain parameters on meta": loading into a model on the meta device makes new objects of parameters that are
 #   not sharded; an optimizer that was built before trains the old ones.
-KNOWN_BUGS = ("order of names", "scalars", "plain parameters on meta")
+# - "adagrad on meta": it makes its state with the optimizer, where loading then leaves it.
+# - "strides": save_safetensors refuses a plain parameter that is not contiguous.
+KNOWN_BUGS: tuple[str, ...] = ()
 
 
 def settled(draw: Draw) -> Draw:
@@ -255,7 +253,12 @@ def settled(draw: Draw) -> Draw:
         if leg["start"] == "meta":  # nothing may run before it has values; buffers of no state have none
             leg |= {"used": 0, "backward": False, "before": []}
             is_partly_plain = leg["kind"] in ("none", "blocks only", "ignored")
-            if draw["build"] == "tied" or (is_partly_plain and "plain parameters on meta" in KNOWN_BUGS):
+            has_state = draw["optimizer"] == "adagrad" and "adagrad on meta" in KNOWN_BUGS
+            if (
+                draw["build"] == "tied"
+                or has_state
+                or (is_partly_plain and "plain parameters on meta" in KNOWN_BUGS)
+            ):
                 leg["start"] = "materialized"
         if previous is not None:
             # By id counts in the order of the optimizer, which is to be the same.
@@ -265,6 +268,10 @@ def settled(draw: Draw) -> Draw:
                 leg["load"]["keys"] = "name"
         if draw["build"] == "odd" and "scalars" in KNOWN_BUGS and leg["save"] not in ("asynchronous", "dcp"):
             leg["save"] = "checkpoint"
+        if (draw["build"], leg["kind"]) == ("odd", "none") and "strides" in KNOWN_BUGS:
+            leg["save"] = "checkpoint" if leg["save"] == "safetensors" else leg["save"]
+            for when in ("before", "middle"):
+                leg[when] = [each for each in leg[when] if each != "refused files"]
         if leg["kind"] == "bf16":  # other numbers than the plain run's: only what it hands over is compared
             leg["middle"] = [each for each in leg["middle"] if each != "edit"]
         if leg["save"] == "dcp" and draw["optimizer"] != "adamw":
@@ -543,7 +550,8 @@ class Leg:
 
     def do_edit(self) -> None:
         """In `unsharded`, where the sharded model shows plain parameters."""
-        with torch.no_grad(), unsharded(self.model) if self.is_sharded else torch.no_grad():
+        is_lent = self.is_sharded and sharded_members(self.model)
+        with torch.no_grad(), unsharded(self.model) if is_lent else nullcontext():
             for param in self.model.parameters():
                 if param.is_floating_point():
                     param.mul_(0.9)

@@ -244,6 +244,83 @@ def test_pieces_of_any_size_arrive_in_their_places(world2: World) -> None:
         assert_bits(got, in_full(built(1)))
 
 
+# --- ranks without values -------------------------------------------------------------------------
+
+
+def with_values_on_one_rank(src: int) -> list[Any]:
+    """One rank loads, the others have built on the meta device, and have an optimizer already."""
+    if dist.get_rank() == src:
+        model = built(src)
+    else:
+        with torch.device("meta"):
+            model = built(src)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync_module_states(model, src)
+    owned = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    assert owned == {id(param) for param in model.parameters()}
+    assert model.outlet.weight is model.outlet_again.weight
+    assert model.strided.stride() == (1, 3)
+    values = in_full(model)
+    fully_shard(model)
+    return [values, in_full(model)]
+
+
+@pytest.mark.parametrize("src", [0, 1])
+def test_ranks_without_values_get_those_of_the_source(world2: World, src: int) -> None:
+    for before, after in world2.run(with_values_on_one_rank, src):
+        assert_bits(before, in_full(built(src)))
+        assert_bits(after, in_full(built(src)))
+
+
+def replicas_without_values(rank_without: int) -> Any:
+    """Two replicas of two shards each; the ranks of one replica, or one rank of the source's, have none."""
+    mesh = device_mesh((2, 2), ("replicate", "shard"))
+    is_empty = dist.get_rank() // 2 == 1 if rank_without < 0 else dist.get_rank() == rank_without
+    with torch.device("meta" if is_empty else "cpu"):
+        model = built(7)
+    fully_shard(model, mesh=mesh)
+    if rank_without >= 0:
+        return refusal(sync_module_states, model)
+    sync_module_states(model)
+    check_replicas(model)
+    return in_full(model)
+
+
+def test_replicas_without_values_get_shards_from_that_of_the_source(world4: World) -> None:
+    for got in world4.run(replicas_without_values, -1):
+        assert_bits(got, in_full(built(7)))
+
+
+def test_shards_that_nobody_else_has_must_be_there(world4: World) -> None:
+    first, *others = world4.run(replicas_without_values, 1)
+    assert others == [first] * 3
+    assert "sync_module_states: rank 1 is to send them, or has nobody to take them from: " in first
+    assert "blocks.0" in first
+
+
+def other_models() -> list[str]:
+    one = nn.Linear(2, 2 + dist.get_rank())
+    seeded = [
+        refusal(sync_module_states, one),
+        refusal(sync_module_states, nn.Linear(2, 2), dist.get_rank() or "0"),
+    ]
+    sync_module_states(nn.Linear(2, 2))
+    return seeded
+
+
+def test_what_one_rank_is_refused_all_are(world2: World) -> None:
+    first, second = world2.run(other_models)
+    assert first == second
+    assert_expected_inline(
+        "\n".join(map(wrapped, first)),
+        """\
+RuntimeError: sync_module_states: this rank (1) has 2 tensors, and
+rank 0 2; they differ in shape or dtype at: weight, bias. Build the
+same model on all ranks.
+TypeError: sync_module_states: src is '0', a str; pass a global rank.""",
+    )
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 

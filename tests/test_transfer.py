@@ -127,6 +127,29 @@ def test_a_small_staging_buffer_takes_a_few_rows_at_a_time(world4: World, owner:
     assert world4.run(gathered_at, owner, 1, torch.float64) == [[]] * 4
 
 
+def gathered_into_place(owner: int | None) -> list[str]:
+    """As large tensors are: each by a message of its own, where it is its parts one behind the other."""
+    with mock.patch.object(transfer, "PACKED_BELOW", 0):
+        return gathered_at(owner, 1 << 20, torch.float32)
+
+
+@pytest.mark.parametrize("owner", [None, 1])
+def test_large_tensors_are_gathered_into_their_place(world4: World, owner: int | None) -> None:
+    assert world4.run(gathered_into_place, owner) == [[]] * 4
+
+
+def takes_part(owner: int) -> bool:
+    """Whether this rank sends or receives anything for `owner`, of a tensor with copies."""
+    _, tensor = placed("hybrid")
+    with mock.patch.object(transfer, "gather_to", wraps=transfer.gather_to) as gathered:
+        gather_full([tensor], owner)
+    return gathered.called
+
+
+def test_only_the_replica_of_the_owner_takes_part(world4: World) -> None:
+    assert world4.run(takes_part, 3) == [False, False, True, True]
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.int64, torch.complex64], ids=str)
 def test_any_dtype_travels(world4: World, dtype: torch.dtype) -> None:
     assert world4.run(gathered_at, None, 64, dtype) == [[]] * 4

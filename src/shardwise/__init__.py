@@ -23,7 +23,8 @@ from shardwise.policy import (
 from shardwise.scaler import GradScaler
 from shardwise.states.ema import EMA
 from shardwise.states.export import save_safetensors
-from shardwise.states.full_state import full_state_dict, iter_full_parameters, load_full_state_dict
+from shardwise.states.full_load import load_full_state_dict
+from shardwise.states.full_state import full_state_dict, iter_full_parameters
 from shardwise.states.initialise import check_replicas, materialize, sync_module_states
 from shardwise.states.loading import LoadReport
 from shardwise.states.optimizer_state import load_full_optimizer_state_dict, rekey_optimizer_state_dict

@@ -7,7 +7,8 @@ which does not fit is refused before the model has changed; and that a save may 
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,12 +19,24 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoints import folders
+from shardwise.checkpoints.beside import (
+    STATES,
+    StatePlan,
+    as_whole,
+    check_objects,
+    copied,
+    original,
+    plan_states,
+    refuse_shards,
+    refuse_unreadable,
+    states_of,
+    tensor_places,
+)
 from shardwise.checkpoints.consensus import Team
-from shardwise.checkpoints.manifest import Manifest, by_first, check_model, nested
+from shardwise.checkpoints.manifest import Manifest, by_first, check_model, is_extra_state, nested
 from shardwise.checkpoints.optimizer_plan import OptimizerPlan, check_optimizers, saved_groups
 from shardwise.checkpoints.pending import PendingSave, saves_of, team_of_all
 from shardwise.checkpoints.writing import write
-from shardwise.module import sharded_members
 from shardwise.states.meta_memory import give_memory, is_on_meta, refuse_lost
 from shardwise.states.named_state import (
     Optimizers,
@@ -34,12 +47,18 @@ from shardwise.states.named_state import (
     state_of,
 )
 from shardwise.states.names import entries_of
-from shardwise.states.partial_loads import clear_partly_loaded, mark_partly_loaded
+from shardwise.states.partial_loads import clear_partly_loaded, mark_partly_loaded, why_partly_loaded
 
 OptimizerOrMany = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 INFO = "shardwise"  # the key under which a checkpoint says who wrote it
-WHOLE = "shardwise.whole"  # marks a value that is one pickle, which torch would take apart
+
+
+@contextmanager
+def _in_plain_mode() -> Iterator[None]:
+    """Neither inference mode, where versions of tensors cannot be counted, nor gradients."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 @dataclass(frozen=True)
@@ -52,7 +71,8 @@ class Loaded:
         per_rank: what this rank has written; None if another number of ranks wrote the checkpoint, or
             nothing.
         world_size: how many ranks wrote it; None if it does not say.
-        missing: names that the model has and the checkpoint lacks; only with `strict=False`.
+        missing: names that the model has and the checkpoint lacks, and `states.NAME` for an object; only
+            with `strict=False`.
         unexpected: names that the checkpoint has and the model lacks; only with `strict=False`.
     """
 
@@ -67,11 +87,13 @@ class Loaded:
 # --- saving ---------------------------------------------------------------------------------------
 
 
+@_in_plain_mode()
 def save_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: OptimizerOrMany | None = None,
     *,
+    states: dict[str, Any] | None = None,
     shared: dict[str, Any] | None = None,
     per_rank: dict[str, Any] | None = None,
     asynchronous: bool = False,
@@ -88,8 +110,11 @@ def save_checkpoint(
         path: a folder on a file system that all ranks see, the same path on all of them.
         model: sharded or not.
         optimizer: one, or several, whose state is saved by the names of parameters.
-        shared: what is the same on all ranks: a step, a position in the data, the state of a scheduler.
-            Values are tensors or anything that pickles; rank 0's are written.
+        states: objects with `state_dict()` and `load_state_dict()`, by names: a :class:`shardwise.EMA`, a
+            scheduler of the learning rate, a gradient scaler. Their DTensors are written as the model's are,
+            and may be loaded by any number of ranks; all else in their states is the same on all ranks.
+        shared: what is the same on all ranks: a step, a position in the data. Values are tensors or anything
+            that pickles, and no DTensors; rank 0's are written.
         per_rank: what differs by rank: states of random generators. Comes back where as many ranks load.
         asynchronous: copy everything to host memory and return; write in the background, while training goes
             on. Costs host memory for this rank's shards.
@@ -101,7 +126,8 @@ def save_checkpoint(
         `destroy_process_group`.
 
     Raises:
-        ValueError: ranks disagree on the arguments, or the optimizer's state cannot be saved.
+        ValueError: ranks disagree on the arguments, the optimizer's state cannot be saved, `shared` or
+            `per_rank` has DTensors, or something is of a tensor subclass that torch would not read again.
         FileExistsError: `path` is something else than a checkpoint.
         OSError: a rank could not write. All ranks raise the same, the checkpoint before is untouched, and
             what was written is removed as far as possible.
@@ -111,19 +137,20 @@ def save_checkpoint(
 
     Example::
 
-        save_checkpoint(f"run/step-{step}", model, optimizer, shared={"step": step}, keep=3)
+        beside = {"ema": ema, "scheduler": scheduler}
+        save_checkpoint(f"run/step-{step}", model, optimizer, states=beside, shared={"step": step}, keep=3)
         ...
         if (latest := latest_checkpoint("run")) is not None:
-            step = load_checkpoint(latest, model, optimizer).shared["step"]
+            step = load_checkpoint(latest, model, optimizer, states=beside).shared["step"]
     """
     team = team_of_all()
     saves = saves_of(team)
     if saves.last is not None:
         saves.last.end_before_next()
     place = folders.absolute(path)
-    state = team.together(lambda: _state(team, place, model, optimizer, shared, per_rank, keep))
+    state = team.together(lambda: _state(team, place, model, optimizer, states, shared, per_rank, keep))
     told = {"path": str(place), "keep": keep, "asynchronous": asynchronous, "optimizer": "optimizer" in state}
-    _same_everywhere(team, "save_checkpoint", told)
+    _same_everywhere(team, "save_checkpoint", told | {"states": list(state[STATES])})
     if "optimizer" in state:
         _join_optimizers(team, state)
     if not team.is_first:  # rank 0's are written
@@ -144,6 +171,7 @@ def _state(
     path: Path,
     model: nn.Module,
     optimizer: Any,
+    states: dict[str, Any] | None,
     shared: dict[str, Any] | None,
     per_rank: dict[str, Any] | None,
     keep: int | None,
@@ -158,12 +186,15 @@ def _state(
             f"keep={keep} of {path.name}: keep counts from 1, and needs names that end in a number, as "
             "step-100"
         )
-    if reasons := [why for each in sharded_members(model) if (why := each.group.partly_loaded)]:
-        raise ValueError(f"the model is not to be saved: {reasons[0]}")
+    if why := why_partly_loaded(model):
+        raise ValueError(f"the model is not to be saved: {why}")
     optimizers = as_optimizers(optimizer)
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     if optimizers:
         state["optimizer"] = state_of(optimizers, parameter_names(model))
+    state[STATES] = states_of(check_objects(states))
+    for what in state:
+        refuse_unreadable(what, state[what])
     state["shared"] = _extras("shared", shared)
     state[INFO] = {"world_size": team.size, "optimizers": [type(each).__name__ for each in optimizers]}
     if per_rank is not None:
@@ -176,9 +207,8 @@ def _extras(name: str, extras: dict[str, Any] | None) -> dict[str, Any]:
     extras = {} if extras is None else extras
     if not isinstance(extras, dict) or not all(isinstance(key, str) and key for key in extras):
         raise TypeError(f"{name} is to be a dict with names as keys, not {extras!r:.80}")
-    return {
-        key: (WHOLE, value) if isinstance(value, (dict, list)) else value for key, value in extras.items()
-    }
+    refuse_shards(name, extras)
+    return {key: as_whole(value) for key, value in extras.items()}
 
 
 def _same_everywhere(team: Team, function: str, told: dict[str, Any]) -> None:
@@ -196,6 +226,7 @@ def _same_everywhere(team: Team, function: str, told: dict[str, Any]) -> None:
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
     """`state` as it is now, in host memory, whatever becomes of the original."""
     own = {name: staged(part) for name, part in state.items() if name in ("model", "optimizer")}
+    own[STATES] = copied(state[STATES])
     return own | {name: deepcopy(part) for name, part in state.items() if name not in own}
 
 
@@ -215,11 +246,13 @@ def _join_optimizers(team: Team, state: dict[str, Any]) -> None:
 # --- loading --------------------------------------------------------------------------------------
 
 
+@_in_plain_mode()
 def load_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: OptimizerOrMany | None = None,
     *,
+    states: dict[str, Any] | None = None,
     strict: bool = True,
     convert_dtype: bool = False,
 ) -> Loaded:
@@ -235,15 +268,19 @@ def load_checkpoint(
         model: parameters on the meta device get memory first.
         optimizer: one, or several, of the same kind as were saved; None leaves theirs in the checkpoint.
             Hyperparameters come from the checkpoint, as with `optimizer.load_state_dict`.
-        strict: False lets names be missing on either side, and reports them.
-        convert_dtype: let parameters be converted that the checkpoint has in another dtype.
+        states: objects whose states are loaded, by the names under which they were saved. Tensors that
+            `state_dict()` shows are read into; then `load_state_dict` is called.
+        strict: False lets names be missing on either side, and reports them. Objects in `states` that the
+            checkpoint does not have stay as they are.
+        convert_dtype: let tensors be converted that the checkpoint has in another dtype.
 
     Returns:
         A :class:`Loaded`.
 
     Raises:
         FileNotFoundError: there is no checkpoint at `path`.
-        ValueError: the checkpoint is damaged, or not one of this model or optimizer. Nothing has changed.
+        ValueError: the checkpoint is damaged, or not one of this model, optimizer or states. Nothing has
+            changed.
         RuntimeError: reading failed half-way. The model refuses to run until a load has succeeded.
 
     Every rank reads its own part, into its shards. At most one written piece of a parameter is in memory
@@ -261,14 +298,16 @@ def load_checkpoint(
         last.end_before_next()
     optimizers = team.together(lambda: as_optimizers(optimizer))
     told = {"path": str(folders.absolute(path)), "strict": strict, "convert_dtype": convert_dtype}
-    _same_everywhere(team, "load_checkpoint", told | {"optimizer": bool(optimizers)})
+    beside = team.together(lambda: check_objects(states))
+    told |= {"optimizer": bool(optimizers), "states": list(beside)}
+    _same_everywhere(team, "load_checkpoint", told)
     manifest = team.together(lambda: _opened(folders.absolute(path)))
     team.on_first(manifest.check_files)
     names = parameter_names(model)
     ties = {name: tied for tied in names.values() for name in tied}
     wanted = team.together(lambda: get_model_state_dict(model))
     all_names = {name for each in team.distinct(list(wanted), list(wanted)) for name in each}
-    values = team.together(lambda: _small_values(manifest, team.rank))
+    values = team.together(lambda: _small_values(manifest, team.rank, beside))
     info = _dict_at(manifest, values, INFO)
     loaded = _loaded(manifest, team, values, info.get("world_size"))
 
@@ -282,13 +321,21 @@ def load_checkpoint(
         groups, kinds = saved_groups(manifest, values), info.get("optimizers")
         return check_optimizers(manifest, optimizers, names, groups, kinds, strict)
 
+    plans = team.together(plan)
+    own = team.together(lambda: {name: thing.state_dict() for name, thing in beside.items()})
+    places = tensor_places(own)
+    everywhere = {place for each in team.distinct(places, places) for place in each}
+    state_plans, left = team.together(
+        lambda: plan_states(manifest, beside, own, everywhere, strict, convert_dtype)
+    )
     if any(team.gather(is_on_meta(model))):
         team.together(lambda: refuse_lost(model, "load_checkpoint", _kept(model, wanted)))
         plans = _planned_on_meta(team, model, plan)
         wanted = team.together(lambda: get_model_state_dict(model))
-    else:
-        plans = team.together(plan)
-    _fill(team, manifest, model, wanted, optimizers, plans, convert_dtype)
+    _fill(
+        team, Reading(manifest, model, wanted, optimizers, plans, state_plans, values, convert_dtype, missing)
+    )
+    missing += tuple(f"{STATES}.{name}" for name in left)
     return replace(loaded, missing=missing, unexpected=unexpected)
 
 
@@ -300,7 +347,7 @@ def _kept(model: nn.Module, wanted: dict[str, Any]) -> list[Any]:
 def _planned_on_meta(
     team: Team, model: nn.Module, plan: Callable[[], list[OptimizerPlan]]
 ) -> list[OptimizerPlan]:
-    """Memory first, which the optimizer's state is made like; without values until it has been filled."""
+    """Memory first, then anew the plan, whose tensors are like the parameters; values come later."""
 
     def act() -> list[OptimizerPlan]:
         give_memory(model)
@@ -320,14 +367,16 @@ def _opened(path: Path) -> Manifest:
     return Manifest.read(place)
 
 
-def _small_values(manifest: Manifest, rank: int) -> dict[str, Any]:
-    """By key: everything but the model and the optimizer's state. Read before anything changes."""
+def _small_values(manifest: Manifest, rank: int, states: Iterable[str]) -> dict[str, Any]:
+    """By key: all but tensors of the model, the optimizer and `states`. Read before anything changes."""
     keys = [
         *manifest.under("shared").values(),
         *manifest.under("per_rank", str(rank)).values(),
         *manifest.under(INFO).values(),
         *manifest.under("optimizer", "param_groups").values(),
     ]
+    for name in states:
+        keys += [key for key in manifest.under(STATES, name).values() if manifest.tensor(key) is None]
     targets: dict[str, Any] = {}
     for key in keys:
         md = manifest.tensor(key)
@@ -345,7 +394,10 @@ def _small_values(manifest: Manifest, rank: int) -> dict[str, Any]:
 def _dict_at(manifest: Manifest, values: dict[str, Any], *start: str) -> dict[str, Any]:
     """What a caller gave as a dict, from the values that were read."""
     found = by_first(manifest.under(*start))
-    return {name: _original({place: values[k] for place, k in each.items()}) for name, each in found.items()}
+    return {
+        name: original(nested({place: values[k] for place, k in each.items()}))
+        for name, each in found.items()
+    }
 
 
 def _loaded(manifest: Manifest, team: Team, values: dict[str, Any], world_size: int | None) -> Loaded:
@@ -354,14 +406,6 @@ def _loaded(manifest: Manifest, team: Team, values: dict[str, Any], world_size: 
         own = _dict_at(manifest, values, "per_rank", str(team.rank))
     was_given = own.pop("", None) is not None
     return Loaded(manifest.path, _dict_at(manifest, values, "shared"), own if was_given else None, world_size)
-
-
-def _original(values: dict[tuple[str | int, ...], Any]) -> Any:
-    value = nested(values)
-    is_whole = (
-        isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and value[0] == WHOLE
-    )
-    return value[1] if is_whole else value
 
 
 def _read(manifest: Manifest, targets: dict[str, Any]) -> None:
@@ -377,38 +421,68 @@ def _read(manifest: Manifest, targets: dict[str, Any]) -> None:
     reader.read_data(plan, planner).wait()
 
 
-def _fill(
-    team: Team,
-    manifest: Manifest,
-    model: nn.Module,
-    wanted: dict[str, Any],
-    optimizers: Optimizers,
-    plans: list[OptimizerPlan],
-    convert_dtype: bool,
-) -> None:
-    """Read into the model and the optimizers. What fails from here on leaves them partly loaded."""
-    saved = by_first(manifest.under("model"))
+@dataclass
+class Reading:
+    """All that is known once nothing but reading is left: what goes where."""
 
-    def fill() -> None:
+    manifest: Manifest
+    model: nn.Module
+    wanted: dict[str, Any]
+    optimizers: Optimizers
+    plans: list[OptimizerPlan]
+    state_plans: list[StatePlan]
+    values: dict[str, Any]  # read before
+    convert_dtype: bool
+    missing: tuple[str, ...]
+
+    def run(self) -> None:
+        """Read, and hand everything to whom it belongs."""
+        saved = by_first(self.manifest.under("model"))
         targets = {
-            key: wanted[name] if isinstance(wanted[name], Tensor) else None
-            for name in wanted
-            for key in saved.get(name, {}).values()
+            key: self._target(name, key) for name in self.wanted for key in saved.get(name, {}).values()
         }
-        for plan in plans:
+        for plan in self.plans:
             targets |= plan.blanks
-        _read(manifest, targets)
-        _give_model(model, {n: saved[n] for n in wanted if n in saved}, targets)
-        for optimizer, plan in zip(optimizers, plans, strict=True):
-            _give_optimizer(optimizer, plan, targets, convert_dtype)
+        for state_plan in self.state_plans:
+            targets |= state_plan.targets
+        with _trying("reading its tensors failed. Files may have been damaged since they were written"):
+            _read(self.manifest, targets)
+        with _trying("the model did not take what was read"):
+            _give_model(self.model, {n: saved[n] for n in self.wanted if n in saved}, targets)
+        for optimizer, plan in zip(self.optimizers, self.plans, strict=True):
+            with _trying(f"{type(optimizer).__name__} did not take what was read"):
+                _give_optimizer(optimizer, plan, targets, self.convert_dtype)
+        for state_plan in self.state_plans:
+            with _trying(f"states[{state_plan.name!r}].load_state_dict did not take what was read"):
+                state_plan.give(self.values | targets)
 
+    def _target(self, name: str, key: str) -> Tensor | None:
+        """The model's own tensor; memory for what has any length; None for a value."""
+        md = self.manifest.tensor(key)
+        if is_extra_state(name) and md is not None:
+            return torch.empty(md.size, dtype=md.properties.dtype)
+        return self.wanted[name] if isinstance(self.wanted[name], Tensor) and md is not None else None
+
+
+@contextmanager
+def _trying(what: str) -> Iterator[None]:
+    """An error inside says what was tried."""
     try:
-        team.together(fill, lambda error: f"{manifest.path} is damaged: {_cause(error)}")
+        yield
+    except Exception as error:
+        raise RuntimeError(f"{what}: {_cause(error)}") from error
+
+
+def _fill(team: Team, reading: Reading) -> None:
+    """Read into all of them. What fails from here on leaves them partly loaded."""
+    try:
+        team.together(reading.run, lambda error: f"{reading.manifest.path}: {error}")
     except Exception as error:
         why = f"{error}. The weights are partly those of the checkpoint and partly others; load another one."
-        mark_partly_loaded(model, why)
+        mark_partly_loaded(reading.model, why)
         raise RuntimeError(why) from error
-    clear_partly_loaded(model)
+    if not reading.missing:  # else what a load before this one has left may still be there
+        clear_partly_loaded(reading.model)
 
 
 def _give_model(model: nn.Module, saved: dict[str, Any], values: dict[str, Any]) -> None:

@@ -134,7 +134,7 @@ def check_model(
     shapes, dtypes = [], []
     for name, value in wanted.items():
         md = manifest.tensor(saved[name][()]) if () in saved.get(name, {}) else None
-        if not isinstance(value, Tensor) or name not in saved:
+        if not isinstance(value, Tensor) or name not in saved or is_extra_state(name):
             continue
         if md is None:
             shapes.append(f"{name} is no tensor there")
@@ -142,7 +142,12 @@ def check_model(
             shapes.append(f"{name} is {tuple(md.size)} there and {tuple(value.shape)} here")
         elif md.properties.dtype != value.dtype:
             dtypes.append(f"{name} is {_plain(md.properties.dtype)} there and {_plain(value.dtype)} here")
-    missing = tuple(name for name in wanted if not any(tied in saved for tied in ties.get(name, [name])))
+    missing = tuple(
+        name
+        for name, value in wanted.items()
+        # An empty dict, which a module may save beside tensors, has no key in a checkpoint.
+        if not any(tied in saved for tied in ties.get(name, [name])) and not _is_empty(value)
+    )
     unexpected = tuple(name for name in saved if name not in all_names)
     lines = [f"shapes differ: {listed(shapes)}"] if shapes else []
     if strict:
@@ -165,6 +170,15 @@ def check_model(
             "pass convert_dtype=True if that is meant, or make the model in the dtype of the checkpoint."
         )
     return missing, unexpected
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a module saves it beside its tensors; as a tensor too, it has the length it happens to need."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, dict) and not value
 
 
 def counted(names: Iterable[str]) -> str:

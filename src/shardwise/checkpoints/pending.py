@@ -74,7 +74,7 @@ class PendingSave:
         if self._failure is not None and not self._was_told:
             self._was_told = True
             text = f"the save before this one failed: {self._failure[1]}"
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
+            warnings.warn(text, RuntimeWarning, stacklevel=4)  # over the frame of a decorator
 
 
 class Saves:

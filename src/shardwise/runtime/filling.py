@@ -169,12 +169,7 @@ class Filling:
             self.original = new
             self._register(new)
             return
-        if isinstance(old, DTensor):
-            new = nn.Parameter(new, old.requires_grad)
-        else:
-            new = compat.as_subclass_of_parameter(type(old), new, old.requires_grad)
-        _forget_weak_references(spot.module for spot in self.spots)
-        compat.become(old, new)
+        become_parameter(old, new, (spot.module for spot in self.spots))
         if self.param is not None:
             self.param.describe_itself()
 
@@ -201,6 +196,17 @@ def show_all(fillings: Sequence[Filling], device: torch.device) -> None:
     for filling in fillings:
         if filling.is_empty:
             filling.show(None, device)
+
+
+def become_parameter(old: nn.Parameter, contents: Tensor, modules: Iterable[nn.Module]) -> None:
+    """Give ``old``, which ``modules`` have registered, other ``contents``; it stays the same object."""
+    new: nn.Parameter
+    if isinstance(contents, DTensor) or type(contents) is not Tensor:
+        new = nn.Parameter(contents, old.requires_grad)
+    else:
+        new = compat.as_subclass_of_parameter(type(old), contents, old.requires_grad)
+    _forget_weak_references(modules)
+    compat.become(old, new)
 
 
 def refresh_lists(modules: Iterable[nn.Module]) -> None:

@@ -415,7 +415,7 @@ class Group:
         changed = self._changed_in_place()
         lane = self._lanes.gather
         lane.follow_compute()
-        with lane.memory(), torch.no_grad(), torch.inference_mode(False):
+        with lane.memory(), torch.inference_mode(False), torch.no_grad():
             for bucket in self.buckets:
                 bucket.keep_part()
         self._free(state)
@@ -597,7 +597,7 @@ class Group:
         joins = self.zeros_for_unused and self.gradient_state is GradientState.NONE
         state = self._next(GRADIENT_STATES, self.gradient_state, "join" if joins else "reduce")
         gradients = self._take_gradients()
-        with torch.no_grad(), torch.inference_mode(False), _label(f"shardwise.reduce {self.name}"):
+        with torch.inference_mode(False), torch.no_grad(), _label(f"shardwise.reduce {self.name}"):
             for bucket in self.buckets:
                 own, gradients = gradients[: len(bucket.params)], gradients[len(bucket.params) :]
                 self._reductions.append(
@@ -676,7 +676,7 @@ class Group:
     def defer(self) -> None:
         """Leave the full gradients unreduced until a later backward."""
         self.gradient_state = self._next(GRADIENT_STATES, self.gradient_state, "defer")
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             self._mark_deferred()
 
     def _mark_deferred(self) -> None:

@@ -51,6 +51,8 @@ def _before_load(member: Member, module: nn.Module, state: dict[str, Any], prefi
 def _after_load(member: Member, module: nn.Module, incompatible_keys: Any) -> None:
     """Shards that ``load_state_dict(assign=True)`` put in place move into the buffer at once."""
     member.group.follow_changes()
+    if not incompatible_keys.missing_keys:
+        member.group.partly_loaded = None
 
 
 def wrap_method(module: nn.Module, name: str, member: Member) -> None:

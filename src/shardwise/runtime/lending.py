@@ -142,7 +142,7 @@ class Lent:
         self._loans: list[_Loan] = []
         group.lend()
         try:
-            with torch.no_grad(), torch.inference_mode(False):
+            with torch.inference_mode(False), torch.no_grad():
                 for bucket in group.buckets:
                     self._loans += self._lend(bucket)
         except BaseException:
@@ -197,7 +197,7 @@ class Lent:
         self._group.refresh_flat_weights()
         self._group.take_back()
         problems: list[str] = []
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             for loan, new in zip(self._loans, found, strict=True):
                 try:
                     problems += loan.settle(new, self._terms.with_gradients)

@@ -350,6 +350,14 @@ def _axis(mesh: DeviceMesh, dim: int) -> Axis:
             f"has back ends only for {sorted(served)}; its collectives would fail or crash. Pass "
             f"init_process_group a back end for '{mesh.device_type}', or make the mesh for another device."
         )
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    if coordinate[dim] != mesh.get_local_rank(dim):
+        raise ValueError(
+            f"fully_shard: the mesh {mesh.mesh.tolist()} does not list its ranks in ascending order, in "
+            "which process groups have them: the rows of a parameter would lie on other ranks than the mesh "
+            "says. Make the mesh with ascending ranks along each dimension."
+        )
     return Axis(pg, mesh.size(dim), mesh.get_local_rank(dim))
 
 

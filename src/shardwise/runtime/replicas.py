@@ -6,6 +6,7 @@ modules and groups.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ def refuse_unequal(named: Sequence[Named], device: torch.device) -> None:
     """Raise on all ranks that share the tensors if copies of any differ.
 
     Reads each local tensor that has copies once, and reduces two numbers over each axis of copies and one
-    over all axes. ``device`` is that of the meshes. Collective, unless nothing has copies.
+    over all axes. ``device`` is that of the meshes. Collective, unless nothing has copies. The first forward
+    with gradients calls it, and so is collective over the replicas; one rank alone may do a dry run without.
 
     Raises:
         RuntimeError: with the names, and the ranks whose copies differ.
@@ -178,9 +180,41 @@ def _message(found: Findings) -> str:
 # --- make them equal ------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Place:
+    """What a rank has of one tensor: which part, by its coordinate on a mesh; None: all of a plain one."""
+
+    coordinate: Sequence[int] | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def fits(self, other: "Place") -> bool:
+        """Whether both are parts of tensors of one form."""
+        return (self.coordinate is None, self.shape, self.dtype) == (
+            other.coordinate is None,
+            other.shape,
+            other.dtype,
+        )
+
+
+def places_of(named: Sequence[Named]) -> list[Place]:
+    """What this rank has of the tensors."""
+    return [
+        Place(t.device_mesh.get_coordinate() if isinstance(t, DTensor) else None, tuple(t.shape), t.dtype)
+        for _, t in named
+    ]
+
+
+def is_at(tensor: Tensor, coordinate: Sequence[int]) -> bool:
+    """Whether copies of ``tensor`` come from this rank if the source is at ``coordinate``."""
+    return all(axis.rank == coordinate[dim] for dim, axis in copied_along(tensor))
+
+
 @torch.no_grad()
-def make_equal(named: Sequence[Named], spread: Spread, device: torch.device) -> None:
+def make_equal(named: Sequence[Named], places: Sequence[Place], spread: Spread, device: torch.device) -> None:
     """Have all ranks hold what the source of ``spread`` holds, of what ranks hold alike.
+
+    ``places`` are those of the source.
 
     Of a DTensor that are the copies along its replicated mesh dimensions: each rank takes over the part of
     its own place, from the members where the source is. A plain tensor comes from the source.
@@ -189,11 +223,10 @@ def make_equal(named: Sequence[Named], spread: Spread, device: torch.device) -> 
 
     Collective. Written in place, so that versions count it.
     """
-    own = [t.device_mesh.get_coordinate() if isinstance(t, DTensor) else None for _, t in named]
-    places = spread.object(own)
     routes: dict[tuple[tuple[int, int], ...] | None, tuple[list[tuple[Axis, int]], list[Tensor]]] = {}
     for (_, tensor), place in zip(named, places, strict=True):
-        steps = [(axis, place[dim]) for dim, axis in copied_along(tensor)]
+        at = place.coordinate or ()
+        steps = [(axis, at[dim]) for dim, axis in copied_along(tensor)]
         key = tuple((id(axis.pg), sender) for axis, sender in steps) if isinstance(tensor, DTensor) else None
         if key != ():
             routes.setdefault(key, (steps, []))[1].append(compat.plain(tensor))

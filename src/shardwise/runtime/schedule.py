@@ -455,7 +455,8 @@ class Schedule:
     def _compare_replicas(self) -> None:
         """Once, before training: ranks that hold copies must begin with equal ones.
 
-        Not where gradients are off: there, replicas may run forwards that others do not.
+        Collective over the replicas. Not where gradients are off: there, replicas may run forwards that
+        others do not, such as a dry run on one rank.
         """
         if self._has_compared or not torch.is_grad_enabled():
             return

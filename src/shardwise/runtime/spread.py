@@ -7,8 +7,9 @@ one rank has is handed on along one dimension after the other, by those that hav
                                   3 4 5        ->          . . .         ->            * * *
 """
 
-from collections.abc import Sequence
-from typing import Any
+import builtins
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.runtime import compat
 from shardwise.runtime.mesh import Axis, axes_of, default_device_type, device_of, highest_over
+
+T = TypeVar("T")
 
 
 def axes_of_model(model: nn.Module) -> list[Axis]:
@@ -50,8 +53,7 @@ def device_of_model(model: nn.Module) -> torch.device:
 
 def ranks_of_model(model: nn.Module) -> list[int]:
     """Global ranks that hold ``model``, the first along all axes first. Collective."""
-    own = dist.get_rank() if dist.is_initialized() else 0
-    found = [own]
+    found = [own_rank()]
     for axis in axes_of_model(model):
         everyone: list[Any] = [None] * axis.world
         dist.all_gather_object(everyone, found, group=axis.pg)
@@ -70,15 +72,16 @@ class Spread:
     Collective, as are its methods.
 
     Raises:
-        ValueError: ``src`` is not among these ranks. All of them raise.
+        ValueError: ``src`` is not among these ranks, or they name different ones. All of them raise.
     """
 
     def __init__(self, axes: Sequence[Axis], src: int | None, device: torch.device) -> None:
-        own = dist.get_rank() if dist.is_initialized() else 0
+        own = own_rank()
         self.holds = is_first(axes) if src is None else own == src
         self._steps: list[tuple[Axis, int]] = []
         self._device = device
         self._is_line = len(axes) == 1
+        self._check_one_holds(axes, src, own)
         has_it = self.holds
         for axis in [*axes, *axes[-2::-1]] if axes else []:
             # The highest of the members that have it hands it on; -1: none of them has it yet.
@@ -88,14 +91,23 @@ class Spread:
             if rank >= 0 and is_missing:
                 self._steps.append((axis, rank))
                 has_it = True
-        unreached = torch.tensor([0 if has_it else 1], device=device)
+
+    def _check_one_holds(self, axes: Sequence[Axis], src: int | None, own: int) -> None:
+        nobody = -(2**31)
+        extremes = torch.tensor([own, -own] if self.holds else [nobody, nobody], device=self._device)
         if axes:
-            highest_over(unreached, axes)
-        if unreached.item():
+            highest_over(extremes, axes)
+        last, first = extremes[0].item(), -extremes[1].item()
+        if last == nobody:
             ranks = sorted({rank for axis in axes for rank in compat.ranks_of(_group(axis))} | {own})
             raise ValueError(
                 f"rank {src} does not hold this model: this rank ({own}) shares it with {ranks}, and those "
                 "with others perhaps. Name one of the ranks that were given the model, by its global rank."
+            )
+        if last != first:
+            raise ValueError(
+                f"ranks {first} and {last} were both named as the source, by different ranks (here: {src}). "
+                "All ranks have to name the same one."
             )
 
     @property
@@ -114,6 +126,42 @@ class Spread:
         for axis, sender in self._steps:
             dist.broadcast_object_list(box, group=axis.pg, group_src=sender, device=self._device)
         return box[0]
+
+
+def together(axes: Sequence[Axis], device: torch.device, act: Callable[[], T]) -> T:
+    """What ``act`` gives on this rank, once it has succeeded on all that ``axes`` connect; else all raise.
+
+    Where one rank alone raised, the others would wait for it in their next collective. All raise the
+    built-in kind of the error, with its text. ``act`` does not communicate.
+    """
+    error: Exception | None = None
+    try:
+        found = act()
+    except Exception as caught:
+        error = caught
+    if not axes:
+        if error is not None:
+            raise error
+        return found
+    highest = torch.tensor([-1 if error is None else dist.get_rank()], device=device)
+    highest_over(highest, axes)
+    if highest.item() < 0:
+        return found
+    told = None if error is None else (_kind_of(error), str(error))
+    kind, text = Spread(axes, int(highest.item()), device).object(told)
+    raise getattr(builtins, kind)(text) from error
+
+
+def _kind_of(error: Exception) -> str:
+    """The name of the built-in class that it is of; KeyError would show its text in quotes."""
+    names = [cls.__name__ for cls in type(error).__mro__ if cls.__module__ == "builtins"]
+    plain = (name for name in names if name in ("TypeError", "ValueError", "ImportError", "FileExistsError"))
+    return next(plain, "RuntimeError")
+
+
+def own_rank() -> int:
+    """The global rank of this process; 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def agreed_error(axes: Sequence[Axis], device: torch.device, text: str | None) -> str | None:

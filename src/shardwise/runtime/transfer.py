@@ -25,6 +25,7 @@ from shardwise.runtime.boxes import Box, Split, in_order
 from shardwise.runtime.collectives import gather_to, make_communicator
 from shardwise.runtime.layout import ALIGNMENT
 from shardwise.runtime.mesh import Axis, device_of
+from shardwise.runtime.spread import own_rank
 from shardwise.runtime.streams import Finish
 
 STAGING_BYTES = 8 << 20
@@ -112,7 +113,7 @@ def gather_full(
     staged: dict[_Route, list[_Part]] = {}
     for index, (tensor, dtype) in enumerate(zip(tensors, dtypes, strict=True)):
         if not isinstance(tensor, DTensor):
-            if owner is None or owner == dist.get_rank():
+            if owner in (None, own_rank()):
                 result[index] = tensor.detach().to(dtype, copy=True)
             continue
         split = split_of(tensor)
@@ -298,7 +299,7 @@ def full_values(entries: Mapping[Any, Any], owner: int | None, cpu: bool) -> dic
         for tensor, whole in zip(some, gather_full(some, owner), strict=True):
             if whole is not None:
                 full[id(tensor)] = whole.cpu() if cpu else whole
-    if owner is not None and owner != dist.get_rank():
+    if owner not in (None, own_rank()):
         return {}
     return {name: full.get(id(value), value) for name, value in entries.items()}
 

@@ -51,7 +51,7 @@ class EMA:
         self._decay = decay
         self._is_swapped = False
         self.num_updates = 0
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             self._averages: dict[str, Tensor] = {
                 name: param.detach().to(dtype, copy=True)
                 for name, param in _averaged(model).items()
@@ -74,8 +74,9 @@ class EMA:
             some = by_dtype.setdefault((average.dtype, average.device), ([], []))
             some[0].append(average)
             some[1].append(weight.to(average.device, average.dtype))
-        for some_averages, some_weights in by_dtype.values():
-            torch._foreach_lerp_(some_averages, some_weights, 1 - decay)
+        with torch.inference_mode(False), torch.no_grad():
+            for some_averages, some_weights in by_dtype.values():
+                torch._foreach_lerp_(some_averages, some_weights, 1 - decay)
         self.num_updates += 1
 
     @contextmanager
@@ -91,7 +92,7 @@ class EMA:
         self._refuse_swapped("another swap()")
         check_idle(self._model, "EMA.swap")
         averages, weights = self._pairs()
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             own = [weight.clone() for weight in weights]
             _copy(averages, weights)
         self._is_swapped = True
@@ -99,7 +100,7 @@ class EMA:
             yield
         finally:
             self._is_swapped = False
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 _copy(own, self._pairs()[1])
 
     def state_dict(self) -> dict[str, Any]:

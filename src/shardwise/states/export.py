@@ -18,11 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.runtime.mesh import Axis
-from shardwise.runtime.spread import agreed_error, axes_of_model, device_of_model, is_first, ranks_of_model
+from shardwise.runtime.spread import (
+    axes_of_model,
+    device_of_model,
+    is_first,
+    own_rank,
+    ranks_of_model,
+    together,
+)
 from shardwise.runtime.transfer import batches, full_bytes, gather_full
 from shardwise.states.model_files import DTYPES, INDEX, SINGLE, import_safetensors
 from shardwise.states.names import check_at_rest, entries_of, listed
@@ -66,29 +72,34 @@ def save_safetensors(
 
         save_safetensors(model, "out", dtype=torch.bfloat16)
     """
-    check_at_rest(model, "save_safetensors")
-    _check_arguments(max_shard_bytes, dtype)
-    import_safetensors()
+    axes, device = axes_of_model(model), device_of_model(model)
+
+    def planned() -> tuple[dict[str, Tensor], list[_File]]:
+        check_at_rest(model, "save_safetensors")
+        _check_arguments(max_shard_bytes, dtype, metadata)
+        import_safetensors()
+        tensors = _tensors_of(model)
+        dtypes = [dtype if dtype and t.is_floating_point() else t.dtype for t in tensors.values()]
+        _check_dtypes(dict(zip(tensors, dtypes, strict=True)))
+        return tensors, _plan(tensors, dtypes, max_shard_bytes)
+
+    tensors, files = together(axes, device, planned)
     ranks = ranks_of_model(model)
-    tensors = _tensors_of(model)
-    dtypes = [dtype if dtype and t.is_floating_point() else t.dtype for t in tensors.values()]
-    _check_dtypes(dict(zip(tensors, dtypes, strict=True)))
-    files = _plan(tensors, dtypes, max_shard_bytes)
-    job = _Job(Path(directory), axes_of_model(model), device_of_model(model))
+    job = _Job(Path(directory), axes, device)
     header = {**(metadata or {}), "format": "pt"}
     try:
-        job.agreed(job.refuse_other_files)
-        job.agreed(job.prepare)
+        job.together(job.refuse_other_files)
+        job.together(job.prepare)
         for start in range(0, len(files), len(ranks)):
             own: list[tuple[_File, dict[str, Tensor]]] = []
             for file, rank in zip(files[start : start + len(ranks)], ranks, strict=False):
                 wholes = gather_full([tensors[name] for name in file.names], rank, file.dtypes)
                 if rank == job.rank:
-                    landed = [whole.cpu() for whole in wholes if whole is not None]
+                    landed = [whole.cpu().contiguous() for whole in wholes if whole is not None]
                     own.append((file, dict(zip(file.names, landed, strict=True))))
                 del wholes
-            job.agreed(partial(job.write, own, header))
-        job.agreed(lambda: job.finish(files))
+            job.together(partial(job.write, own, header))
+        job.together(lambda: job.finish(files))
     except BaseException:
         job.clear()
         raise
@@ -104,13 +115,16 @@ class _File:
     num_bytes: int
 
 
-def _check_arguments(max_shard_bytes: Any, dtype: Any) -> None:
+def _check_arguments(max_shard_bytes: Any, dtype: Any, metadata: Any) -> None:
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes <= 0:
         raise ValueError(
             f"save_safetensors: max_shard_bytes is {max_shard_bytes!r}; pass a number of bytes above 0."
         )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"save_safetensors: dtype is {dtype!r}; pass a floating-point dtype, or None.")
+    texts = [text for pair in (metadata or {}).items() for text in pair]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"save_safetensors: metadata is {metadata!r}; names and values have to be strings.")
 
 
 def _check_dtypes(dtypes: Mapping[str, torch.dtype]) -> None:
@@ -119,11 +133,12 @@ def _check_dtypes(dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    first: dict[int, str] = {}
+    """By name; a tied one under its first."""
+    first: dict[int, tuple[str, Tensor]] = {}
     for entry in entries_of(model):
         if entry.is_tensor:
-            first.setdefault(id(entry.value), entry.name)
-    return {e.name: e.value for e in entries_of(model) if e.is_tensor and first[id(e.value)] == e.name}
+            first.setdefault(id(entry.value), (entry.name, entry.value))
+    return dict(first.values())
 
 
 def _plan(tensors: dict[str, Tensor], dtypes: list[torch.dtype], limit: int) -> list[_File]:
@@ -142,29 +157,26 @@ class _Job:
     """Writing the files of one model, on one rank."""
 
     def __init__(self, directory: Path, axes: list[Axis], device: torch.device) -> None:
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.rank = own_rank()
         self._directory = directory
         self._partial = directory / ".model.partial"
         self._axes, self._device = axes, device
         self._is_first = is_first(axes)
 
-    def agreed(self, act: Callable[[], Any]) -> None:
+    def together(self, act: Callable[[], Any]) -> None:
         """Do it on all ranks; all raise if one could not."""
-        error: Exception | None = None
-        try:
-            act()
-        except Exception as caught:
-            error = caught
-        text = None if error is None else self._told(error)
-        text = agreed_error(self._axes, self._device, text)
-        if isinstance(error, FileExistsError):
-            raise error
-        if text is not None:
-            raise RuntimeError(text) from error
 
-    def _told(self, error: Exception) -> str:
-        if isinstance(error, FileExistsError):
-            return str(error)
+        def told() -> None:
+            try:
+                act()
+            except OSError as error:
+                if isinstance(error, FileExistsError):
+                    raise
+                raise RuntimeError(self._told(error)) from error
+
+        together(self._axes, self._device, told)
+
+    def _told(self, error: OSError) -> str:
         free = ""
         if self._directory.exists():
             free = f" {shutil.disk_usage(self._directory).free} bytes are free on its file system."
@@ -172,7 +184,7 @@ class _Job:
 
     def refuse_other_files(self) -> None:
         """Of another model, that could be mixed up with this one."""
-        if found := sorted(self._directory.glob("*.safetensors")):
+        if found := sorted([*self._directory.glob("*.safetensors"), *self._directory.glob(INDEX)]):
             raise FileExistsError(
                 f"save_safetensors: {self._directory} has {found[0].name} in it already, and two models in "
                 "one folder could be mixed up. Choose an empty folder, or delete the old files first."

@@ -1,10 +1,11 @@
 """Equal and reproducible beginnings: values for models on the meta device, copies made equal and compared."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -12,12 +13,21 @@ from shardwise.module import sharded_members
 from shardwise.runtime import compat
 from shardwise.runtime.extension import ExtensionBucket
 from shardwise.runtime.group import Group, State, meta_message
-from shardwise.runtime.mesh import highest_over
-from shardwise.runtime.replicas import Named, are_silent, make_equal, refuse_unequal
+from shardwise.runtime.mesh import Axis, axes_of, highest_over
+from shardwise.runtime.replicas import (
+    Named,
+    Place,
+    are_silent,
+    is_at,
+    make_equal,
+    places_of,
+    refuse_unequal,
+)
 from shardwise.runtime.schedule import Member
-from shardwise.runtime.spread import Spread, axes_of_model, device_of_model
+from shardwise.runtime.spread import Spread, agreed_error, axes_of_model, device_of_model
 from shardwise.states.inventory import Inventory, refuse_what_is_missing
-from shardwise.states.partial_loads import clear_partly_loaded
+from shardwise.states.meta_memory import give_memory
+from shardwise.states.partial_loads import clear_partly_loaded, mark_partly_loaded
 
 
 def materialize(
@@ -81,10 +91,15 @@ def materialize(
         torch.manual_seed(0)
         materialize(model)
     """
-    drawn_on = _check_arguments(model, init_fn, device)
-    inventory = Inventory(model, drawn_on)
-    for group in inventory.groups:
-        _check_group(group)
+    _check_module(model, "materialize")
+
+    def look() -> Inventory:
+        inventory = Inventory(model, _check_arguments(model, init_fn, device))
+        for group in inventory.groups:
+            _check_group(group)
+        return inventory
+
+    inventory = _agreed(axes_of_model(model), device_of_model(model), look)
     all_fresh = all(filling.is_empty for filling in inventory.fillings.values() if filling.param is not None)
     with _one_random_state(model, inventory):
         for visit in inventory.visits():
@@ -97,6 +112,8 @@ def materialize(
 
 def sync_module_states(model: nn.Module, src: int = 0) -> None:
     """Have all ranks begin with the parameters and buffers, persistent or not, of rank ``src``.
+
+    Ranks that receive may have theirs on the meta device: those get memory first, and stay the same objects.
 
     What several ranks hold is made equal. Of a sharded parameter that are the shards of replicas: each rank
     takes over those of the replica that ``src`` is in; shards over which a parameter is spread are nobody
@@ -113,35 +130,36 @@ def sync_module_states(model: nn.Module, src: int = 0) -> None:
 
     Raises:
         ValueError: ``src`` is not one of the ranks that share the model.
-        RuntimeError: something is on the meta device, or a forward, a backward or ``unsharded`` is running.
+        RuntimeError: what a rank is to send is on the meta device, ranks have different models, or a
+            forward, a backward or ``unsharded`` is running.
         NotImplementedError: a parameter is of a tensor subclass.
+
+    All ranks raise alike.
 
     Example::
 
+        with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+            model = Transformer(config)
         if dist.get_rank() == 0:
             model.load_state_dict(torch.load("model.pt"))
         sync_module_states(model)
         fully_shard(model)
     """
-    if isinstance(src, bool) or not isinstance(src, int):
-        raise TypeError(f"sync_module_states: src is {src!r}, a {type(src).__name__}; pass a global rank.")
-    members = _members_at_rest(model, "sync_module_states")
-    for member in members:
-        if member.group.state is not State.SHARDED:
-            member.schedule.free_between_passes(member.group, "sync_module_states")
-    named = _named_tensors(model)
-    _refuse_meta(named, "sync_module_states")
-    for name, tensor in named:
-        if type(compat.plain(tensor)) not in (Tensor, nn.Parameter):
-            raise NotImplementedError(
-                f"sync_module_states: {name} is a {type(compat.plain(tensor)).__name__}, whose contents have "
-                "a form of their own. Make its copies equal before it is converted."
-            )
+    _check_module(model, "sync_module_states")
     axes = axes_of_model(model)
     comm_device = device_of_model(model)
+    _agreed(axes, comm_device, lambda: _check_syncable(model, src))
     spread = Spread(axes, src, comm_device)
-    if axes and not are_silent(axes, comm_device):
-        make_equal(named, spread, comm_device)
+    if not axes or are_silent(axes, comm_device):
+        _refuse_meta(_named_tensors(model), "sync_module_states")
+        return
+    places = spread.object(places_of(_named_tensors(model)))
+    _agreed(axes, comm_device, lambda: _prepare_to_receive(model, places, spread.holds, src))
+    try:
+        make_equal(_named_tensors(model), places, spread, comm_device)
+    except BaseException as error:
+        mark_partly_loaded(model, f"sync_module_states: {error}")
+        raise
 
 
 def check_replicas(model: nn.Module) -> None:
@@ -149,21 +167,31 @@ def check_replicas(model: nn.Module) -> None:
 
     Those are the shards of replicas (strategies ddp and hybrid), scalars in sharded groups, and what tensor
     parallelism replicates. Plain parameters are not looked at, be they ignored or in modules that are not
-    sharded: nobody keeps them equal. The first forward with gradients does this by itself, once.
+    sharded: nobody keeps them equal.
 
-    Collective. Reads each shard once, and sums up two numbers over each mesh dimension of copies; no
-    parameters travel.
+    The first forward with gradients of a model with replicas does this by itself, once, and so is collective
+    over the replicas, as its backward is: a dry run of it on one rank alone hangs. Do it under
+    ``torch.no_grad()``, where nothing is compared.
+
+    Collective. Reads each shard once, and sums up a few numbers over each mesh dimension; no parameters
+    travel.
 
     Raises:
-        RuntimeError: on all ranks alike, with the names of the parameters and the ranks that differ.
+        RuntimeError: on all ranks alike, with the names of the parameters and the ranks that differ; also
+            where one of them cannot compare, for want of values, or since a forward is running.
 
     Example::
 
         check_replicas(model)  # every thousand steps, say
     """
-    _members_at_rest(model, "check_replicas")
+    _check_module(model, "check_replicas")
     named: list[Named] = [(name, t) for name, t in model.named_parameters() if isinstance(t, DTensor)]
-    _refuse_meta(named, "check_replicas")
+
+    def check() -> None:
+        _members_at_rest(model, "check_replicas")
+        _refuse_meta(named, "check_replicas")
+
+    _agreed(axes_of(tensor for _, tensor in named), device_of_model(model), check)
     if named:
         refuse_unequal(named, device_of_model(model))
 
@@ -173,10 +201,7 @@ def _check_arguments(model: Any, init_fn: Any, device: Any) -> torch.device | No
         raise TypeError(
             f"materialize: init_fn is {init_fn!r}, a {type(init_fn).__name__}; pass a function of a module."
         )
-    if isinstance(model, nn.Module):
-        _members_at_rest(model, "materialize")
-    else:
-        raise TypeError(f"materialize: {type(model).__name__} is not an nn.Module.")
+    _members_at_rest(model, "materialize")
     drawn_on = None if device is None else torch.device(device)
     if drawn_on is not None and drawn_on.type == "meta":
         raise ValueError("materialize: device is 'meta', where nothing has values. Pass 'cpu', or None.")
@@ -249,10 +274,79 @@ def _set_random_states(states: list[Tensor], device: torch.device) -> None:
 # --- small things ---------------------------------------------------------------------------------
 
 
-def _members_at_rest(model: Any, caller: str) -> list[Member]:
-    """The groups in ``model``, which need not have any, none of them at work."""
+T = TypeVar("T")
+
+_KINDS = {each.__name__: each for each in (TypeError, ValueError, NotImplementedError, RuntimeError)}
+
+
+def _agreed(axes: Sequence[Axis], device: torch.device, check: Callable[[], T]) -> T:
+    """What ``check()`` returns, once it has passed on all ranks; what one of them raises, all do.
+
+    A rank that raised alone would leave the others in their next collective for ever. ``check`` does not
+    communicate.
+    """
+    error: Exception | None = None
+    try:
+        found = check()
+    except Exception as caught:
+        error = caught
+    axes = [] if are_silent(axes, device) else axes
+    told = agreed_error(axes, device, None if error is None else f"{type(error).__name__}: {error}")
+    if told is None:
+        return found
+    kind, _, text = told.partition(": ")
+    if kind in _KINDS:
+        raise _KINDS[kind](text) from error
+    raise error or RuntimeError(told)
+
+
+def _check_module(model: Any, caller: str) -> None:
+    """The one thing that ranks cannot agree about: nothing says with whom."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller}: {type(model).__name__} is not an nn.Module.")
+
+
+def _check_syncable(model: nn.Module, src: Any) -> None:
+    if isinstance(src, bool) or not isinstance(src, int):
+        raise TypeError(f"sync_module_states: src is {src!r}, a {type(src).__name__}; pass a global rank.")
+    for member in _members_at_rest(model, "sync_module_states"):
+        if member.group.state is not State.SHARDED:
+            member.schedule.free_between_passes(member.group, "sync_module_states")
+    for name, tensor in _named_tensors(model):
+        if type(compat.plain(tensor)) not in (Tensor, nn.Parameter):
+            raise NotImplementedError(
+                f"sync_module_states: {name} is a {type(compat.plain(tensor)).__name__}, whose contents have "
+                "a form of their own. Make its copies equal before it is converted."
+            )
+
+
+def _prepare_to_receive(model: nn.Module, places: Sequence[Place], is_source: bool, src: int) -> None:
+    """Memory for what comes; refuse what has to be sent from here and is not here."""
+    named = _named_tensors(model)
+    own = places_of(named)
+    # Names may differ: experts, say, that count on from rank to rank.
+    unlike = [name for (name, _), place, its in zip(named, own, places, strict=False) if not place.fits(its)]
+    if unlike or len(own) != len(places):
+        raise RuntimeError(
+            f"sync_module_states: this rank ({dist.get_rank()}) has {len(own)} tensors, and rank {src} "
+            f"{len(places)}; they differ in shape or dtype at: {_shown(unlike) if unlike else 'their end'}. "
+            "Build the same model on all ranks."
+        )
+    sends = [
+        is_source if place.coordinate is None else is_at(tensor, place.coordinate)
+        for (_, tensor), place in zip(named, places, strict=True)
+    ]
+    if names := [name for (name, tensor), here in zip(named, sends, strict=True) if here and tensor.is_meta]:
+        raise RuntimeError(
+            f"sync_module_states: rank {dist.get_rank()} is to send them, or has nobody to take them from: "
+            f"{meta_message(names)}"
+        )
+    if any(tensor.is_meta for _, tensor in named):
+        give_memory(model)
+
+
+def _members_at_rest(model: Any, caller: str) -> list[Member]:
+    """The groups in ``model``, which need not have any, none of them at work."""
     members = sharded_members(model)
     for member in members:
         member.schedule.refuse_at_work(caller, member.group)

@@ -131,14 +131,14 @@ class Visit:
         orders = {m: list(m._parameters) for f in fillings for m in [spot.module for spot in f.spots]}
         failed: nn.Module | None = None
         try:
-            with torch.no_grad(), torch.inference_mode(False):
+            with torch.inference_mode(False), torch.no_grad():
                 show_all(fillings, self.inventory.drawn_on)
             for module in self.modules:
                 failed = module
                 self._initialise(module, init_fn)
             failed = None
         finally:
-            with torch.no_grad(), torch.inference_mode(False):
+            with torch.inference_mode(False), torch.no_grad():
                 problems = self._settle(fillings, failed)
             for module, names in orders.items():
                 reorder(module._parameters, names)
@@ -177,7 +177,7 @@ class Visit:
         what = f"{self.inventory.names[module] or 'the model'} ({class_name(module)})"
         try:
             guard = RefuseWrites(self.inventory.shards, f"materialize: the init of {what}")
-            with torch.no_grad(), torch.inference_mode(False), guard:
+            with torch.inference_mode(False), torch.no_grad(), guard:
                 init(module)
         except Exception as error:
             error.add_note(f"materialize: raised while initialising {what}.")

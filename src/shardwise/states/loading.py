@@ -5,8 +5,10 @@ takes its rows at once. What does not fit is found before anything is written, a
 known by then.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -106,11 +108,12 @@ class Targets:
                 else f"{name} is a tensor on one side only"
             )
         shape, dtype = tuple(entry.value.shape), entry.value.dtype
-        if found.shape != shape:
+        is_of_module = not entry.is_own and name.endswith("_extra_state")  # may grow
+        if found.shape != shape and not is_of_module:
             return f"{name} has shape {found.shape} in the source, where the model has {shape}"
         if found.dtype == dtype:
             return None
-        are_numbers = found.dtype is not None and found.dtype.is_floating_point == dtype.is_floating_point
+        are_numbers = found.dtype is not None and found.dtype.is_floating_point and dtype.is_floating_point
         if not (self.converts and are_numbers):
             return (
                 f"{name} is of {found.dtype} in the source, where the model has {dtype} (pass "
@@ -147,7 +150,7 @@ class Targets:
             problems.append(f"missing in the source, and without values in the model: {listed(empty)}")
         self.refuse(problems)
 
-    def refuse_broken_ties(self, values: Mapping[str, Any]) -> None:
+    def refuse_broken_ties(self, read: Callable[[str], Any]) -> None:
         """Refuse different values for what is one tensor in the model.
 
         Raises:
@@ -157,8 +160,28 @@ class Targets:
         for name in self.came:
             entry = self.entries[name]
             other = first.setdefault(id(entry.value), name)
-            if entry.is_tensor and not _is_same(values[name], values[other]):
-                self.refuse([f"{other} and {name} are tied in the model, but differ in the source"])
+            if entry.is_tensor and other != name and not _is_same(read(name), read(other)):
+                self.refuse([_broken_tie(other, name)])
+
+    def without_repeats(self, pairs: Pairs) -> Pairs:
+        """Each tensor of the model once, under whichever of its names comes first.
+
+        Raises:
+            StateMismatch: another one comes with other values. Told apart by a digest, lest the first has to
+                be kept.
+        """
+        counts = Counter(id(entry.value) for entry in self.entries.values() if entry.is_tensor)
+        first: dict[int, tuple[str, bytes]] = {}
+        for name, value in pairs:
+            entry = self.entries.get(canonical(name))
+            if entry is None or counts[id(entry.value)] < 2 or not isinstance(value, Tensor):
+                yield name, value
+                continue
+            other, digest = first.setdefault(id(entry.value), (canonical(name), _digest(value)))
+            if other == canonical(name):
+                yield name, value
+            elif digest != _digest(value):
+                self.refuse([_broken_tie(other, canonical(name))])
 
     def report(self) -> LoadReport:
         """What has come of it."""
@@ -181,6 +204,16 @@ class Targets:
         if whole is None:
             whole = self.whole[entry.key] = rows.new_empty(shape)
         (whole.view(1) if not shape else whole)[start : start + len(rows)].copy_(rows)
+
+
+def _broken_tie(one: str, other: str) -> str:
+    return f"{one} and {other} are tied in the model, but differ in the source"
+
+
+def _digest(value: Tensor) -> bytes:
+    """Of the bits."""
+    contents = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return sha256(repr((value.shape, value.dtype)).encode() + contents.numpy().tobytes()).digest()
 
 
 def _is_same(left: Tensor, right: Tensor) -> bool:
@@ -206,19 +239,24 @@ def of_mapping(source: Mapping[str, Any]) -> Whole:
         value = values[name]
         return value[box.slices] if isinstance(value, Tensor) and value.dim() else value
 
-    values = {canonical(name): value for name, value in source.items()}
-    for name, value in values.items():
-        refuse_sharded(name, value)
+    values: dict[str, Any] = {}
+    for name, value in source.items():
+        refuse_no_value(name, value)
+        values[canonical(name)] = value
     return Whole({name: Facts.of(value) for name, value in values.items()}, read)
 
 
-def refuse_sharded(name: str, value: Any) -> None:
-    """A full source has full tensors."""
+def refuse_no_value(name: Any, value: Any) -> None:
+    """A full source has full tensors, with values."""
+    if not isinstance(name, str):
+        raise ValueError(f"load_full_state_dict: the source has {name!r} where names are expected.")
     if isinstance(value, DTensor):
         raise ValueError(
             f"load_full_state_dict: {name} is a DTensor, where a full tensor is expected. Load a sharded "
             "state with model.load_state_dict, or a sharded checkpoint with shardwise.load_checkpoint."
         )
+    if isinstance(value, Tensor) and value.is_meta:
+        raise ValueError(f"load_full_state_dict: {name} is on the meta device in the source, without values.")
 
 
 @torch.no_grad()
@@ -231,7 +269,7 @@ def load_everywhere(targets: Targets, source: Whole) -> None:
         if not entry.is_tensor:
             targets.whole[entry.key] = source.read(name, Box((), ()))
         elif not targets.goes_by_rows(name):
-            shape = tuple(entry.value.shape)
+            shape = source.facts[name].shape or ()
             targets.whole[entry.key] = source.read(name, Box((0,) * len(shape), shape))
         else:
             box = own_box(entry.value)
@@ -249,7 +287,7 @@ def load_from_one(
         StateMismatch: something that has come does not fit; what came before it is written.
         SourceError: reading failed on that rank.
     """
-    sending = None if pairs is None else _Sending(pairs, limit)
+    sending = None if pairs is None else _Sending(targets.without_repeats(pairs), limit)
     road = _Road(targets, spread, device)
     while True:
         message = spread.object(None if sending is None else sending.next_message())
@@ -379,7 +417,7 @@ def _messages(pairs: Pairs, limit: int) -> Iterator[tuple[_Message, list[Tensor]
     filling: list[Tensor] = []
     size = 0
     for name, value in pairs:
-        refuse_sharded(name, value)
+        refuse_no_value(name, value)
         message.begun[canonical(name)] = Facts.of(value)
         if not isinstance(value, Tensor):
             message.others[canonical(name)] = value

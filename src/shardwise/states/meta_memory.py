@@ -5,7 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from shardwise.checks import PLACE
+from shardwise.runtime import compat
+from shardwise.runtime.filling import Spot, become_parameter, refresh_lists
+from shardwise.runtime.group import Group
 from shardwise.runtime.spread import device_of_model
 from shardwise.states.names import listed
 
@@ -31,14 +36,49 @@ def refuse_lost(model: nn.Module, caller: str, coming: Iterable[Any]) -> None:
         )
 
 
-@torch.no_grad()
 def give_memory(model: nn.Module) -> None:
     """Let what is on the meta device have memory on the device of the model, its contents undefined.
 
-    Sharded parameters stay the same objects.
+    Parameters stay the same objects, for the sake of ties and of an optimizer that has them already; a shared
+    buffer is the same one at all its places.
     """
     device = device_of_model(model)
-    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    with torch.inference_mode(False), torch.no_grad():
+        _give_plain_memory(model, device)
+        # What is left are shards: their groups follow, and put them into buffers of their own.
+        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+
+
+def _give_plain_memory(model: nn.Module, device: torch.device) -> None:
+    """To parameters that no group has (ignored ones, those outside sharded modules), and to buffers."""
+    sharded = {id(param.sharded) for group in _groups_of(model) for param in group.params}
+    spots: dict[int, tuple[Tensor, list[Spot]]] = {}
+    for module in model.modules():
+        for entries in (module._parameters, module._buffers):
+            for name, tensor in entries.items():
+                if tensor is None or id(tensor) in sharded or nn.parameter.is_lazy(tensor):
+                    continue
+                if tensor.is_meta:
+                    spots.setdefault(id(tensor), (tensor, []))[1].append(Spot(module, entries, name))
+    for tensor, places in spots.values():
+        memory = _memory_like(tensor, device)
+        if isinstance(tensor, nn.Parameter):
+            become_parameter(tensor, memory, (spot.module for spot in places))
+        else:
+            for spot in places:
+                spot.entries[spot.name] = memory
+    refresh_lists(spot.module for _, places in spots.values() for spot in places)
+
+
+def _groups_of(model: nn.Module) -> Iterable[Group]:
+    return [module.__dict__[PLACE].group for module in model.modules() if PLACE in module.__dict__]
+
+
+def _memory_like(tensor: Tensor, device: torch.device) -> Tensor:
+    if isinstance(tensor, DTensor):
+        local = compat.local_tensor(tensor)
+        return compat.make_dtensor(torch.empty_like(local, device=device), tensor._spec)
+    return torch.empty_like(tensor.detach(), device=device)
 
 
 def _named(model: nn.Module) -> Iterable[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ save; after it Adam counts one step too many, and Rprop has forgotten its step s
 without state has none in the checkpoint.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -24,6 +24,7 @@ from shardwise.states.names import parameters_of as named_parameters
 
 Optimizers = Sequence[torch.optim.Optimizer]
 Names = dict[Tensor, list[str]]
+Place = tuple[Any, ...]  # keys and indices, from the outermost in
 
 
 def parameter_names(model: nn.Module) -> Names:
@@ -97,8 +98,7 @@ def _check_whole(optimizer: Any, name: str, key: Any, value: Any, param: Tensor)
     """Refuse what is a rank's own part of something, and does not say which part."""
     if not isinstance(param, DTensor):
         return
-    parts = value if isinstance(value, (list, tuple)) else [value]
-    for part in parts:
+    for _, part in leaves(value):
         if isinstance(part, Tensor) and part.dim() and not isinstance(part, DTensor):
             raise ValueError(
                 f"{name}: {type(optimizer).__name__} keeps '{key}' of it as a plain tensor of shape "
@@ -112,24 +112,54 @@ def _check_whole(optimizer: Any, name: str, key: Any, value: Any, param: Tensor)
             )
 
 
-def staged(value: Any, done: dict[int, Tensor] | None = None) -> Any:
-    """A copy of nested dicts and lists, of their tensors in host memory."""
-    done = {} if done is None else done
+def leaves(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """What is in nested dicts, lists and tuples, and where."""
+    if not (isinstance(value, dict) or type(value) in (list, tuple)):
+        yield place, value
+        return
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from leaves(each, (*place, key))
+
+
+def mapped(value: Any, act: Callable[[Place, Any], Any], place: Place = ()) -> Any:
+    """The same nest of dicts, lists and tuples, with what ``act`` makes of each of its leaves."""
     if isinstance(value, dict):
-        return {key: staged(each, done) for key, each in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(staged(each, done) for each in value)
-    if isinstance(value, Tensor):
-        local = compat.plain(value)
+        return {key: mapped(each, act, (*place, key)) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(mapped(each, act, (*place, index)) for index, each in enumerate(value))
+    return act(place, value)
+
+
+def staged(value: Any) -> Any:
+    """A copy of nested dicts and lists, of their tensors in host memory."""
+    done: dict[int, Tensor] = {}
+
+    def copied(_: Place, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return deepcopy(leaf)
+        local = compat.plain(leaf)
         # Tied parameters have several names and one memory: copied once.
         key = hash((local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, local.device))
         if key not in done or not local.numel():
             done[key] = local.detach().to("cpu", copy=True)
-        return compat.make_dtensor(done[key], value._spec) if isinstance(value, DTensor) else done[key]
-    return deepcopy(value)
+        return compat.make_dtensor(done[key], leaf._spec) if isinstance(leaf, DTensor) else done[key]
+
+    return mapped(value, copied)
 
 
 # --- loading --------------------------------------------------------------------------------------
+
+
+def scalar_keys(states: Iterable[Mapping[str, Sequence[int]]]) -> set[str]:
+    """Names of states that are one number, whatever the shape of the parameter, such as a step count.
+
+    ``states``: of each parameter, the shape under each name.
+    """
+    found = {"step", "eta", "mu", "mu_product"}
+    for shapes in states:
+        if any(len(shape) for shape in shapes.values()):
+            found |= {key for key, shape in shapes.items() if not shape}
+    return found
 
 
 def blank(
@@ -166,17 +196,29 @@ def load_into(
     """
     params = parameters_of(optimizer)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-    # torch has cast all but 'step' to the dtype of the parameter: ASGD's eta, say, which is float32.
     for number, values in state.items():
         mine = optimizer.state[params[number]]
-        for key, value in values.items():
-            if not isinstance(value, Tensor) or (convert_dtype and value.shape == params[number].shape):
-                continue
-            if key in mine and mine[key].dtype != value.dtype:
-                mine[key] = value.to(mine[key].device)
+        mine.update(_with_dtypes_of(values, mine, params[number] if convert_dtype else None))
     for hook in compat.step_post_hooks(optimizer):
         if isinstance(mover := getattr(hook, "__self__", None), _StateMover):
             mover.to_host(optimizer, (), {})  # it came to the device, as load_state_dict does
+
+
+def _with_dtypes_of(saved: dict[str, Any], cast: dict[str, Any], converted: Tensor | None) -> Any:
+    """State as it was saved: torch has cast all but 'step' to the dtype of the parameter, ASGD's eta too.
+
+    What has the form of ``converted`` stays as it was cast.
+    """
+    before = dict(leaves(saved))
+
+    def uncast(place: Place, leaf: Any) -> Any:
+        old = before.get(place)
+        if not isinstance(leaf, Tensor) or not isinstance(old, Tensor) or place[0] == "step":
+            return leaf
+        is_converted = converted is not None and old.shape == converted.shape
+        return leaf if is_converted or leaf.dtype == old.dtype else old.to(leaf.device)
+
+    return mapped(cast, uncast)
 
 
 def same(values: Iterable[Any]) -> bool:

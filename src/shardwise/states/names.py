@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.module import sharded_members
 from shardwise.runtime.group import meta_message
+from shardwise.states.partial_loads import why_partly_loaded
 
 _OF_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
@@ -72,12 +73,18 @@ def check_at_rest(model: nn.Module, caller: str) -> None:
 
     Raises:
         TypeError: it is no module.
-        RuntimeError: called in a forward or backward, inside ``unsharded``, or on the meta device.
+        RuntimeError: called in a forward or backward, inside ``unsharded``, on the meta device, or partly
+            loaded.
     """
     check_idle(model, caller)
     on_meta = [name for name, param in parameters_of(model) if param.is_meta]
     if on_meta:
         raise RuntimeError(f"{caller}: {meta_message(on_meta)}")
+    if (why := why_partly_loaded(model)) is not None:
+        raise RuntimeError(
+            f"{caller}: the model is partly loaded, for a load failed half-way ({why}), and its state is "
+            "nobody's. Load a complete checkpoint first."
+        )
 
 
 def check_idle(model: nn.Module, caller: str) -> None:

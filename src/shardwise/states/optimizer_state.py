@@ -4,41 +4,61 @@
     by id       state[0] = {"step": ..., "exp_avg": ...}                  group["params"] = [0]
 
 By id is what the ``state_dict()`` of an optimizer over a model that is not sharded looks like: parameters
-are counted in the order of its groups. By name is what ``torch.distributed.checkpoint`` writes and reads.
+are counted in the order of its groups, and whoever loads it pairs them by place alone. So a state by name is
+first brought into the order of the optimizer at hand. By name is what ``torch.distributed.checkpoint`` writes
+and reads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.runtime.spread import Spread, axes_of_model, device_of_model
+from shardwise.runtime.spread import Spread, axes_of_model, device_of_model, own_rank, together
 from shardwise.runtime.transfer import BUCKET_BYTES, full_values
 from shardwise.states.loading import Facts, StateMismatch, Targets, load_from_one
-from shardwise.states.named_state import check_parameters, load_into, parameter_names, parameters_of
+from shardwise.states.named_state import (
+    Place,
+    blank,
+    check_parameters,
+    leaves,
+    load_into,
+    mapped,
+    parameter_names,
+    parameters_of,
+    scalar_keys,
+    state_of,
+)
 from shardwise.states.names import Entry, canonical, check_at_rest, listed
 
 State = dict[str, Any]
+LOAD = "load_full_optimizer_state_dict"
+REKEY = "rekey_optimizer_state_dict"
 
 
 def full_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, owner: int | None, cpu: bool
 ) -> State:
-    """The full state by name, on global rank ``owner`` or everywhere; {} on other ranks."""
-    names_of(model, optimizer, "full_state_dict")
-    sharded = by_name(optimizer.state_dict(), model, optimizer)
-    flat = {(name, key): v for name, own in sharded["state"].items() for key, v in own.items()}
-    full = full_values(flat, owner, cpu)
-    if owner is not None and owner != dist.get_rank():
+    """The full state by name, on global rank ``owner`` or everywhere; {} on other ranks.
+
+    Raises:
+        TypeError: it is no optimizer.
+        ValueError: it has parameters that are not the model's, or a state that cannot be put together from
+            what ranks have. All ranks raise.
+    """
+
+    def own() -> State:
+        _names_by_group(model, optimizer, "full_state_dict")
+        return state_of([optimizer], parameter_names(model))
+
+    sharded = together(axes_of_model(model), device_of_model(model), own)
+    full = full_values(dict(leaves(sharded)), owner, cpu)
+    if owner not in (None, own_rank()):
         return {}
-    state: State = {}
-    for (name, key), value in full.items():
-        state.setdefault(name, {})[key] = value
-    return {"state": state, "param_groups": sharded["param_groups"]}
+    return mapped(sharded, lambda place, _: full[place])
 
 
 def load_full_optimizer_state_dict(
@@ -60,12 +80,17 @@ def load_full_optimizer_state_dict(
         src_rank: the global rank whose ``state`` counts. None: each rank passes it.
 
     Raises:
-        RuntimeError: parameters, groups or shapes do not fit, by name; the optimizer is unchanged. All ranks
-            raise alike.
-        ValueError: the optimizer updates parameters that ``model`` does not have.
+        RuntimeError: parameters, groups or shapes do not fit, by name.
+        TypeError: ``model`` or ``optimizer`` is something else.
+        ValueError: the optimizer updates parameters that ``model`` does not have; ``src_rank`` is not among
+            the ranks of the model; the optimizer keeps state that does not say which part of the whole it is.
 
-    Collective. Beside ``state`` needs 64 MiB on each rank. A parameter of which ``state`` has nothing keeps
-    the state it has.
+    After an error, which all ranks raise, the optimizer is unchanged. Parameters are paired by name, or with
+    a state by id by place; those in one group must have been in one group. The name may be any that a tied
+    parameter has. A parameter of which ``state`` has nothing keeps the state it has.
+
+    Collective. Beside ``state`` needs 64 MiB on each rank, and this rank's part of the new state beside that
+    of the old one.
 
     Example::
 
@@ -73,19 +98,19 @@ def load_full_optimizer_state_dict(
         load_full_state_dict(model, model_state)
         load_full_optimizer_state_dict(model, optimizer, optimizer_state)
     """
-    check_at_rest(model, "load_full_optimizer_state_dict")
-    names = names_of(model, optimizer, "load_full_optimizer_state_dict")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{LOAD}: model is a {type(model).__name__}, not an nn.Module.")
     axes, device = axes_of_model(model), device_of_model(model)
-    spread = Spread([] if src_rank is None else axes, None if src_rank is None else src_rank, device)
-    spread.holds = spread.holds or src_rank is None
-    header = spread.object(_header(state, model, optimizer) if spread.holds else None)
-    if isinstance(header, str):
-        raise RuntimeError(header)
-    own = by_name(optimizer.state_dict(), model, optimizer)
-    loaded = _Loaded(header, dict(zip(names, parameters_of(optimizer), strict=True)), own)
-    pairs = _tensors_of(by_name(state, model, optimizer)) if spread.holds and state is not None else None
-    load_from_one(loaded.targets, pairs, spread, device, BUCKET_BYTES)
-    loaded.apply(optimizer, {name: index for index, name in enumerate(names)})
+    is_everywhere = src_rank is None
+    together(axes, device, lambda: _check_call(model, optimizer))
+    spread = Spread([] if is_everywhere else axes, None if is_everywhere else src_rank, device)
+    holds = is_everywhere or spread.holds
+    named = together(axes, device, lambda: _full_by_name(state, model, optimizer) if holds else None)
+    outline = spread.object(None if named is None else _outline(named))
+    loading = together(axes, device, lambda: _Loading(outline, model, optimizer))
+    tensors = None if named is None else _tensors_of(named)
+    load_from_one(loading.targets, tensors, spread, device, BUCKET_BYTES)
+    together(axes, device, lambda: loading.finish(optimizer))
 
 
 def rekey_optimizer_state_dict(
@@ -94,21 +119,26 @@ def rekey_optimizer_state_dict(
     optimizer: torch.optim.Optimizer,
     to: Literal["name", "id"],
 ) -> State:
-    """The same state with parameters by name, or by id.
+    """The same state with parameters by name, or by id, in the order of an optimizer.
 
     Args:
         state: full or sharded, by name or by id.
         model: with the names.
-        optimizer: over the parameters of ``model``; its groups say how parameters are counted.
+        optimizer: over the parameters of ``model``. Its groups, and parameters in them, say how parameters
+            are counted: what is to load a state by id must have them in the same order.
         to: "name" or "id".
 
     Returns:
-        A new dict with the same tensors in it.
+        A new dict with the same tensors in it. Groups, and the parameters in each, are in the order of
+        ``optimizer``, so that ids ascend.
 
     Raises:
-        RuntimeError: ``state`` is of other parameters.
+        RuntimeError: ``state`` is of other parameters, or has others together in a group.
+        TypeError: ``optimizer`` is something else.
         ValueError: ``to`` is something else, or the optimizer updates parameters that ``model`` does not
             have.
+
+    Local.
 
     Example::
 
@@ -116,62 +146,113 @@ def rekey_optimizer_state_dict(
         plain_optimizer.load_state_dict(rekey_optimizer_state_dict(state, sharded_model, optimizer, "id"))
     """
     if to not in ("name", "id"):
-        raise ValueError(f"rekey_optimizer_state_dict: to is {to!r}; pass 'name' or 'id'.")
-    named = by_name(state, model, optimizer)
-    if to == "name":
-        return named
-    ids = {name: i for i, name in enumerate(names_of(model, optimizer, "rekey_optimizer_state_dict"))}
-    return _rekeyed(named, ids)
+        raise ValueError(f"{REKEY}: to is {to!r}; pass 'name' or 'id'.")
+    named = by_name(state, model, optimizer, REKEY)
+    return named if to == "name" else _by_id(named)
 
 
-def names_of(model: nn.Module, optimizer: torch.optim.Optimizer, caller: str) -> list[str]:
-    """Canonical names of the optimizer's parameters, in the order in which it counts them.
+# --- names and ids --------------------------------------------------------------------------------
+
+
+def by_name(
+    state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, caller: str
+) -> State:
+    """``state`` with parameters by canonical name, however it has them, in the order of ``optimizer``.
 
     Raises:
-        TypeError: it is no optimizer.
-        ValueError: ``model`` does not have one of them.
+        RuntimeError: it is no state of an optimizer over these parameters in these groups.
     """
+    own = _names_by_group(model, optimizer, caller)
+    _check_form(state, caller)
+    keys = [key for group in state["param_groups"] for key in group["params"]]
+    if keys and all(isinstance(key, int) for key in keys):
+        new = _names_by_id(keys, own, caller)
+    else:
+        first = {alias: each[0] for each in parameter_names(model).values() for alias in each}
+        new = {key: first.get(canonical(key), canonical(key)) for key in {*keys, *state["state"]}}
+    if lost := [key for key in state["state"] if key not in new]:
+        raise StateMismatch(f"{caller}: state of {listed(map(str, lost))}, which none of its groups has.")
+    named = {new[key]: dict(values) for key, values in state["state"].items()}
+    groups = [_with_params(group, new) for group in state["param_groups"]]
+    _check_membership(named, groups, own, caller)
+    return {"state": named, "param_groups": _in_order_of(own, groups)}
+
+
+def _names_by_group(model: nn.Module, optimizer: torch.optim.Optimizer, caller: str) -> list[list[str]]:
+    """Canonical names of the optimizer's parameters."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{caller}: optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer.")
     names = parameter_names(model)
     check_parameters(optimizer, names)
-    return [names[param][0] for param in parameters_of(optimizer)]
+    return [[names[param][0] for param in group["params"]] for group in optimizer.param_groups]
 
 
-def by_name(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """``state`` with parameters by canonical name, however it has them.
+def _names_by_id(ids: list[int], own: list[list[str]], caller: str) -> dict[int, str]:
+    """By place, as optimizers pair parameters; whatever the ids are."""
+    names = [name for group in own for name in group]
+    if sorted(ids) != list(range(len(names))):
+        raise StateMismatch(
+            f"{caller}: the state is of an optimizer with {len(ids)} parameters, and this one has "
+            f"{len(names)}. Build it over the same parameters."
+        )
+    return dict(zip(ids, names, strict=True))
 
-    Raises:
-        RuntimeError: it is no state of an optimizer over these parameters.
-    """
-    caller = "load_full_optimizer_state_dict"
-    names = names_of(model, optimizer, caller)
+
+def _by_id(named: State) -> State:
+    """Of a state that is in the order of the optimizer: ids ascend, as in a ``state_dict()``."""
+    names = [name for group in named["param_groups"] for name in group["params"]]
+    ids = {name: index for index, name in enumerate(names)}
+    return {
+        "state": {ids[name]: dict(values) for name, values in named["state"].items()},
+        "param_groups": [_with_params(group, ids) for group in named["param_groups"]],
+    }
+
+
+def _with_params(group: Mapping[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
+    # Names of one tied parameter are one key.
+    return {**group, "params": list(dict.fromkeys(new[key] for key in group["params"]))}
+
+
+def _in_order_of(own: list[list[str]], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``groups``, and the parameters in each, as ``own`` has them."""
+    found: dict[frozenset[str], list[dict[str, Any]]] = {}
+    for group in groups:
+        found.setdefault(frozenset(group["params"]), []).append(group)
+    ordered = []
+    for names in own:
+        group = found[frozenset(names)].pop(0)
+        ordered.append({**group, "params": names})
+        if (given := group.get("param_names")) and len(given) == len(names):
+            renamed = dict(zip(group["params"], given, strict=True))
+            ordered[-1]["param_names"] = [renamed[name] for name in names]
+    return ordered
+
+
+def _check_form(state: Any, caller: str) -> None:
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
         raise StateMismatch(
             f"{caller}: state is {_kind_of(state)}, where the state of an optimizer has 'state' and "
             "'param_groups'."
         )
-    keys = [key for group in state["param_groups"] for key in group["params"]]
-    if keys and all(isinstance(key, int) for key in keys):
-        if sorted(keys) != list(range(len(names))):
-            raise StateMismatch(
-                f"{caller}: the state is of an optimizer with {len(keys)} parameters, and this one has "
-                f"{len(names)}."
-            )
-        return _rekeyed(state, dict(zip(keys, names, strict=True)))
-    return _rekeyed(state, {key: canonical(key) for key in {*keys, *state["state"]}})
-
-
-def _rekeyed(state: Mapping[str, Any], new: Mapping[Any, Any]) -> State:
-    if lost := [key for key in state["state"] if key not in new]:
+    values, groups = state["state"], state["param_groups"]
+    if not isinstance(values, Mapping):
         raise StateMismatch(
-            f"the state of an optimizer speaks of {listed(map(str, lost))}, which no group has."
+            f"{caller}: 'state' is {_kind_of(values)}, where a dict by parameter is expected."
         )
-    groups = [{**group, "params": [new[key] for key in group["params"]]} for group in state["param_groups"]]
-    return {
-        "state": {new[key]: dict(own) for key, own in state["state"].items()},
-        "param_groups": groups,
-    }
+    if odd := [key for key, each in values.items() if not isinstance(each, Mapping)]:
+        raise StateMismatch(
+            f"{caller}: 'state' of {listed(map(str, odd))} is {_kind_of(values[odd[0]])}, where a dict is "
+            "expected."
+        )
+    if not isinstance(groups, (list, tuple)) or not all(map(_is_group, groups)):
+        raise StateMismatch(f"{caller}: 'param_groups' is to be a list of dicts with 'params' in each.")
+    keys = [*values, *(key for group in groups for key in group["params"])]
+    if not any(all(isinstance(key, kind) for key in keys) for kind in (int, str)):
+        raise StateMismatch(f"{caller}: parameters go by names or by ids, but not by both in one state.")
+
+
+def _is_group(group: Any) -> bool:
+    return isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple))
 
 
 def _kind_of(state: Any) -> str:
@@ -180,116 +261,176 @@ def _kind_of(state: Any) -> str:
     return f"a {type(state).__name__}"
 
 
+def _check_membership(named: State, groups: list[dict[str, Any]], own: list[list[str]], caller: str) -> None:
+    """The same parameters, together in the same groups."""
+    theirs = [group["params"] for group in groups]
+    ours = {name for names in own for name in names}
+    those = {name for names in theirs for name in names}
+    if unknown := [name for name in dict.fromkeys([*named, *sorted(those)]) if name not in ours]:
+        problem = f"state of {listed(unknown)}, which this optimizer does not update"
+    elif missing := [name for names in own for name in names if name not in those]:
+        problem = f"none of its groups has {listed(missing)}, which this optimizer updates"
+    elif sorted(map(sorted, theirs)) != sorted(map(sorted, own)):
+        index = next((i for i, names in enumerate(own) if set(names) not in map(set, theirs)), 0)
+        problem = (
+            f"group {index} of this optimizer ({listed(own[index], 4)}) is none of the groups there, which "
+            f"are of {[len(names) for names in theirs]} parameters"
+        )
+    else:
+        return
+    raise StateMismatch(
+        f"{caller}: {problem}. Build the optimizer with the same groups as the one that was saved."
+    )
+
+
 # --- loading --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Header:
-    """What all ranks are told of a state: of each parameter what kinds there are, and values but tensors."""
+class _Slot:
+    """Where a tensor stands in the outline of a state, which all ranks are told before tensors travel."""
 
-    facts: dict[tuple[str, str], Facts]
-    others: dict[tuple[str, str], Any]
-    groups: list[dict[str, Any]]
+    name: str
+    facts: Facts
 
 
-def _header(state: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> _Header | str:
-    """A text: what is wrong with it."""
-    try:
-        named = by_name(state, model, optimizer)
-    except RuntimeError as error:
-        return str(error)
-    flat = {(name, key): v for name, own in named["state"].items() for key, v in own.items()}
-    sharded = [name for (name, _), value in flat.items() if isinstance(value, DTensor)]
+def _check_call(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    check_at_rest(model, LOAD)
+    _names_by_group(model, optimizer, LOAD)
+
+
+def _full_by_name(state: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    named = by_name(state, model, optimizer, LOAD)
+    sharded = dict.fromkeys(p[0] for p, value in leaves(named["state"]) if isinstance(value, DTensor))
     if sharded:
-        return (
-            f"load_full_optimizer_state_dict: the state of {listed(dict.fromkeys(sharded))} is sharded, "
-            "where a full one is expected. Load it with torch.distributed.checkpoint's "
-            "set_optimizer_state_dict."
+        raise StateMismatch(
+            f"{LOAD}: the state of {listed(sharded)} is sharded, where a full one is expected. Load it with "
+            "torch.distributed.checkpoint's set_optimizer_state_dict."
         )
-    return _Header(
-        {place: Facts.of(value) for place, value in flat.items() if isinstance(value, Tensor)},
-        {place: value for place, value in flat.items() if not isinstance(value, Tensor)},
-        named["param_groups"],
-    )
+    return named
 
 
-def _tensors_of(named: State) -> Any:
-    for name, own in named["state"].items():
-        for key, value in own.items():
-            if isinstance(value, Tensor):
-                yield _joined(name, key), value
+def _outline(named: State) -> State:
+    """What is in it, without the tensors of the state; those among hyperparameters travel as they are."""
+
+    def slot(place: Place, value: Any) -> Any:
+        return _Slot(_label(place), Facts.of(value)) if isinstance(value, Tensor) else value
+
+    def on_host(_: Place, value: Any) -> Any:
+        return value.detach().cpu() if isinstance(value, Tensor) else value
+
+    return {"state": mapped(named["state"], slot), "param_groups": mapped(named["param_groups"], on_host)}
 
 
-def _joined(name: str, key: str) -> str:
-    return f"{name} ({key})"
+def _tensors_of(named: State) -> Iterator[tuple[str, Tensor]]:
+    return ((_label(place), value) for place, value in leaves(named["state"]) if isinstance(value, Tensor))
 
 
-class _Loaded:
+def _label(place: Place) -> str:
+    return f"{place[0]} ({_key(place)})"
+
+
+def _key(place: Place) -> str:
+    """Below the parameter."""
+    return ".".join(map(str, place[1:]))
+
+
+class _Loading:
     """New state, as shards: made first, filled, and handed to the optimizer when all of it is there."""
 
-    def __init__(self, header: _Header, params: dict[str, Tensor], own: State) -> None:
-        self._header = header
-        self._own = own
-        self._check(params)
-        self._tensors = {
-            (name, key): _like(params[name], own["state"].get(name, {}).get(key), facts)
-            for (name, key), facts in header.facts.items()
-        }
-        entries = {
-            _joined(*place): Entry(_joined(*place), _joined(*place), tensor, True)
-            for place, tensor in self._tensors.items()
-        }
-        self.targets = Targets("load_full_optimizer_state_dict", entries, is_strict=True, converts=False)
-
-    def _check(self, params: dict[str, Tensor]) -> None:
-        problems: list[str] = []
-        if unknown := dict.fromkeys(n for n, _ in self._header.facts if n not in params):
-            problems.append(f"state of {listed(unknown)}, which this optimizer does not update")
-        theirs = sorted(sorted(group["params"]) for group in self._header.groups)
-        ours = sorted(sorted(group["params"]) for group in self._own["param_groups"])
-        if theirs != ours and not unknown:
-            problems.append(
-                f"its groups are of {[len(g) for g in theirs]} parameters, and those of this optimizer of "
-                f"{[len(g) for g in ours]}, or of others"
-            )
-        for (name, key), facts in self._header.facts.items():
-            wanted = self._own["state"].get(name, {}).get(key)
-            if isinstance(wanted, Tensor) and tuple(wanted.shape) != facts.shape:
-                problems.append(
-                    f"{_joined(name, key)} has shape {facts.shape} there, where this optimizer has "
-                    f"{tuple(wanted.shape)}"
-                )
-        kinds = {key for own in self._own["state"].values() for key in own}
-        others = {key for _, key in (*self._header.facts, *self._header.others)}
-        if kinds and not others <= kinds:
-            problems.append(
-                f"it holds {listed(sorted(others - kinds))}, and this optimizer keeps "
-                f"{listed(sorted(kinds))}, so that it is of another kind"
-            )
+    def __init__(self, outline: State, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        names = parameter_names(model)
+        params = {names[param][0]: param for param in parameters_of(optimizer)}
+        self._outline = outline
+        self._own = state_of([optimizer], names)
+        problems = _other_kind(outline["state"], self._own["state"])
+        self._tensors = _blanks(outline["state"], self._own["state"], params, problems)
         if problems:
-            raise StateMismatch(f"load_full_optimizer_state_dict: {'; '.join(problems)}.")
+            raise StateMismatch(f"{LOAD}: {'; '.join(problems)}.")
+        entries = {name: Entry(name, name, tensor, True) for name, tensor in self._tensors.items()}
+        self.targets = Targets(LOAD, entries, is_strict=True, converts=False)
 
-    def apply(self, optimizer: torch.optim.Optimizer, ids: Mapping[str, int]) -> None:
+    def finish(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the optimizer go on with it.
 
         By its own method: ``set_optimizer_state_dict`` of torch.distributed.checkpoint makes a step of an
         optimizer that has made none, which counts as one where a parameter has no state to be loaded.
         """
-        state = {name: dict(own) for name, own in self._own["state"].items()}
-        for (name, key), value in (*self._tensors.items(), *self._header.others.items()):
-            state.setdefault(name, {})[key] = value
-        groups = sorted(
-            self._header.groups, key=lambda group: min((ids[n] for n in group["params"]), default=0)
-        )
-        by_id = _rekeyed({"state": state, "param_groups": groups}, ids)
+
+        def filled(_: Place, leaf: Any) -> Any:
+            return self._tensors[leaf.name] if isinstance(leaf, _Slot) else leaf
+
+        groups = [
+            _on_devices_of(own, saved)
+            for own, saved in zip(optimizer.param_groups, self._outline["param_groups"], strict=True)
+        ]
+        state = self._own["state"] | mapped(self._outline["state"], filled)
+        by_id = _by_id({"state": state, "param_groups": groups})
         load_into(optimizer, by_id["state"], by_id["param_groups"], convert_dtype=False)
 
 
-def _like(param: Tensor, own: Any, facts: Facts) -> Tensor:
-    """Memory for this rank's part of a state tensor: sharded as the one there is, or as its parameter."""
+def _blanks(
+    outline: State, own: State, params: Mapping[str, Tensor], problems: list[str]
+) -> dict[str, Tensor]:
+    """Memory for this rank's part of each tensor: laid out as the one there is, or as its parameter."""
+    existing = {place: value for place, value in leaves(own) if isinstance(value, Tensor)}
+    slots = {place: leaf for place, leaf in leaves(outline) if isinstance(leaf, _Slot)}
+    shapes: dict[str, dict[str, Any]] = {}
+    for place, slot in slots.items():
+        shapes.setdefault(place[0], {})[_key(place)] = slot.facts.shape
+    scalars = scalar_keys(shapes.values())
+    made: dict[str, Tensor] = {}
+    unlike, unplaced = [], []
+    for place, slot in slots.items():
+        shape, there = slot.facts.shape, existing.get(place)
+        found = None
+        if there is not None and tuple(there.shape) != shape:
+            unlike.append(
+                f"{slot.name} has shape {shape} there, where this optimizer has {tuple(there.shape)}"
+            )
+        elif (found := _blank(params[place[0]], there, slot.facts, _key(place) in scalars)) is None:
+            unplaced.append(f"{slot.name} of shape {shape}")
+        else:
+            made[slot.name] = found
+    problems += [listed(unlike)] if unlike else []
+    problems += [_unplaced(unplaced)] if unplaced else []
+    return made
+
+
+def _blank(param: Tensor, there: Tensor | None, facts: Facts, is_scalar: bool) -> Tensor | None:
     assert facts.shape is not None
-    if isinstance(own, Tensor):
-        return torch.zeros_like(own, dtype=facts.dtype)
-    if facts.shape == tuple(param.shape) and param.dim():
-        return torch.zeros_like(param.detach(), dtype=facts.dtype)
-    return torch.zeros(facts.shape, dtype=facts.dtype, device=None if not facts.shape else param.device)
+    assert facts.dtype is not None
+    # The state that there is stays as it is, should the load fail.
+    like = None if there is None else torch.zeros_like(there, dtype=facts.dtype)
+    return blank(param, like, torch.Size(facts.shape), facts.dtype, is_scalar)
+
+
+def _unplaced(names: list[str]) -> str:
+    return (
+        f"nothing says how state that is not of the shape of its parameter is laid out over ranks: "
+        f"{listed(names)}. Take a step with the optimizer before loading, so that its state shows it"
+    )
+
+
+def _other_kind(saved: State, own: State) -> list[str]:
+    """What tells that a state is of another kind of optimizer."""
+    kinds = {key for values in own.values() for key in values}
+    others = {key for values in saved.values() for key in values} - kinds
+    if not kinds or not others:
+        return []
+    return [
+        f"it holds {listed(sorted(map(str, others)))}, and this optimizer keeps "
+        f"{listed(sorted(map(str, kinds)))}, so that it is of another kind"
+    ]
+
+
+def _on_devices_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters that are tensors (of a capturable optimizer, say), where the ones at hand are."""
+
+    at_hand = {place: value for place, value in leaves(dict(own)) if isinstance(value, Tensor)}
+
+    def placed(place: Place, value: Any) -> Any:
+        is_wanted = isinstance(value, Tensor) and place in at_hand
+        return value.to(at_hand[place].device) if is_wanted else value
+
+    return mapped(dict(saved), placed)

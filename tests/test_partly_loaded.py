@@ -1,0 +1,120 @@
+"""A load that fails half-way leaves a mark: nobody computes with, saves or exports half of a model's weights."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from arrangements import Way, built, same
+from expecttest import assert_expected_inline
+from harness import World
+from meshed import refusal
+from torch import Tensor, nn
+
+from shardwise import (
+    EMA,
+    full_state_dict,
+    fully_shard,
+    iter_full_parameters,
+    load_full_state_dict,
+    save_checkpoint,
+    save_safetensors,
+)
+
+X = torch.linspace(-1, 1, 14, dtype=torch.float64).reshape(2, 7)
+
+
+def breaking(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    yield next(iter(state.items()))
+    raise OSError("the network is gone")
+
+
+def half_loaded(model: nn.Module) -> None:
+    """Everywhere the same, by an iterator that fails on the first rank."""
+    good = built("uneven", 1).state_dict()
+    source = breaking(good) if not dist.is_initialized() or dist.get_rank() == 0 else None
+    assert "network is gone" in refusal(load_full_state_dict, model, source)
+
+
+def uses_of_half_a_model() -> dict[str, str]:
+    model = Way(2).model()
+    half_loaded(model)
+    return {
+        "forward": refusal(model, X),
+        "a block's forward": refusal(model.blocks[0], X),
+        "full state": refusal(full_state_dict, model),
+        "walk": refusal(iter_full_parameters, model),
+        "files": refusal(save_safetensors, model, "never"),
+        "checkpoint": refusal(save_checkpoint, "never", model),
+        "average": refusal(EMA, model),
+    }
+
+
+def test_half_a_model_is_of_no_use(world2: World) -> None:
+    first, second = world2.run(uses_of_half_a_model)
+    assert first == second
+    assert len(first) == 7
+    assert all("network is gone" in text for text in first.values()), first
+    assert_expected_inline(
+        first["forward"] + "\n" + first["full state"],
+        """\
+RuntimeError: Tower: the model is partly loaded, for a load failed half-way (OSError: the network is gone). Load a complete checkpoint before the next forward.
+RuntimeError: full_state_dict: the model is partly loaded, for a load failed half-way (OSError: the network is gone), and its state is nobody's. Load a complete checkpoint first.""",
+    )
+
+
+def cured(how: str) -> list[bool]:
+    """Whether the model runs after each step of a cure."""
+    model = Way(2).model()
+    half_loaded(model)
+    good = built("uneven", 1).state_dict()
+    part = dict(list(good.items())[:3])
+    load_full_state_dict(model, {}, src_rank=None, strict=False)
+    runs = [can_run(model)]
+    if how == "full":
+        load_full_state_dict(model, part, src_rank=None, strict=False)
+        runs.append(can_run(model))
+        load_full_state_dict(model, good, src_rank=None)
+    else:
+        model.load_state_dict(part, strict=False)
+        runs.append(can_run(model))
+        model.load_state_dict(good)
+    assert same(full_state_dict(model, rank0_only=False), good)
+    return [*runs, can_run(model)]
+
+
+def can_run(model: nn.Module) -> bool:
+    try:
+        model(X)
+    except RuntimeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("how", ["full", "by its own method"])
+def test_only_all_of_its_values_cure_it(world2: World, how: str) -> None:
+    assert world2.run(cured, how) == [[False, False, True]] * 2
+
+
+def without_groups(kind: str) -> tuple[bool, bool, bool]:
+    """A plain model, and a part of a sharded one that is no group of its own."""
+    model: Any = built("uneven")
+    part = model
+    if kind == "a part":
+        fully_shard(model)
+        part = model.blocks[0]
+    good = dict(part.state_dict()) if kind == "plain" else built("uneven").state_dict()
+    if kind == "a part":
+        good = {n.removeprefix("blocks.0."): v for n, v in good.items() if n.startswith("blocks.0.")}
+    before = can_run(model)
+    source = breaking(good) if dist.get_rank() == 0 else None
+    refusal(load_full_state_dict, part, source)
+    half = can_run(model)
+    load_full_state_dict(part, good, src_rank=None)
+    return before, half, can_run(model)
+
+
+@pytest.mark.parametrize("kind", ["plain", "a part"])
+def test_models_without_groups_of_their_own_are_marked_as_well(world2: World, kind: str) -> None:
+    assert world2.run(without_groups, kind) == [(True, False, True)] * 2
