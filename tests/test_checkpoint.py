@@ -967,3 +967,25 @@ def test_a_name_is_needed(tmp_path: Path) -> None:
         save_checkpoint, tmp_path / ".hidden", nn.Linear(2, 2)
     )
     assert "names that end in a number" in refusal(save_checkpoint, tmp_path / "x", nn.Linear(2, 2), keep=1)
+
+
+class NotToBeCopied:
+    """Travels by pickle, and fails where it is copied."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise MemoryError("no room for a copy")
+
+
+def saved_after_a_copy_that_failed(run: Run) -> str:
+    model, optimizer = run.start(1)
+    odd = {"odd": NotToBeCopied()}
+    told = refusal(save_checkpoint, run.path + "-1", model, optimizer, shared=odd, asynchronous=True)
+    save_checkpoint(run.path + "-2", model, optimizer).wait()
+    return told
+
+
+def test_a_copy_that_fails_keeps_no_later_save_waiting(world2: World, tmp_path: Path) -> None:
+    run = Run(path=str(tmp_path / "step"))
+    for told in world2.run(saved_after_a_copy_that_failed, run):
+        assert "no room for a copy" in told
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-2"

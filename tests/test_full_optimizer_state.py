@@ -288,10 +288,10 @@ def test_rekeying_refuses_other_groups_under_its_own_name() -> None:
     assert_expected_inline(
         "\n".join(told),
         """\
-StateMismatch: rekey_optimizer_state_dict: group 0 of this optimizer (0.weight, 1.bias) is none of the groups there, which are of [2, 2] parameters. Build the optimizer with the same groups as the one that was saved.
-StateMismatch: rekey_optimizer_state_dict: state of 1.bias, 1.weight, which this optimizer does not update. Build the optimizer with the same groups as the one that was saved.
-StateMismatch: rekey_optimizer_state_dict: none of its groups has 1.weight, 1.bias, which this optimizer updates. Build the optimizer with the same groups as the one that was saved.
-StateMismatch: rekey_optimizer_state_dict: state is a dict with 'a', where the state of an optimizer has 'state' and 'param_groups'.
+RuntimeError: rekey_optimizer_state_dict: group 0 of this optimizer (0.weight, 1.bias) is none of the groups there, which are of [2, 2] parameters. Build the optimizer with the same groups as the one that was saved.
+RuntimeError: rekey_optimizer_state_dict: state of 1.bias, 1.weight, which this optimizer does not update. Build the optimizer with the same groups as the one that was saved.
+RuntimeError: rekey_optimizer_state_dict: none of its groups has 1.weight, 1.bias, which this optimizer updates. Build the optimizer with the same groups as the one that was saved.
+RuntimeError: rekey_optimizer_state_dict: state is a dict with 'a', where the state of an optimizer has 'state' and 'param_groups'.
 TypeError: rekey_optimizer_state_dict: optimizer is a str, not a torch.optim.Optimizer.""",
     )
 

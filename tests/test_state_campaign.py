@@ -231,17 +231,6 @@ def leg_of(rng: random.Random, build: str) -> Draw:
     }
 
 
-# What fails today is left out; what is removed here is drawn again.
-# - "order of names": load_full_optimizer_state_dict by name gives states to the wrong parameters where the
-#   optimizer has the parameters of a group in another order than the one that was saved.
-# - "scalars": load_full_optimizer_state_dict gives a scalar parameter of a fresh optimizer plain states.
-# - "plain parameters on meta": loading into a model on the meta device makes new objects of parameters that are
-#   not sharded; an optimizer that was built before trains the old ones.
-# - "adagrad on meta": it makes its state with the optimizer, where loading then leaves it.
-# - "strides": save_safetensors refuses a plain parameter that is not contiguous.
-KNOWN_BUGS: tuple[str, ...] = ()
-
-
 def settled(draw: Draw) -> Draw:
     """Without what is documented not to go together."""
     draw = copy.deepcopy(draw)
@@ -252,26 +241,11 @@ def settled(draw: Draw) -> Draw:
             leg["start"] = "cpu"  # the plain run draws the same values
         if leg["start"] == "meta":  # nothing may run before it has values; buffers of no state have none
             leg |= {"used": 0, "backward": False, "before": []}
-            is_partly_plain = leg["kind"] in ("none", "blocks only", "ignored")
-            has_state = draw["optimizer"] == "adagrad" and "adagrad on meta" in KNOWN_BUGS
-            if (
-                draw["build"] == "tied"
-                or has_state
-                or (is_partly_plain and "plain parameters on meta" in KNOWN_BUGS)
-            ):
+            if draw["build"] == "tied":
                 leg["start"] = "materialized"
-        if previous is not None:
-            # By id counts in the order of the optimizer, which is to be the same.
-            if leg["order"] != previous["order"] and "order of names" in KNOWN_BUGS:
-                leg["order"] = previous["order"]
-            if leg["order"] != previous["order"]:
-                leg["load"]["keys"] = "name"
-        if draw["build"] == "odd" and "scalars" in KNOWN_BUGS and leg["save"] not in ("asynchronous", "dcp"):
-            leg["save"] = "checkpoint"
-        if (draw["build"], leg["kind"]) == ("odd", "none") and "strides" in KNOWN_BUGS:
-            leg["save"] = "checkpoint" if leg["save"] == "safetensors" else leg["save"]
-            for when in ("before", "middle"):
-                leg[when] = [each for each in leg[when] if each != "refused files"]
+        # By id counts in the order of the optimizer, which is to be the same.
+        if previous is not None and leg["order"] != previous["order"]:
+            leg["load"]["keys"] = "name"
         if leg["kind"] == "bf16":  # other numbers than the plain run's: only what it hands over is compared
             leg["middle"] = [each for each in leg["middle"] if each != "edit"]
         if leg["save"] == "dcp" and draw["optimizer"] != "adamw":

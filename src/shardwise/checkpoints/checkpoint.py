@@ -147,7 +147,7 @@ def save_checkpoint(
     saves = saves_of(team)
     if saves.last is not None:
         saves.last.end_before_next()
-    place = folders.absolute(path)
+    place = team.together(lambda: folders.absolute(path))
     state = team.together(lambda: _state(team, place, model, optimizer, states, shared, per_rank, keep))
     told = {"path": str(place), "keep": keep, "asynchronous": asynchronous, "optimizer": "optimizer" in state}
     _same_everywhere(team, "save_checkpoint", told | {"states": list(state[STATES])})
@@ -155,12 +155,14 @@ def save_checkpoint(
         _join_optimizers(team, state)
     if not team.is_first:  # rank 0's are written
         del state["shared"], state[INFO]
-    pending = saves.last = PendingSave(place)
+    pending = PendingSave(place)
     if asynchronous:
         team_there = saves.team_in_background(team)
-        copied = team.together(lambda: _copied(state))
-        pending.run_beside(partial(write, team_there, place, copied, keep, is_staged=True))
+        in_host_memory = team.together(lambda: _copied(state))
+        saves.last = pending  # not before: if copying fails, nothing ends it
+        pending.run_beside(partial(write, team_there, place, in_host_memory, keep, is_staged=True))
     else:
+        saves.last = pending
         pending.run(partial(write, team, place, state, keep, is_staged=False))
         pending.wait()
     return pending

@@ -56,10 +56,6 @@ class Facts:
         return cls(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else cls(None)
 
 
-class StateMismatch(RuntimeError):
-    """A source does not fit the model. Nothing says yet whether anything was written."""
-
-
 @dataclass
 class Targets:
     """Where values go: the entries of a state dict, by name, and what has come of them so far."""
@@ -77,7 +73,7 @@ class Targets:
         """Take note of what comes; refuse what does not fit.
 
         Raises:
-            StateMismatch: naming all that is wrong.
+            RuntimeError: naming all that is wrong.
         """
         problems: list[str] = []
         for name, found in facts.items():
@@ -98,7 +94,7 @@ class Targets:
     def refuse(self, problems: list[str]) -> None:
         """Raise if there are any."""
         if problems:
-            raise StateMismatch(f"{self.where}: " + "; ".join(problems) + ".")
+            raise RuntimeError(f"{self.where}: " + "; ".join(problems) + ".")
 
     def _unfit(self, name: str, found: Facts, entry: Entry) -> str | None:
         if not entry.is_tensor or found.shape is None:
@@ -135,7 +131,7 @@ class Targets:
         """Refuse, if strict, that names are missing; without values of their own they always are.
 
         Raises:
-            StateMismatch: naming them.
+            RuntimeError: naming them.
         """
         missing = self.missing()
         empty = [
@@ -154,7 +150,7 @@ class Targets:
         """Refuse different values for what is one tensor in the model.
 
         Raises:
-            StateMismatch: naming both.
+            RuntimeError: naming both.
         """
         first: dict[int, str] = {}
         for name in self.came:
@@ -167,7 +163,7 @@ class Targets:
         """Each tensor of the model once, under whichever of its names comes first.
 
         Raises:
-            StateMismatch: another one comes with other values. Told apart by a digest, lest the first has to
+            RuntimeError: another one comes with other values. Told apart by a digest, lest the first has to
                 be kept.
         """
         counts = Counter(id(entry.value) for entry in self.entries.values() if entry.is_tensor)
@@ -284,7 +280,7 @@ def load_from_one(
     """The rank that has ``pairs`` sends them to all, ``limit`` bytes at a time. Others pass None.
 
     Raises:
-        StateMismatch: something that has come does not fit; what came before it is written.
+        RuntimeError: something that has come does not fit; what came before it is written.
         SourceError: reading failed on that rank.
     """
     sending = None if pairs is None else _Sending(targets.without_repeats(pairs), limit)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.runtime.spread import Spread, axes_of_model, device_of_model, own_rank, together
 from shardwise.runtime.transfer import BUCKET_BYTES, full_values
-from shardwise.states.loading import Facts, StateMismatch, Targets, load_from_one
+from shardwise.states.loading import Facts, Targets, load_from_one
 from shardwise.states.named_state import (
     Place,
     blank,
@@ -171,7 +171,7 @@ def by_name(
         first = {alias: each[0] for each in parameter_names(model).values() for alias in each}
         new = {key: first.get(canonical(key), canonical(key)) for key in {*keys, *state["state"]}}
     if lost := [key for key in state["state"] if key not in new]:
-        raise StateMismatch(f"{caller}: state of {listed(map(str, lost))}, which none of its groups has.")
+        raise RuntimeError(f"{caller}: state of {listed(map(str, lost))}, which none of its groups has.")
     named = {new[key]: dict(values) for key, values in state["state"].items()}
     groups = [_with_params(group, new) for group in state["param_groups"]]
     _check_membership(named, groups, own, caller)
@@ -191,7 +191,7 @@ def _names_by_id(ids: list[int], own: list[list[str]], caller: str) -> dict[int,
     """By place, as optimizers pair parameters; whatever the ids are."""
     names = [name for group in own for name in group]
     if sorted(ids) != list(range(len(names))):
-        raise StateMismatch(
+        raise RuntimeError(
             f"{caller}: the state is of an optimizer with {len(ids)} parameters, and this one has "
             f"{len(names)}. Build it over the same parameters."
         )
@@ -230,25 +230,23 @@ def _in_order_of(own: list[list[str]], groups: list[dict[str, Any]]) -> list[dic
 
 def _check_form(state: Any, caller: str) -> None:
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
-        raise StateMismatch(
+        raise RuntimeError(
             f"{caller}: state is {_kind_of(state)}, where the state of an optimizer has 'state' and "
             "'param_groups'."
         )
     values, groups = state["state"], state["param_groups"]
     if not isinstance(values, Mapping):
-        raise StateMismatch(
-            f"{caller}: 'state' is {_kind_of(values)}, where a dict by parameter is expected."
-        )
+        raise RuntimeError(f"{caller}: 'state' is {_kind_of(values)}, where a dict by parameter is expected.")
     if odd := [key for key, each in values.items() if not isinstance(each, Mapping)]:
-        raise StateMismatch(
+        raise RuntimeError(
             f"{caller}: 'state' of {listed(map(str, odd))} is {_kind_of(values[odd[0]])}, where a dict is "
             "expected."
         )
     if not isinstance(groups, (list, tuple)) or not all(map(_is_group, groups)):
-        raise StateMismatch(f"{caller}: 'param_groups' is to be a list of dicts with 'params' in each.")
+        raise RuntimeError(f"{caller}: 'param_groups' is to be a list of dicts with 'params' in each.")
     keys = [*values, *(key for group in groups for key in group["params"])]
     if not any(all(isinstance(key, kind) for key in keys) for kind in (int, str)):
-        raise StateMismatch(f"{caller}: parameters go by names or by ids, but not by both in one state.")
+        raise RuntimeError(f"{caller}: parameters go by names or by ids, but not by both in one state.")
 
 
 def _is_group(group: Any) -> bool:
@@ -278,7 +276,7 @@ def _check_membership(named: State, groups: list[dict[str, Any]], own: list[list
         )
     else:
         return
-    raise StateMismatch(
+    raise RuntimeError(
         f"{caller}: {problem}. Build the optimizer with the same groups as the one that was saved."
     )
 
@@ -303,7 +301,7 @@ def _full_by_name(state: Any, model: nn.Module, optimizer: torch.optim.Optimizer
     named = by_name(state, model, optimizer, LOAD)
     sharded = dict.fromkeys(p[0] for p, value in leaves(named["state"]) if isinstance(value, DTensor))
     if sharded:
-        raise StateMismatch(
+        raise RuntimeError(
             f"{LOAD}: the state of {listed(sharded)} is sharded, where a full one is expected. Load it with "
             "torch.distributed.checkpoint's set_optimizer_state_dict."
         )
@@ -346,7 +344,7 @@ class _Loading:
         problems = _other_kind(outline["state"], self._own["state"])
         self._tensors = _blanks(outline["state"], self._own["state"], params, problems)
         if problems:
-            raise StateMismatch(f"{LOAD}: {'; '.join(problems)}.")
+            raise RuntimeError(f"{LOAD}: {'; '.join(problems)}.")
         entries = {name: Entry(name, name, tensor, True) for name, tensor in self._tensors.items()}
         self.targets = Targets(LOAD, entries, is_strict=True, converts=False)
 
