@@ -515,7 +515,8 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint in `directory`; None if it has none, or does not exist.
 
     Newest is the highest number at the end of a name: step-90 before step-100, whatever the dates of files.
-    What a save that did not end has left behind is passed by.
+    What a save that did not end has left behind is passed by. Wait for a save with ``keep`` that is still
+    going on: it removes older ones.
 
     Args:
         directory: where the folders `step-10`, `step-20` and so on are.

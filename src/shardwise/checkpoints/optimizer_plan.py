@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoints.manifest import Manifest, Place, by_first, counted, nested
-from shardwise.states.named_state import Names, Optimizers, blank, check_parameters, parameters_of, same
+from shardwise.states.named_state import (
+    Names,
+    Optimizers,
+    blank,
+    check_parameters,
+    parameters_of,
+    same,
+    scalar_keys,
+)
 from shardwise.states.names import listed
 
 # What schedulers of the learning rate add to param groups.
@@ -70,7 +78,10 @@ def check_optimizers(
     owner = {name: index for index, group in enumerate(groups) for name in group.get("params", [])}
     _check_membership(manifest, optimizers, names, owner, strict)
     saved = by_first(manifest.under("optimizer", "state"))
-    scalars = _scalar_keys(manifest, saved)
+    scalars = scalar_keys(
+        {str(place[0]): md.size for place, key in entries.items() if (md := manifest.tensor(key))}
+        for entries in saved.values()
+    )
     taken: dict[int, str] = {}
     plans = []
     for optimizer in optimizers:
@@ -189,13 +200,3 @@ def _check_alike(
                 f"differ in '{key}': {listed(str(each.get(key)) for each in candidates)}. Build the "
                 "optimizer with the same groups as the one that was saved."
             )
-
-
-def _scalar_keys(manifest: Manifest, saved: dict[str, dict[Place, str]]) -> set[str]:
-    """Names of states that are one number, whatever the shape of the parameter, such as a step count."""
-    found = {"step", "eta", "mu", "mu_product"}
-    for entries in saved.values():
-        sizes = {str(place[0]): md.size for place, key in entries.items() if (md := manifest.tensor(key))}
-        if any(len(size) for size in sizes.values()):
-            found |= {key for key, size in sizes.items() if not size}
-    return found

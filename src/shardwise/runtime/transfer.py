@@ -10,6 +10,7 @@ rows at a time into a staging buffer, from which each rank's rows are copied to 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -287,7 +288,7 @@ def _coordinate(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
 
 
 def full_values(entries: Mapping[Any, Any], owner: int | None, cpu: bool) -> dict[Any, Any]:
-    """Full copies of the tensors in a dict, beside what is none; an empty dict if ``owner`` is another rank.
+    """A copy of a dict, of its tensors full ones; an empty dict if ``owner`` is another rank.
 
     A bucket at a time, each landing in host memory if ``cpu``.
     """
@@ -301,7 +302,10 @@ def full_values(entries: Mapping[Any, Any], owner: int | None, cpu: bool) -> dic
                 full[id(tensor)] = whole.cpu() if cpu else whole
     if owner not in (None, own_rank()):
         return {}
-    return {name: full.get(id(value), value) for name, value in entries.items()}
+    return {
+        name: full[id(value)] if isinstance(value, Tensor) else deepcopy(value)
+        for name, value in entries.items()
+    }
 
 
 # --- into DTensors --------------------------------------------------------------------------------
