@@ -586,3 +586,24 @@ def test_a_shape_that_says_nothing_of_its_layout_is_refused(world2: World) -> No
         first,
         """RuntimeError: load_full_optimizer_state_dict: nothing says how state that is not of the shape of its parameter is laid out over ranks: inlet.weight (rows) of shape (7, 1). Take a step with the optimizer before loading, so that its state shows it.""",
     )
+
+
+def loaded_in_inference_mode() -> Any:
+    """A load may stand where somebody has just evaluated."""
+    way = Way(2)
+    model = way.model()
+    optimizer = adamw(model)
+    step(model, optimizer, 0)
+    first, second = full_state_dict(model, optimizer, rank0_only=False)
+    other = way.model(seed=3)
+    fresh = adamw(other)
+    with torch.inference_mode():
+        load_full_state_dict(other, first, src_rank=None)
+        load_full_optimizer_state_dict(other, fresh, second, src_rank=None)
+    for each, each_optimizer in ((model, optimizer), (other, fresh)):
+        step(each, each_optimizer, 1)
+    return same(full_state_dict(other, rank0_only=False), full_state_dict(model, rank0_only=False))
+
+
+def test_what_was_loaded_in_inference_mode_trains(world2: World) -> None:
+    assert all(world2.run(loaded_in_inference_mode))

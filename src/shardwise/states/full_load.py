@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from shardwise.runtime.spread import Spread, axes_of_model, device_of_model, together
@@ -34,6 +35,8 @@ T = TypeVar("T")
 CALLER = "load_full_state_dict"
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def load_full_state_dict(
     model: nn.Module,
     source: Source,

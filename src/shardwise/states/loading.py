@@ -94,15 +94,14 @@ class Targets:
     def refuse(self, problems: list[str]) -> None:
         """Raise if there are any."""
         if problems:
-            raise RuntimeError(f"{self.where}: " + "; ".join(problems) + ".")
+            more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise RuntimeError(f"{self.where}: {'; '.join(problems[:8])}{more}.")
 
     def _unfit(self, name: str, found: Facts, entry: Entry) -> str | None:
-        if not entry.is_tensor or found.shape is None:
-            return (
-                None
-                if not entry.is_tensor and found.shape is None
-                else f"{name} is a tensor on one side only"
-            )
+        if entry.is_tensor != (found.shape is not None):
+            return f"{name} is a tensor on one side only"
+        if not entry.is_tensor:
+            return None
         shape, dtype = tuple(entry.value.shape), entry.value.dtype
         is_of_module = not entry.is_own and name.endswith("_extra_state")  # may grow
         if found.shape != shape and not is_of_module:
@@ -213,11 +212,8 @@ def _digest(value: Tensor) -> bytes:
 
 
 def _is_same(left: Tensor, right: Tensor) -> bool:
-    return (
-        left is right
-        or (left.data_ptr() == right.data_ptr() and left.stride() == right.stride())
-        or (torch.equal(left, right))
-    )
+    is_one = left.data_ptr() == right.data_ptr() and left.stride() == right.stride()
+    return left is right or is_one or torch.equal(left, right)
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,8 @@ def full_optimizer_state(
     return mapped(sharded, lambda place, _: full[place])
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def load_full_optimizer_state_dict(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
