@@ -53,6 +53,12 @@ def highest_over(values: torch.Tensor, axes: Sequence[Axis]) -> None:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=axis.pg)
 
 
+def ranks_along(axis: Axis) -> tuple[int, ...]:
+    """The global ranks that ``axis`` connects; not of a rank alone."""
+    assert axis.pg is not None
+    return tuple(compat.ranks_of(axis.pg))
+
+
 def axes_of(tensors: Iterable[torch.Tensor]) -> list[Axis]:
     """The mesh dimensions along which DTensors among ``tensors`` are spread or copied, as they come up.
 
@@ -66,7 +72,7 @@ def axes_of(tensors: Iterable[torch.Tensor]) -> list[Axis]:
             if mesh.size(dim) > 1:
                 pg = mesh.get_group(dim)
                 axis = Axis(pg, mesh.size(dim), mesh.get_local_rank(dim))
-                axes.setdefault(tuple(compat.ranks_of(pg)), axis)
+                axes.setdefault(ranks_along(axis), axis)
     return list(axes.values())
 
 

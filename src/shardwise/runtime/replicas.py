@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.runtime import compat
-from shardwise.runtime.mesh import Axis, axes_of, highest_over
+from shardwise.runtime.mesh import Axis, axes_of, highest_over, ranks_along
 from shardwise.runtime.spread import Spread
 
 Named = tuple[str, Tensor]
@@ -55,12 +55,12 @@ def refuse_unequal(named: Sequence[Named], device: torch.device) -> None:
     Raises:
         RuntimeError: with the names, and the ranks whose copies differ.
     """
-    along: dict[int, tuple[Axis, list[int]]] = {}
+    along: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}  # by ranks, as in axes_of
     for index, (_, tensor) in enumerate(named):
         local = compat.plain(tensor)
         if type(local) is Tensor and not local.is_meta:  # other classes have forms of their own
             for _, axis in copied_along(tensor):
-                along.setdefault(id(axis.pg), (axis, []))[1].append(index)
+                along.setdefault(ranks_along(axis), (axis, []))[1].append(index)
     axes = axes_of(tensor for _, tensor in named)
     if not along or are_silent(axes, device):
         return
