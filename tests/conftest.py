@@ -1,9 +1,25 @@
 """Fixtures that every test may use: worlds of 1 to 4 ranks, shared by the whole session."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 from harness import World
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`@pytest.mark.thin(n)`: of a parametrised test every n-th case always runs, the others are marked slow.
+
+    With n prime to the numbers of values, every value still has its turn.
+    """
+    counts: Counter[str] = Counter()
+    for item in items:
+        if (mark := item.get_closest_marker("thin")) is not None:
+            name = item.nodeid.partition("[")[0]
+            if counts[name] % mark.args[0]:
+                item.add_marker(pytest.mark.slow)
+            counts[name] += 1
 
 
 def _shared_world(size: int) -> Iterator[World]:

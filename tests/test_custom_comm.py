@@ -350,6 +350,7 @@ def train_switched(side: Side, switch: Switch) -> None:
     side.note_parameters(model)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("switch", SWITCHES)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 def test_how_to_communicate_changes_no_number(world: World, switch: Switch) -> None:

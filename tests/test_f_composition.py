@@ -568,6 +568,7 @@ def tied_across_groups(side: Side, groups: list[str], ties_three: bool, options:
         side.note(f"state of {name}", value)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("ties_three", [False, True], ids=["two", "three"])
 @pytest.mark.parametrize("which", GROUPS)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
@@ -716,6 +717,7 @@ def odd_parameters(side: Side, make: Any, place: Any, reshard: Any) -> None:
     side.note("shapes", [tuple(param.shape) for param in model.parameters()])
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("place", [None, on_the_last_dimension, on_dimension_1, on_a_mixture])
 @pytest.mark.parametrize("make", [odd_model, uneven_tower])

@@ -282,6 +282,7 @@ def failing_iterations(side: Side, fails: str, where: int, keeps_error: bool, op
     side.note_parameters(model)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("where", [0, 1, 2])
 @pytest.mark.parametrize("fails", ["early", "late", "backward", "interrupted"])

@@ -283,6 +283,7 @@ def mixed_precision(side: Side, policy: str, mesh: str) -> None:
         side.note(name, full(param))
 
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
@@ -528,6 +529,7 @@ def storages(model: nn.Module) -> set[int]:
 WHEN = ["before use", "after a step", "after an evaluation", "with gradients"]
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
@@ -792,6 +794,7 @@ def pipeline(side: Side, schedule: str, setting: str, options: dict[str, Any]) -
         side.note_parameters(stage)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("setting", ["sync", "sync keep", "sync keep share", "nothing"])
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -80,6 +80,7 @@ def hybrid_run(layout: Layout, recipe: Recipe, options: dict[str, Any]) -> Any:
     return train_on(layout, hybrid(layout, recipe, **options), recipe)
 
 
+@pytest.mark.thin(3)
 @by_layout
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_hybrid_training_equals_plain_training(world: World, layout: Layout, recipe: Recipe) -> None:
@@ -232,6 +233,7 @@ def deferred_then_cleared(
     return {**notes, **tensors_of(model)}
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("has_grad", [False, True])
 @pytest.mark.parametrize("deferred", [SCATTER, KEEP], ids=["scatter", "keep"])
 @pytest.mark.parametrize("how", ["model_none", "model_zeros", "optimizer_none", "optimizer_zeros", "by_hand"])

@@ -572,6 +572,7 @@ def offload_run(recipe: Recipe, pins: bool) -> Any:
     return line_run(recipe, {"offload_policy": shardwise.CPUOffloadPolicy(pin_memory=pins)})
 
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("pins", [True, False])
