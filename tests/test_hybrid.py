@@ -181,6 +181,7 @@ def accumulated(
     return {**notes, **tensors_of(model)}
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("recipe", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 def test_microbatches_add_up_however_they_are_deferred(

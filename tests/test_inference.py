@@ -114,6 +114,7 @@ def test_outputs_and_the_training_after_are_as_in_plain_pytorch(world: World, pl
 COUNTS = [[3, 0, 1, 2], [0, 2, 0, 0], [0, 0, 0, 0]]
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("plan", [Plan("zero3", 4), Plan("hybrid", 4, 2), Plan("zero2", 4)], ids=str)
 def test_ranks_may_run_different_numbers_of_forwards(world4: World, plan: Plan, budget: int | None) -> None:

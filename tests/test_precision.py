@@ -709,6 +709,7 @@ def converted(dtype: torch.dtype, when: str, policy: Policy) -> tuple[Any, ...]:
     return seen, {param.dtype for param in model.parameters()}, gradients_of(model), parameters_of(model)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("policy", [SPLIT, {"param_dtype": BF16}], ids=str)
 @pytest.mark.parametrize("when", ["at_once", "after_forward", "after_backward"])
 @pytest.mark.parametrize("dtype", [F64, F16, BF16])

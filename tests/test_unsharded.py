@@ -470,6 +470,7 @@ def test_edits_persist_under_every_strategy(world: World, plan: Plan) -> None:
     assert_all_same(world.run(all_edited, plan, edits, ["tied"], {}), want)
 
 
+@pytest.mark.thin(3)
 @by_plan
 def test_without_writeback_no_edit_persists(world: World, plan: Plan) -> None:
     """Also where nothing is sharded and the full parameters could have been the shards themselves."""
@@ -674,6 +675,7 @@ def all_gradients(plan: Plan | None, edits: tuple[str, ...], writeback: bool) ->
     }
 
 
+@pytest.mark.thin(3)
 @by_plan
 def test_gradients_are_seen_whole_and_edited(world: World, plan: Plan) -> None:
     edits = tuple(GRADIENT_EDITS) if plan.strategy == "zero3" else ("scale", "clear_some")
