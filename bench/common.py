@@ -6,6 +6,7 @@ so does a cache that the neighbour left cold. (A second instance of the peer sti
 5% faster than the first in host_overhead: take differences of that size for noise.)
 """
 
+import argparse
 import gc
 import importlib
 import json
@@ -116,6 +117,32 @@ def ratios_to_peer(values: Mapping[str, numpy.ndarray]) -> dict[str, Spread]:
     if PEER not in values:
         return {}
     return {name: Spread.of(value / values[PEER]) for name, value in values.items()}
+
+
+def gpt_parser(description: str | None, **sizes: int) -> argparse.ArgumentParser:
+    """The command line of a benchmark of the GPT: its sizes, ``sizes`` with their defaults, and --json."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    usual = {"processes": 2, "layers": 8, "width": 512, "heads": 8, "vocab": 256}
+    for name, default in {**usual, **sizes}.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--json", type=Path)
+    return parser
+
+
+def peak_bytes(act: Callable[[], Any]) -> int:
+    """The most bytes of tensors alive at once while ``act`` runs, beside what was alive before."""
+    gc.collect()
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as seen:
+        act()
+    now = most = 0
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
 
 
 def environment() -> dict[str, Any]:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from common import join, launch, leave, print_table, write_json
+from common import gpt_parser, join, launch, leave, print_table, write_json
 from gpt import GPT, batch_of
 from strategies import sent_bytes
 from torch.distributed.elastic.utils.distributed import get_free_port
@@ -126,16 +126,8 @@ def validation_loss(arguments: list[str], options: argparse.Namespace) -> float:
 
 def main() -> None:
     """Launch, train the example, print the table, write the record."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, default in {
-        **{"processes": 2, "layers": 8, "width": 512, "heads": 8, "vocab": 256},
-        **{"context": 128, "batch": 2, "steps": 10, "warmup": 2, "example_steps": 600},
-    }.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser = gpt_parser(__doc__, context=128, batch=2, steps=10, warmup=2, example_steps=600)
     parser.add_argument("--strategy", choices=["zero2", "zero3"], default="zero2")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = launch(worker, options)
     if options.example_steps:

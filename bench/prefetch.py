@@ -30,7 +30,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from common import Spread, alternate, join, launch, leave, print_table, write_json
+from common import Spread, alternate, gpt_parser, join, launch, leave, print_table, write_json
 from gpt import GPT, batch_of
 from torch import nn
 
@@ -172,16 +172,7 @@ def on_thin_wire(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Both tables, and the record."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, default in {
-        **{"processes": 2, "layers": 8, "width": 512, "heads": 8, "vocab": 256},
-        **{"context": 128, "batch": 4, "steps": 20, "warmup": 3, "mbit": 2000},
-    }.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = gpt_parser(__doc__, context=128, batch=4, steps=20, warmup=3, mbit=2000).parse_args()
     rows = measured(options)
     print(f"{options.processes} processes (gloo), float32, loopback as it is; median [quartiles]")
     print_table(rows, COLUMNS)

@@ -19,13 +19,23 @@ state differs from torch's.
 import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
-from common import Spread, alternate, find_fully_shard, join, launch, leave, print_table, write_json
+from common import (
+    Spread,
+    alternate,
+    find_fully_shard,
+    gpt_parser,
+    join,
+    launch,
+    leave,
+    peak_bytes,
+    print_table,
+    write_json,
+)
 from gpt import GPT
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -96,19 +106,6 @@ def timed(act: Callable[[], Any]) -> Callable[[int], dict[str, float]]:
     return call
 
 
-def peak_bytes(act: Callable[[], Any]) -> int:
-    """The most bytes that torch had handed out at once beside those before."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as seen:
-        act()
-    now = most = 0
-    for event in seen.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
-
-
 def worker(rank: int, options: argparse.Namespace, folder: str) -> None:
     """One process; rank 0 leaves the rows in the folder."""
     join(rank, options.processes, folder)
@@ -139,16 +136,7 @@ def worker(rank: int, options: argparse.Namespace, folder: str) -> None:
 
 def main() -> None:
     """The table, and the record."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, default in {
-        **{"processes": 2, "layers": 8, "width": 512, "heads": 8, "vocab": 256},
-        **{"context": 128, "steps": 10},
-    }.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = gpt_parser(__doc__, context=128, steps=10).parse_args()
     report = launch(worker, options)
     if not report["agree"]:
         raise SystemExit("The two states differ: the times above compare nothing.")

@@ -28,14 +28,13 @@ import argparse
 import gc
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy
 import psutil
 import torch
 import torch.distributed as dist
-from common import join, launch, leave, print_table, write_json
+from common import gpt_parser, join, launch, leave, print_table, write_json
 from gpt import GPT, batch_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -167,16 +166,8 @@ def worker(rank: int, options: argparse.Namespace, folder: str) -> None:
 
 def main() -> None:
     """Launch, put the formulas beside, print the table, write the record."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, default in {
-        **{"processes": 2, "layers": 8, "width": 512, "heads": 8, "vocab": 256},
-        **{"context": 8, "batch": 1, "steps": 10},
-    }.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser = gpt_parser(__doc__, context=8, batch=1, steps=10)
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = launch(worker, options)
     rows = [{**row, **formulas(row["strategy"], options)} for row in rows]

@@ -5,7 +5,6 @@ def test_it(way, request):
     request.getfixturevalue(f"world{way.ranks}").run(program, way)
 """
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -126,20 +125,6 @@ WAYS = [
     Way(2, "bf16"),
     Way(2, "compiled"),
 ]
-
-
-def peak_bytes(act: Callable[[], Any]) -> int:
-    """The most bytes of tensors alive at once while ``act`` runs, beside what was alive before."""
-    gc.collect()
-    cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu], profile_memory=True) as seen:
-        act()
-    now = most = 0
-    for event in seen.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
 
 
 def same(left: Any, right: Any) -> bool:

@@ -20,8 +20,8 @@ ORDER = [
     "runtime.schedule", "runtime.hooks", "runtime.outside", "runtime.copying", "module", "checks", "collect",
     "ties", "api", "offload", "gradients", "scaler", "contexts", "comm_hooks", "strategy", "explain",
     "states.partial_loads", "states.names", "states.named_state", "states.inventory", "states.meta_memory", "states.initialise",
-    "states.loading", "states.model_files", "states.optimizer_state", "states.full_state", "states.full_load", "states.export",
-    "states.ema", "checkpoints.folders", "checkpoints.consensus",
+    "states.loading", "states.model_files", "states.optimizer_state", "states.full_state", "states.full_load", "checkpoints.folders", "states.export",
+    "states.ema", "checkpoints.consensus",
     "checkpoints.manifest", "checkpoints.beside", "checkpoints.optimizer_plan", "checkpoints.pending",
     "checkpoints.writing", "checkpoints.checkpoint",
 ]  # fmt: skip

@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from arrangements import WAYS, Way, built, peak_bytes, same
+from arrangements import WAYS, Way, built, same
+from common import peak_bytes
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import refusal

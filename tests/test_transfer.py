@@ -1,12 +1,12 @@
 """Full tensors out of DTensors and back: every mesh, placement and owner, against torch's own answers."""
 
-import gc
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from common import peak_bytes
 from harness import World
 from hypothesis import given
 from hypothesis import strategies as st
@@ -160,17 +160,7 @@ def gathered_with_all_allocations(name: str, owner: int | None, staging_bytes: i
     shape, placements, _ = PLACED[name]
     mesh = device_mesh(shape, tuple(f"{name} {i}" for i in range(len(shape))))
     tensor = distribute_tensor(torch.zeros(512, 512), mesh, placements)
-    gc.collect()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as seen:
-        gather_full([tensor], owner, staging_bytes=staging_bytes)
-    now = most = 0
-    for event in seen.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
+    return peak_bytes(lambda: gather_full([tensor], owner, staging_bytes=staging_bytes))
 
 
 FULL, STAGING = 512 * 512 * 4, 128 << 10

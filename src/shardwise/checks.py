@@ -29,6 +29,12 @@ class Place:
         return None if group is None else Place(group, self.fqn)
 
 
+def groups_in(model: nn.Module) -> list[Group]:
+    """The groups that have parameters of modules in ``model``, each once, also where they reach beyond it."""
+    places = [module.__dict__[PLACE].group for module in model.modules() if PLACE in module.__dict__]
+    return list(dict.fromkeys(places))
+
+
 def check_modules(module: Any) -> list[nn.Module]:
     """The modules of the call as a list, each of them fit to be sharded."""
     modules = list(module) if isinstance(module, (list, tuple)) else [module]

@@ -80,11 +80,11 @@ def prepare(path: Path) -> Path:
 def publish(path: Path) -> None:
     """Move what was written beside `path` to it, and aside what was there before, until `forget_previous`."""
     partial, previous = partial_of(path), previous_of(path)
-    sync_folder(partial)
+    sync(partial)
     if is_complete(path):
         remove(previous)
         path.rename(previous)
-        sync_folder(path.parent)
+        sync(path.parent)
     else:
         remove(path)  # empty, or remains: `prepare` has seen to it
     try:
@@ -93,7 +93,7 @@ def publish(path: Path) -> None:
         if is_complete(previous):
             previous.rename(path)
         raise
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def forget_previous(path: Path) -> None:
@@ -120,8 +120,8 @@ def discard(path: Path) -> None:
     shutil.rmtree(partial_of(path), ignore_errors=True)
 
 
-def sync_folder(path: Path) -> None:
-    """Have the names in the folder `path` survive a loss of power."""
+def sync(path: Path) -> None:
+    """Have what is in the file `path`, or the names in a folder, survive a loss of power."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

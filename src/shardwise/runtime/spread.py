@@ -152,25 +152,18 @@ def together(axes: Sequence[Axis], device: torch.device, act: Callable[[], T]) -
     raise getattr(builtins, kind)(text) from error
 
 
+_KINDS = ("TypeError", "ValueError", "ImportError", "FileExistsError", "NotImplementedError")
+
+
 def _kind_of(error: Exception) -> str:
     """The name of the built-in class that it is of; KeyError would show its text in quotes."""
     names = [cls.__name__ for cls in type(error).__mro__ if cls.__module__ == "builtins"]
-    plain = (name for name in names if name in ("TypeError", "ValueError", "ImportError", "FileExistsError"))
-    return next(plain, "RuntimeError")
+    return next((name for name in names if name in _KINDS), "RuntimeError")
 
 
 def own_rank() -> int:
     """The global rank of this process; 0 without a process group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def agreed_error(axes: Sequence[Axis], device: torch.device, text: str | None) -> str | None:
-    """The error that some rank has come to, on all of them; None if none has. Collective."""
-    if not axes:
-        return text
-    highest = torch.tensor([-1 if text is None else dist.get_rank()], device=device)
-    highest_over(highest, axes)
-    return None if highest.item() < 0 else Spread(axes, int(highest.item()), device).object(text)
 
 
 def _group(axis: Axis) -> dist.ProcessGroup:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoints.folders import sync
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.spread import (
     axes_of_model,
@@ -202,7 +203,7 @@ class _Job:
 
         for file, tensors in own:
             save_file(tensors, self._partial / file.name, header)
-            _sync(self._partial / file.name)
+            sync(self._partial / file.name)
 
     def finish(self, files: list[_File]) -> None:
         """Put the files under their names, and the index last."""
@@ -214,7 +215,7 @@ class _Job:
                 "weight_map": {name: file.name for file in files for name in file.names},
             }
             (self._partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-            _sync(self._partial / INDEX)
+            sync(self._partial / INDEX)
         names = [*(file.name for file in files), *([INDEX] if len(files) > 1 else [])]
         try:
             for name in names:
@@ -224,16 +225,8 @@ class _Job:
                 (self._directory / name).unlink(missing_ok=True)
             raise
         self._partial.rmdir()
-        _sync(self._directory)
+        sync(self._directory)
 
     def clear(self) -> None:
         """After a failure: leave nothing behind that looks like a model."""
         shutil.rmtree(self._partial, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -24,9 +24,10 @@ from shardwise.runtime.replicas import (
     refuse_unequal,
 )
 from shardwise.runtime.schedule import Member
-from shardwise.runtime.spread import Spread, agreed_error, axes_of_model, device_of_model
+from shardwise.runtime.spread import Spread, axes_of_model, device_of_model, together
 from shardwise.states.inventory import Inventory, refuse_what_is_missing
-from shardwise.states.meta_memory import give_memory
+from shardwise.states.meta_memory import give_memory, named_tensors
+from shardwise.states.names import listed
 from shardwise.states.partial_loads import clear_partly_loaded, mark_partly_loaded
 
 
@@ -151,12 +152,12 @@ def sync_module_states(model: nn.Module, src: int = 0) -> None:
     _agreed(axes, comm_device, lambda: _check_syncable(model, src))
     spread = Spread(axes, src, comm_device)
     if not axes or are_silent(axes, comm_device):
-        _refuse_meta(_named_tensors(model), "sync_module_states")
+        _refuse_meta(named_tensors(model), "sync_module_states")
         return
-    places = spread.object(places_of(_named_tensors(model)))
+    places = spread.object(places_of(named_tensors(model)))
     _agreed(axes, comm_device, lambda: _prepare_to_receive(model, places, spread.holds, src))
     try:
-        make_equal(_named_tensors(model), places, spread, comm_device)
+        make_equal(named_tensors(model), places, spread, comm_device)
     except BaseException as error:
         mark_partly_loaded(model, f"sync_module_states: {error}")
         raise
@@ -239,10 +240,11 @@ def _one_random_state(model: nn.Module, inventory: Inventory) -> Iterator[None]:
     if axes:
         highest_over(differs, axes)
     if differs.item():
+        here, there = (listed(names, 4) or "everything has" for names in (missing, theirs))
         raise RuntimeError(
-            f"materialize: ranks disagree about what has no values: here {_shown(missing)}, on the first "
-            f"rank {_shown(theirs)}. Build the model on the meta device on all ranks; to spread what "
-            "one rank has loaded, use load_full_state_dict."
+            f"materialize: ranks disagree about what has no values: here {here}, on the first rank {there}. "
+            "Build the model on the meta device on all ranks; to spread what one rank has loaded, "
+            "use load_full_state_dict."
         )
     is_same = all(torch.equal(a, b) for a, b in zip(own, states, strict=True))
     _set_random_states(states, inventory.drawn_on)
@@ -251,11 +253,6 @@ def _one_random_state(model: nn.Module, inventory: Inventory) -> Iterator[None]:
     finally:
         if not is_same:
             _set_random_states(own, inventory.drawn_on)
-
-
-def _shown(names: list[str]) -> str:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return f"{', '.join(names[:4])}{more}" if names else "everything has"
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
@@ -276,28 +273,10 @@ def _set_random_states(states: list[Tensor], device: torch.device) -> None:
 
 T = TypeVar("T")
 
-_KINDS = {each.__name__: each for each in (TypeError, ValueError, NotImplementedError, RuntimeError)}
-
 
 def _agreed(axes: Sequence[Axis], device: torch.device, check: Callable[[], T]) -> T:
-    """What ``check()`` returns, once it has passed on all ranks; what one of them raises, all do.
-
-    A rank that raised alone would leave the others in their next collective for ever. ``check`` does not
-    communicate.
-    """
-    error: Exception | None = None
-    try:
-        found = check()
-    except Exception as caught:
-        error = caught
-    axes = [] if are_silent(axes, device) else axes
-    told = agreed_error(axes, device, None if error is None else f"{type(error).__name__}: {error}")
-    if told is None:
-        return found
-    kind, _, text = told.partition(": ")
-    if kind in _KINDS:
-        raise _KINDS[kind](text) from error
-    raise error or RuntimeError(told)
+    """What ``check()`` returns, once it has passed on all ranks that there are."""
+    return together([] if are_silent(axes, device) else axes, device, check)
 
 
 def _check_module(model: Any, caller: str) -> None:
@@ -312,7 +291,7 @@ def _check_syncable(model: nn.Module, src: Any) -> None:
     for member in _members_at_rest(model, "sync_module_states"):
         if member.group.state is not State.SHARDED:
             member.schedule.free_between_passes(member.group, "sync_module_states")
-    for name, tensor in _named_tensors(model):
+    for name, tensor in named_tensors(model):
         if type(compat.plain(tensor)) not in (Tensor, nn.Parameter):
             raise NotImplementedError(
                 f"sync_module_states: {name} is a {type(compat.plain(tensor)).__name__}, whose contents have "
@@ -322,14 +301,14 @@ def _check_syncable(model: nn.Module, src: Any) -> None:
 
 def _prepare_to_receive(model: nn.Module, places: Sequence[Place], is_source: bool, src: int) -> None:
     """Memory for what comes; refuse what has to be sent from here and is not here."""
-    named = _named_tensors(model)
+    named = named_tensors(model)
     own = places_of(named)
     # Names may differ: experts, say, that count on from rank to rank.
     unlike = [name for (name, _), place, its in zip(named, own, places, strict=False) if not place.fits(its)]
     if unlike or len(own) != len(places):
         raise RuntimeError(
             f"sync_module_states: this rank ({dist.get_rank()}) has {len(own)} tensors, and rank {src} "
-            f"{len(places)}; they differ in shape or dtype at: {_shown(unlike) if unlike else 'their end'}. "
+            f"{len(places)}; they differ in shape or dtype at: {listed(unlike, 4) or 'their end'}. "
             "Build the same model on all ranks."
         )
     sends = [
@@ -352,10 +331,6 @@ def _members_at_rest(model: Any, caller: str) -> list[Member]:
         member.schedule.refuse_at_work(caller, member.group)
         member.group.refuse_if_lent(f"{caller}()")
     return members
-
-
-def _named_tensors(model: nn.Module) -> list[Named]:
-    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def _refuse_meta(named: list[Named], caller: str) -> None:

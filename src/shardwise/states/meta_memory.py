@@ -7,17 +7,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.checks import PLACE
+from shardwise.checks import groups_in
 from shardwise.runtime import compat
 from shardwise.runtime.filling import Spot, become_parameter, refresh_lists
-from shardwise.runtime.group import Group
 from shardwise.runtime.spread import device_of_model
 from shardwise.states.names import listed
 
 
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers, persistent or not, each once."""
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
 def is_on_meta(model: nn.Module) -> bool:
     """Whether anything of it has no values yet."""
-    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    return any(tensor.is_meta for _, tensor in named_tensors(model))
 
 
 def refuse_lost(model: nn.Module, caller: str, coming: Iterable[Any]) -> None:
@@ -27,7 +31,7 @@ def refuse_lost(model: nn.Module, caller: str, coming: Iterable[Any]) -> None:
         RuntimeError: naming them.
     """
     known = {id(tensor) for tensor in coming}
-    lost = [name for name, tensor in _named(model) if tensor.is_meta and id(tensor) not in known]
+    lost = [name for name, tensor in named_tensors(model) if tensor.is_meta and id(tensor) not in known]
     if lost:
         are = "is" if len(lost) == 1 else "are"
         raise RuntimeError(
@@ -51,7 +55,7 @@ def give_memory(model: nn.Module) -> None:
 
 def _give_plain_memory(model: nn.Module, device: torch.device) -> None:
     """To parameters that no group has (ignored ones, those outside sharded modules), and to buffers."""
-    sharded = {id(param.sharded) for group in _groups_of(model) for param in group.params}
+    sharded = {id(param.sharded) for group in groups_in(model) for param in group.params}
     spots: dict[int, tuple[Tensor, list[Spot]]] = {}
     for module in model.modules():
         for entries in (module._parameters, module._buffers):
@@ -70,17 +74,8 @@ def _give_plain_memory(model: nn.Module, device: torch.device) -> None:
     refresh_lists(spot.module for _, places in spots.values() for spot in places)
 
 
-def _groups_of(model: nn.Module) -> Iterable[Group]:
-    return [module.__dict__[PLACE].group for module in model.modules() if PLACE in module.__dict__]
-
-
 def _memory_like(tensor: Tensor, device: torch.device) -> Tensor:
     if isinstance(tensor, DTensor):
         local = compat.local_tensor(tensor)
         return compat.make_dtensor(torch.empty_like(local, device=device), tensor._spec)
     return torch.empty_like(tensor.detach(), device=device)
-
-
-def _named(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()

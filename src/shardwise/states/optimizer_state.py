@@ -103,11 +103,9 @@ def load_full_optimizer_state_dict(
     if not isinstance(model, nn.Module):
         raise TypeError(f"{LOAD}: model is a {type(model).__name__}, not an nn.Module.")
     axes, device = axes_of_model(model), device_of_model(model)
-    is_everywhere = src_rank is None
     together(axes, device, lambda: _check_call(model, optimizer))
-    spread = Spread([] if is_everywhere else axes, None if is_everywhere else src_rank, device)
-    holds = is_everywhere or spread.holds
-    named = together(axes, device, lambda: _full_by_name(state, model, optimizer) if holds else None)
+    spread = Spread([], None, device) if src_rank is None else Spread(axes, src_rank, device)
+    named = together(axes, device, lambda: _full_by_name(state, model, optimizer) if spread.holds else None)
     outline = spread.object(None if named is None else _outline(named))
     loading = together(axes, device, lambda: _Loading(outline, model, optimizer))
     tensors = None if named is None else _tensors_of(named)

@@ -4,9 +4,8 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.checks import PLACE
+from shardwise.checks import groups_in
 from shardwise.module import sharded_members
-from shardwise.runtime.group import Group
 
 _MARK = "_shardwise_partly_loaded"
 
@@ -17,7 +16,7 @@ def mark_partly_loaded(model: nn.Module, why: str) -> None:
     Those of the groups that have parameters in ``model``; where nothing in it is sharded, that of ``model``.
     """
     why = why.rstrip(".")
-    groups = _groups_in(model)
+    groups = groups_in(model)
     for group in groups:
         group.partly_loaded = why
         sharded_members(group.modules[0])[0].schedule.prepare_anew()
@@ -27,7 +26,7 @@ def mark_partly_loaded(model: nn.Module, why: str) -> None:
 
 def clear_partly_loaded(model: nn.Module) -> None:
     """All of ``model`` has values again."""
-    for group in _groups_in(model):
+    for group in groups_in(model):
         group.partly_loaded = None
     if _MARK in model.__dict__:
         model.__dict__.pop(_MARK).remove()
@@ -36,14 +35,8 @@ def clear_partly_loaded(model: nn.Module) -> None:
 def why_partly_loaded(model: nn.Module) -> str | None:
     """What has failed, if ``model`` is marked; else None."""
     mark: _Mark | None = model.__dict__.get(_MARK)
-    reasons = [group.partly_loaded for group in _groups_in(model)] + [None if mark is None else mark.why]
+    reasons = [group.partly_loaded for group in groups_in(model)] + [None if mark is None else mark.why]
     return next((why for why in reasons if why is not None), None)
-
-
-def _groups_in(model: nn.Module) -> list[Group]:
-    """Each once, also those that reach beyond ``model``."""
-    places = [module.__dict__[PLACE].group for module in model.modules() if PLACE in module.__dict__]
-    return list(dict.fromkeys(places))
 
 
 class _Mark:
