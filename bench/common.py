@@ -1,4 +1,4 @@
-"""What both benchmarks share: which `fully_shard`, alternating timing, spread, record, table.
+"""What the benchmarks share: which `fully_shard`, alternating timing, spread, record, table.
 
 Knows nothing of what is measured. A benchmark hands over one callable per variant; `alternate`
 runs them A B C, C B A, ..., so that a slow minute of the machine falls on all of them alike, and
@@ -13,11 +13,13 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -25,8 +27,13 @@ import psutil
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
+from torch import nn
 
 PLAIN, PEER, OURS, PEER_AGAIN = "plain", "peer", "ours", "peer again"
+PEER_TUNED = "peer tuned"
+PEERS = (PEER, PEER_TUNED, PEER_AGAIN)
+VARIANTS = (PLAIN, PEER, PEER_TUNED, OURS)
+"""What --variants may name, in running order; the peer's second instance comes with --noise."""
 
 Sample = Mapping[str, float]
 """One step's measurements by name, the unit in the name."""
@@ -35,14 +42,12 @@ Step = Callable[[int], Sample]
 """Runs step `i` of one variant and returns what it measured."""
 
 
-def find_fully_shard(variant: str) -> Callable[..., Any]:
-    """The `fully_shard` a variant stands for; exits with advice when it is not installed."""
-    if variant in (PEER, PEER_AGAIN):
-        from torch.distributed.fsdp import fully_shard
-
-        return fully_shard
+def find_library(variant: str) -> ModuleType:
+    """Where a variant's `fully_shard` and its policies come from; exits with advice if not installed."""
+    if variant in PEERS:
+        return importlib.import_module("torch.distributed.fsdp")
     try:
-        return importlib.import_module("shardwise").fully_shard
+        return importlib.import_module("shardwise")
     except ImportError as error:
         raise SystemExit(
             f"The variant 'ours' needs shardwise, which cannot be imported ({error}).\n"
@@ -50,11 +55,58 @@ def find_fully_shard(variant: str) -> Callable[..., Any]:
         ) from error
 
 
+def find_fully_shard(variant: str) -> Callable[..., Any]:
+    """The `fully_shard` a variant stands for."""
+    return find_library(variant).fully_shard
+
+
+def shard(variant: str, model: nn.Module, blocks: Iterable[nn.Module], **settings: Any) -> list[str]:
+    """Shard ``blocks`` and then ``model`` as the variant says; return what was set by hand beside.
+
+    Plain stays as it is. ``settings`` go to every call of `fully_shard`.
+    """
+    if variant == PLAIN:
+        return []
+    fully_shard, blocks = find_fully_shard(variant), list(blocks)
+    for module in (*blocks, model):
+        fully_shard(module, **settings)
+    return tune_peer(model, blocks) if variant == PEER_TUNED else []
+
+
+def tune_peer(model: Any, blocks: Iterable[Any]) -> list[str]:
+    """Set on the peer's sharded ``model`` what its users can set by hand; return the names of the settings.
+
+    A communicator of its own for reductions, two buffers of gradients in flight (both from torch 2.13 on:
+    what the installed one lacks is left out), and gathers one block ahead, in forward, where the peer has
+    nothing under way on its own without a stream, and in backward. Collective where a communicator is made:
+    call it on all ranks, after `fully_shard` and before the first step.
+
+    Args:
+        model: the root.
+        blocks: its other sharded modules, in the order in which forward runs them.
+    """
+    chain = [model, *blocks]
+    done = []
+    for name, value in (
+        ("set_separate_reduce_scatter_group", True),
+        ("set_reduce_scatter_max_input_buffers", 2),
+    ):
+        if hasattr(model, name):
+            getattr(model, name)(value)
+            done.append(name)
+    for this, following in pairwise(chain):
+        this.set_modules_to_forward_prefetch([following])
+    # Backward begins with the root's own parameters, which stay gathered; then it runs the blocks in reverse.
+    for this, following in pairwise([model, *reversed(chain[1:])]):
+        this.set_modules_to_backward_prefetch([following])
+    return [*done, "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"]
+
+
 def choose_variants(requested: Sequence[str], *, noise: bool) -> list[str]:
-    """The variants in running order: plain first, then the peer, ours, and the peer once more."""
-    chosen = [name for name in (PLAIN, PEER, OURS) if name in requested]
+    """The variants in running order: those of `VARIANTS` that are asked for, and the peer once more."""
+    chosen = [name for name in VARIANTS if name in requested]
     if PLAIN not in chosen or len(chosen) < 2:
-        raise SystemExit(f"--variants needs 'plain' and one of 'peer', 'ours'; got {requested}")
+        raise SystemExit(f"--variants needs 'plain' and one of 'peer', 'peer tuned', 'ours'; got {requested}")
     for name in chosen[1:]:
         find_fully_shard(name)
     return chosen + [PEER_AGAIN] * (noise and PEER in chosen)
@@ -168,10 +220,10 @@ def cpu_model() -> str:
 
 def print_noise(rows: Sequence[Mapping[str, Any]]) -> None:
     """Say how far the peer is from itself, where it ran twice."""
-    for row in rows:
-        if row["variant"] == PEER_AGAIN:
-            where = f" at width {row['width']}" if "width" in row else ""
-            print(f"noise{where}: the peer against itself {_cell(row['ratio_to_peer'])}")
+    ratios = sorted(row["ratio_to_peer"]["median"] for row in rows if row["variant"] == PEER_AGAIN)
+    if ratios:
+        spread = f"{ratios[0]:.3f}" + (f" to {ratios[-1]:.3f}" if len(ratios) > 1 else "")
+        print(f"noise: the peer against itself {spread} (median)")
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:

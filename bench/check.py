@@ -1,0 +1,210 @@
+"""Whether a number got worse: the short benchmarks, against the ratios recorded in recorded.json.
+
+Runs host_overhead.py, memory.py and step_time.py with few steps, each as a program of its own, and compares
+what shardwise takes of the peer's time, memory and copies with what was recorded. A ratio that is above the
+recorded one by more than its margin is worse; its benchmark is run once more then and the smaller ratio
+counts, since other programs only ever add time. Exits with 1 where a ratio is worse, or is no longer
+measured, with 2 where a benchmark fails.
+
+Ratios to the peer, taken in turns within one run, carry over to other days of the same machine; to other
+machines and versions of torch less well. The record says where it is from. After a change that was meant,
+or on a new machine:
+
+    python bench/check.py --record
+
+For use by hand, on a machine that does nothing else: about three minutes.
+
+    python bench/check.py
+    python bench/check.py --only memory
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import OURS, PEER, environment, print_table
+
+HERE = Path(__file__).parent
+RECORDED = HERE / "recorded.json"
+COLUMNS = {
+    "name": "ratio",
+    "recorded": "recorded",
+    "measured": "measured",
+    "margin": "margin",
+    "verdict": "",
+}
+COPIED = "copied_to_peer"
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A benchmark, how it is run here, and which of its ratios are watched."""
+
+    arguments: str
+    named_by: tuple[str, ...]
+    """Keys whose values tell its rows apart."""
+    margins: Mapping[str, float]
+    """Measures, and how much above the recorded ratio is still noise, as a part of it."""
+
+
+# Times are noisier the shorter they are, and processes on shared cores more than one alone. Memory and copies
+# do not depend on time, but buffers may lie differently.
+WATCHED = {
+    "host_overhead": Watched(
+        "--params 12 --worlds 8 --widths 32 128 --steps 40 --no-noise --variants plain peer ours",
+        ("what", "params", "world", "width"),
+        {"ratio_to_peer": 0.12},
+    ),
+    "memory": Watched(
+        "--backends fake --variants plain peer ours",
+        ("backend", "dtype"),
+        {"forward_to_peer": 0.03, "backward_to_peer": 0.03},
+    ),
+    "step_time": Watched(
+        "--steps 8 --warmup 2 --variants plain peer ours",
+        (),
+        {"ratio_to_peer": 0.2, COPIED: 0.05},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One number of shardwise over the peer's, and its margin."""
+
+    value: float
+    margin: float
+
+
+def ratios_in(benchmark: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Ratio]:
+    """The watched ratios of a benchmark's rows, by name."""
+    watched = WATCHED[benchmark]
+    return {
+        ", ".join([benchmark, *_labels(row, watched.named_by), measure.replace("_", " ")]): Ratio(
+            _value(row, measure, rows), margin
+        )
+        for row in rows
+        if row["variant"] == OURS
+        for measure, margin in watched.margins.items()
+    }
+
+
+def _labels(row: Mapping[str, Any], keys: Sequence[str]) -> Iterator[str]:
+    for key in keys:
+        yield f"{row[key]}" if isinstance(row[key], str) else f"{key} {row[key]}"
+
+
+def _value(row: Mapping[str, Any], measure: str, rows: Sequence[Mapping[str, Any]]) -> float:
+    """A ratio of a row; copies are recorded in megabytes, of which the peer has a row of its own."""
+    if measure == COPIED:
+        (peer,) = [other for other in rows if other["variant"] == PEER]
+        ratio = row["copied_mb"] / peer["copied_mb"]
+    else:
+        ratio = row[measure]["median"] if isinstance(row[measure], Mapping) else row[measure]
+    return float(f"{ratio:.4g}")
+
+
+def compare(recorded: Mapping[str, float], measured: Mapping[str, Ratio]) -> list[dict[str, Any]]:
+    """One row a ratio, with its verdict; those that are "worse" or "gone" fail the check."""
+    names = [*recorded, *(name for name in measured if name not in recorded)]
+    return [_verdict(name, recorded.get(name), measured.get(name)) for name in names]
+
+
+def _verdict(name: str, recorded: float | None, measured: Ratio | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": name, "recorded": recorded}
+    if measured is None:
+        return row | {"verdict": "gone"}
+    row |= {"measured": measured.value, "margin": f"{measured.margin:.0%}"}
+    if recorded is None:
+        return row | {"verdict": "new"}
+    if measured.value > recorded * (1 + measured.margin):
+        return row | {"verdict": "worse"}
+    is_better = measured.value < recorded * (1 - measured.margin)
+    return row | {"verdict": "better" if is_better else "as recorded"}
+
+
+def is_failure(row: Mapping[str, Any]) -> bool:
+    return row["verdict"] in ("worse", "gone")
+
+
+def run(benchmark: str) -> dict[str, Ratio]:
+    """Run a benchmark as it is watched; exits with 2 where it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rows.json")
+        script = [sys.executable, str(HERE / f"{benchmark}.py"), *WATCHED[benchmark].arguments.split()]
+        print(f"running {' '.join(script[1:])}", flush=True)
+        done = subprocess.run([*script, "--json", str(path)], capture_output=True, text=True)
+        if done.returncode != 0 or not path.exists():
+            print(
+                f"{benchmark}.py failed with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+            )
+            raise SystemExit(2)
+        return ratios_in(benchmark, json.loads(path.read_text())["rows"])
+
+
+def measure(benchmark: str, recorded: Mapping[str, float]) -> dict[str, Ratio]:
+    """A benchmark's ratios; of two runs the smaller ones where the first has one that is worse."""
+    first = run(benchmark)
+    if not any(row["verdict"] == "worse" for row in compare(recorded, first)):
+        return first
+    again = run(benchmark)
+    return {name: min(ratio, again.get(name, ratio), key=lambda r: r.value) for name, ratio in first.items()}
+
+
+def read_recorded(path: Path, benchmarks: Sequence[str]) -> dict[str, float]:
+    """The recorded ratios of these benchmarks; says so where they are from another torch or processor."""
+    if not path.exists():
+        return {}
+    record, here = json.loads(path.read_text()), environment()
+    for key in ("torch", "cpu", "cores"):
+        if record[key] != here[key]:
+            print(f"recorded with {key} {record[key]}, here {here[key]}: expect other ratios")
+    return {name: ratio for name, ratio in record["ratios"].items() if name.split(", ")[0] in benchmarks}
+
+
+def write_recorded(path: Path, measured: Mapping[str, Ratio], benchmarks: Sequence[str]) -> None:
+    """Record what was measured; other benchmarks keep their ratios."""
+    before = json.loads(path.read_text())["ratios"] if path.exists() else {}
+    kept = {name: ratio for name, ratio in before.items() if name.split(", ")[0] not in benchmarks}
+    about = environment()
+    ratios = kept | {name: ratio.value for name, ratio in measured.items()}
+    path.write_text(json.dumps({**about, "ratios": dict(sorted(ratios.items()))}, indent=2) + "\n")
+    print(f"wrote {path}")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=WATCHED, default=list(WATCHED))
+    parser.add_argument("--record", action="store_true", help="take what is measured now as the record")
+    parser.add_argument("--recorded", type=Path, default=RECORDED, help="where the record is")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run, compare or record, print one table."""
+    options = parse()
+    recorded = read_recorded(options.recorded, options.only)
+    measured: dict[str, Ratio] = {}
+    for benchmark in options.only:
+        its = {name: ratio for name, ratio in recorded.items() if name.split(", ")[0] == benchmark}
+        measured |= run(benchmark) if options.record else measure(benchmark, its)
+    rows = compare(recorded, measured)
+    print_table(rows, COLUMNS)
+    if options.record:
+        write_recorded(options.recorded, measured, options.only)
+    elif not recorded:
+        raise SystemExit(f"Nothing is recorded in {options.recorded}: run this with --record first.")
+    elif failures := [row for row in rows if is_failure(row)]:
+        raise SystemExit(f"{len(failures)} of {len(rows)} ratios are worse than recorded, or gone.")
+
+
+if __name__ == "__main__":
+    main()
