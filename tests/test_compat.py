@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from harness import World
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -332,3 +333,36 @@ def test_a_parameter_becomes_another_and_keeps_attributes_and_hooks() -> None:
     param.sum().backward()
     assert seen == ["gradient", "accumulated", "accumulated"]
     assert param.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 8, 10])
+def test_chunks_lie_side_by_side_as_torch_chunk_cuts_them(rows: int) -> None:
+    tensors = [torch.randn(rows, 3), torch.randn(rows)]
+    size = -(-rows // 4)
+    out = torch.full((4, size * 4), float("nan"))
+    compat.chunk_cat(tensors, 4, out)
+    wide, narrow = torch.zeros(4 * size, 3), torch.zeros(4 * size)
+    wide[:rows], narrow[:rows] = tensors
+    assert torch.equal(out, torch.cat([wide.view(4, -1), narrow.view(4, -1)], dim=1))
+
+
+def test_a_marked_function_breaks_the_graph_and_is_not_compiled_itself() -> None:
+    seen: list[bool] = []
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    def marked(x: torch.Tensor) -> torch.Tensor:
+        return inner(x)
+
+    compat.run_outside_graphs(marked)
+    counter = CompileCounterWithBackend("eager")
+
+    @torch.compile(backend=counter)
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return marked(x * 2) * 3
+
+    assert torch.equal(outer(torch.ones(2)), torch.full((2,), 9.0))
+    assert seen == [False]  # run, and run once: not traced
+    assert counter.frame_count == 2  # before and after it

@@ -33,6 +33,7 @@ LEFT_OUT: dict[str, str] = {}
 # What we have and no peer exports, each with the reason.
 BEYOND: dict[str, str] = {
     "CommPolicy": "how parameters travel",
+    "FlatOptimizer": "the step on flat shards",
     "EMA": "an average of the weights, in shards",
     "LoadReport": "what load_full_state_dict returns",
     "Loaded": "what load_checkpoint returns",

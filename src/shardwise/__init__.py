@@ -6,6 +6,7 @@ from shardwise.checkpoints.pending import PendingSave
 from shardwise.comm_hooks import register_comm_hook
 from shardwise.contexts import inference, no_sync, unsharded
 from shardwise.explain import explain
+from shardwise.flat_optimizer import FlatOptimizer
 from shardwise.gradients import clip_grad_norm_, grad_norms_by_module
 from shardwise.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from shardwise.offload import offload_optimizer_state
@@ -37,6 +38,7 @@ __all__ = [
     "CommPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "FlatOptimizer",
     "GradScaler",
     "LoadReport",
     "Loaded",

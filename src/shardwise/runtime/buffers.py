@@ -10,13 +10,24 @@ Buffers of bytes; each parameter sees its own stretch under its own dtype. Who m
   several times the copy into it.
 """
 
+import weakref
 from collections.abc import Sequence
+from threading import Lock
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise.runtime.layout import Layout, Slot
+
+_ALIVE: "weakref.WeakSet[FlatShard]" = weakref.WeakSet()
+_ALIVE_LOCK = Lock()  # ranks may be threads
+
+
+def flat_shards() -> list["FlatShard"]:
+    """All that there are in this process: a shard leads to its buffer by its address alone."""
+    with _ALIVE_LOCK:
+        return list(_ALIVE)
 
 
 class FlatShard:
@@ -26,6 +37,8 @@ class FlatShard:
         self.layout = layout
         self.bytes = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)
         self.views = [with_own_storage(view) for view in local_views(self.bytes, layout, rank)]
+        with _ALIVE_LOCK:
+            _ALIVE.add(self)
 
     def fill(self, locals_: Sequence[Tensor]) -> None:
         """Copy the local tensors, one a parameter, into their places."""
@@ -104,7 +117,9 @@ def dtype_of(slot: Slot) -> torch.dtype:
 
 def typed_stretch(buffer: Tensor, start: int, end: int, dtype: torch.dtype) -> Tensor:
     """The bytes [start, end) of ``buffer`` as a 1D tensor of ``dtype``."""
-    return buffer[start:end].view(dtype)
+    if start or end != buffer.numel():
+        buffer = buffer[start:end]
+    return buffer.view(dtype)
 
 
 def local_views(buffer: Tensor, layout: Layout, rank: int) -> list[Tensor]:
@@ -114,29 +129,56 @@ def local_views(buffer: Tensor, layout: Layout, rank: int) -> list[Tensor]:
     ]
 
 
-class Place(NamedTuple):
-    """Where a tensor lies in a buffer: what ``as_strided`` takes, on the buffer viewed as ``dtype``."""
+class _Alike(NamedTuple):
+    """Neighbours of one shape and dtype: the first of ``indices`` lies at ``offset``, counted in elements."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    indices: tuple[int, ...]
 
 
-def local_places(layout: Layout, rank: int) -> list[Place]:
-    """Where the views of ``local_views`` are, for what happens at every step.
+class LocalViews:
+    """What ``local_views`` makes, for every step.
 
-    Three views a parameter cost a quarter of the host time of a reduction; this is one.
+    Three views a parameter cost a quarter of the host time of a reduction. Here it is one, and less where
+    neighbours are of one shape, as many of the packed ones are: one view of all of them, unbound.
     """
-    return [
-        Place(
-            dtype_of(slot),
-            slot.local_shape(rank),
-            torch.empty(slot.local_shape(rank), device="meta").stride(),
-            slot.shard_offset // slot.entry.itemsize,
-        )
-        for slot in layout.slots
-    ]
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        self._num_slots = len(layout.slots)
+        self._runs: list[_Alike] = []
+        for index in layout.direct + layout.packed + layout.strided:
+            self._add(index, layout.slots[index], rank)
+        self._dtypes = {run.dtype for run in self._runs}
+
+    def _add(self, index: int, slot: Slot, rank: int) -> None:
+        dtype, shape = dtype_of(slot), slot.local_shape(rank)
+        offset = slot.shard_offset // slot.entry.itemsize
+        if self._runs:
+            last = self._runs[-1]
+            pitch = offset - last.offset if len(last.indices) == 1 else last.stride[0]
+            is_next = offset == last.offset + pitch * len(last.indices)
+            if is_next and pitch > 0 and (dtype, shape) == (last.dtype, last.shape):
+                stride = (pitch, *last.stride[1:])
+                self._runs[-1] = last._replace(stride=stride, indices=(*last.indices, index))
+                return
+        stride = torch.empty(shape, device="meta").stride()
+        self._runs.append(_Alike(dtype, shape, (0, *stride), offset, (index,)))
+
+    def of(self, buffer: Tensor) -> list[Tensor]:
+        """The views of a buffer of bytes, in the order of the parameters."""
+        typed = {dtype: buffer.view(dtype) for dtype in self._dtypes}
+        found: list[Tensor] = [buffer] * self._num_slots
+        for dtype, shape, stride, offset, indices in self._runs:
+            if len(indices) == 1:
+                found[indices[0]] = typed[dtype].as_strided(shape, stride[1:], offset)
+                continue
+            together = typed[dtype].as_strided((len(indices), *shape), stride, offset)
+            for index, view in zip(indices, together.unbind(), strict=True):
+                found[index] = view
+        return found
 
 
 def cast_buffer(source: Tensor, laid_out: Layout, target: Tensor, to: Layout) -> None:

@@ -5,7 +5,8 @@ Everything else in this library uses documented APIs. Supported: torch 2.11 to 2
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, wraps
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 # --- autograd -------------------------------------------------------------------------------------
 
@@ -42,14 +44,11 @@ def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
 Hooks = dict[int, Callable[..., Any]]
 
 
-def gradient_hooks(tensor: Tensor) -> Hooks | None:
-    """Where ``tensor.register_hook`` keeps its hooks; torch has no public way to list them."""
-    return tensor._backward_hooks
+gradient_hooks: Callable[[Tensor], Hooks | None] = attrgetter("_backward_hooks")
+"""Where ``tensor.register_hook`` keeps its hooks; torch has no public way to list them."""
 
-
-def post_accumulate_hooks(tensor: Tensor) -> Hooks | None:
-    """Where ``register_post_accumulate_grad_hook`` keeps its hooks."""
-    return getattr(tensor, "_post_accumulate_grad_hooks", None)
+post_accumulate_hooks: Callable[[Tensor], Hooks | None] = attrgetter("_post_accumulate_grad_hooks")
+"""Where ``register_post_accumulate_grad_hook`` keeps its hooks."""
 
 
 def profiler_is_on() -> bool:
@@ -57,24 +56,35 @@ def profiler_is_on() -> bool:
     return torch.autograd.profiler._is_profiler_enabled
 
 
-@cache
-def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, run as it is where ``torch.compile`` would trace it: the graph breaks there.
+def run_outside_graphs(function: Callable[..., Any]) -> None:
+    """Have ``function`` run as it is where ``torch.compile`` would trace it: the graph breaks there.
 
-    Wrapped once a process, since wrapping costs more than calling, and only when first needed, since
-    it imports dynamo.
+    As ``torch.compiler.disable`` does, by the marks that it leaves; but that puts a wrapper around the
+    function, which costs 1 to 3 us a call, and imports dynamo.
     """
-    return torch.compiler.disable(function, reason="shardwise gathers and frees parameters here")
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = "shardwise gathers and frees parameters here"
+    _set_frame_action(function, inside="SKIP")
 
 
 def skip_frame(function: Callable[..., Any]) -> None:
-    """Have ``torch.compile`` pass by the frame of ``function``, as it does by torch's own.
+    """Have ``torch.compile`` pass by the frame of ``function``, as it does by torch's own, but not by what it
+    calls."""
+    _set_frame_action(function, inside="DEFAULT")
 
-    ``torch.compiler.disable`` would put a wrapper around it, which costs more than the function.
-    """
+
+def _set_frame_action(function: Callable[..., Any], inside: str) -> None:
     frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
-    skip, as_usual = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, as_usual))
+    actions = frames._FrameAction
+    strategy = frames._FrameExecStrategy(actions.SKIP, getattr(actions, inside))
+    frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+def chunk_cat(tensors: list[Tensor], num_chunks: int, out: Tensor) -> None:
+    """Chunk each tensor along dim 0, pad the last chunks with zeros, and put all first chunks side by side in
+    the first row of ``out``, and so on. Not documented; views and a ``torch.cat`` take twice the time."""
+    torch._chunk_cat(tensors, 0, num_chunks, out=out)
 
 
 # --- DTensor --------------------------------------------------------------------------------------
@@ -165,6 +175,31 @@ def step_post_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]
     return list(optimizer._optimizer_step_post_hooks.values())
 
 
+def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """``kind.step`` without the hooks that torch puts around it when the first of a class is made."""
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """``step``, of an optimizer, with the hooks and the profiler's label that torch puts around it.
+
+    What torch puts there costs tens of microseconds for the label alone: it is passed by where there are no
+    hooks and no profiler. ``hooked`` tells torch that nothing is left to do.
+    """
+    as_in_torch = torch.optim.Optimizer.profile_hook_step(step)
+
+    @wraps(step)
+    def hooked(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        has_hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        if has_hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or profiler_is_on():
+            return as_in_torch(self, *args, **kwargs)
+        return step(self, *args, **kwargs)
+
+    hooked.hooked = True  # type: ignore[attr-defined]
+    return hooked
+
+
 def set_grad_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
     """Have gradients of ``tensor``, a leaf, be cast to ``dtype`` and added up in it.
 
@@ -173,9 +208,12 @@ def set_grad_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
     tensor.grad_dtype = dtype  # type: ignore[attr-defined]
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """The local tensor itself; ``to_local()`` of a Parameter makes a new view at each call."""
-    return tensor._local_tensor  # type: ignore[attr-defined]
+local_tensor: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
+"""The local tensor itself; ``to_local()`` of a Parameter makes a new view at each call."""
+
+
+spec_of: Callable[[Tensor], DTensorSpec] = attrgetter("_spec")
+"""Mesh, placements and whole shape of a DTensor, as one object that can be told apart by identity."""
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -207,28 +245,36 @@ _REDUCE_MANY = (
 )
 
 
-def all_gather(pg: dist.ProcessGroup, output: Tensor, source: Tensor, is_async: bool) -> Any:
-    """One all-gather; the work handle (None if ``is_async`` is False and the back end has none)."""
+@cache
+def _gather_options(is_async: bool) -> Any:
     options = dist.distributed_c10d.AllgatherOptions()
     options.asyncOp = is_async
-    return getattr(pg, _GATHER)(output, source, options)
+    return options
+
+
+def all_gather(pg: dist.ProcessGroup, output: Tensor, source: Tensor, is_async: bool) -> Any:
+    """One all-gather; the work handle (None if ``is_async`` is False and the back end has none)."""
+    return getattr(pg, _GATHER)(output, source, _gather_options(is_async))
 
 
 def all_gather_coalesced(
     pg: dist.ProcessGroup, outputs: Sequence[Tensor], sources: Sequence[Tensor], is_async: bool
 ) -> Any:
     """Several all-gathers as one call; there is no public function for that (a private context)."""
-    options = dist.distributed_c10d.AllgatherOptions()
+    return getattr(pg, _GATHER_MANY)(outputs, sources, _gather_options(is_async))
+
+
+@cache
+def _reduce_options(op: Any, is_async: bool) -> Any:
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = op
     options.asyncOp = is_async
-    return getattr(pg, _GATHER_MANY)(outputs, sources, options)
+    return options
 
 
 def reduce_scatter(pg: dist.ProcessGroup, output: Tensor, source: Tensor, op: Any, is_async: bool) -> Any:
     """One reduce-scatter."""
-    options = dist.ReduceScatterOptions()
-    options.reduceOp = op
-    options.asyncOp = is_async
-    return getattr(pg, _REDUCE)(output, source, options)
+    return getattr(pg, _REDUCE)(output, source, _reduce_options(op, is_async))
 
 
 def reduce_scatter_coalesced(
@@ -239,10 +285,7 @@ def reduce_scatter_coalesced(
     is_async: bool,
 ) -> Any:
     """Several reduce-scatters as one call."""
-    options = dist.ReduceScatterOptions()
-    options.reduceOp = op
-    options.asyncOp = is_async
-    return getattr(pg, _REDUCE_MANY)(outputs, sources, options)
+    return getattr(pg, _REDUCE_MANY)(outputs, sources, _reduce_options(op, is_async))
 
 
 def backend_name(pg: dist.ProcessGroup, device: torch.device) -> str:
