@@ -1,45 +1,17 @@
-"""The norm of all gradients, and clipping by it, wherever the gradients lie.
-
-A rank measures the gradients that it holds; then it sends one number for each way in which they are
-spread over ranks. ``Shard`` on a dimension of a mesh: the ranks hold different parts, whose norms are put
-together. ``Replicate``: they hold the same, and one counts. Not on the dimension at all, as plain tensors:
-they may hold anything, and the largest counts, so that all ranks clip by the same.
-
-    mesh (dp=2, tp=2), ranks 0 1 / 2 3        over dp          over tp
-    up       (Shard(0), Shard(0)) on both     put together     put together
-    norm     Shard(0) on dp                   put together     largest
-    scale    plain, of ignored_params         largest          largest
-
-A vector of zeros in which each rank fills in its own place is summed: that moves the numbers, and every
-rank computes with all of them in the same order. So the result has the same bits everywhere, in whatever
-order a back end adds up; a NaN arrives, which a maximum may lose; and powers, which may overflow, stay at
-home.
-"""
+"""Clipping by the norm of all gradients, and the norms by module. How they are measured: norms.py."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import Placement
 
 from shardwise.checks import describe
-from shardwise.runtime import compat
-from shardwise.runtime.collectives import all_reduce
-from shardwise.runtime.deferred import DeferredGradient
+from shardwise.norms import Gradients, Plan, gradients_of, merged, norm_of, norms_of_pieces, stacked
 from shardwise.runtime.param import sharded_before
-
-# The host adds up float32 numbers one after the other: 10 million of them to 4e-4. In pieces of this size,
-# whose norms are put together in float64, it is 2e-7, at the same speed. Devices work in pieces anyway.
-_PIECE_NUMEL = 2**16
-# Up to this power those of all float32 numbers are numbers of float64.
-_LARGEST_PLAIN_POWER = 6.0
 
 
 @torch.no_grad()
@@ -103,18 +75,22 @@ def clip_grad_norm_(
         raise TypeError(f"{caller}: foreach is {foreach!r}, {describe(foreach)}; pass True, False or None.")
     params = _check_parameters(caller, model_or_parameters)
     name_of = partial(_name_of, model_or_parameters, params)
-    gradients = _gradients_of(params, caller, name_of)
-    norms = _norms_of_pieces([each.measured for each in gradients], power, foreach is not False)
-    plan = _Plan(gradients, params)
-    columns: list[list[Tensor]] = [[] for _ in plan.columns]
-    for column, pieces in zip(plan.column_of, norms, strict=True):
-        columns[column] += pieces
-    own = [_norm(_stacked(column, plan.device), power).view(1) for column in columns]
+    gradients = gradients_of(params, caller, name_of)
+    plan = Plan(gradients, params)
+    own, runs = [], []
+    for column in plan.split(gradients.measured):
+        runs.append(merged(column))
+        norms = norms_of_pieces(runs[-1], power, foreach is not False)
+        pieces = [norm for of_one in norms for norm in of_one]
+        own.append(norm_of(stacked(pieces, plan.device), power).view(1))
     total = plan.over_ranks(own, power)[0].to(_dtype_of_result(gradients))
     if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(_message_about_nonfinite(total, power, gradients, norms, name_of))
+        of_each = norms_of_pieces(gradients.measured, power, foreach is not False)
+        raise RuntimeError(_message_about_nonfinite(total, power, gradients, of_each, name_of))
     if limit < math.inf:
-        _scale(gradients, limit, total, foreach is not False)
+        if not all(map(is_, gradients.locals, gradients.measured)):
+            runs = [merged(gradients.locals)]
+        _scale([tensor for run in runs for tensor in run], limit, total, foreach is not False)
     return total
 
 
@@ -153,10 +129,10 @@ def grad_norms_by_module(model: nn.Module, norm_type: float | str = 2.0) -> dict
         raise TypeError(f"{caller}: model is {describe(model)}; pass an nn.Module.")
     power = _check_norm_type(caller, norm_type)
     params = list(model.parameters())
-    gradients = _gradients_of(params, caller, partial(_name_of, model, params))
-    pieces = _norms_of_pieces([each.measured for each in gradients], power, is_foreach=True)
-    plan = _Plan(gradients, params)
-    index_of = {id(each.param): index for index, each in enumerate(gradients)}
+    gradients = gradients_of(params, caller, partial(_name_of, model, params))
+    pieces = norms_of_pieces(gradients.measured, power, is_foreach=True)
+    plan = Plan(gradients, params)
+    index_of = {id(param): index for index, param in enumerate(gradients.params)}
     inside = {
         name: indices
         for name, module in model.named_modules()
@@ -165,287 +141,34 @@ def grad_norms_by_module(model: nn.Module, norm_type: float | str = 2.0) -> dict
     if not inside:
         return {}
     # On the host, where so many small sums cost less than on a device.
-    on_host = _stacked([norm for own in pieces for norm in own], plan.device).cpu()
-    norms = torch.stack([_norm(own, power) for own in on_host.split([len(own) for own in pieces])])
+    on_host = stacked([norm for own in pieces for norm in own], plan.device).cpu()
+    norms = torch.stack([norm_of(own, power) for own in on_host.split([len(own) for own in pieces])])
     columns = []
     for column in range(len(plan.columns)):
         rows = [[i for i in indices if plan.column_of[i] == column] for indices in inside.values()]
-        columns.append(torch.stack([_norm(norms[row], power) for row in rows]).to(plan.device))
+        columns.append(torch.stack([norm_of(norms[row], power) for row in rows]).to(plan.device))
     return dict(zip(inside, plan.over_ranks(columns, power).tolist(), strict=True))
-
-
-# --- the gradients --------------------------------------------------------------------------------
-
-
-_Place = tuple[DeviceMesh, tuple[Placement, ...]]
-
-
-@dataclass(eq=False, slots=True)
-class _Gradient:
-    """What this rank holds of the gradient of ``param``; None where it has none.
-
-    ``local`` is scaled and ``measured`` has the norm: the same tensor, or where ``local`` is a summand of
-    the gradient, the sum. ``place`` says how it is spread over which ranks; None for a plain tensor.
-    """
-
-    param: Tensor
-    local: Tensor | None
-    measured: Tensor | None
-    place: _Place | None
-
-
-def _gradients_of(params: Sequence[Tensor], caller: str, name_of: Callable[[Tensor], str]) -> list[_Gradient]:
-    """One for each parameter that is trainable or has a gradient: a list of the same kinds on all ranks."""
-    found = []
-    for param in params:
-        gradient = param.grad
-        if gradient is not None:
-            _check_gradient(param, gradient, caller, name_of)
-        elif not param.requires_grad:
-            continue
-        # The parameter's place rather than the gradient's: another rank may have no gradient.
-        placed = param if isinstance(param, DTensor) else gradient
-        if not isinstance(placed, DTensor):
-            found.append(_Gradient(param, gradient, gradient, None))
-            continue
-        place = placed.device_mesh, _without_sums(placed.placements)
-        if gradient is None:
-            found.append(_Gradient(param, None, None, place))
-            continue
-        assert isinstance(gradient, DTensor)
-        local = measured = compat.local_tensor(gradient)
-        if gradient.placements != place[1]:
-            measured = compat.local_tensor(gradient.redistribute(placements=place[1]))
-        found.append(_Gradient(param, local, measured, place))
-    return found
-
-
-def _without_sums(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    if not any(placement.is_partial() for placement in placements):
-        return placements
-    return tuple(Replicate() if placement.is_partial() else placement for placement in placements)
-
-
-def _check_gradient(param: Tensor, gradient: Tensor, caller: str, name_of: Callable[[Tensor], str]) -> None:
-    if isinstance(gradient, DeferredGradient) and not gradient.mark.is_zeroed:
-        raise RuntimeError(
-            f"{caller}: {name_of(param)}: gradients of backward passes without synchronisation "
-            "(no_sync, set_requires_gradient_sync(False), set_requires_all_reduce(False)) wait to be "
-            "reduced; .grad does not contain them yet, so that they would escape the norm. Clip after the "
-            "synchronised backward."
-        )
-    if not isinstance(param, DTensor):
-        return
-    if not isinstance(gradient, DTensor) or gradient.device_mesh != param.device_mesh:
-        found = f"on {gradient.device_mesh}" if isinstance(gradient, DTensor) else "a plain tensor"
-        raise RuntimeError(
-            f"{caller}: {name_of(param)}: .grad is {found}, where a DTensor on the mesh of the parameter, "
-            f"{param.device_mesh}, is expected: nothing says which part of the gradient it is. Assign only "
-            "DTensors that are placed as the parameter to .grad, or None."
-        )
-
-
-# --- norms of what is here ------------------------------------------------------------------------
-
-
-def _norms_of_pieces(tensors: Sequence[Tensor | None], power: float, is_foreach: bool) -> list[list[Tensor]]:
-    """For each tensor the norms of its pieces; there are none of an empty one."""
-    norms: list[list[Tensor]] = [[] for _ in tensors]
-    alike: dict[tuple[torch.device, torch.dtype], list[tuple[list[Tensor], Tensor]]] = {}
-    for own, tensor in zip(norms, tensors, strict=True):
-        for piece in () if tensor is None else _pieces(tensor):
-            alike.setdefault((piece.device, piece.dtype), []).append((own, piece))
-    for (device, dtype), members in alike.items():
-        pieces = [piece for _, piece in members]
-        summed = _dtype_of_sums(device, dtype, power)
-        found: Iterable[Tensor]
-        if _LARGEST_PLAIN_POWER < power < math.inf:
-            found = [_norm(piece.to(summed), power) for piece in pieces]
-        elif is_foreach:
-            found = torch._foreach_norm(pieces, power, dtype=summed)
-        else:
-            found = [torch.linalg.vector_norm(piece, power, dtype=summed) for piece in pieces]
-        for (own, _), norm in zip(members, found, strict=True):
-            own.append(norm)
-    return norms
-
-
-def _pieces(tensor: Tensor) -> Sequence[Tensor]:
-    if tensor.layout is not torch.strided:
-        # Of a sparse gradient the rest is zero; one that is not coalesced has several terms of one number.
-        tensor = (tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor).values()
-    if tensor.numel() == 0:
-        return ()
-    if tensor.numel() > _PIECE_NUMEL and tensor.device.type == "cpu" and tensor.is_contiguous():
-        return tensor.view(-1).split(_PIECE_NUMEL)
-    return (tensor,)
-
-
-def _dtype_of_sums(device: torch.device, dtype: torch.dtype, power: float) -> torch.dtype:
-    """At least float32; float64 where other powers than squares would soon leave the range of float32."""
-    if power not in (1.0, 2.0, math.inf):
-        dtype = torch.promote_types(dtype, _widest(device))
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _widest(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def _norm(values: Tensor, power: float, dim: int | None = None) -> Tensor:
-    """The norm of all ``values``, or along ``dim`` 0; none of their powers leaves the range of numbers."""
-    if values.numel() == 0:
-        return values.new_zeros(() if dim is None else values.shape[1:])
-    largest = torch.linalg.vector_norm(values, math.inf, dim=dim)
-    if power == math.inf:
-        return largest
-    scale = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
-    return torch.linalg.vector_norm(values / scale, power, dim=dim) * scale
-
-
-def _stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Norms of any dtypes and devices as one tensor, in which they can be put together."""
-    if len({norm.device for norm in norms}) > 1:
-        norms = [norm.to(device) for norm in norms]
-    return (torch.stack(list(norms)) if norms else torch.zeros(0)).to(device, _widest(device))
-
-
-# --- norms over ranks -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Axis:
-    """The ranks along a dimension of a mesh; slices of a mesh have the same."""
-
-    name: str
-    pg: dist.ProcessGroup = field(compare=False)
-
-
-@dataclass(frozen=True)
-class _Column:
-    """Over which axes a kind of gradients is split, and over which it may differ."""
-
-    split: frozenset[_Axis]
-    unknown: frozenset[_Axis]
-
-
-class _Plan:
-    """Which numbers of this rank meet those of which others, in the same order on all of them.
-
-    A *column* is a kind of placement. ``column_of`` says for each gradient which of ``columns`` is its own.
-    """
-
-    def __init__(self, gradients: Sequence[_Gradient], params: Sequence[Tensor]) -> None:
-        places = sorted(dict.fromkeys(each.place for each in gradients), key=_order)
-        meshes = {mesh: _axes_of(mesh) for mesh in dict.fromkeys(p[0] for p in places if p is not None)}
-        agreeing, covering = _axes_to_agree_over(meshes, None in places)
-        kinds: dict[_Place | None, _Column] = {}
-        for place in places:
-            if place is None:
-                kinds[place] = _Column(frozenset(), frozenset(agreeing))
-                continue
-            mesh, placements = place
-            split = (axis for dim, axis in meshes[mesh].items() if not placements[dim].is_replicate())
-            unknown = () if mesh in covering else set(agreeing) - set(meshes[mesh].values())
-            kinds[place] = _Column(frozenset(split), frozenset(unknown))
-        self.columns = list(dict.fromkeys(kinds.values()))
-        index_of = {place: self.columns.index(column) for place, column in kinds.items()}
-        self.column_of = [index_of[each.place] for each in gradients]
-        self.device = _device_for(gradients, params)
-        concerned = {axis for column in self.columns for axis in column.split | column.unknown}
-        everywhere = dict.fromkeys(axis for axes in meshes.values() for axis in axes.values())
-        self._axes = [axis for axis in everywhere if axis in concerned]
-
-    def over_ranks(self, columns: Sequence[Tensor], power: float) -> Tensor:
-        """The norms over all ranks and columns, from those of this rank: a tensor of as many a column."""
-        columns = list(columns)
-        for axis in self._axes:
-            taking = [
-                index
-                for index, column in enumerate(self.columns)
-                if axis in column.split or axis in column.unknown
-            ]
-            own = torch.stack([columns[index] for index in taking])
-            all_of_them = own.new_zeros(dist.get_world_size(axis.pg), *own.shape)
-            all_of_them[dist.get_rank(axis.pg)] = own
-            all_reduce(axis.pg, [all_of_them], is_async=False)()
-            for position, index in enumerate(taking):
-                of_ranks = all_of_them[:, position]
-                is_split = axis in self.columns[index].split
-                columns[index] = _norm(of_ranks, power if is_split else math.inf, dim=0)
-        if not columns:
-            return torch.zeros(1, device=self.device)
-        return _norm(torch.stack(columns), power, dim=0)
-
-
-def _order(place: _Place | None) -> tuple[Any, ...]:
-    """Sorts places alike on all ranks, even where they come in the order of a set."""
-    if place is None:
-        return ()
-    mesh, placements = place
-    return mesh.mesh_dim_names or (), tuple(mesh.shape), str(placements)
-
-
-def _axes_of(mesh: DeviceMesh) -> dict[int, _Axis]:
-    """The axes along which this rank has anybody to ask, by dimension."""
-    if mesh.get_coordinate() is None:
-        return {}
-    groups = {dim: mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1}
-    return {dim: _Axis(pg.group_name, pg) for dim, pg in groups.items()}
-
-
-def _axes_to_agree_over(
-    meshes: dict[DeviceMesh, dict[int, _Axis]], has_plain: bool
-) -> tuple[list[_Axis], list[DeviceMesh]]:
-    """Axes that lead to all ranks there are, and the meshes whose own do.
-
-    What is on a mesh with all ranks is the same for all of them.
-    """
-    if len(meshes) < 2 and not has_plain:
-        return [], list(meshes)
-    ranks = {mesh: set(mesh.mesh.flatten().tolist()) for mesh in meshes}
-    everyone = set().union(*ranks.values())
-    covering = [mesh for mesh in meshes if ranks[mesh] == everyone]
-    if covering:
-        return list(min((meshes[mesh] for mesh in covering), key=len).values()), covering
-    return list(dict.fromkeys(axis for axes in meshes.values() for axis in axes.values())), []
-
-
-def _device_for(gradients: Sequence[_Gradient], params: Sequence[Tensor]) -> torch.device:
-    """Where the ranks exchange norms: the device of the mesh, also while gradients are kept on the host."""
-    kind = next((each.place[0].device_type for each in gradients if each.place is not None), None)
-    devices = (compat.plain(each.param).device for each in gradients if each.place is not None)
-    if kind is None:
-        return compat.plain(params[0]).device if params else torch.device("cpu")
-    if kind == "cpu":
-        return torch.device("cpu")
-    return next(
-        (device for device in devices if device.type == kind),
-        torch.device(kind, torch.get_device_module(kind).current_device()),
-    )
 
 
 # --- what comes of it -----------------------------------------------------------------------------
 
 
-def _dtype_of_result(gradients: Sequence[_Gradient]) -> torch.dtype:
+def _dtype_of_result(gradients: Gradients) -> torch.dtype:
     """The same on ranks that lack a gradient: then that counts which it would have."""
     dtypes = {
-        getattr(each.param, "grad_dtype", None) or each.param.dtype
-        if each.measured is None
-        else each.measured.dtype
-        for each in gradients
+        getattr(param, "grad_dtype", None) or param.dtype if measured is None else measured.dtype
+        for param, measured in zip(gradients.params, gradients.measured, strict=True)
     }
     return torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
 
 
-def _scale(gradients: Sequence[_Gradient], limit: float, total: Tensor, is_foreach: bool) -> None:
+def _scale(tensors: Sequence[Tensor], limit: float, total: Tensor, is_foreach: bool) -> None:
     """Multiply by ``limit / total`` where that is below 1, without waiting for a device to say so."""
     factor = torch.clamp(limit / (total + 1e-6), max=1.0)
     if factor.device.type == "cpu" and factor >= 1:
         return
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in (each.local for each in gradients if each.local is not None):
+    for tensor in tensors:
         alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     factors = {device: factor.to(device) for device, _ in alike}
     for (device, _), members in alike.items():
@@ -459,13 +182,13 @@ def _scale(gradients: Sequence[_Gradient], limit: float, total: Tensor, is_forea
 def _message_about_nonfinite(
     total: Tensor,
     power: float,
-    gradients: Sequence[_Gradient],
+    gradients: Gradients,
     norms: Sequence[Sequence[Tensor]],
     name_of: Callable[[Tensor], str],
 ) -> str:
     names = [
-        name_of(each.param)
-        for each, own in zip(gradients, norms, strict=True)
+        name_of(param)
+        for param, own in zip(gradients.params, norms, strict=True)
         if not all(norm.isfinite() for norm in own)
     ]
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
