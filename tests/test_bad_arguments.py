@@ -252,7 +252,7 @@ False, None or a number of ranks.""",
 
 
 @pytest.mark.parametrize("value", [-1, -(2**40)])
-@pytest.mark.parametrize("field", ["prefetch", "packing_limit_bytes"])
+@pytest.mark.parametrize("field", ["prefetch", "packing_limit_bytes", "part_bytes"])
 def test_a_comm_policy_refuses_negative_values(field: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"CommPolicy: {field} is {value}; .*0"):
         CommPolicy(**{field: value})

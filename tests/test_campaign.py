@@ -333,7 +333,7 @@ def shard(model: Model, draw: Draw) -> None:
         "shard_placement_fn": fn,
         "mp_policy": MixedPrecisionPolicy(**PRECISIONS[draw["precision"]][0]),
         "offload_policy": OffloadPolicy() if draw["offload"] is None else CPUOffloadPolicy(draw["offload"]),
-        "comm_policy": CommPolicy(draw["packing"], draw["prefetch"]),
+        "comm_policy": CommPolicy(draw["packing"], draw["prefetch"], part_bytes=draw["parts"]),
     }
     for index, group in enumerate(groups_of(model, draw)):
         fully_shard(group, **options, reshard_after_forward=reshard_choice(draw, index))
@@ -387,6 +387,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "precision": (None, None, None, None, None, *list(PRECISIONS)[1:]),
     "offload": (None, None, False, True),
     "packing": (None, 0, 100, 1 << 30),
+    "parts": (None, 0, 100),
     "prefetch": (1, 0, 2, 3),
     "skip": (False,) * 15 + (True,),
     "zeros": (False,) * 6 + (True,),

@@ -125,7 +125,10 @@ def reduce_everything(limit: int, missing: int | None, divisor: float) -> None:
     gradients = [g if want else None for g, want in zip(of_ranks[rank], wanted, strict=True)]
     for comm in communicators():
         output = torch.zeros(layout.shard_bytes, dtype=torch.uint8)
-        Reduce(comm, layout, CPU).start(HostLane(), gradients, output, divisor)()
+        reduce = Reduce(comm, layout, CPU)
+        finishes = [reduce.start(HostLane(), part, gradients, output, divisor) for part in reduce.parts]
+        for finish in finishes:
+            finish()
         views = FlatShard(layout, rank, CPU)
         views.bytes.copy_(output)
         for view, want, value in zip(views.views, wanted, expected, strict=True):

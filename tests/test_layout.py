@@ -140,8 +140,8 @@ def test_a_layout_reads_like_its_picture() -> None:
         "\n".join(lines),
         """\
   10x3  f32  direct shard   0 +36  slot   0 +144
-    10  f32  packed shard  48 +12  slot 144 +48
-scalar  f32  packed shard  64 +4   slot 192 +16
+    10  f32  packed shard  64 +12  slot 160 +48
+scalar  f32  packed shard  48 +4   slot 144 +16
      4 bf16  packed shard  80 +2   slot 208 +8
    3x8  f32 strided shard  96 +24  slot 224 +96
 shard 128 bytes, gathered 320""",

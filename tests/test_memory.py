@@ -7,7 +7,7 @@ import torch
 from harness import World
 from torch import Tensor, nn
 
-from shardwise import fully_shard
+from shardwise import CommPolicy, fully_shard
 
 WIDTH, DEPTH = 512, 6
 B = 2 * WIDTH * WIDTH * 4  # a block's full parameters, in bytes; small ones keep their memory
@@ -25,12 +25,12 @@ class Pair(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-def stack() -> nn.Module:
+def stack(policy: CommPolicy | None = None) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(*(Pair() for _ in range(DEPTH)))
     for block in model:
-        fully_shard(block)
-    return fully_shard(model)
+        fully_shard(block, comm_policy=policy)
+    return fully_shard(model, comm_policy=policy)
 
 
 def gathered_bytes(model: nn.Module) -> int:
@@ -44,14 +44,15 @@ def full_gradient_bytes(model: nn.Module) -> int:
     """Bytes of full gradients that are allocated now, waiting or in flight."""
     total = 0
     for group in model._shardwise_member.schedule.groups:
-        in_flight = [g for reduction in group._reductions for g in reduction.gradients or ()]
+        shipments = [s for reduction in group._reductions if reduction for s in reduction.shipments]
+        in_flight = [gradient for shipment in shipments for gradient in shipment.gradients]
         waiting = [full.grad for full in group._fulls]
         total += sum(g.untyped_storage().nbytes() for g in (*in_flight, *waiting) if g is not None)
     return total
 
 
-def peaks_of_a_step() -> dict[str, float]:
-    model = stack()
+def peaks_of_a_step(part_bytes: int | None) -> dict[str, float]:
+    model = stack(CommPolicy(part_bytes=part_bytes))
     x = torch.randn(2, WIDTH)
     model(x).sum().backward()
     peaks = {"forward": 0.0, "backward": 0.0, "gradients": 0.0}
@@ -69,9 +70,12 @@ def peaks_of_a_step() -> dict[str, float]:
     return peaks
 
 
-def test_two_groups_of_parameters_and_two_of_gradients_are_the_most(world2: World) -> None:
-    for peaks in world2.run(peaks_of_a_step):
-        assert peaks == {"forward": 2, "backward": 2, "gradients": 2, "after": 0}
+@pytest.mark.parametrize(("part_bytes", "gradients"), [(None, 2), (0, 1)], ids=["small groups", "in parts"])
+def test_two_groups_of_parameters_are_the_most_and_as_many_of_gradients_or_one(
+    world2: World, part_bytes: int | None, gradients: int
+) -> None:
+    for peaks in world2.run(peaks_of_a_step, part_bytes):
+        assert peaks == {"forward": 2, "backward": 2, "gradients": gradients, "after": 0}
 
 
 def numel_of_tensors_left(build_first: bool) -> int:

@@ -264,6 +264,7 @@ def comm_policy_of(draw: Draw) -> CommPolicy:
         draw["prefetch"],
         backward_prefetch=draw["backward_prefetch"],
         max_gathers=draw["max_gathers"],
+        part_bytes=draw["parts"],
     )
 
 
@@ -385,6 +386,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "placement": (False, False, False, True),
     "offload": (False, False, False, True),
     "packing": (None, 0, 100, 1 << 30),
+    "parts": (None, 0, 100),
     "prefetch": (1, 0, 2, 3),
     "backward_prefetch": ("before", "after", "after", None),
     "max_gathers": (None, None, 1, 2),

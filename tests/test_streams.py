@@ -15,7 +15,7 @@ from reference import Recipe, assert_same_record, plain_run, sharded_run
 
 from shardwise.runtime import reduction, streams
 from shardwise.runtime.buffers import typed_stretch
-from shardwise.runtime.collectives import Reduce, SingleRank
+from shardwise.runtime.collectives import Part, Reduce, SingleRank
 from shardwise.runtime.layout import Entry, Layout, plan_layout
 from shardwise.runtime.reduction import Destination, Reduction, Replicas
 from shardwise.runtime.streams import DeviceLane, HostLane, Lanes, Ticket, in_stream
@@ -212,13 +212,14 @@ def test_gathers_reductions_and_replicas_have_lanes_of_their_own(log: list[str])
 def test_a_host_lane_lends_the_smallest_buffer_that_is_large_enough() -> None:
     lane = HostLane()
     small, large = lane.borrow(16, CPU), lane.borrow(64, CPU)
-    addresses = {16: small.data_ptr(), 64: large.data_ptr()}
+    addresses = {16: small.bytes.data_ptr(), 64: large.bytes.data_ptr()}
     lane.give_back(large)
     lane.give_back(small)
     again = lane.borrow(8, CPU)
-    assert (again.numel(), again.data_ptr()) == (8, addresses[16])
-    lane.give_back(again)  # all of it comes back, not the 8 bytes that were lent
-    assert [lane.borrow(16, CPU).data_ptr(), lane.borrow(17, CPU).data_ptr()] == list(addresses.values())
+    assert again.bytes.data_ptr() == addresses[16]
+    lane.give_back(again)
+    found = [lane.borrow(16, CPU).bytes.data_ptr(), lane.borrow(17, CPU).bytes.data_ptr()]
+    assert found == list(addresses.values())
 
 
 # --- reductions -----------------------------------------------------------------------------------
@@ -227,10 +228,14 @@ def test_a_host_lane_lends_the_smallest_buffer_that_is_large_enough() -> None:
 class LoggedReduce:
     """Sums over the shards, as the log tells it."""
 
+    room_to_reduce = 1.0
+
     def __init__(self, log: list[str], name: str = "") -> None:
         self.log, self.name = log, name
 
-    def start(self, lane: Any, gradients: Sequence[Any], output: torch.Tensor, divisor: float) -> Any:
+    def start(
+        self, lane: Any, part: Part, gradients: Sequence[Any], output: torch.Tensor, divisor: float
+    ) -> Any:
         self.log.append(f"sum over shards{self.name} starts")
         tell(self.log, f"sums{self.name}", output)
         output.view(torch.float64).fill_(len(gradients) / divisor)
@@ -241,6 +246,7 @@ def layout_of(dtype: torch.dtype, numel: int = 4) -> Layout:
     return plan_layout([Entry((numel,), dtype, dtype.itemsize, "all alike", 2)], 1, [False])
 
 
+WHOLE = Part((0,), (), 32)
 WIDE, NARROW = layout_of(torch.float64), layout_of(torch.float32)
 
 
@@ -269,8 +275,10 @@ def reduction_of(
     gradients = [torch.ones(4, dtype=torch.float64)]
     tell(log, f"gradients{name}", gradients[0])
     reduce: Any = LoggedReduce(log, name)
-    destination = Destination(NARROW, where, is_pinned=False)
-    return Reduction(reduce, WIDE, gradients, 2.0, lanes, replicas, destination, CPU)
+    made = Reduction(reduce, WIDE, 2.0, lanes, CPU, is_filled=True)
+    made.send(WHOLE, gradients)
+    made.close(replicas, Destination(NARROW, where, is_pinned=False))
+    return made
 
 
 def test_on_a_device_both_stages_are_queued_at_once_and_nothing_is_freed_before_the_computation_waits(
@@ -330,10 +338,9 @@ def test_without_a_second_stage_the_third_lane_stays_idle(log: list[str]) -> Non
     gradients = [torch.ones(4, dtype=torch.float64)]
     tell(log, "gradients", gradients[0])
     reduce: Any = LoggedReduce(log)
-    destination = Destination(WIDE, CPU, is_pinned=False)
-    made = Reduction(
-        reduce, WIDE, gradients, 2.0, named_lanes(), Replicas(None, None, None), destination, CPU
-    )
+    made = Reduction(reduce, WIDE, 2.0, named_lanes(), CPU, is_filled=True)
+    made.send(WHOLE, gradients)
+    made.close(Replicas(None, None, None), Destination(WIDE, CPU, is_pinned=False))
     del gradients
     output = made.output
     log.append("-- computing goes on")
@@ -409,8 +416,10 @@ def test_what_no_gradient_fills_is_zero(has_gradient: bool, monkeypatch: pytest.
     padded = layout_of(torch.float64, numel=3)
     gradients = [torch.ones(3, dtype=torch.float64)] if has_gradient else [None]
     reduce = Reduce(SingleRank(), padded, CPU)
-    destination = Destination(padded, CPU, is_pinned=False)
-    made = Reduction(reduce, padded, gradients, 1.0, Lanes(CPU), Replicas(None, None, None), destination, CPU)
+    made = Reduction(reduce, padded, 1.0, Lanes(CPU), CPU, is_filled=has_gradient)
+    for part in reduce.parts:
+        made.send(part, gradients)
+    made.close(Replicas(None, None, None), Destination(padded, CPU, is_pinned=False))
     made.finish()
     value = 1.0 if has_gradient else 0.0
     assert made.output.view(torch.float64).tolist() == [value] * 3 + [0.0]

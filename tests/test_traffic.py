@@ -110,9 +110,9 @@ def outputs_alive() -> int:
     most = 0
 
     class Counted(reduction.Reduction):
-        def __init__(self, *args: Any) -> None:
+        def __init__(self, *args: Any, **options: Any) -> None:
             nonlocal most
-            super().__init__(*args)
+            super().__init__(*args, **options)
             alive.add(id(self))
             most = max(most, len(alive))
 

@@ -313,6 +313,8 @@ class FSDPModule:
         """How many groups' full gradients may be on their way at once, beside those of the running group.
 
         More lets communication that is slower than the computation fall behind further, for their memory.
+        Where large gradients leave before the rest of their group (``CommPolicy.part_bytes``), those that are
+        there and under way take no more memory than so many of the largest groups.
         """
         caller = "set_reduce_scatter_max_input_buffers"
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
@@ -324,6 +326,7 @@ class FSDPModule:
             raise ValueError(f"{caller}: max_input_buffers is {max_input_buffers}; it must be 1 or more.")
         for group in _groups(self, recurse, "set_reduce_scatter_max_input_buffers"):
             group.max_reductions = max_input_buffers
+        _member(self).schedule.prepare_anew()
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Have the gathers of the next forward wait for ``event`` only, recorded after the optimizer's step.

@@ -186,6 +186,10 @@ class CommPolicy:
         max_gathers: the most groups that may be gathered ahead or on their way at once, whatever else asks
             for more, ``set_modules_to_forward_prefetch`` too. None: as many as are asked for.
         quantized_gather: send parameters in fewer bytes; see :class:`QuantizedGather`. None: as they are.
+        part_bytes: large gradients of a group are reduced, and freed, as soon as they are there, in parts of
+            at least so many bytes of full gradients and at least a quarter of the group's. 0: in quarters,
+            whatever their size. None takes the default of the back end, which spares small groups the
+            additional collectives. Where all parameters are packed, they leave together.
     """
 
     packing_limit_bytes: int | None = None
@@ -193,11 +197,14 @@ class CommPolicy:
     backward_prefetch: str | None = "before"
     max_gathers: int | None = None
     quantized_gather: QuantizedGather | None = None
+    part_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is not a size, a count or a choice."""
         if self.packing_limit_bytes is not None:
             _check_count("CommPolicy", "packing_limit_bytes", self.packing_limit_bytes, 0)
+        if self.part_bytes is not None:
+            _check_count("CommPolicy", "part_bytes", self.part_bytes, 0)
         _check_count("CommPolicy", "prefetch", self.prefetch, 0)
         if self.max_gathers is not None:
             _check_count("CommPolicy", "max_gathers", self.max_gathers, 1)
@@ -214,6 +221,7 @@ class CommPolicy:
 
 _MEANINGS = {
     "packing_limit_bytes": "it is a size in bytes, 0 or more, or None for the default of the back end",
+    "part_bytes": "it is a size in bytes, 0 or more, or None for the default of the back end",
     "prefetch": "it counts groups, 0 (none) or more",
     "max_gathers": "it counts groups, 1 or more, or None for no limit",
     "block_size": "it counts numbers, 1 or more",

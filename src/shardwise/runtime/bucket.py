@@ -7,9 +7,10 @@ Where what is stored is not what is computed with (another dtype, or shards in h
 shard is first brought into a buffer to send from: one cast, one copy, for all parameters together.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import or_
 from typing import Any
 
 import torch
@@ -18,11 +19,12 @@ from torch import Tensor, nn
 
 from shardwise.policy import CommPolicy
 from shardwise.runtime import compat
-from shardwise.runtime.buffers import FlatShard, GatheredBuffer, cast_buffer, local_places, local_views
+from shardwise.runtime.buffers import FlatShard, GatheredBuffer, LocalViews, cast_buffer, local_views
 from shardwise.runtime.collectives import (
     BackendCollectives,
     Communicator,
     Gather,
+    Part,
     Reduce,
     all_reduce,
     make_communicator,
@@ -34,6 +36,7 @@ from shardwise.runtime.param import Param
 from shardwise.runtime.quantized import Int8Gather, QuantizedExchange, QuantizedSum
 from shardwise.runtime.reduction import NO_REPLICAS, Destination, Hook, Reduction, Replicas
 from shardwise.runtime.streams import Finish, Lane, Lanes, nothing
+from shardwise.runtime.watch import all_start_at
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,9 @@ class Storage:
     device: torch.device
     is_pinned: bool = False
 
+
+_LARGEST_PACKED_BYTES = 16 << 20
+"""A full parameter above this is not copied, however many ranks share it, unless the caller says so."""
 
 Make = Callable[[dist.ProcessGroup | None, torch.device], Any]
 
@@ -211,13 +217,13 @@ class Bucket:
         self.kept = self._layout("kept")
         is_pinned = self.storage.is_pinned and device.type == "cpu"
         self.shard = FlatShard(self.stored, self.mesh.shard.rank, device, is_pinned=is_pinned)
-        self._reduce = Reduce(self._reduce_comm, self.reduced, self.mesh.device)
+        self._reduce = Reduce(self._reduce_comm, self.reduced, self.mesh.device, self.policy.part_bytes)
         for each in (self._reduce_comm, self._sum_over_replicas):
             if isinstance(each, (QuantizedExchange, QuantizedSum)):
                 each.plan_for(self.reduced)
         self._home = Destination(self.kept, self.storage.device, self.storage.is_pinned)
-        self._gradient_places = local_places(self.kept, self.mesh.shard.rank)
-        self._kept_dtypes = {place.dtype for place in self._gradient_places}
+        self._gradient_views = LocalViews(self.kept, self.mesh.shard.rank)
+        self._has_scalars = any(slot.is_replicated for slot in self.reduced.slots)
         self._gather: Gather | None = None
         self._pieces: list[Tensor] | None = None
         self._part = None
@@ -248,23 +254,22 @@ class Bucket:
             for param, dtype in zip(self.params, dtypes, strict=True)
         ]
         own = self.mesh.shard.world
-        limit = self._packing_limit()
-        sizes = [
-            e.chunk_numel(own) * p.precision.computed.itemsize
+        is_direct = [
+            self._travels_alone(e.chunk_numel(own) * p.precision.computed.itemsize)
             for e, p in zip(entries, self.params, strict=True)
         ]
-        is_direct = [limit is not None and size >= limit for size in sizes]
         return plan_layout(
             entries, own if world is None else world, is_direct, slots_serve or self._part_world()
         )
 
-    def _packing_limit(self) -> int | None:
-        """From which size of a chunk on a parameter travels alone; None: always together."""
-        packs_everything = self._gather_comm.packs_everything or self._reduce_comm.packs_everything
-        if packs_everything or self._is_quantized:
-            return None
-        limit = self.policy.packing_limit_bytes
-        return self._gather_comm.packing_limit_bytes if limit is None else limit
+    def _travels_alone(self, chunk_bytes: int) -> bool:
+        """True if a parameter of which a rank keeps so much has collectives of its own, and no copies."""
+        if self._gather_comm.packs_everything or self._reduce_comm.packs_everything or self._is_quantized:
+            return False
+        if self.policy.packing_limit_bytes is not None:
+            return chunk_bytes >= self.policy.packing_limit_bytes
+        is_large = chunk_bytes * self.mesh.shard.world > _LARGEST_PACKED_BYTES
+        return is_large or chunk_bytes >= self._gather_comm.packing_limit_bytes
 
     def _part_world(self) -> int | None:
         return None if self._comms.part_axis is None else self._comms.part_axis.world
@@ -288,11 +293,10 @@ class Bucket:
             comm.channel = self._comms.channel
             self._part = PartlyGathered(comm, axis.rank, part, self.gathered, device)
         self.fulls = [param.full for param in self.params if param.full is not None]
-        self._placed = [
-            (index, param.full_data(), slot.slot_offset)
-            for index, (param, slot) in enumerate(zip(self.params, self.computed.slots, strict=True))
-            if slot.slot_bytes
-        ]
+        slots = self.computed.slots
+        self._placed = [index for index, slot in enumerate(slots) if slot.slot_bytes]
+        self._contents = [self.params[index].full_data() for index in self._placed]
+        self._offsets = [slots[index].slot_offset for index in self._placed]
 
     def _make_gather(self) -> Gather:
         if self.policy.quantized_gather is None:
@@ -326,13 +330,14 @@ class Bucket:
             return nothing
         if self._pieces is not None:
             return self._gather.start(lane, self._pieces)
-        send = lane.borrow(self.computed.shard_bytes, self.mesh.device)
+        scratch = lane.borrow(self.computed.shard_bytes, self.mesh.device)
+        send = scratch.bytes[: self.computed.shard_bytes]
         self._bring(send, lane)
         wait = self._gather.start(lane, self._gather.cut(send))
 
         def finish() -> None:
             wait()
-            lane.give_back(send)
+            lane.give_back(scratch)
 
         return finish
 
@@ -340,10 +345,11 @@ class Bucket:
         """Copy the flat shard to ``target``, on the computing device and in the dtypes of computation."""
         source = self.shard.bytes
         if source.device != target.device and self.computed is not self.stored:
-            landing = lane.borrow(source.numel(), target.device)
+            scratch = lane.borrow(source.numel(), target.device)
+            landing = scratch.bytes[: source.numel()]
             landing.copy_(source, non_blocking=True)
             cast_buffer(landing, self.stored, target, self.computed)
-            lane.give_back(landing)
+            lane.give_back(scratch)
         else:
             cast_buffer(source, self.stored, target, self.computed)
 
@@ -378,7 +384,10 @@ class Bucket:
     def moved_params(self) -> list[int]:
         """Indices of full parameters that were given other memory (``param.data = ...``)."""
         start = self.gathered.bytes.data_ptr()
-        return [index for index, full, offset in self._placed if full.data_ptr() != start + offset]
+        if all_start_at(self._contents, self._offsets, start):
+            return []
+        rows = zip(self._placed, self._contents, self._offsets, strict=True)
+        return [index for index, content, offset in rows if content.data_ptr() != start + offset]
 
     def drop_full_parameters(self) -> None:
         """Forget them; the next gather makes new ones."""
@@ -426,28 +435,32 @@ class Bucket:
 
     # --- gradients --------------------------------------------------------------------------------
 
-    def start_reduction(
-        self,
-        gradients: Sequence[Tensor | None],
-        lanes: Lanes,
-        divisor: float,
-        all_reduces: bool,
-        hook: Hook | None,
-    ) -> Reduction:
-        """Begin to sum the full gradients over the ranks."""
+    @property
+    def parts(self) -> list[Part]:
+        """Whose gradients are sent together; indices are those of ``params``."""
+        return self._reduce.parts
+
+    def open_reduction(self, lanes: Lanes, divisor: float, *, is_filled: bool) -> Reduction:
+        """A reduction of which nothing has been sent yet. ``is_filled``: all gradients will come."""
+        return Reduction(
+            self._reduce,
+            self.reduced,
+            1.0 if self.averages_itself else divisor,
+            lanes,
+            self.mesh.device,
+            is_filled=is_filled,
+        )
+
+    def close_reduction(self, reduction: Reduction, all_reduces: bool, hook: Hook | None) -> None:
+        """All gradients that there are have been sent: go on to the replicas, if that is wanted now."""
         self._all_reduces = all_reduces or self.mesh.replicate.is_alone
-        self._is_earlier = [
-            was_there or gradient is not None
-            for was_there, gradient in zip(self._is_earlier, gradients, strict=True)
-        ]
+        self._is_earlier = list(map(or_, self._is_earlier, reduction.present))
         earlier, self._earlier = self._earlier, None
-        if self.averages_itself:
-            divisor = 1.0
         sum_up = self._sum_over_replicas if self._all_reduces else None
         home = self._home if self._all_reduces else Destination(self.reduced, self.mesh.device, False)
         agree = self._agree_on_copies if self._has_loose_copies else None
         replicas = NO_REPLICAS
-        if any(each is not None for each in (sum_up, earlier, hook, agree)):
+        if sum_up is not None or earlier is not None or hook is not None or agree is not None:
             summed = [
                 index
                 for index, (param, was_there) in enumerate(zip(self.params, self._is_earlier, strict=True))
@@ -455,17 +468,14 @@ class Bucket:
             ]
             own_hook = hook if self._all_reduces else None
             replicas = Replicas(frozenset(summed), sum_up, earlier, own_hook, agree)
-        return Reduction(
-            self._reduce, self.reduced, gradients, divisor, lanes, replicas, home, self.mesh.device
-        )
+        reduction.close(replicas, home)
 
     @property
     def _has_loose_copies(self) -> bool:
         """True if ranks keep the same scalar, and may not get the same bits for its gradient."""
-        sums_alike = self._reduce_comm.sums_alike and self._comms.reducer is None
-        return not (self.mesh.shard.is_alone or sums_alike) and any(
-            slot.is_replicated for slot in self.reduced.slots
-        )
+        if not self._has_scalars or self.mesh.shard.is_alone:
+            return False
+        return not self._reduce_comm.sums_alike or self._comms.reducer is not None
 
     def _agree_on_copies(self, output: Tensor) -> None:
         """Let all ranks keep what the first of them has come to, where they keep the same."""
@@ -485,11 +495,10 @@ class Bucket:
             self._earlier = reduction.output
             return None
         present, self._is_earlier = self._is_earlier, [False] * len(self.params)
-        typed = {dtype: reduction.output.view(dtype) for dtype in self._kept_dtypes}
-        return [
-            typed[dtype].as_strided(shape, stride, offset) if is_there else None
-            for is_there, (dtype, shape, stride, offset) in zip(present, self._gradient_places, strict=True)
-        ]
+        views = self._gradient_views.of(reduction.output)
+        if all(present):
+            return list(views)
+        return [view if is_there else None for view, is_there in zip(views, present, strict=True)]
 
     @property
     def has_earlier(self) -> bool:

@@ -10,7 +10,9 @@ Everything here is issued at once and finished later (see streams.py).
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,17 +21,17 @@ from torch import Tensor
 from shardwise.runtime import compat
 from shardwise.runtime.buffers import GatheredBuffer, dtype_of, typed_stretch
 from shardwise.runtime.layout import ALIGNMENT, Layout, Run, Slot
-from shardwise.runtime.streams import Finish, Lane, nothing, waiting_for
+from shardwise.runtime.streams import Finish, Lane, Scratch, nothing, waiting_for
 
 
 class Memory(Protocol):
     """Lends buffers of bytes."""
 
-    def borrow(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """A buffer of bytes of undefined contents, to hold numbers of ``dtype``."""
+    def borrow(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
+        """A buffer of so many bytes or more, of undefined contents, to hold numbers of ``dtype``."""
         ...
 
-    def give_back(self, buffer: Tensor) -> None:
+    def give_back(self, scratch: Scratch) -> None:
         """End of use."""
         ...
 
@@ -42,6 +44,9 @@ class Communicator(Protocol):
     ``packs_everything``: no parameter travels alone, however large.
     ``sums_alike``: ranks that get the same sum get the same bits; else the order of adding up may differ.
     ``channel``: a number that sets this bucket's messages apart from those of others, if there are any.
+    ``smallest_part_bytes``: gradients from this size on are worth a reduction of their own, as soon as they
+    are there; infinite where one call has to reduce them all.
+    ``room_to_reduce``: the memory that a reduction holds until it is waited for, in units of its inputs.
     All tensors are contiguous and 1D; ``outputs`` of a gather and ``inputs`` of a reduction hold
     ``world`` pieces of equal size, piece r for or from rank r. Each call returns the function that
     waits for it.
@@ -51,6 +56,8 @@ class Communicator(Protocol):
     packs_everything: bool
     sums_alike: bool
     channel: int
+    smallest_part_bytes: float
+    room_to_reduce: float
     memory: Any  # Memory | None; a Protocol's variable is invariant
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
@@ -109,6 +116,8 @@ class SingleRank:
     packs_everything = False
     sums_alike = True
     channel = 0
+    smallest_part_bytes = float(1 << 20)
+    room_to_reduce = 1.0
     memory: Any = None
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
@@ -134,17 +143,24 @@ class BackendCollectives:
     packs_everything = False
     sums_alike = False
     channel = 0
+    # One more launch, for what takes the wire longer than that.
+    smallest_part_bytes = float(4 << 20)
+    room_to_reduce = 1.0
     memory: Any = None
 
     def __init__(self, pg: dist.ProcessGroup, device: torch.device) -> None:
         self._pg = pg
+        self._world = pg.size()
         self._is_async = device.type == "cpu"
         self._can_coalesce = True
-        self._averages = compat.backend_name(pg, device) == "nccl"
+        # The fake back end moves nothing, and stands for one that averages.
+        self._averages = compat.backend_name(pg, device) in ("nccl", "fake")
         self.force_sum = False
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
         """One coalesced call, or one call an output."""
+        if len(outputs) == 1:
+            return waiting_for([compat.all_gather(self._pg, outputs[0], inputs[0], self._is_async)])
         works = self._coalesced(compat.all_gather_coalesced, outputs, inputs)
         if works is None:
             works = [
@@ -155,8 +171,10 @@ class BackendCollectives:
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
         """Sum and divide, in the back end where it averages over exactly this world."""
-        averages = self._averages and not self.force_sum and divisor == self._pg.size()
+        averages = self._averages and not self.force_sum and divisor == self._world
         op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        if averages and len(outputs) == 1:
+            return waiting_for([compat.reduce_scatter(self._pg, outputs[0], inputs[0], op, self._is_async)])
         works: list[Any] = []
         inputs, before = (inputs, 1.0) if averages else divided_before(inputs, divisor)
         for dtype in dict.fromkeys(output.dtype for output in outputs):
@@ -204,6 +222,9 @@ class GlooExchange:
     packs_everything = False
     sums_alike = True
     channel = 0
+    # What leaves early is sent by the thread that computes, and waited for more often: with parts of 4 MB a
+    # step took a tenth longer. Larger groups are worth it for their memory.
+    smallest_part_bytes = float(16 << 20)
     memory: Any = None
     # Messages with one tag between two ranks are matched in the order of their calls. Each parameter
     # has two tags of its own, by its bucket's channel and its place in the shard buffer, so that ranks
@@ -217,6 +238,7 @@ class GlooExchange:
         self._pg = pg
         self._world = pg.size()
         self._rank = pg.rank()
+        self.room_to_reduce = 1.0 + (self._world - 1) / self._world
         self.channel = 0
         # Starting after itself, each rank meets the others in another order: nobody is swamped.
         self._others = [(self._rank + i) % self._world for i in range(1, self._world)]
@@ -238,8 +260,9 @@ class GlooExchange:
         works: list[Any] = []
         for output, source in zip(outputs, inputs, strict=True):
             pieces = source.view(self._world, -1)
-            landing = pieces.new_empty(self._world, pieces.shape[1])
-            works += self._swap([(landing[rank], pieces[rank]) for rank in self._others], output, 1)
+            landing = pieces.new_empty(self._world - 1, pieces.shape[1])
+            pairs = [(landing[rank - (rank > self._rank)], pieces[rank]) for rank in self._others]
+            works += self._swap(pairs, output, 1)
             received.append(landing)
 
         def finish() -> None:
@@ -270,7 +293,7 @@ class GlooExchange:
 
     def _sum(self, output: Tensor, own: Tensor, landing: Tensor, divisor: float) -> None:
         """Add the pieces in order of ranks, so that the result does not depend on who computes it."""
-        pieces = [own[r] if r == self._rank else landing[r] for r in range(self._world)]
+        pieces = [*landing[: self._rank], own[self._rank], *landing[self._rank :]]
         if output.dtype in (torch.bfloat16, torch.float16):  # round once, not once a rank
             total = pieces[0].float()
             for piece in pieces[1:]:
@@ -282,6 +305,56 @@ class GlooExchange:
             output.add_(piece)
         if divisor != 1:
             output.div_(divisor)
+
+
+class _Staging(NamedTuple):
+    """A buffer that a packed gather fills: as one, by rank, what is not strided of that, by stretches."""
+
+    flat: Tensor
+    rows: Tensor
+    packed: Tensor
+    stretches: list[Tensor]
+
+
+class _Stretch(NamedTuple):
+    """``length`` packed parameters of one size, side by side.
+
+    Of each rank ``num_bytes``, ``pitch`` bytes apart from ``start`` on in the rank's row, for slots
+    ``slot_pitch`` bytes apart from ``slot_start`` on.
+    """
+
+    length: int
+    num_bytes: int
+    pitch: int
+    start: int
+    slot_pitch: int
+    slot_start: int
+
+    def takes(self, slot: Slot, start: int) -> bool:
+        """True if ``slot``, at ``start`` in the row, is one more of them."""
+        sizes = (slot.chunk_bytes, slot.padded_bytes)
+        slot_pitch = self.slot_pitch if self.length > 1 else slot.slot_offset - self.slot_start
+        return (*sizes, start, slot.slot_offset) == (
+            self.num_bytes,
+            self.pitch,
+            self.start + self.length * self.pitch,
+            self.slot_start + self.length * slot_pitch,
+        )
+
+
+def _stretches(layout: Layout) -> list[_Stretch]:
+    found: list[_Stretch] = []
+    for slot in [layout.slots[index] for index in layout.packed]:
+        start = slot.shard_offset - layout.packed_start
+        if not slot.chunk_bytes:
+            continue
+        if found and found[-1].takes(slot, start):
+            last = found[-1]
+            slot_pitch = (slot.slot_offset - last.slot_start) // last.length
+            found[-1] = last._replace(length=last.length + 1, slot_pitch=slot_pitch)
+        else:
+            found.append(_Stretch(1, slot.chunk_bytes, slot.padded_bytes, start, 0, slot.slot_offset))
+    return found
 
 
 class Gather:
@@ -304,13 +377,14 @@ class Gather:
         if not packed_bytes:
             return self._comm.all_gather(self._outputs, inputs)
         memory: Memory = self._comm.memory or lane
-        staging = memory.borrow(self._world * packed_bytes, self._gathered.bytes.device, self._dtype)
-        wait = self._comm.all_gather([*self._outputs, staging], inputs)
+        scratch = memory.borrow(self._world * packed_bytes, self._gathered.bytes.device, self._dtype)
+        staging = scratch.view(self._staged, self._stage)
+        wait = self._comm.all_gather([*self._outputs, staging.flat], inputs)
 
         def finish() -> None:
             wait()
-            self._unpack(staging.view(self._world, -1))
-            memory.give_back(staging)
+            self._unpack(staging)
+            memory.give_back(scratch)
 
         return finish
 
@@ -323,7 +397,17 @@ class Gather:
         return pieces
 
     def _plan_unpacking(self, layout: Layout, gathered: GatheredBuffer) -> None:
-        """Columns of the staging buffer and where they go; padding between them goes to scrap."""
+        """Columns of the staging buffer and where they go; padding between them goes to scrap.
+
+        On the host, one copy takes all parameters of one size; a device takes all in one kernel.
+        """
+        self._stretches = _stretches(layout)
+        self._homes = [
+            gathered.bytes.as_strided(
+                (s.length, self._world, s.num_bytes), (s.slot_pitch, s.num_bytes, 1), s.slot_start
+            )
+            for s in self._stretches
+        ]
         self._sizes: list[int] = []
         self._targets: list[Tensor] = []
         for index in layout.packed:
@@ -335,36 +419,111 @@ class Gather:
                 self._sizes.append(padding)
                 self._targets.append(gathered.bytes.new_empty(self._world, padding))
         self._strided = [(layout.slots[i], gathered.full_tensor(layout.slots[i])) for i in layout.strided]
+        self._staged = ("gather", self._world, layout.packed_bytes, tuple(self._sizes))
 
-    def _unpack(self, staging: Tensor) -> None:
-        split = self._layout.strided_start - self._layout.packed_start
-        if self._sizes:
-            packed = staging[:, :split] if self._strided else staging
-            torch.split_with_sizes_copy(packed, self._sizes, dim=1, out=self._targets)
+    def _stage(self, buffer: Tensor) -> "_Staging":
+        """The views of a staging buffer that bytes come into and go out of."""
+        flat = buffer[: self._world * self._layout.packed_bytes]
+        rows = flat.view(self._world, -1)
+        stretches = [
+            flat.as_strided((s.length, self._world, s.num_bytes), (s.pitch, rows.stride(0), 1), s.start)
+            for s in self._stretches
+        ]
+        return _Staging(flat, rows, rows[:, : sum(self._sizes)], stretches)
+
+    def _unpack(self, staging: "_Staging") -> None:
+        if self._sizes and staging.flat.device.type == "cpu":
+            torch._foreach_copy_(self._homes, staging.stretches)
+        elif self._sizes:  # one kernel
+            torch.split_with_sizes_copy(staging.packed, self._sizes, dim=1, out=self._targets)
         for slot, full in self._strided:
-            for piece, part in _strided_pieces(slot, staging, self._layout.packed_start, full):
+            for piece, part in _strided_pieces(slot, staging.rows, self._layout.packed_start, full):
                 part.copy_(piece)
 
 
-class Reduce:
-    """The reduce-scatter of one bucket's gradients, planned once and issued many times."""
+@dataclass(frozen=True)
+class Part:
+    """Parameters whose gradients leave together: those at ``direct``, and those of ``packed_runs``."""
 
-    def __init__(self, comm: Communicator, layout: Layout, device: torch.device) -> None:
+    direct: tuple[int, ...]
+    packed_runs: Sequence[Run]
+    num_bytes: int  # of their full gradients
+
+    @cached_property
+    def indices(self) -> tuple[int, ...]:
+        """All of them."""
+        return self.direct + tuple(index for run in self.packed_runs for index in run.slots)
+
+
+_MOST_PARTS = 4
+"""Of a bucket. With three parts of a third each, two under way and one coming into being make a whole."""
+
+
+class Reduce:
+    """The reduce-scatter of one bucket's gradients, planned once and issued many times.
+
+    Large gradients need not wait for each other: ``parts`` says which leave together. The last to be
+    registered come first, which is the order in which most modules' backward has them; the packed ones
+    come with the last part.
+    """
+
+    def __init__(
+        self, comm: Communicator, layout: Layout, device: torch.device, part_bytes: float | None = None
+    ) -> None:
+        """``part_bytes``: the least that leaves by itself; None: what the communicator thinks worth it."""
         self._comm = comm
         self._layout = layout
         self._device = device
+        least = comm.smallest_part_bytes
+        if part_bytes is not None and least < math.inf:
+            least = part_bytes
+        self.parts = self._plan_parts(least)
+        self._chunked = {run.start for run in layout.packed_runs if self._is_chunked(run)}
 
-    def start(self, lane: Lane, gradients: Sequence[Tensor | None], output: Tensor, divisor: float) -> Finish:
-        """Issue the reduction of ``gradients`` (None: nothing for it on any rank) into ``output``.
+    def _is_chunked(self, run: Run) -> bool:
+        """True if ``run`` packed is its gradients in chunks of rows, and nothing between them."""
+        slots = [self._layout.slots[index] for index in run.slots]
+        return all(
+            slot.entry.dim == 0 and not slot.is_strided and not slot.is_replicated
+            and slot.chunk_numel == slot.padded_numel > 0
+            for slot in slots
+        )  # fmt: skip
 
-        ``output`` is laid out as the shard buffer. The gradients must stay untouched until the
-        returned function has waited.
+    @property
+    def room_to_reduce(self) -> float:
+        """The memory that a part holds until it is waited for, in units of its gradients."""
+        return self._comm.room_to_reduce
+
+    def _plan_parts(self, least: float) -> list[Part]:
+        slots, packed_runs = self._layout.slots, self._layout.packed_runs
+        least = max(least, sum(slot.slot_bytes for slot in slots) / _MOST_PARTS)
+        parts: list[Part] = []
+        direct: tuple[int, ...] = ()
+        num_bytes = 0
+        for index in reversed(self._layout.direct):
+            direct = (*direct, index)
+            num_bytes += slots[index].slot_bytes
+            if num_bytes >= least:
+                parts.append(Part(direct, (), num_bytes))
+                direct, num_bytes = (), 0
+        num_bytes += sum(slots[index].slot_bytes for run in packed_runs for index in run.slots)
+        if direct or packed_runs or not parts:
+            parts.append(Part(direct, packed_runs, num_bytes))
+        return parts
+
+    def start(
+        self, lane: Lane, part: Part, gradients: Sequence[Tensor | None], output: Tensor, divisor: float
+    ) -> Finish:
+        """Issue the reduction of the gradients in ``part`` into ``output``; None: nothing for it on any rank.
+
+        ``gradients`` are those of all parameters, ``output`` is laid out as the shard buffer. The gradients
+        must stay untouched until the returned function has waited.
         """
         outputs: list[Tensor] = []
         inputs: list[Tensor] = []
-        borrowed: list[Tensor] = []
+        borrowed: list[Scratch] = []
         memory: Memory = self._comm.memory or lane
-        for index in self._layout.direct:
+        for index in part.direct:
             gradient = gradients[index]
             if gradient is not None:
                 slot = self._layout.slots[index]
@@ -372,26 +531,34 @@ class Reduce:
                 inputs.append(_whole_slot(gradient.to(dtype), slot).view(-1))
                 end = slot.shard_offset + slot.chunk_bytes
                 outputs.append(typed_stretch(output, slot.shard_offset, end, dtype))
-        for run in self._layout.packed_runs:
+        for run in part.packed_runs:
             if run.end > run.start and any(gradients[index] is not None for index in run.slots):
                 assert isinstance(run.dtype, torch.dtype)
                 num_bytes = self._layout.world * (run.end - run.start)
-                borrowed.append(memory.borrow(num_bytes, self._device, run.dtype))
-                inputs.append(borrowed[-1].view(run.dtype))
-                self._pack(run, gradients, inputs[-1].view(self._layout.world, -1))
+                scratch = memory.borrow(num_bytes, self._device, run.dtype)
+                key = ("reduce", self._layout.world, num_bytes, run.dtype)
+                flat, rows = scratch.view(key, partial(_typed_rows, key))
+                self._pack(run, gradients, rows)
+                borrowed.append(scratch)
+                inputs.append(flat)
                 outputs.append(typed_stretch(output, run.start, run.end, run.dtype))
         wait = self._comm.reduce_scatter(outputs, inputs, divisor)
 
         def finish() -> None:
             wait()
-            for buffer in borrowed:
-                memory.give_back(buffer)
+            for scratch in borrowed:
+                memory.give_back(scratch)
 
         return finish
 
     def _pack(self, run: Run, gradients: Sequence[Tensor | None], target: Tensor) -> None:
         """Put small gradients side by side: row r of ``target`` is what rank r will keep."""
         world, dtype = self._layout.world, target.dtype
+        if run.start in self._chunked:
+            own = [g for index in run.slots if (g := gradients[index]) is not None and g.dtype == dtype]
+            if len(own) == len(run.slots) and all(map(Tensor.is_contiguous, own)):
+                compat.chunk_cat(own, world, target)
+                return
         columns: list[Tensor] = []
         packed_numel = 0
         for index in run.slots:
@@ -421,6 +588,13 @@ class Reduce:
             if slot.is_strided and gradient is not None:
                 for piece, part in _strided_pieces(slot, target.view(torch.uint8), run.start, gradient):
                     piece.copy_(part)
+
+
+def _typed_rows(key: tuple[str, int, int, torch.dtype], buffer: Tensor) -> tuple[Tensor, Tensor]:
+    """The first bytes of a buffer as numbers, flat and by rank."""
+    _, world, num_bytes, dtype = key
+    flat = buffer[:num_bytes].view(dtype)
+    return flat, flat.view(world, -1)
 
 
 def _whole_slot(gradient: Tensor, slot: Slot) -> Tensor:

@@ -4,6 +4,7 @@ A *reducer* says how the gradients of a bucket are summed: over the ranks that s
 communicator (``scatterer``), and over replicas by a function (``all_reducer``).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -72,6 +73,8 @@ class _HookedScatter:
     packs_everything = True
     sums_alike = False
     channel = 0
+    smallest_part_bytes = math.inf
+    room_to_reduce = 1.0
     memory: Any = None
 
     def __init__(self, hook: Callable[[Tensor, Tensor], None], replicas: int) -> None:
@@ -147,6 +150,8 @@ class _LowPrecisionScatter:
         self.packing_limit_bytes = plain.packing_limit_bytes
         self.packs_everything = plain.packs_everything
         self.sums_alike = plain.sums_alike
+        self.smallest_part_bytes = plain.smallest_part_bytes
+        self.room_to_reduce = plain.room_to_reduce + 1.0  # the casts, which are smaller
         self.memory = plain.memory
 
     @property

@@ -5,6 +5,7 @@ So with one of these nothing travels alone: all parameters are packed (see layou
 a copy.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from shardwise.runtime import compat
 from shardwise.runtime.collectives import BackendCollectives, divided_before
-from shardwise.runtime.streams import Finish, waiting_for
+from shardwise.runtime.streams import Finish, Scratch, waiting_for
 
 
 class _CallersMemory:
@@ -24,13 +25,13 @@ class _CallersMemory:
         self._allocate = allocate
         self.dtype = torch.uint8  # of the buffer lent last
 
-    def borrow(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Tensor:
+    def borrow(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
         """A buffer of undefined contents."""
         self.dtype = dtype
         buffer = self._allocate((num_bytes // dtype.itemsize,), dtype=dtype, device=device)
-        return buffer.view(torch.uint8)
+        return Scratch(buffer.view(torch.uint8))
 
-    def give_back(self, buffer: Tensor) -> None:
+    def give_back(self, scratch: Scratch) -> None:
         """The caller's allocator sees the buffer go when nobody holds it any more."""
 
 
@@ -40,6 +41,8 @@ class _Custom:
     packs_everything = True
     sums_alike = False
     channel = 0
+    smallest_part_bytes = math.inf
+    room_to_reduce = 1.0
     packing_limit_bytes = 0
 
     def __init__(self, comm: Any, pg: dist.ProcessGroup, device: torch.device) -> None:
@@ -96,13 +99,12 @@ class ProcessGroupMemory:
     def __init__(self, pg: dist.ProcessGroup) -> None:
         self._pg = pg
 
-    def borrow(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Tensor:
+    def borrow(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
         """A buffer of undefined contents."""
-        return compat.allocate_from_group(self._pg, num_bytes // dtype.itemsize, dtype, device).view(
-            torch.uint8
-        )
+        buffer = compat.allocate_from_group(self._pg, num_bytes // dtype.itemsize, dtype, device)
+        return Scratch(buffer.view(torch.uint8))
 
-    def give_back(self, buffer: Tensor) -> None:
+    def give_back(self, scratch: Scratch) -> None:
         """The back end's pool sees the buffer go when nobody holds it any more."""
 
 
@@ -111,23 +113,24 @@ class SymmetricMemory:
 
     def __init__(self, pg: dist.ProcessGroup) -> None:
         self._pg = pg
-        self._kept: dict[int, list[Tensor]] = {}
+        self._kept: dict[int, list[Scratch]] = {}
 
-    def borrow(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Tensor:
+    def borrow(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
         """A buffer of undefined contents."""
         if self._kept.get(num_bytes):
             return self._kept[num_bytes].pop()
-        return compat.symmetric_buffer(self._pg, num_bytes, device)
+        return Scratch(compat.symmetric_buffer(self._pg, num_bytes, device))
 
-    def give_back(self, buffer: Tensor) -> None:
+    def give_back(self, scratch: Scratch) -> None:
         """Keep it for the next use."""
-        self._kept.setdefault(buffer.numel(), []).append(buffer)
+        self._kept.setdefault(scratch.bytes.numel(), []).append(scratch)
 
 
 class WithMemory(BackendCollectives):
     """The back end's collectives over packed buffers that come from ``memory``."""
 
     packs_everything = True
+    smallest_part_bytes = math.inf
 
     def __init__(self, pg: dist.ProcessGroup, device: torch.device, memory: Any) -> None:
         super().__init__(pg, device)

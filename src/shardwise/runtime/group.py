@@ -4,11 +4,13 @@ A group decides nothing about *when*: schedule.py does. It knows *whether* a ste
 to do it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from itertools import accumulate
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -19,12 +21,14 @@ from torch.distributed.tensor import DTensor
 from shardwise.policy import CommPolicy
 from shardwise.runtime import compat
 from shardwise.runtime.bucket import Bucket
+from shardwise.runtime.departures import Departure, Departures
 from shardwise.runtime.disagreement import explain_failure
 from shardwise.runtime.mesh import Axis, ShardMesh
 from shardwise.runtime.param import FREED, Param, Site, refresh_flat_weights, sharded_before
 from shardwise.runtime.precision import Casts
-from shardwise.runtime.reduction import Hook, Reduction
+from shardwise.runtime.reduction import Hook, Reduction, Shipment
 from shardwise.runtime.streams import Finish, Lanes, Ticket
+from shardwise.runtime.watch import FullWatch, ShardWatch, are_all_there, take_gradients
 
 
 class State(Enum):
@@ -36,6 +40,8 @@ class State(Enum):
     PARTLY = "partly gathered"  # a few ranks keep the full parameters together, for backward
     LENT = "lent out"  # full parameters stand in place of the shards, for the caller: unsharded()
 
+    __hash__ = object.__hash__  # Enum's own is a Python function, and tables are looked up at every step
+
 
 class GradientState(Enum):
     """Where the gradients of the full parameters are."""
@@ -44,6 +50,8 @@ class GradientState(Enum):
     PENDING = "pending"  # full gradients of the running backward, perhaps not all
     DEFERRED = "deferred"  # gradients of earlier backwards, left unreduced, in part or at all, on request
     REDUCING = "reducing"  # full gradients and the reduced ones, in flight
+
+    __hash__ = object.__hash__
 
 
 STATES: dict[tuple[State, str], State] = {
@@ -73,6 +81,7 @@ GRADIENT_STATES: dict[tuple[GradientState, str], GradientState] = {
 }
 
 _S = TypeVar("_S", bound=Enum)
+_registered = attrgetter("_parameters")
 
 Observer = Callable[[str, str], None]
 """Hears (event, name of the group)."""
@@ -89,8 +98,8 @@ class Tie:
 class Group:
     """The parameters of one ``fully_shard`` call.
 
-    ``on_gradient`` and ``on_complete`` are called during backward, when the first gradient of a
-    parameter and when those of all trainable parameters are in.
+    ``on_gradient``, ``on_part`` and ``on_complete`` are called during backward, when the first gradient of a
+    parameter, those of a part that may leave, and those of all trainable parameters are in.
     """
 
     def __init__(
@@ -116,11 +125,16 @@ class Group:
         self.averages_ignored = False
         self.choices: set[str] = set()  # which setters of communication were called
         self.partly_loaded: str | None = None  # why a load failed half-way
-        self._num_registered = sum(len(module._parameters) for module in owners)
+        self._num_registered = self._count_registered()
+        is_torchs = {module: type(module).__module__.startswith("torch.nn.") for module in owners}
+        self._own_attributes = [module.__dict__ for module in owners if not is_torchs[module]]
+        self._torch_attributes = [module.__dict__ for module in owners if is_torchs[module]]
+        self._num_torch_attributes = -1
         self.state = State.SHARDED
         self.gradient_state = GradientState.NONE
         self.observer: Observer | None = None
         self.on_gradient: Callable[[Group], None] = _ignore
+        self.on_part: Callable[[Group], None] = _ignore
         self.on_complete: Callable[[Group], None] = _ignore
         # What the caller may set through FSDPModule.
         self.reshard_after_forward: bool | int | None = None
@@ -139,7 +153,6 @@ class Group:
 
         self._gathering: Ticket | None = None
         self.is_shown = False
-        self._reductions: list[Reduction] = []
         self._take_stock()
 
     _SETTINGS = (
@@ -159,13 +172,18 @@ class Group:
     def _take_stock(self) -> None:
         """Begin anew with the parameters that the buckets have now, none of them gathered."""
         self.params = [param for bucket in self.buckets for param in bucket.params]
+        self._is_tensor_parallel = any(param.is_tensor_parallel for param in self.params)
+        self._watch: ShardWatch | None = None  # made when the shards are first looked at
         self._versions: list[int] = [0] * len(self.params)
-        self._freed = [FREED] * len(self.params)
-        self._fulls: list[nn.Parameter] = []
+        self._freed = (FREED,) * len(self.params)
+        self._fulls: tuple[nn.Parameter, ...] = ()
+        self._full_watch = FullWatch((), ())
+        self._reductions: list[Reduction | None] = [None] * len(self.buckets)
+        self._has_deferred = True  # some parameters may remember unreduced gradients
+        self._departures: Departures | None = None  # None: all gradients leave together
         self._hooked: set[int] = set()
         self._trainable: frozenset[int] = frozenset()
         self._awaited: set[int] = set()
-        self._memory: list[range] = []
         self._rnns = [
             module
             for module in dict.fromkeys(site.module for p in self.params for site in p.sites)
@@ -253,7 +271,7 @@ class Group:
 
     def check_modules(self) -> None:
         """Refuse parameters that were added after sharding: nobody would reduce their gradients."""
-        if sum([len(module._parameters) for module in self.owners]) == self._num_registered:
+        if self._count_registered() == self._num_registered:
             return
         known = {(site.module, site.name) for p in self.params for site in p.sites}
         known |= {(tie.site.module, tie.site.name) for tie in self.ties}
@@ -263,6 +281,9 @@ class Group:
                 if tensor is not None and (module, name) not in known:
                     where = f"{prefixes.get(module, self.name)}.{name}".lstrip(".")
                     self._refuse_added(where, tensor)
+
+    def _count_registered(self) -> int:
+        return sum(map(len, map(_registered, self.owners)))
 
     def _refuse_added(self, where: str, tensor: Tensor) -> None:
         ours = [param.fqn for param in self.params if param.full is tensor]
@@ -309,25 +330,39 @@ class Group:
 
     def unshard(self) -> None:
         """Begin to gather the full parameters, if they are not there or on their way."""
-        self.refuse_if_lent("gathering for a forward, a backward or unshard()")
         if self.state is State.SHARDED:
             if self._follow_changes():
                 self._lanes.gather.follow_compute()  # which is where the shards were just moved
             if len(self._fulls) != len(self.params):
                 self._make_full_parameters()
-            self._versions = [param.version() for param in self.params]
-        elif self.state is not State.PARTLY:
+        self.unshard_again()
+
+    def unshard_again(self) -> None:
+        """As ``unshard``, for the backward of a forward that has gathered them.
+
+        From the same shards, whatever was assigned to the modules since: a backward is of what forward has
+        used. Changes in place are left to autograd to find, by their versions; freezing is followed.
+        """
+        if self.state is State.GATHERED or self.state is State.GATHERING:
             return
+        self.refuse_if_lent("gathering for a forward, a backward or unshard()")
+        if self.state is State.SHARDED:
+            if self._watch is None or not self._fulls:
+                self._follow_changes()
+                self._make_full_parameters()
+            assert self._watch is not None
+            if not self._watch.is_as_trainable():
+                self._follow_changes()
+            self._versions = self._watch.versions()
         self._tell("gather")
-        with _label(f"shardwise.gather {self.name}"):
+        with self._label("gather"):
             self._gathering = self._lanes.gather.submit(self._start_gather)
         self.state = self._next(STATES, self.state, "unshard")
 
     def _start_gather(self) -> Finish:
-        lane = self._lanes.gather
         if len(self.buckets) == 1:
-            return self.buckets[0].start_gather(lane)
-        finishes = [bucket.start_gather(lane) for bucket in self.buckets]
+            return self.buckets[0].start_gather(self._lanes.gather)
+        finishes = [bucket.start_gather(self._lanes.gather) for bucket in self.buckets]
 
         def finish() -> None:
             for each in finishes:
@@ -349,13 +384,9 @@ class Group:
         self._gathering = None
         for bucket in self.buckets:
             bucket.drop_part()
-        self._set_versions(self._versions)
-        self._memory = [m for bucket in self.buckets for m in bucket.gathered.addresses()]
+        compat.set_versions(self._fulls, self._versions)
         self.show()
         self.state = state
-
-    def _set_versions(self, versions: list[int]) -> None:
-        compat.set_versions(self._fulls, versions)
 
     def changed_since_gather(self) -> list[str]:
         """Names of parameters whose shards have changed since, where PyTorch has counted it."""
@@ -373,15 +404,15 @@ class Group:
     def follow_versions(self) -> None:
         """Let kept full parameters carry the versions of their shards, which have the same contents."""
         self._versions = [param.version() for param in self.params]
-        self._set_versions(self._versions)
+        compat.set_versions(self._fulls, self._versions)
 
     def show(self) -> None:
         """Let the modules see the full parameters, which are in place."""
         if not self.is_shown:
             self.is_shown = True
-            for param in self.params:
-                param.shadow()
-            self.refresh_flat_weights()
+            self._full_watch.shadow()
+            if self._rnns:
+                self.refresh_flat_weights()
 
     def hide(self) -> None:
         """Let the modules see the shards, also where the full parameters are kept in memory.
@@ -391,9 +422,9 @@ class Group:
         """
         if self.is_shown:
             self.is_shown = False
-            for param in self.params:
-                param.unshadow()
-            self.refresh_flat_weights()
+            self._full_watch.unshadow()
+            if self._rnns:
+                self.refresh_flat_weights()
 
     def reshard(self) -> None:
         """Free the full parameters.
@@ -428,13 +459,11 @@ class Group:
                 bucket.drop_part()
 
     def _changed_in_place(self) -> list[str]:
-        changed = [
-            param.fqn
-            for param, full, version in zip(self.params, self._fulls, self._versions, strict=True)
-            if full._version != version
-        ]
-        for bucket in self.buckets:
-            changed += [bucket.params[index].fqn for index in bucket.moved_params()]
+        changed = [bucket.params[index].fqn for bucket in self.buckets for index in bucket.moved_params()]
+        versions = self._full_watch.versions()
+        if versions != self._versions:
+            rows = zip(self.params, versions, self._versions, strict=True)
+            changed += [param.fqn for param, now, before in rows if now != before]
         return changed
 
     def _refuse_changes(self, changed: list[str]) -> None:
@@ -459,7 +488,9 @@ class Group:
     @property
     def is_trainable(self) -> bool:
         """True if any of its parameters wants a gradient."""
-        return bool(self._trainable)
+        if self._fulls:
+            return bool(self._trainable)
+        return any(param.sharded.requires_grad for param in self.params)
 
     @property
     def is_all_trainable(self) -> bool:
@@ -468,21 +499,27 @@ class Group:
 
     def side_tensors(self) -> list[Tensor]:
         """Tensors of a graph that forward left on attributes of its modules, such as auxiliary losses."""
-        return [
-            value
-            for module in self.owners
-            for value in module.__dict__.values()
-            if type(value) is Tensor and value.requires_grad
-        ]
+        found = self._left_on(self._own_attributes)
+        # Those of torch hold none of their own accord: they are searched where something was added to them.
+        if sum(map(len, self._torch_attributes)) != self._num_torch_attributes:
+            on_torch = self._left_on(self._torch_attributes)
+            if not on_torch:
+                self._num_torch_attributes = sum(map(len, self._torch_attributes))
+            found += on_torch
+        return found
+
+    def _left_on(self, attributes: list[dict[str, Any]]) -> list[Tensor]:
+        with_tensors = [own for own in attributes if Tensor in map(type, own.values())]
+        return [t for own in with_tensors for t in own.values() if type(t) is Tensor and t.requires_grad]
 
     def owns(self, tensor: Tensor) -> bool:
         """True if ``tensor`` lies in a gathered buffer, so that freeing would take its contents."""
         if isinstance(tensor, DTensor):
             tensor = compat.local_tensor(tensor)
-        if not self._memory or type(tensor) not in (Tensor, nn.Parameter):
+        if self.state is not State.GATHERED or type(tensor) not in (Tensor, nn.Parameter):
             return False
         address = tensor.data_ptr()
-        return any(address in memory for memory in self._memory)
+        return any(address in memory for bucket in self.buckets for memory in bucket.gathered.addresses())
 
     def wait_if_unsharded(self) -> None:
         """Have the full parameters visible, unless they were freed meanwhile."""
@@ -508,7 +545,7 @@ class Group:
 
     def _free(self, state: State) -> None:
         self.hide()
-        self._set_versions(self._freed)
+        compat.set_versions(self._fulls, self._freed)
         lane = self._lanes.gather
         lane.follow_compute()
         with lane.memory():
@@ -524,14 +561,15 @@ class Group:
         with self._lanes.gather.memory(), torch.inference_mode(False), torch.no_grad():
             for bucket in self.buckets:
                 bucket.make_full_parameters()
-        self._fulls = [full for bucket in self.buckets for full in bucket.fulls]
+        self._fulls = tuple(full for bucket in self.buckets for full in bucket.fulls)
+        self._full_watch = FullWatch(self.params, self._fulls)
         self._watch_gradients()
 
     # --- what the caller does to the shards -------------------------------------------------------
 
     def _follow_changes(self) -> bool:
         """See what was assigned, moved, cast, frozen or unfrozen since the last gather; True if any was."""
-        if all(param.is_untouched() for param in self.params) and not self._are_on_meta():
+        if self._watch is not None and self._watch.is_untouched(self._fulls) and not self._are_on_meta():
             return False
         for param in self.params:
             new = param.replaced_by()
@@ -543,6 +581,7 @@ class Group:
             if param.full is not None and param.full.requires_grad != param.sharded.requires_grad:
                 param.full.requires_grad_(param.sharded.requires_grad)
         self._watch_gradients()
+        self._watch = ShardWatch(self.params)
         return True
 
     def _are_on_meta(self) -> bool:
@@ -576,41 +615,115 @@ class Group:
                 self._hooked.add(index)
         self._trainable = frozenset(trainable)
         self._awaited = set(self._trainable)
+        self._departures = self._plan_departures()
+
+    def _plan_departures(self) -> Departures | None:
+        """None where all gradients leave together."""
+        if all(len(bucket.parts) == 1 for bucket in self.buckets):
+            return None
+        firsts = accumulate([len(bucket.params) for bucket in self.buckets], initial=0)
+        parts = [bucket.parts for bucket in self.buckets]
+        return Departures(list(zip(firsts, parts, strict=False)), self._trainable)
 
     # --- gradients --------------------------------------------------------------------------------
 
     def _accumulated(self, index: int, _full: Tensor) -> None:
         """Autograd has put the gradient of one full parameter in place."""
+        departures = self._departures
         if self.gradient_state is not GradientState.PENDING:
             self.on_gradient(self)
             if self.gradient_state is GradientState.REDUCING:
                 self.finish_reduce()
             self.gradient_state = self._next(GRADIENT_STATES, self.gradient_state, "accumulate")
             self._awaited = set(self._trainable)
+            if departures is not None:
+                departures.begin()
+        elif departures is not None and index in departures.gone:
+            self._finish_sent()  # a sum of its own: this gradient is of another nested backward
         self._awaited.discard(index)
         if not self._awaited:
             self._awaited = set(self._trainable)  # of a call that a nested backward has yet to come to
             self.on_complete(self)
+        elif departures is not None and departures.arrive(index):
+            self.on_part(self)
 
-    def reduce(self) -> None:
-        """Begin to reduce the full gradients that are there."""
+    @property
+    def leaves_in_parts(self) -> bool:
+        """True if some gradients may leave before all are there."""
+        return self._departures is not None
+
+    def send_ready(self) -> list[Shipment]:
+        """Begin to reduce the parts of the gradients that may leave before the others."""
+        assert self._departures is not None
+        with _without_graph(), self._label("reduce"):
+            return self._send(self._departures.leave())
+
+    def reduce(self) -> list[Shipment]:
+        """Begin to reduce the full gradients that are there; all that is in flight now."""
         joins = self.zeros_for_unused and self.gradient_state is GradientState.NONE
         state = self._next(GRADIENT_STATES, self.gradient_state, "join" if joins else "reduce")
-        gradients = self._take_gradients()
-        with torch.inference_mode(False), torch.no_grad(), _label(f"shardwise.reduce {self.name}"):
-            for bucket in self.buckets:
-                own, gradients = gradients[: len(bucket.params)], gradients[len(bucket.params) :]
-                self._reductions.append(
-                    bucket.start_reduction(
-                        own,
-                        self._lanes,
-                        self.divide_factor or float(bucket.mesh.num_ranks),
-                        self.requires_all_reduce,
-                        self.all_reduce_hook,
-                    )
-                )
+        with _without_graph(), self._label("reduce"):
+            if not self._fulls:  # it has not run here
+                self._departures = self._plan_departures()
+            if self._departures is None:
+                shipments = self._send_all()
+            else:
+                if self.gradient_state is not GradientState.PENDING:
+                    self._departures.begin()
+                shipments = self._send(self._departures.rest())
+            for bucket, reduction in zip(self.buckets, self._reductions, strict=True):
+                self._close(bucket, reduction)
         self.gradient_state = state
         self._tell("reduce")
+        return shipments
+
+    def _send_all(self) -> list[Shipment]:
+        """The gradients of each bucket, all together."""
+        shipments = []
+        gradients = self._take_gradients(self.params, self._fulls)
+        for number, bucket in enumerate(self.buckets):
+            own = gradients
+            if len(self.buckets) > 1:
+                own, gradients = gradients[: len(bucket.params)], gradients[len(bucket.params) :]
+            reduction = self._open(number, is_filled=are_all_there(own))
+            shipments += [reduction.send(part, own) for part in bucket.parts]
+        return shipments
+
+    def _send(self, departures: Iterable[Departure]) -> list[Shipment]:
+        """The gradients of these parts."""
+        shipments = []
+        for departure in departures:
+            reduction = self._reductions[departure.bucket] or self._open(departure.bucket, is_filled=False)
+            params = [self.params[index] for index in departure.indices]
+            fulls = [self._fulls[index] for index in departure.indices] if self._fulls else ()
+            gradients: list[Tensor | None] = [None] * len(self.buckets[departure.bucket].params)
+            taken = self._take_gradients(params, fulls)
+            for index, gradient in zip(departure.part.indices, taken, strict=True):
+                gradients[index] = gradient
+            shipments.append(reduction.send(departure.part, gradients))
+        return shipments
+
+    def _open(self, number: int, *, is_filled: bool) -> Reduction:
+        bucket = self.buckets[number]
+        divisor = self.divide_factor or float(bucket.mesh.num_ranks)
+        self._reductions[number] = made = bucket.open_reduction(self._lanes, divisor, is_filled=is_filled)
+        return made
+
+    def _close(self, bucket: Bucket, reduction: Reduction | None) -> None:
+        assert reduction is not None
+        bucket.close_reduction(reduction, self.requires_all_reduce, self.all_reduce_hook)
+
+    @torch.no_grad()
+    def _finish_sent(self) -> None:
+        """Bring to an end what has left before the other gradients of the running backward."""
+        for number, (bucket, reduction) in enumerate(zip(self.buckets, self._reductions, strict=True)):
+            if reduction is not None:
+                self._close(bucket, reduction)
+                self._finish(number)
+        there = [i for i in self._trainable if self._fulls[i].grad is not None]
+        self._awaited = set(self._trainable.difference(there))
+        if self._departures is not None:
+            self._departures.begin(there)
 
     @property
     def max_in_flight(self) -> int:
@@ -636,50 +749,77 @@ class Group:
 
     def advance_reduce(self) -> None:
         """Let the reduction go on to the replicas."""
-        for reduction in self._reductions:
+        for reduction in self._in_flight():
             reduction.advance()
 
     @property
     def lands_on_host(self) -> bool:
         """True if a reduction in flight ends in host memory, where it is better waited for late."""
-        return any(reduction.lands_on_host for reduction in self._reductions)
+        return any(reduction.lands_on_host for reduction in self._in_flight())
+
+    def release_shipment(self, shipment: Shipment) -> None:
+        """Free the full gradients of one shipment, as soon as they have been summed."""
+        try:
+            shipment.release()
+        except RuntimeError as error:
+            raise self._explained(error) from error
+
+    def _explained(self, error: RuntimeError) -> RuntimeError:
+        return explain_failure(error, "reduction", self.name, self.axes())
+
+    def _in_flight(self) -> list[Reduction]:
+        return [reduction for reduction in self._reductions if reduction is not None]
 
     def release_gradients(self) -> None:
         """Free the full gradients of a reduction in flight."""
-        for reduction in self._reductions:
+        for reduction in self._in_flight():
             reduction.release()
 
-    @torch.no_grad()
     def finish_reduce(self) -> None:
         """Wait for the reduction and add its result to ``.grad`` of the shards."""
         finished = self._next(GRADIENT_STATES, self.gradient_state, "finish")
-        with torch.inference_mode(False):
-            results = []
-            for bucket, reduction in zip(self.buckets, self._reductions, strict=True):
-                try:
-                    reduction.finish()
-                except RuntimeError as error:
-                    raise explain_failure(error, "reduction", self.name, self.axes()) from error
-                results.append(bucket.take_result(reduction))
-            self._reductions = []
-            waits = any(result is None for result in results)
+        with _without_graph():
+            waits = [self._finish(number) for number in range(len(self.buckets))]
             deferred = self._next(GRADIENT_STATES, self.gradient_state, "defer")
-            self.gradient_state = deferred if waits else finished
+            self.gradient_state = deferred if any(waits) else finished
             self._tell("reduced")
-            for bucket, result in zip(self.buckets, results, strict=True):
-                for param, local in zip(bucket.params, result or (), strict=result is not None):
-                    if local is not None:
-                        param.add_gradient(local)
-            if waits:
+            self._has_deferred = self._has_deferred and any(p.remembers_deferred for p in self.params)
+            if any(waits):
                 self._mark_deferred()
+
+    def _finish(self, number: int) -> bool:
+        """Wait for the sums of one bucket; True if they wait for those over replicas."""
+        bucket, reduction = self.buckets[number], self._reductions[number]
+        assert reduction is not None
+        try:
+            reduction.finish()
+        except RuntimeError as error:
+            raise self._explained(error) from error
+        self._reductions[number] = None
+        result = bucket.take_result(reduction)
+        if result is None:
+            return True
+        self._watch = self._watch or ShardWatch(self.params)
+        if not self._has_deferred and self._watch.takes_gradients_as_they_are():
+            for param, local in zip(bucket.params, result, strict=True):
+                if local is not None:
+                    param.sharded.grad = compat.make_dtensor(local, param.gradient_spec)
+            return False
+        for param, local in zip(bucket.params, result, strict=True):
+            if local is not None:
+                param.add_gradient(local)
+        return False
 
     def defer(self) -> None:
         """Leave the full gradients unreduced until a later backward."""
+        if any(self._in_flight()):
+            self._finish_sent()  # synchronisation was switched off in the midst of a backward
         self.gradient_state = self._next(GRADIENT_STATES, self.gradient_state, "defer")
-        with torch.inference_mode(False), torch.no_grad():
+        with _without_graph():
             self._mark_deferred()
 
     def _mark_deferred(self) -> None:
+        self._has_deferred = True
         fulls = [full.grad for full in self._fulls] or [None] * len(self.params)
         for param, waits, full in zip(self.params, self._waiting(), fulls, strict=True):
             if waits:
@@ -721,9 +861,9 @@ class Group:
 
     def drop_gradients(self) -> None:
         """Forget full gradients, in flight or not."""
-        for reduction in self._reductions:
-            reduction.finish()
-        self._reductions = []
+        for reduction in self._in_flight():
+            reduction.drop()
+        self._reductions = [None] * len(self.buckets)
         for full in self._fulls:
             full.grad = None
         for param in self.params:
@@ -733,15 +873,23 @@ class Group:
         if self.gradient_state is not GradientState.NONE:
             self.gradient_state = self._next(GRADIENT_STATES, self.gradient_state, "drop")
 
-    def _take_gradients(self) -> list[Tensor | None]:
+    def _take_gradients(
+        self, params: Sequence[Param], fulls: Sequence[nn.Parameter]
+    ) -> Sequence[Tensor | None]:
+        """The full gradients of ``params``, which belong to the reduction from now on."""
+        if not fulls:
+            return [self._zeros_for(param) if param.sharded.requires_grad else None for param in params]
+        makes_graph = torch.is_grad_enabled()
+        if not (makes_graph or self.zeros_for_unused or self._is_tensor_parallel):
+            plain = take_gradients(fulls)
+            if plain is not None:
+                return plain
         gradients: list[Tensor | None] = []
-        if not self._fulls:
-            return [None] * len(self.params)
-        for param, full in zip(self.params, self._fulls, strict=True):
+        for param, full in zip(params, fulls, strict=True):
             gradient = full.grad
             if gradient is not None:
                 full.grad = None
-                if gradient.requires_grad:  # made by create_graph=True
+                if makes_graph:  # create_graph=True
                     gradient = gradient.detach()
                 if gradient.layout is not torch.strided:
                     raise RuntimeError(
@@ -749,11 +897,18 @@ class Group:
                         "can be reduce-scattered. Build the module without sparse gradients "
                         "(nn.Embedding(sparse=False))."
                     )
-                gradient = param.content_of(gradient)
-            elif self.zeros_for_unused and full.requires_grad:
-                gradient = torch.zeros(param.shape, dtype=param.precision.reduced, device=self.device)
+                if param.is_tensor_parallel:
+                    gradient = param.content_of(gradient)
+            elif full.requires_grad:
+                gradient = self._zeros_for(param)
             gradients.append(gradient)
         return gradients
+
+    def _zeros_for(self, param: Param) -> Tensor | None:
+        """What stands for a gradient that has not come, if anything is to."""
+        if not self.zeros_for_unused:
+            return None
+        return torch.zeros(param.shape, dtype=param.precision.reduced, device=self.device)
 
     # --- small things -----------------------------------------------------------------------------
 
@@ -767,6 +922,12 @@ class Group:
                 f"{self.name}: cannot {event}() while {state.value}; from here only {' or '.join(allowed)} "
                 "is possible. Did a hook call into the group out of turn?"
             ) from None
+
+    def _label(self, what: str) -> AbstractContextManager[Any]:
+        """A profiler range for ``what``, if a profiler records."""
+        if not compat.profiler_is_on():
+            return _NO_CONTEXT
+        return torch.autograd.profiler.record_function(f"shardwise.{what} {self.name}")
 
     def _tell(self, event: str) -> None:
         if self.observer is not None:
@@ -798,9 +959,17 @@ def _ignore(group: Group) -> None:
     """No schedule listens yet."""
 
 
-_NO_LABEL = nullcontext()
+_NO_CONTEXT = nullcontext()
 
 
-def _label(text: str) -> AbstractContextManager[Any]:
-    """A profiler range named ``text``, if a profiler records."""
-    return torch.autograd.profiler.record_function(text) if compat.profiler_is_on() else _NO_LABEL
+@contextmanager
+def _neither_graph_nor_inference() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _without_graph() -> AbstractContextManager[Any]:
+    """No graph is recorded inside, and tensors made inside may be trained: so it is in most backwards."""
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return _neither_graph_nor_inference()
+    return _NO_CONTEXT

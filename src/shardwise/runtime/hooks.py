@@ -27,8 +27,7 @@ def install_hooks(member: Member) -> None:
     Our hook before forward is the first, and the one after it the last: the caller's own hooks see
     full parameters. The latter runs after an exception as well.
     """
-    before = partial(compat.outside_graphs(_before_forward), member)
-    after = partial(compat.outside_graphs(_after_forward), member)
+    before, after = partial(_before_forward, member), partial(_after_forward, member)
     for module in member.group.modules:
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, with_kwargs=True, always_call=True)
@@ -168,3 +167,7 @@ def _replace(output: Any, copies: dict[int, Tensor], name: str) -> Any:
             "memory is freed after forward, so a copy must be returned, but this library does not know "
             "how to put one there. Return parameter.clone()."
         ) from None
+
+
+for _hook in (_before_forward, _after_forward):
+    compat.run_outside_graphs(_hook)

@@ -19,7 +19,7 @@ rows, one a rank, so that the same gather and the same reduce-scatter serve it.
 
 The shard buffer holds first the parameters that have a collective of their own ("direct"), then
 those that share one ("packed"), then the strided ones, which share it as well; within each part,
-parameters of one kind lie together.
+parameters of one kind lie together, and packed ones of one shape.
 
 One bucket has several layouts: of what is stored, of what travels to be computed with, of gradients.
 They differ in the size of an element and in nothing else: chunks are padded to whole granules of
@@ -209,7 +209,14 @@ def plan_layout(
         i for i in in_order
         if i not in strided and (world == 1 or (is_direct[i] and entries[i].chunk_numel(world) > 0))
     )  # fmt: skip
-    packed = tuple(i for i in in_order if i not in {*direct, *strided})
+    # Equal ones side by side: one copy takes all of them out of what a gather has filled. By shape, not by
+    # what a rank keeps, which is another order for another world.
+    packed = tuple(
+        sorted(
+            (i for i in in_order if i not in {*direct, *strided}),
+            key=lambda i: (kinds[entries[i].kind], prod(entries[i].shape), entries[i].shape),
+        )
+    )
     last = tuple(i for i in in_order if i in strided)
 
     slots: dict[int, Slot] = {}

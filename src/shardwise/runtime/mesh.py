@@ -93,6 +93,7 @@ class ShardMesh:
     full: "FullMesh | None" = None
     parts: tuple[DeviceMesh, ...] = ()  # of which ``mesh`` is put together, if it is
     _joint: dict[int, tuple[DeviceMesh, list[int]]] = field(default_factory=dict)
+    _plain: dict[tuple[Placement, ...], tuple[Placement, ...]] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:
@@ -112,7 +113,8 @@ class ShardMesh:
         shard: Placement = Shard(dim) if tensor.dim() else Replicate()
         placed: list[Placement] = [shard if role == "shard" else Replicate() for role in self.roles]
         if not isinstance(tensor, DTensor):
-            return self.mesh, tuple(placed)
+            # One object for all alike: who goes through many parameters tells them apart by identity.
+            return self.mesh, self._plain.setdefault(tuple(placed), tuple(placed))
         self._check_placements(tensor, where)
         if self.full is not None and tensor.device_mesh == self.full.mesh:
             return self.full.mesh_of_shards, self.full.placements(tensor, shard, where)

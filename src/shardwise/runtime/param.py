@@ -81,12 +81,12 @@ class Param:
         self.precision = precision_for(original.dtype)
         self._place = mesh.place(original, dim, where)
         self._spec = self._make_spec(original.shape, original.dtype)
-        self._gradient_spec = self._spec
+        self.gradient_spec = self._spec
         self._original = weakref.ref(original)
-        self._version_base = self._last_version = 0
+        self.version_base = 0
         # The caller's hooks on the original; these stay their home, so that a handle can remove them.
         self._original_hooks = compat.gradient_hooks(original)
-        self._original_post_hooks = compat.post_accumulate_hooks(original)
+        self.original_post_hooks = compat.post_accumulate_hooks(original)
         self._deferred: DeferredGradient | None = None
         self._shows_deferred = False  # .grad is the unreduced gradient itself
 
@@ -149,7 +149,7 @@ class Param:
         twin.sites, twin.sharded, twin.local = sites, sharded, compat.local_tensor(sharded)
         twin.full = twin._deferred = None
         twin._shows_deferred = False
-        twin._original_hooks = twin._original_post_hooks = None
+        twin._original_hooks = twin.original_post_hooks = None
         twin._allow_gradients(sharded)
         return twin
 
@@ -175,7 +175,7 @@ class Param:
 
         The contents count as newer than all that were gathered before.
         """
-        self._version_base = self._last_version + 1
+        self.version_base = self.version() + 1
         compat.set_local_tensor(self.sharded, local)
         self.local = local
         self.describe_itself()
@@ -190,15 +190,14 @@ class Param:
 
     def _allow_gradients(self, sharded: nn.Parameter) -> None:
         kept = self.precision.kept
-        self._gradient_spec = self._spec
+        self.gradient_spec = self._spec
         if kept != self.precision.stored:
-            self._gradient_spec = self._make_spec(sharded.shape, kept)
+            self.gradient_spec = self._make_spec(sharded.shape, kept)
             compat.set_grad_dtype(sharded, kept)
 
     def version(self) -> int:
         """Grows with every change in place of the shard that PyTorch counts."""
-        self._last_version = self._version_base + self.sharded._version + self.local._version
-        return self._last_version
+        return self.version_base + self.sharded._version + self.local._version
 
     def is_untouched(self) -> bool:
         """True if the shard is still where, what and as trainable as the group believes."""
@@ -246,7 +245,11 @@ class Param:
         return new
 
     def adopt(self, new: nn.Parameter) -> None:
-        """Take ``new`` in place of the old sharded parameter at all sites: tied stays tied."""
+        """Take ``new`` in place of the old sharded parameter at all sites: tied stays tied.
+
+        Its contents count as newer than all that were gathered before.
+        """
+        self.version_base = self.version() + 1
         for site in self.sites:
             site.module._parameters[site.name] = new
         self.sharded = new
@@ -342,22 +345,12 @@ class Param:
         if self._original_hooks is not None:
             self.full.register_hook(partial(_run_hooks, self._original_hooks))
 
-    def shadow(self) -> None:
-        """Let the modules see the full parameter."""
-        for site in self.sites:
-            site.module.__dict__[site.name] = self.full
-
-    def unshadow(self) -> None:
-        """Let the modules see the sharded parameter again."""
-        for site in self.sites:
-            site.module.__dict__.pop(site.name, None)
-
     # --- the gradient -----------------------------------------------------------------------------
 
     def add_gradient(self, local: Tensor) -> None:
         """Accumulate a reduced gradient into ``.grad``, then run the hooks put on the shard."""
         sharded = self.sharded
-        gradient: Tensor = compat.make_dtensor(local, self._gradient_spec)
+        gradient: Tensor = compat.make_dtensor(local, self.gradient_spec)
         if hooks := compat.gradient_hooks(sharded):
             gradient = _run_hooks(hooks, gradient)
         shows_deferred, self._shows_deferred = self._shows_deferred, False
@@ -366,7 +359,7 @@ class Param:
             sharded.grad = gradient
         else:
             self._accumulate(compat.local_tensor(gradient))
-        for hooks in (self._original_post_hooks, compat.post_accumulate_hooks(sharded)):
+        for hooks in (self.original_post_hooks, compat.post_accumulate_hooks(sharded)):
             for post in list(hooks.values()) if hooks else ():
                 post(sharded)
 
@@ -376,7 +369,7 @@ class Param:
             self.sharded.grad = None
             return
         own = torch.empty(self.local.shape, dtype=self.precision.kept, device=self.local.device)
-        self.sharded.grad = compat.make_dtensor(own.copy_(local), self._gradient_spec)
+        self.sharded.grad = compat.make_dtensor(own.copy_(local), self.gradient_spec)
 
     def defer_gradient(self, full: Tensor | None) -> None:
         """Leave the gradient ``full`` unreduced, and have ``.grad`` notice whether it is cleared.
@@ -390,8 +383,13 @@ class Param:
             self._shows_deferred = own is not None and self._may_show(own)
             if own is None or not self._shows_deferred:
                 own = torch.zeros_like(self.local, dtype=self.precision.kept)
-            sharded.grad = compat.make_dtensor(own.detach(), self._gradient_spec)
+            sharded.grad = compat.make_dtensor(own.detach(), self.gradient_spec)
         sharded.grad = self._deferred = deferred_gradient(sharded.grad)
+
+    @property
+    def remembers_deferred(self) -> bool:
+        """True while ``.grad`` stands for an unreduced gradient."""
+        return self._deferred is not None or self._shows_deferred
 
     def _may_show(self, own: Tensor) -> bool:
         return (
@@ -442,7 +440,7 @@ class Param:
             # Left by autograd, where the loss used the sharded parameter itself.
             existing = self.sharded.grad = existing.redistribute(placements=self._spec.placements)
         elif isinstance(existing, DeferredGradient):
-            existing = compat.make_dtensor(compat.local_tensor(existing), self._gradient_spec)
+            existing = compat.make_dtensor(compat.local_tensor(existing), self.gradient_spec)
             self.sharded.grad = existing
         compat.local_tensor(existing).add_(local)
 

@@ -14,6 +14,7 @@ Communication for Giant Model Training", 2023 (https://arxiv.org/abs/2306.10209)
 al., "1-Bit Stochastic Gradient Descent", 2014.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -169,6 +170,8 @@ class QuantizedExchange:
     packs_everything = True
     sums_alike = False
     channel = 0
+    smallest_part_bytes = math.inf
+    room_to_reduce = 1.0
     memory = None
 
     def __init__(
@@ -317,11 +320,11 @@ class Int8Gather(Gather):
     def _finish(self, wait: Finish, landing: Tensor, lane: Lane) -> None:
         wait()
         packed_bytes = self._layout.packed_bytes
-        staging = lane.borrow(self._world * packed_bytes, landing.device)
-        rows = staging.view(self._world, packed_bytes)
+        scratch = lane.borrow(self._world * packed_bytes, landing.device)
+        staging = self._stage(scratch.bytes)
         messages, at = landing.view(self._world, -1), 0
         for start, end, dtype, codec in self._runs:
-            codec.decode(messages[:, at : at + codec.message_bytes], rows[:, start:end].view(dtype))
+            codec.decode(messages[:, at : at + codec.message_bytes], staging.rows[:, start:end].view(dtype))
             at += codec.message_bytes
-        self._unpack(rows)
-        lane.give_back(staging)
+        self._unpack(staging)
+        lane.give_back(scratch)

@@ -1,5 +1,7 @@
 """The gradients of one bucket on their way: summed over the ranks that share it, then over replicas.
 
+Large gradients leave as soon as they are there, and are freed as soon as they have been summed.
+
 The stages follow each other on two lanes. On a device both are queued at once. On the host the second
 begins when the first has been waited for, which `advance` does: while the reduction of one group goes
 over the replicas, that of the next goes over the shards.
@@ -13,10 +15,10 @@ import torch
 from torch import Tensor
 
 from shardwise.runtime.buffers import cast_buffer, typed_stretch
-from shardwise.runtime.collectives import Reduce
+from shardwise.runtime.collectives import Part, Reduce
 from shardwise.runtime.comm_hook import AllReduce
 from shardwise.runtime.layout import Layout
-from shardwise.runtime.streams import Finish, Lanes
+from shardwise.runtime.streams import Finish, Lanes, Ticket
 
 Hook = Callable[[Tensor], None]
 
@@ -48,41 +50,78 @@ class Replicas:
     @property
     def has_work(self) -> bool:
         """False if the sum over the shard axis is the result."""
-        return any(each is not None for each in (self.sum_up, self.earlier, self.hook, self.agree))
+        return not (self.sum_up is self.earlier is self.hook is self.agree is None)
 
 
 NO_REPLICAS = Replicas()
 
 
+class Shipment:
+    """Full gradients that are being summed. They must stay as they are until ``release``."""
+
+    def __init__(self, gradients: Sequence[Tensor | None], num_bytes: float, ticket: Ticket) -> None:
+        self.gradients: Sequence[Tensor | None] = gradients
+        self.num_bytes = num_bytes  # that are free once it is released
+        self.ticket = ticket
+
+    def release(self) -> None:
+        """Let go of the gradients, as soon as they have been summed."""
+        self.ticket.wait()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """They have been summed."""
+        self.gradients = ()
+        self.num_bytes = 0
+
+
 class Reduction:
-    """One reduction in flight. The gradients must stay as they are until ``release``."""
+    """The gradients of one bucket on their way, sent in one or several parts, and closed after the last.
+
+    ``is_filled``: every byte of the result will be written by a sum.
+    """
 
     def __init__(
         self,
         reduce: Reduce,
         layout: Layout,
-        gradients: Sequence[Tensor | None],
         divisor: float,
         lanes: Lanes,
-        replicas: Replicas,
-        destination: Destination,
         device: torch.device,
+        *,
+        is_filled: bool,
     ) -> None:
-        self.gradients: Sequence[Tensor | None] | None = gradients
+        self._reduce = reduce
         self._layout = layout
+        self._divisor = divisor
         self._lanes = lanes
-        self._replicas = replicas
-        self._destination = destination
         self._device = device
-        is_filled = not layout.has_padding and all(g is not None for g in gradients)
-        make = torch.empty if is_filled else torch.zeros
+        make = torch.empty if is_filled and not layout.has_padding else torch.zeros
         self.output = make(layout.shard_bytes, dtype=torch.uint8, device=device)
+        self.shipments: list[Shipment] = []
+        self.present = [False] * len(layout.slots)
+        """Of which parameters gradients were sent."""
+        self._ticket: Ticket | None = None  # of what follows the sums
         self._scratch: list[Tensor] = []  # freed when the computation has waited, never before
         self._is_advanced = False
-        lane = lanes.reduce
+
+    def send(self, part: Part, gradients: Sequence[Tensor | None]) -> Shipment:
+        """Begin to sum the gradients in ``part``; ``gradients`` has a place for every parameter."""
+        lane = self._lanes.reduce
         lane.follow_compute()
-        self._ticket = lane.submit(partial(reduce.start, lane, gradients, self.output, divisor))
-        if lanes.are_streams:
+        start = partial(self._reduce.start, lane, part, gradients, self.output, self._divisor)
+        for index in part.indices:
+            self.present[index] = self.present[index] or gradients[index] is not None
+        num_bytes = part.num_bytes * self._reduce.room_to_reduce
+        shipment = Shipment(gradients, num_bytes, lane.submit(start))
+        self.shipments.append(shipment)
+        return shipment
+
+    def close(self, replicas: Replicas, destination: Destination) -> None:
+        """All that there is to send has been sent; say what becomes of the sums."""
+        self._replicas = replicas
+        self._destination = destination
+        if self._lanes.are_streams:
             self.advance()
 
     @property
@@ -100,20 +139,30 @@ class Reduction:
             return
         self._is_advanced = True
         if self._replicas.has_work or self._needs_move:
-            self._lanes.replicate.follow(self._lanes.reduce, self._ticket)
+            for shipment in self.shipments:
+                self._lanes.replicate.follow(self._lanes.reduce, shipment.ticket)
             self._ticket = self._lanes.replicate.submit(self._start_replicas)
 
     def release(self) -> None:
         """Let go of the gradients, and of what the device has worked with, as soon as it has ended."""
         self.advance()
-        self._ticket.wait()
-        self.gradients = None
+        if self._ticket is not None:  # it ends after them
+            self._ticket.wait()
+            for shipment in self.shipments:
+                shipment.let_go()
+        else:
+            self.drop()
         self._scratch.clear()
+
+    def drop(self) -> None:
+        """Wait for what was sent; nothing comes of it."""
+        for shipment in self.shipments:
+            shipment.release()
 
     def finish(self) -> None:
         """Wait until the result is in ``output``, laid out as the destination says."""
         self.release()
-        if self.lands_on_host:
+        if self.lands_on_host and self._ticket is not None:
             self._ticket.land()
 
     def _start_replicas(self) -> Finish:

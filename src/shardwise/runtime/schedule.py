@@ -51,6 +51,7 @@ from shardwise.runtime.group import (
 )
 from shardwise.runtime.inference import Inference, axes_of
 from shardwise.runtime.mesh import Axis, highest_over
+from shardwise.runtime.reduction import Shipment
 from shardwise.runtime.replicas import refuse_unequal
 from shardwise.runtime.streams import Lanes
 
@@ -188,6 +189,8 @@ class Schedule:
         self._has_run: dict[Group, set[nn.Module]] = {}
         self._sessions: list[Session] = []
         self._reducing: deque[Group] = deque()
+        self._shipments: deque[tuple[Group, Shipment]] = deque()  # of groups whose gradients leave in parts
+        self._room_for_shipments = 0.0
         self._reduced: set[Group] = set()  # in the running backward
         # A graph made by create_graph=True uses full parameters again: they are kept until a backward
         # has ended that made none.
@@ -213,6 +216,7 @@ class Schedule:
             self._part_axes.update(member.schedule._part_axes)
             self._reduce_groups.update(member.schedule._reduce_groups)
         group.on_gradient = self._gradient_came
+        group.on_part = self._part_complete
         group.on_complete = self._gradients_complete
         if group.state is not State.SHARDED:
             self._held[group] = None
@@ -255,7 +259,15 @@ class Schedule:
                 if bucket.would_change(choices):
                     group.replan(partial(Bucket.communicate, **choices), bucket)
                 channel += 1
+        self._plan_room()
         self._is_ready = True
+
+    def _plan_room(self) -> None:
+        """How much gradients in flight may hold: with the part that is coming into being, as much as the
+        full parameters of the largest group, or of as many as the caller has allowed in flight."""
+        parts = [part.num_bytes for group in self.groups for b in group.buckets for part in b.parts]
+        whole = [group.max_reductions * group.gathered_bytes for group in self.groups]
+        self._room_for_shipments = max(whole, default=0) - max(parts, default=0)
 
     def prepare_anew(self) -> None:
         """Look again at what the caller has chosen for the groups, before the next forward."""
@@ -645,7 +657,7 @@ class Schedule:
             self._backward_order.enter(group)
             self._backward_order.find(group)
         if group.unshard_in_backward:
-            self._gather(group)
+            self._gather_again(group)
         self._ahead.discard(group)
         self._gather_optional(group)
         if group.backward_prefetch is not None or group.policy.backward_prefetch == "before":
@@ -688,10 +700,26 @@ class Schedule:
                 self._release_after_backward(group)
             self._prefetch(None, self._backward_order, group)
 
+    def _part_complete(self, group: Group) -> None:
+        """Some large gradients of a group are in, all that there will be of them: they need not wait."""
+        if group.requires_gradient_sync and not (group.zeros_for_unused or group.may_be_unused):
+            self._limit_shipments(group, group.send_ready())
+
+    def _limit_shipments(self, group: Group, new: list[Shipment]) -> None:
+        """Wait for the oldest shipments where the new ones, of ``group``, would fill too much memory."""
+        self._shipments += [(group, shipment) for shipment in new]
+        held = sum(shipment.num_bytes for _, shipment in self._shipments)
+        while held > self._room_for_shipments and len(self._shipments) > 1:
+            sender, oldest = self._shipments.popleft()
+            held -= oldest.num_bytes
+            sender.release_shipment(oldest)
+
     def _reduce(self, group: Group) -> None:
         if group.gradient_state is GradientState.REDUCING:
             group.finish_reduce()
-        group.reduce()
+        shipments = group.reduce()
+        if group.leaves_in_parts:
+            self._limit_shipments(group, shipments)
         self._reduced.add(group)
         for earlier in self._reducing:
             earlier.advance_reduce()
@@ -762,6 +790,7 @@ class Schedule:
             self._settle_gradients(group)
         while self._reducing:
             self._finish_oldest_reduction()
+        self._shipments.clear()
         for group in self._landing:
             if group.gradient_state is GradientState.REDUCING:
                 group.finish_reduce()
@@ -820,6 +849,7 @@ class Schedule:
             if group.gradient_state in (GradientState.PENDING, GradientState.REDUCING):
                 group.drop_gradients()
         self._reducing.clear()
+        self._shipments.clear()
         self._landing.clear()
         self._held.clear()
         self._ahead.clear()
@@ -833,6 +863,11 @@ class Schedule:
         if self._inference is not None and group.state is State.SHARDED:
             self._inference.note(group)
         group.unshard()
+        self._held[group] = None
+
+    def _gather_again(self, group: Group) -> None:
+        """For backward, what forward has gathered before."""
+        group.unshard_again()
         self._held[group] = None
 
     def _release(self, group: Group) -> None:
@@ -878,7 +913,10 @@ class Schedule:
                 break
             is_needed = ahead.unshard_in_backward or not is_backward
             if is_needed and ahead.state in (State.SHARDED, State.PARTLY):
-                self._gather(ahead)
+                if is_backward:
+                    self._gather_again(ahead)
+                else:
+                    self._gather(ahead)
                 self._ahead.add(ahead)
 
     def _tell(self, event: str, group: Group) -> None:

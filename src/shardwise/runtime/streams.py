@@ -12,13 +12,15 @@ after that lane has waited for the event that marks the buffer's last use. ``rec
 used.
 """
 
-from collections.abc import Callable, Sequence
+from bisect import insort
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from operator import itemgetter
+from typing import Any, TypeVar
 
 import torch
 
-Finish = Callable[[], None]
+Finish = Callable[[], Any]
 Start = Callable[[], Finish]
 
 
@@ -28,6 +30,9 @@ def nothing() -> None:
 
 def waiting_for(works: Sequence[Any]) -> Finish:
     """The end of work that was issued as ``works``, handles of a process group or None."""
+
+    if len(works) == 1:
+        return nothing if works[0] is None else works[0].wait
 
     def finish() -> None:
         for work in works:
@@ -60,6 +65,31 @@ class Ticket:
             self._land()
 
 
+_V = TypeVar("_V")
+
+
+class Scratch:
+    """A buffer of bytes that is lent, and the views of it that are wanted again and again."""
+
+    _MOST_VIEWS = 64
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.bytes = whole
+        self._views: dict[Hashable, Any] = {}
+
+    def view(self, key: Hashable, make: Callable[[torch.Tensor], _V]) -> _V:
+        """What ``make`` makes of the bytes, made once for all that ask for the same ``key``."""
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) == self._MOST_VIEWS:
+                self._views.clear()
+            found = self._views[key] = make(self.bytes)
+        return found
+
+
+_NOWHERE = nullcontext()
+
+
 class HostLane:
     """Work of the back end's own threads; nothing is ordered but by waiting.
 
@@ -68,22 +98,26 @@ class HostLane:
     """
 
     _MOST_KEPT = 2  # a group's, and that of the one after it
+    _LARGEST_KEPT_BYTES = 1 << 20  # for large ones memory counts more, and the wire takes longer anyway
 
     def __init__(self) -> None:
-        self._kept: list[torch.Tensor] = []
+        self._kept: list[tuple[int, Scratch]] = []  # by size
 
-    def borrow(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """A buffer of undefined contents."""
-        for index, buffer in enumerate(self._kept):
-            if num_bytes <= buffer.numel() and buffer.device == device:
-                return self._kept.pop(index)[:num_bytes]
+    def borrow(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
+        """A buffer of at least so many bytes, of undefined contents."""
+        for index, (size, scratch) in enumerate(self._kept):
+            if num_bytes <= size and scratch.bytes.device == device:
+                del self._kept[index]
+                return scratch
         with torch.inference_mode(False):  # the next user may be training
-            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            return Scratch(torch.empty(num_bytes, dtype=torch.uint8, device=device))
 
-    def give_back(self, buffer: torch.Tensor) -> None:
+    def give_back(self, scratch: Scratch) -> None:
         """End of use: all that was issued with the buffer has been waited for."""
-        whole = buffer if buffer._base is None else buffer._base
-        self._kept = sorted([*self._kept, whole], key=torch.Tensor.numel)[-self._MOST_KEPT :]
+        size = scratch.bytes.numel()
+        if size <= self._LARGEST_KEPT_BYTES:
+            insort(self._kept, (size, scratch), key=itemgetter(0))
+            del self._kept[: -self._MOST_KEPT]
 
     def submit(self, start: Start) -> Ticket:
         """Issue the work now; ``wait`` of the ticket finishes it."""
@@ -101,7 +135,7 @@ class HostLane:
 
     def memory(self) -> AbstractContextManager[Any]:
         """The context in which the lane's buffers are allocated and freed."""
-        return nullcontext()
+        return _NOWHERE
 
 
 class DeviceLane:
@@ -140,11 +174,11 @@ class DeviceLane:
         """The context in which the lane's buffers are allocated and freed."""
         return self._stream
 
-    def borrow(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    def borrow(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
         """A buffer of undefined contents, from the lane's own memory: torch keeps it for reuse."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return Scratch(torch.empty(num_bytes, dtype=torch.uint8, device=device))
 
-    def give_back(self, buffer: torch.Tensor) -> None:
+    def give_back(self, scratch: Scratch) -> None:
         """Nothing to do: what the lane frees, it alone allocates again, in order."""
 
 
