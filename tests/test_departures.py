@@ -207,14 +207,19 @@ def test_what_has_left_and_comes_again_in_a_nested_backward_adds_up(world: World
     assert_same_training(world, recipe)
 
 
-def microbatches(side: Side, pattern: list[bool]) -> None:
-    """Backwards with and without synchronisation, then a step."""
+def built(side: Side) -> Model:
     torch.manual_seed(1234)
     model = Model().double()
     if side.is_sharded:
         for block in model.blocks:
             fully_shard(block, comm_policy=IN_PARTS)
         fully_shard(model, comm_policy=IN_PARTS)
+    return model
+
+
+def microbatches(side: Side, pattern: list[bool]) -> None:
+    """Backwards with and without synchronisation, then a step."""
+    model = built(side)
     for index, syncs in enumerate(pattern):
         if side.is_sharded:
             model.set_requires_gradient_sync(syncs)  # type: ignore[operator]
@@ -229,12 +234,8 @@ def test_gradients_accumulate_over_backwards(world2: World, pattern: list[bool])
 
 def switched_off_in_the_midst(side: Side, where: str) -> None:
     """A hook switches synchronisation off when some gradients have left; the next backward has it on."""
-    torch.manual_seed(1234)
-    model = Model().double()
+    model = built(side)
     if side.is_sharded:
-        for block in model.blocks:
-            fully_shard(block, comm_policy=IN_PARTS)
-        fully_shard(model, comm_policy=IN_PARTS)
         model(side.inputs(9)).sum().backward()
         model.zero_grad()
 
@@ -258,12 +259,7 @@ def test_synchronisation_may_be_switched_off_in_the_midst(world2: World, where: 
 
 def failing(side: Side, fails_in: Callable[[nn.Module], nn.Module]) -> None:
     """A backward fails with gradients under way; the next step knows nothing of it."""
-    torch.manual_seed(1234)
-    model = Model().double()
-    if side.is_sharded:
-        for block in model.blocks:
-            fully_shard(block, comm_policy=IN_PARTS)
-        fully_shard(model, comm_policy=IN_PARTS)
+    model = built(side)
 
     def fail(*_: Any) -> None:
         raise ArithmeticError("not this one")

@@ -401,7 +401,7 @@ class Gather:
 
         On the host, one copy takes all parameters of one size; a device takes all in one kernel.
         """
-        self._stretches = _stretches(layout)
+        self._stretches = _stretches(layout) if gathered.bytes.device.type == "cpu" else []
         self._homes = [
             gathered.bytes.as_strided(
                 (s.length, self._world, s.num_bytes), (s.slot_pitch, s.num_bytes, 1), s.slot_start

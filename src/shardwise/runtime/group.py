@@ -335,7 +335,7 @@ class Group:
                 self._lanes.gather.follow_compute()  # which is where the shards were just moved
             if len(self._fulls) != len(self.params):
                 self._make_full_parameters()
-        self.unshard_again()
+        self._gather()
 
     def unshard_again(self) -> None:
         """As ``unshard``, for the backward of a forward that has gathered them.
@@ -343,16 +343,20 @@ class Group:
         From the same shards, whatever was assigned to the modules since: a backward is of what forward has
         used. Changes in place are left to autograd to find, by their versions; freezing is followed.
         """
+        if self.state is State.SHARDED:
+            if self._watch is None or not self._fulls:
+                self.unshard()
+                return
+            if not self._watch.is_as_trainable():
+                self._follow_changes()
+        self._gather()
+
+    def _gather(self) -> None:
         if self.state is State.GATHERED or self.state is State.GATHERING:
             return
         self.refuse_if_lent("gathering for a forward, a backward or unshard()")
         if self.state is State.SHARDED:
-            if self._watch is None or not self._fulls:
-                self._follow_changes()
-                self._make_full_parameters()
             assert self._watch is not None
-            if not self._watch.is_as_trainable():
-                self._follow_changes()
             self._versions = self._watch.versions()
         self._tell("gather")
         with self._label("gather"):

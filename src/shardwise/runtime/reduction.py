@@ -103,7 +103,7 @@ class Reduction:
         """Of which parameters gradients were sent."""
         self._ticket: Ticket | None = None  # of what follows the sums
         self._scratch: list[Tensor] = []  # freed when the computation has waited, never before
-        self._is_advanced = False
+        self._is_advanced = self._is_closed = False
 
     def send(self, part: Part, gradients: Sequence[Tensor | None]) -> Shipment:
         """Begin to sum the gradients in ``part``; ``gradients`` has a place for every parameter."""
@@ -121,6 +121,7 @@ class Reduction:
         """All that there is to send has been sent; say what becomes of the sums."""
         self._replicas = replicas
         self._destination = destination
+        self._is_closed = True
         if self._lanes.are_streams:
             self.advance()
 
@@ -151,11 +152,17 @@ class Reduction:
             for shipment in self.shipments:
                 shipment.let_go()
         else:
-            self.drop()
+            self._release_shipments()
         self._scratch.clear()
 
     def drop(self) -> None:
-        """Wait for what was sent; nothing comes of it."""
+        """Wait for what was begun; nothing comes of it. What was closed goes to the replicas, who wait."""
+        if self._is_closed:
+            self.finish()
+        else:
+            self._release_shipments()
+
+    def _release_shipments(self) -> None:
         for shipment in self.shipments:
             shipment.release()
 

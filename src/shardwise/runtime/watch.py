@@ -84,10 +84,7 @@ def take_gradients(fulls: Sequence[nn.Parameter]) -> list[Tensor | None] | None:
 
 
 class FullWatch:
-    """The full parameters of a group: where modules see them, and where their contents should lie.
-
-    ``memory``: of each the tensor that holds its contents, in the same order.
-    """
+    """The full parameters of a group, and where modules see them."""
 
     def __init__(self, params: Sequence[Param], fulls: Sequence[nn.Parameter]) -> None:
         self._fulls = fulls
