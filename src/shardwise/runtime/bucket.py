@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardwise.policy import CommPolicy
 from shardwise.runtime import compat
-from shardwise.runtime.buffers import FlatShard, GatheredBuffer, LocalViews, cast_buffer, local_views
+from shardwise.runtime.buffers import FlatShard, GatheredBuffer, cast_buffer, local_views
 from shardwise.runtime.collectives import (
     BackendCollectives,
     Communicator,
@@ -30,6 +30,7 @@ from shardwise.runtime.collectives import (
     make_communicator,
 )
 from shardwise.runtime.comm_hook import AllReduce, Reducer
+from shardwise.runtime.landing import Landing
 from shardwise.runtime.layout import ALIGNMENT, Entry, Layout, plan_layout
 from shardwise.runtime.mesh import Axis, ShardMesh
 from shardwise.runtime.param import Param
@@ -221,8 +222,9 @@ class Bucket:
         for each in (self._reduce_comm, self._sum_over_replicas):
             if isinstance(each, (QuantizedExchange, QuantizedSum)):
                 each.plan_for(self.reduced)
-        self._home = Destination(self.kept, self.storage.device, self.storage.is_pinned)
-        self._gradient_views = LocalViews(self.kept, self.mesh.shard.rank)
+        self.landing = Landing(self.params, self.kept, self.mesh.shard.rank, self.storage.device)
+        lend = None if self.is_offloaded else partial(self.landing.lend, is_filled=True)
+        self._home = Destination(self.kept, self.storage.device, self.storage.is_pinned, lend)
         self._has_scalars = any(slot.is_replicated for slot in self.reduced.slots)
         self._gather: Gather | None = None
         self._pieces: list[Tensor] | None = None
@@ -442,14 +444,13 @@ class Bucket:
 
     def open_reduction(self, lanes: Lanes, divisor: float, *, is_filled: bool) -> Reduction:
         """A reduction of which nothing has been sent yet. ``is_filled``: all gradients will come."""
-        return Reduction(
-            self._reduce,
-            self.reduced,
-            1.0 if self.averages_itself else divisor,
-            lanes,
-            self.mesh.device,
-            is_filled=is_filled,
-        )
+        if self.kept is self.reduced and not self.is_offloaded:
+            output = self.landing.lend(is_filled=is_filled)
+        else:
+            make = torch.empty if is_filled and not self.reduced.has_padding else torch.zeros
+            output = make(self.reduced.shard_bytes, dtype=torch.uint8, device=self.mesh.device)
+        divisor = 1.0 if self.averages_itself else divisor
+        return Reduction(self._reduce, self.reduced, divisor, lanes, output)
 
     def close_reduction(self, reduction: Reduction, all_reduces: bool, hook: Hook | None) -> None:
         """All gradients that there are have been sent: go on to the replicas, if that is wanted now."""
@@ -457,7 +458,7 @@ class Bucket:
         self._is_earlier = list(map(or_, self._is_earlier, reduction.present))
         earlier, self._earlier = self._earlier, None
         sum_up = self._sum_over_replicas if self._all_reduces else None
-        home = self._home if self._all_reduces else Destination(self.reduced, self.mesh.device, False)
+        home = self._home if self._all_reduces else Destination(self.reduced, self.mesh.device)
         agree = self._agree_on_copies if self._has_loose_copies else None
         replicas = NO_REPLICAS
         if sum_up is not None or earlier is not None or hook is not None or agree is not None:
@@ -489,16 +490,18 @@ class Bucket:
         for copy, agreed in zip(copies, flat.split([len(copy) for copy in copies]), strict=True):
             copy.copy_(agreed)
 
-    def take_result(self, reduction: Reduction) -> list[Tensor | None] | None:
-        """The reduced gradients, one a parameter; None: they wait for the sum over replicas."""
+    def land(self, reduction: Reduction, *, plainly: bool) -> bool:
+        """Add what has been reduced to ``.grad`` of the shards; True: it waits for the sum over replicas.
+
+        ``plainly``: no shard has hooks that want to see it, nor was one frozen since forward.
+        """
         if not self._all_reduces:
             self._earlier = reduction.output
-            return None
+            return True
         present, self._is_earlier = self._is_earlier, [False] * len(self.params)
-        views = self._gradient_views.of(reduction.output)
-        if all(present):
-            return list(views)
-        return [view if is_there else None for view, is_there in zip(views, present, strict=True)]
+        if not (plainly and all(present) and self.landing.land_plainly(reduction.output)):
+            self.landing.land(reduction.output, present)
+        return False
 
     @property
     def has_earlier(self) -> bool:

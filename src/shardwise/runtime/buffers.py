@@ -47,7 +47,7 @@ class FlatShard:
 
 
 KEPT_ON_HOST_BYTES = 1 << 20
-"""A gathered buffer in host memory up to this size is not given back between uses."""
+"""What a bucket has in host memory up to this size is not given back between uses."""
 
 
 class GatheredBuffer:

@@ -51,6 +51,11 @@ post_accumulate_hooks: Callable[[Tensor], Hooks | None] = attrgetter("_post_accu
 """Where ``register_post_accumulate_grad_hook`` keeps its hooks."""
 
 
+def storage_users(storage: torch.UntypedStorage) -> int:
+    """How many tensors and handles there are over one memory; no public function counts them."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
 def profiler_is_on() -> bool:
     """True while a profiler records: labels cost microseconds and are only then worth it."""
     return torch.autograd.profiler._is_profiler_enabled

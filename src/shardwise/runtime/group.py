@@ -341,14 +341,13 @@ class Group:
         """As ``unshard``, for the backward of a forward that has gathered them.
 
         From the same shards, whatever was assigned to the modules since: a backward is of what forward has
-        used. Changes in place are left to autograd to find, by their versions; freezing is followed.
+        used. Changes in place are left to autograd to find, by their versions; what was frozen is seen when
+        gradients land.
         """
         if self.state is State.SHARDED:
             if self._watch is None or not self._fulls:
                 self.unshard()
                 return
-            if not self._watch.is_as_trainable():
-                self._follow_changes()
         self._gather()
 
     def _gather(self) -> None:
@@ -800,19 +799,8 @@ class Group:
         except RuntimeError as error:
             raise self._explained(error) from error
         self._reductions[number] = None
-        result = bucket.take_result(reduction)
-        if result is None:
-            return True
         self._watch = self._watch or ShardWatch(self.params)
-        if not self._has_deferred and self._watch.takes_gradients_as_they_are():
-            for param, local in zip(bucket.params, result, strict=True):
-                if local is not None:
-                    param.sharded.grad = compat.make_dtensor(local, param.gradient_spec)
-            return False
-        for param, local in zip(bucket.params, result, strict=True):
-            if local is not None:
-                param.add_gradient(local)
-        return False
+        return bucket.land(reduction, plainly=not self._has_deferred and self._watch.takes_gradients_plainly())
 
     def defer(self) -> None:
         """Leave the full gradients unreduced until a later backward."""
@@ -844,6 +832,11 @@ class Group:
         if any(full.grad is not None for full in self._fulls):
             return True
         return self.requires_all_reduce and any(bucket.has_earlier for bucket in self.buckets)
+
+    def give_back_gradients(self) -> None:
+        """Free the memory of reduced gradients that nobody has any more."""
+        for bucket in self.buckets:
+            bucket.landing.give_back()
 
     def drop_cleared(self) -> None:
         """Drop deferred gradients of parameters whose ``.grad`` the caller has cleared since."""

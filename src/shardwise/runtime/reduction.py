@@ -25,11 +25,15 @@ Hook = Callable[[Tensor], None]
 
 @dataclass(frozen=True)
 class Destination:
-    """Where reduced gradients go: laid out how, on which device, in pinned memory or not."""
+    """Where reduced gradients go: laid out how, on which device, in pinned memory or not.
+
+    ``lend`` gives memory for them; None: whatever has been summed into serves.
+    """
 
     layout: Layout
     device: torch.device
-    is_pinned: bool
+    is_pinned: bool = False
+    lend: Callable[[], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class Shipment:
 class Reduction:
     """The gradients of one bucket on their way, sent in one or several parts, and closed after the last.
 
-    ``is_filled``: every byte of the result will be written by a sum.
+    ``output``: memory for this rank's sums, with zeros wherever none will be written.
     """
 
     def __init__(
@@ -87,17 +91,14 @@ class Reduction:
         layout: Layout,
         divisor: float,
         lanes: Lanes,
-        device: torch.device,
-        *,
-        is_filled: bool,
+        output: Tensor,
     ) -> None:
         self._reduce = reduce
         self._layout = layout
         self._divisor = divisor
         self._lanes = lanes
-        self._device = device
-        make = torch.empty if is_filled and not layout.has_padding else torch.zeros
-        self.output = make(layout.shard_bytes, dtype=torch.uint8, device=device)
+        self._device = output.device
+        self.output = output
         self.shipments: list[Shipment] = []
         self.present = [False] * len(layout.slots)
         """Of which parameters gradients were sent."""
@@ -209,7 +210,10 @@ class Reduction:
         """Cast to the dtype of ``.grad``, where the sums are, then bring it to where the shards are."""
         target, source = self._destination, self.output
         if target.layout is not self._layout:
-            cast = torch.empty(target.layout.shard_bytes, dtype=torch.uint8, device=source.device)
+            if target.lend is not None:
+                cast = target.lend()
+            else:
+                cast = torch.empty(target.layout.shard_bytes, dtype=torch.uint8, device=source.device)
             cast_buffer(source, self._layout, cast, target.layout)
             self._scratch.append(source)
             source = cast

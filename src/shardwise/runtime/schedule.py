@@ -483,8 +483,8 @@ class Schedule:
         if self._sessions:  # no backward is running now, whatever still holds on to one
             self._abandon_backward()
         for group in self.groups:
-            group.check_modules()
             group.drop_cleared()
+            group.give_back_gradients()
         for group in [group for group in self._held if group.state is State.PARTLY]:
             self._release(group)
         for group in self.groups:
@@ -770,6 +770,7 @@ class Schedule:
         self._prepare()
         for group in self.groups:
             group.drop_cleared()
+            group.give_back_gradients()
         self._lanes.gather.follow_compute()
         self._backward_order.rewind()
         self._reduced.clear()

@@ -57,13 +57,13 @@ class ShardWatch:
         counted = list(map(add, map(_version, self._shards), map(_version, self._locals)))
         return list(map(add, counted, self._bases)) if self._has_bases else counted
 
-    def takes_gradients_as_they_are(self) -> bool:
-        """True if no shard has a gradient to which one would be added, nor a hook that wants to see it."""
+    def takes_gradients_plainly(self) -> bool:
+        """True if no shard has hooks that want to see its gradient, nor was one frozen since forward."""
         return not (
             any(self._post_hooks_of_originals)
             or any(map(compat.gradient_hooks, self._shards))
             or any(map(compat.post_accumulate_hooks, self._shards))
-            or any(map(_is_something, map(_gradient, self._shards)))
+            or not self.is_as_trainable()
         )
 
 
