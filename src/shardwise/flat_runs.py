@@ -343,6 +343,8 @@ class Plan:
                 size = some[0].gradient.itemsize
                 self._distances += [(b - a) * size for a, b in pairwise(run.starts)]
         del self._follows[0:1], self._follows[self._num_plain - 1 :]
+        self._places = [members[0].place for _, members in found]
+        self._landings: list[tuple[Any, list[Tensor]] | None] = []
         return found
 
     def gradients(self, groups: Groups) -> list[Tensor] | None:
@@ -351,12 +353,26 @@ class Plan:
             return None
         if not all(map(is_, map(_LOCAL, self._params), self._locals)):
             return None
+        if (wholes := self._wholes()) is not None:
+            return wholes
         gradients = list(map(_GRAD, self._params))
         if not _ONLY_DTENSORS.issuperset(map(type, gradients)):
             return None
         if not all(map(is_, map(_SPEC, gradients), self._specs)):
             return None
         return self._in_place(list(map(_LOCAL, gradients)))
+
+    def _wholes(self) -> list[Tensor] | None:
+        """The gradients of the runs, where those of each have landed together: not looked at one by one."""
+        if not self._landings and self.runs and _landing_of(self.runs[0], self._places[0]) is not None:
+            self._landings = list(map(_landing_of, self.runs, self._places))
+        wholes: list[Tensor] = []
+        for found in self._landings:
+            whole = None if found is None else found[0].whole_of(found[1])
+            if whole is None:
+                return None
+            wholes.append(whole)
+        return wholes or None
 
     def _in_place(self, gradients: list[Tensor]) -> list[Tensor] | None:
         """Gradients of runs from local gradients, if those lie side by side."""
@@ -379,6 +395,16 @@ class Plan:
             if len(params) != len(known) or not all(map(is_, params, known)):
                 return False
         return not any(map(is_not, map(_GRAD, self.resting), repeat(None)))
+
+
+def _landing_of(run: Run, place: Place | None) -> tuple[Any, list[Tensor]] | None:
+    """Where all gradients of ``run``, and no others, land as one tensor, with the parameters in its order."""
+    landing = None if place is None else place.shard.landing
+    if landing is None:
+        return None
+    shards = landing.shards
+    whole = landing.whole_of(shards) if set(map(id, shards)) == set(map(id, run.params)) else None
+    return (landing, shards) if whole is not None and whole.shape == run.flat.shape else None
 
 
 _LOCAL, _GRAD, _SPEC = attrgetter("_local_tensor"), attrgetter("grad"), attrgetter("_spec")

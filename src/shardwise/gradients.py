@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checks import describe
-from shardwise.norms import Gradients, Plan, gradients_of, merged, norm_of, norms_of_pieces, stacked
+from shardwise.norms import (
+    Gradients,
+    Plan,
+    gradients_in,
+    gradients_of,
+    merged,
+    norm_of,
+    norms_of_pieces,
+    stacked,
+)
 from shardwise.runtime.param import sharded_before
 
 
@@ -73,10 +82,11 @@ def clip_grad_norm_(
     power = _check_norm_type(caller, norm_type)
     if foreach is not None and not isinstance(foreach, bool):
         raise TypeError(f"{caller}: foreach is {foreach!r}, {describe(foreach)}; pass True, False or None.")
-    params = _check_parameters(caller, model_or_parameters)
-    name_of = partial(_name_of, model_or_parameters, params)
-    gradients = gradients_of(params, caller, name_of)
-    plan = Plan(gradients, params)
+    given = _check_parameters(caller, model_or_parameters)
+    name_of = partial(_name_of, given)
+    is_module = isinstance(given, nn.Module)
+    gradients = (gradients_in if is_module else gradients_of)(given, caller, name_of)
+    plan = Plan(gradients, next(iter(given.parameters() if is_module else given), None))
     own, runs = [], []
     for column in plan.split(gradients.measured):
         runs.append(merged(column))
@@ -85,6 +95,8 @@ def clip_grad_norm_(
         own.append(norm_of(stacked(pieces, plan.device), power).view(1))
     total = plan.over_ranks(own, power)[0].to(_dtype_of_result(gradients))
     if error_if_nonfinite and not total.isfinite():
+        if is_module:  # one by one, to be told apart
+            gradients = gradients_of(list(given.parameters()), caller, name_of)
         of_each = norms_of_pieces(gradients.measured, power, foreach is not False)
         raise RuntimeError(_message_about_nonfinite(total, power, gradients, of_each, name_of))
     if limit < math.inf:
@@ -129,9 +141,9 @@ def grad_norms_by_module(model: nn.Module, norm_type: float | str = 2.0) -> dict
         raise TypeError(f"{caller}: model is {describe(model)}; pass an nn.Module.")
     power = _check_norm_type(caller, norm_type)
     params = list(model.parameters())
-    gradients = gradients_of(params, caller, partial(_name_of, model, params))
+    gradients = gradients_of(params, caller, partial(_name_of, model))
     pieces = norms_of_pieces(gradients.measured, power, is_foreach=True)
-    plan = Plan(gradients, params)
+    plan = Plan(gradients, next(iter(params), None))
     index_of = {id(param): index for index, param in enumerate(gradients.params)}
     inside = {
         name: indices
@@ -235,10 +247,10 @@ def _check_norm_type(caller: str, norm_type: Any) -> float:
     return value
 
 
-def _check_parameters(caller: str, given: Any) -> list[Tensor]:
-    """The parameters in ``given``, each once."""
+def _check_parameters(caller: str, given: Any) -> Any:
+    """``given``, if it is a module; else the parameters in it, each once."""
     if isinstance(given, nn.Module):
-        return list(given.parameters())
+        return given
     if isinstance(given, Tensor):
         return [given]
     if not isinstance(given, Iterable):
@@ -255,9 +267,9 @@ def _check_parameters(caller: str, given: Any) -> list[Tensor]:
     return list({id(param): param for param in params}.values())
 
 
-def _name_of(given: Any, params: Sequence[Tensor], param: Tensor) -> str:
+def _name_of(given: nn.Module | Sequence[Tensor], param: Tensor) -> str:
     """What to call ``param`` in a message."""
     if isinstance(given, nn.Module):
         return next(name for name, each in given.named_parameters() if each is param)
     known = sharded_before(param) if isinstance(param, nn.Parameter) else None
-    return known or f"parameter {next(i for i, each in enumerate(params) if each is param)}"
+    return known or f"parameter {next(i for i, each in enumerate(given) if each is param)}"

@@ -17,18 +17,21 @@ home.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import add, attrgetter, itemgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from shardwise.checks import PLACE
 from shardwise.runtime import compat
 from shardwise.runtime.collectives import all_reduce
 from shardwise.runtime.deferred import DeferredGradient
@@ -38,6 +41,8 @@ from shardwise.runtime.deferred import DeferredGradient
 _PIECE_NUMEL = 2**16
 # Up to this power those of all float32 numbers are numbers of float64.
 _LARGEST_PLAIN_POWER = 6.0
+# Sums of powers of float64 numbers between 1e-250 and 1e250 have lost nothing at either end.
+_PLAIN_DECADES = 250.0
 
 
 # --- the gradients --------------------------------------------------------------------------------
@@ -51,13 +56,55 @@ class Gradients:
     """What this rank holds of the gradients of ``params``; None where it has none.
 
     ``locals`` are scaled and ``measured`` have the norm: the same tensors, or where one is a summand of the
-    gradient, the sum. ``places`` say how they are spread over which ranks; None for a plain tensor.
+    gradient, the sum. ``places`` say how they are spread over which ranks; None for a plain tensor. Reduced
+    gradients that lie together may be one tensor: then ``params`` has the first of their parameters.
     """
 
     params: Sequence[Tensor]
     locals: Sequence[Tensor | None]
     measured: Sequence[Tensor | None]
     places: Sequence[Place | None]
+
+    def and_those_of(self, others: "Gradients") -> "Gradients":
+        """Both."""
+        if not others.params:
+            return self
+        pairs = zip(vars(self).values(), vars(others).values(), strict=True)
+        return Gradients(*([*own, *more] for own, more in pairs))
+
+
+def gradients_in(model: nn.Module, caller: str, name_of: Callable[[Tensor], str]) -> Gradients:
+    """Those of all parameters in ``model``, as few tensors; what ``gradients_of`` may raise.
+
+    Which are together follows from the groups, in all common cases: ranks that hold copies come to the same
+    bits.
+    """
+    modules = modules_in(model)
+    registered = chain.from_iterable(map(dict.values, map(_registered, modules)))
+    params = {id(param): param for param in registered if param is not None}
+    groups = dict.fromkeys(module.__dict__[PLACE].group for module in modules if PLACE in module.__dict__)
+    together: list[tuple[Tensor, Tensor, Tensor, Place]] = []
+    for landing in [bucket.landing for group in groups for bucket in group.buckets]:
+        shards = landing.shards
+        keys = list(map(id, shards))
+        if all(map(params.__contains__, keys)) and (whole := landing.whole_of(shards)) is not None:
+            spec = compat.spec_of(shards[0])
+            together.append((shards[0], whole, whole, (spec.mesh, without_sums(spec.placements))))
+            deque(map(params.pop, keys), maxlen=0)
+    columns: Any = zip(*together, strict=True) if together else ((), (), (), ())
+    return Gradients(*columns).and_those_of(gradients_of(list(params.values()), caller, name_of))
+
+
+def modules_in(model: nn.Module) -> list[nn.Module]:
+    """As ``model.modules()``, in a fifth of the time: each module once, those around others first."""
+    found: dict[nn.Module, None] = {}
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found[module] = None
+            waiting += [inner for inner in reversed(module._modules.values()) if inner is not None]
+    return list(found)
 
 
 def gradients_of(params: Sequence[Tensor], caller: str, name_of: Callable[[Tensor], str]) -> Gradients:
@@ -69,6 +116,7 @@ def gradients_of(params: Sequence[Tensor], caller: str, name_of: Callable[[Tenso
     return _all_as_their_parameters(params) or _one_by_one(params, caller, name_of)
 
 
+_registered = attrgetter("_parameters")
 _gradient, _placements, _mesh = attrgetter("grad"), attrgetter("placements"), attrgetter("mesh")
 
 
@@ -234,11 +282,20 @@ def norm_of(values: Tensor, power: float, dim: int | None = None) -> Tensor:
     """The norm of all ``values``, or along ``dim`` 0; none of their powers leaves the range of numbers."""
     if values.numel() == 0:
         return values.new_zeros(() if dim is None else values.shape[1:])
+    plain = torch.linalg.vector_norm(values, power, dim=dim) if values.device.type == "cpu" else None
+    if plain is not None and plain.numel() == 1 and _is_in_range(plain.item(), power):
+        return plain
     largest = torch.linalg.vector_norm(values, math.inf, dim=dim)
     if power == math.inf:
         return largest
     scale = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
     return torch.linalg.vector_norm(values / scale, power, dim=dim) * scale
+
+
+def _is_in_range(norm: float, power: float) -> bool:
+    """True if its power is far from the ends of what float64 can hold, so that none of the terms mattered
+    there."""
+    return power == math.inf or (norm > 0 and abs(math.log10(norm)) * power < _PLAIN_DECADES)
 
 
 def stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -273,10 +330,13 @@ class Plan:
     A *column* is a kind of placement. ``column_of`` says for each gradient which of ``columns`` is its own.
     """
 
-    def __init__(self, gradients: Gradients, params: Sequence[Tensor]) -> None:
+    def __init__(self, gradients: Gradients, first: Tensor | None) -> None:
+        """``first``: of all parameters, whatever has become of it."""
         kinds_of = list(map(id, gradients.places))
         distinct = dict(zip(kinds_of, gradients.places, strict=True))
-        places = sorted(dict.fromkeys(distinct.values()), key=_order)
+        places = list(dict.fromkeys(distinct.values()))
+        if len(places) > 1:
+            places.sort(key=_order)
         meshes = {mesh: _axes_of(mesh) for mesh in dict.fromkeys(p[0] for p in places if p is not None)}
         agreeing, covering = _axes_to_agree_over(meshes, None in places)
         kinds: dict[Place | None, _Column] = {}
@@ -291,7 +351,7 @@ class Plan:
         self.columns = list(dict.fromkeys(kinds.values()))
         index_of = {same: self.columns.index(kinds[place]) for same, place in distinct.items()}
         self.column_of = list(map(index_of.__getitem__, kinds_of))
-        self.device = _device_for(gradients, params)
+        self.device = _device_for(gradients, first)
         concerned = {axis for column in self.columns for axis in column.split | column.unknown}
         everywhere = dict.fromkeys(axis for axes in meshes.values() for axis in axes.values())
         self._axes = [axis for axis in everywhere if axis in concerned]
@@ -360,13 +420,13 @@ def _axes_to_agree_over(
     return list(dict.fromkeys(axis for axes in meshes.values() for axis in axes.values())), []
 
 
-def _device_for(gradients: Gradients, params: Sequence[Tensor]) -> torch.device:
+def _device_for(gradients: Gradients, first: Tensor | None) -> torch.device:
     """Where the ranks exchange norms: the device of the mesh, also while gradients are kept on the host."""
     kind = next((place[0].device_type for place in gradients.places if place is not None), None)
     pairs = zip(gradients.params, gradients.places, strict=True)
     devices = (compat.plain(param).device for param, place in pairs if place is not None)
     if kind is None:
-        return compat.plain(params[0]).device if params else torch.device("cpu")
+        return torch.device("cpu") if first is None else compat.plain(first).device
     if kind == "cpu":
         return torch.device("cpu")
     return next(

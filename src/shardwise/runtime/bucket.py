@@ -223,6 +223,7 @@ class Bucket:
             if isinstance(each, (QuantizedExchange, QuantizedSum)):
                 each.plan_for(self.reduced)
         self.landing = Landing(self.params, self.kept, self.mesh.shard.rank, self.storage.device)
+        self.shard.landing = self.landing
         lend = None if self.is_offloaded else partial(self.landing.lend, is_filled=True)
         self._home = Destination(self.kept, self.storage.device, self.storage.is_pinned, lend)
         self._has_scalars = any(slot.is_replicated for slot in self.reduced.slots)

@@ -13,7 +13,7 @@ Buffers of bytes; each parameter sees its own stretch under its own dtype. Who m
 import weakref
 from collections.abc import Sequence
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class FlatShard:
 
     def __init__(self, layout: Layout, rank: int, device: torch.device, *, is_pinned: bool = False) -> None:
         self.layout = layout
+        self.landing: Any = None  # where the gradients of these shards land; a room further up
         self.bytes = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)
         self.views = [with_own_storage(view) for view in local_views(self.bytes, layout, rank)]
         with _ALIVE_LOCK:

@@ -179,7 +179,8 @@ class Group:
         self._fulls: tuple[nn.Parameter, ...] = ()
         self._full_watch = FullWatch((), ())
         self._reductions: list[Reduction | None] = [None] * len(self.buckets)
-        self._has_deferred = True  # some parameters may remember unreduced gradients
+        # Whether some parameters may remember unreduced gradients.
+        self._has_deferred = any(param.remembers_deferred for param in self.params)
         self._departures: Departures | None = None  # None: all gradients leave together
         self._hooked: set[int] = set()
         self._trainable: frozenset[int] = frozenset()
@@ -344,11 +345,10 @@ class Group:
         used. Changes in place are left to autograd to find, by their versions; what was frozen is seen when
         gradients land.
         """
-        if self.state is State.SHARDED:
-            if self._watch is None or not self._fulls:
-                self.unshard()
-                return
-        self._gather()
+        if self.state is State.SHARDED and (self._watch is None or not self._fulls):
+            self.unshard()
+        else:
+            self._gather()
 
     def _gather(self) -> None:
         if self.state is State.GATHERED or self.state is State.GATHERING:
@@ -800,7 +800,9 @@ class Group:
             raise self._explained(error) from error
         self._reductions[number] = None
         self._watch = self._watch or ShardWatch(self.params)
-        return bucket.land(reduction, plainly=not self._has_deferred and self._watch.takes_gradients_plainly())
+        return bucket.land(
+            reduction, plainly=not self._has_deferred and self._watch.takes_gradients_plainly()
+        )
 
     def defer(self) -> None:
         """Leave the full gradients unreduced until a later backward."""

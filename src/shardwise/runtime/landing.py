@@ -16,7 +16,8 @@ from operator import attrgetter, is_
 from sys import getrefcount
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.runtime import compat
 from shardwise.runtime.buffers import KEPT_ON_HOST_BYTES, LocalViews, typed_stretch
@@ -25,6 +26,7 @@ from shardwise.runtime.param import Param
 
 _sharded, _gradient = attrgetter("sharded"), attrgetter("grad")
 _gradient_spec, _attributes = attrgetter("gradient_spec"), attrgetter("__dict__")
+_placements = attrgetter("placements")
 
 
 class Landing:
@@ -40,9 +42,12 @@ class Landing:
 
     def _forget(self) -> None:
         self._buffer: Tensor | None = None
+        self._storage: torch.UntypedStorage  # its memory
         self._is_lent = self._is_empty = False
         self._locals: list[Tensor] = []
-        self._gradients: list[Tensor] = []
+        self._gradients: list[DTensor] = []
+        self._flats: list[Tensor] = []
+        self._is_whole = False
         self._held: list[int] = []
 
     # --- the buffer -------------------------------------------------------------------------------
@@ -102,19 +107,31 @@ class Landing:
 
         For parameters without hooks, all of which have gradients in ``buffer``.
         """
-        shards = list(map(_sharded, self._params))
+        shards = self.shards
         if set(map(_gradient, shards)) == _NOTHING:
             for shard, gradient in zip(shards, self._over(buffer), strict=True):
                 shard.grad = gradient
-        elif buffer is not self._buffer and self._stands():
-            assert self._buffer is not None
-            for run in self._layout.runs:
-                standing, new = (typed_stretch(b, run.start, run.end, run.dtype) for b in (self._buffer, buffer))
-                standing.add_(new)
+        elif buffer is not self._buffer and self._stands():  # as lend() has said
+            for flat, more in zip(self._flats, self._flats_of(buffer), strict=True):
+                flat.add_(more)
         else:
             return False
         self._settle(buffer)
         return True
+
+    def whole_of(self, shards: Sequence[Tensor]) -> Tensor | None:
+        """``.grad`` of all ``shards``, which are ours, as one flat tensor.
+
+        None where they are not one: put there by others, of several dtypes or placements, or with padding
+        between them.
+        """
+        is_one = self._is_whole and all(map(is_, map(_gradient, shards), self._gradients))
+        return self._flats[0] if is_one else None
+
+    @property
+    def shards(self) -> list[nn.Parameter]:
+        """The parameters whose gradients land here."""
+        return list(map(_sharded, self._params))
 
     def _stands(self) -> bool:
         """True if ``.grad`` of all shards are the gradients that landed here last."""
@@ -130,12 +147,23 @@ class Landing:
             before = compat.storage_users(self._storage)
             self._locals = self._views.of(buffer)
             self._gradients = self._made(self._locals)
+            self._flats = self._flats_of(buffer)
+            placements = set(map(_placements, map(compat.spec_of, self._gradients)))
+            self._is_whole = len(self._flats) == len(placements) == 1 and not self._layout.has_padding
             self._held = self._count()
             self._held[-1] += self._num_users - before
         return self._gradients
 
-    def _made(self, locals_: Sequence[Tensor]) -> list[Tensor]:
+    def _made(self, locals_: Sequence[Tensor]) -> list[DTensor]:
         return list(map(compat.make_dtensor, locals_, map(_gradient_spec, self._params)))
+
+    def _flats_of(self, buffer: Tensor) -> list[Tensor]:
+        """All numbers of ``buffer``, those of one dtype as one tensor."""
+        flats = []
+        for run in self._layout.runs:
+            assert isinstance(run.dtype, torch.dtype)
+            flats.append(typed_stretch(buffer, run.start, run.end, run.dtype))
+        return flats
 
     def _settle(self, buffer: Tensor) -> None:
         if buffer is self._buffer:
