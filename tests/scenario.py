@@ -152,7 +152,7 @@ class Side:
         for member in sharded_members(model):
             group = member.group
             assert group.state is State.SHARDED, f"'{group.name}' is still {group.state.value}"
-            assert group.gradient_state is GradientState.NONE, (
+            assert group.gradient_state is GradientState.EMPTY, (
                 f"gradients of '{group.name}' are still {group.gradient_state.value}"
             )
             held = sum(0 if full.grad is None else full.grad.numel() for full in group._fulls)

@@ -55,7 +55,7 @@ reducing --drop--> empty""",
 
 @pytest.mark.parametrize(
     ("states", "table", "home"),
-    [(State, STATES, State.SHARDED), (GradientState, GRADIENT_STATES, GradientState.NONE)],
+    [(State, STATES, State.SHARDED), (GradientState, GRADIENT_STATES, GradientState.EMPTY)],
 )
 def test_from_every_state_there_is_a_way_home_and_back(
     states: type[Enum], table: Mapping[tuple[Any, str], Any], home: Any

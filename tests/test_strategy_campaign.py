@@ -1067,7 +1067,9 @@ class Run:
                 continue
             for param in group.params:
                 assert not any(s.name in s.module.__dict__ for s in param.sites), f"{param.fqn} is shadowed"
-            assert group.gradient_state is GradientState.NONE, f"{group.name} is {group.gradient_state.value}"
+            assert group.gradient_state is GradientState.EMPTY, (
+                f"{group.name} is {group.gradient_state.value}"
+            )
             is_kept = group.state is not State.SHARDED
             assert not (is_kept and group.reshard_after_backward), f"{group.name} is {group.state.value}"
         for param in self.model.parameters():

@@ -127,7 +127,7 @@ def _check_group(member: Member, divides_as_usual: bool) -> None:
             f"{_NAME}: {group.name} was given a factor by set_gradient_divide_factor, but a hook divides by "
             "itself. Use one of the two."
         )
-    if group.gradient_state is not GradientState.NONE:
+    if group.gradient_state is not GradientState.EMPTY:
         raise RuntimeError(
             f"{_NAME}: gradients of {group.name} wait to be reduced. Register the hook between steps, after "
             "a backward with gradient synchronisation."

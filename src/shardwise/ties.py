@@ -47,7 +47,7 @@ class Move:
                 f"and this fully_shard call has {self.mesh.mesh} ({', '.join(self.mesh.roles)}). Shard both "
                 "over one mesh, or untie them."
             )
-        if self.owner.state is not State.SHARDED or self.owner.gradient_state is not GradientState.NONE:
+        if self.owner.state is not State.SHARDED or self.owner.gradient_state is not GradientState.EMPTY:
             raise RuntimeError(
                 f"{names} are tied, but the group '{self.owner.name}' has run already and holds gathered "
                 "parameters or gradients. Call fully_shard on all modules before the first forward."

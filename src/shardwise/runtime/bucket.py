@@ -451,7 +451,7 @@ class Bucket:
             make = torch.empty if is_filled and not self.reduced.has_padding else torch.zeros
             output = make(self.reduced.shard_bytes, dtype=torch.uint8, device=self.mesh.device)
         divisor = 1.0 if self.averages_itself else divisor
-        return Reduction(self._reduce, self.reduced, divisor, lanes, output)
+        return Reduction(self._reduce, self.reduced, divisor, lanes, output, is_filled=is_filled)
 
     def close_reduction(self, reduction: Reduction, all_reduces: bool, hook: Hook | None) -> None:
         """All gradients that there are have been sent: go on to the replicas, if that is wanted now."""
@@ -494,7 +494,7 @@ class Bucket:
     def land(self, reduction: Reduction, *, plainly: bool) -> bool:
         """Add what has been reduced to ``.grad`` of the shards; True: it waits for the sum over replicas.
 
-        ``plainly``: no shard has hooks that want to see it, nor was one frozen since forward.
+        ``plainly``: no shard has hooks that want to see it, nor stands its ``.grad`` for what waits.
         """
         if not self._all_reduces:
             self._earlier = reduction.output

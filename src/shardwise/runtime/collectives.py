@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -555,8 +557,8 @@ class Reduce:
         """Put small gradients side by side: row r of ``target`` is what rank r will keep."""
         world, dtype = self._layout.world, target.dtype
         if run.start in self._chunked:
-            own = [g for index in run.slots if (g := gradients[index]) is not None and g.dtype == dtype]
-            if len(own) == len(run.slots) and all(map(Tensor.is_contiguous, own)):
+            own: list[Any] = [gradients[index] for index in run.slots]
+            if _are_dense_of(dtype, own):
                 compat.chunk_cat(own, world, target)
                 return
         columns: list[Tensor] = []
@@ -588,6 +590,15 @@ class Reduce:
             if slot.is_strided and gradient is not None:
                 for piece, part in _strided_pieces(slot, target.view(torch.uint8), run.start, gradient):
                     piece.copy_(part)
+
+
+_dtype = attrgetter("dtype")
+
+
+def _are_dense_of(dtype: torch.dtype, tensors: Sequence[Any]) -> bool:
+    """True if all are there, contiguous and of ``dtype``; in passes that run in C."""
+    there = all(map(is_not, tensors, repeat(None)))
+    return there and set(map(_dtype, tensors)) == {dtype} and all(map(Tensor.is_contiguous, tensors))
 
 
 def _typed_rows(key: tuple[str, int, int, torch.dtype], buffer: Tensor) -> tuple[Tensor, Tensor]:

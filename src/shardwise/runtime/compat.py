@@ -5,6 +5,7 @@ Everything else in this library uses documented APIs. Supported: torch 2.11 to 2
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache, wraps
 from operator import attrgetter
 from typing import Any
@@ -54,6 +55,11 @@ post_accumulate_hooks: Callable[[Tensor], Hooks | None] = attrgetter("_post_accu
 def storage_users(storage: torch.UntypedStorage) -> int:
     """How many tensors and handles there are over one memory; no public function counts them."""
     return torch._C._storage_Use_Count(storage._cdata)
+
+
+plain_access: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+"""Inside, attributes of DTensors are read and set without asking whether the class wants to take part, which
+DTensor does not: that takes half of the time. Described in torch's notes on extending PyTorch."""
 
 
 def profiler_is_on() -> bool:

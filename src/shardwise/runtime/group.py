@@ -46,7 +46,7 @@ class State(Enum):
 class GradientState(Enum):
     """Where the gradients of the full parameters are."""
 
-    NONE = "empty"  # nothing but .grad of the shards
+    EMPTY = "empty"  # nothing but .grad of the shards
     PENDING = "pending"  # full gradients of the running backward, perhaps not all
     DEFERRED = "deferred"  # gradients of earlier backwards, left unreduced, in part or at all, on request
     REDUCING = "reducing"  # full gradients and the reduced ones, in flight
@@ -54,30 +54,34 @@ class GradientState(Enum):
     __hash__ = object.__hash__
 
 
+# By these names, since an attribute of an Enum takes Python 3.11 0.2 us, at a dozen places of every step.
+SHARDED, GATHERING, GATHERED, PARTLY, LENT = State
+EMPTY, PENDING, DEFERRED, REDUCING = GradientState
+
 STATES: dict[tuple[State, str], State] = {
-    (State.SHARDED, "unshard"): State.GATHERING,
-    (State.GATHERING, "wait"): State.GATHERED,
-    (State.GATHERED, "reshard"): State.SHARDED,
-    (State.GATHERED, "keep_part"): State.PARTLY,
-    (State.PARTLY, "unshard"): State.GATHERING,
-    (State.PARTLY, "reshard"): State.SHARDED,
-    (State.SHARDED, "lend"): State.LENT,
-    (State.LENT, "take_back"): State.SHARDED,
+    (SHARDED, "unshard"): GATHERING,
+    (GATHERING, "wait"): GATHERED,
+    (GATHERED, "reshard"): SHARDED,
+    (GATHERED, "keep_part"): PARTLY,
+    (PARTLY, "unshard"): GATHERING,
+    (PARTLY, "reshard"): SHARDED,
+    (SHARDED, "lend"): LENT,
+    (LENT, "take_back"): SHARDED,
 }
 
 GRADIENT_STATES: dict[tuple[GradientState, str], GradientState] = {
-    (GradientState.NONE, "accumulate"): GradientState.PENDING,
-    (GradientState.PENDING, "accumulate"): GradientState.PENDING,
-    (GradientState.DEFERRED, "accumulate"): GradientState.PENDING,
-    (GradientState.PENDING, "defer"): GradientState.DEFERRED,
-    (GradientState.PENDING, "reduce"): GradientState.REDUCING,
-    (GradientState.DEFERRED, "reduce"): GradientState.REDUCING,
-    (GradientState.REDUCING, "finish"): GradientState.NONE,
-    (GradientState.REDUCING, "defer"): GradientState.DEFERRED,
-    (GradientState.NONE, "join"): GradientState.REDUCING,  # with zeros, where other ranks may have more
-    (GradientState.PENDING, "drop"): GradientState.NONE,
-    (GradientState.DEFERRED, "drop"): GradientState.NONE,
-    (GradientState.REDUCING, "drop"): GradientState.NONE,
+    (EMPTY, "accumulate"): PENDING,
+    (PENDING, "accumulate"): PENDING,
+    (DEFERRED, "accumulate"): PENDING,
+    (PENDING, "defer"): DEFERRED,
+    (PENDING, "reduce"): REDUCING,
+    (DEFERRED, "reduce"): REDUCING,
+    (REDUCING, "finish"): EMPTY,
+    (REDUCING, "defer"): DEFERRED,
+    (EMPTY, "join"): REDUCING,  # with zeros, where other ranks may have more
+    (PENDING, "drop"): EMPTY,
+    (DEFERRED, "drop"): EMPTY,
+    (REDUCING, "drop"): EMPTY,
 }
 
 _S = TypeVar("_S", bound=Enum)
@@ -130,8 +134,8 @@ class Group:
         self._own_attributes = [module.__dict__ for module in owners if not is_torchs[module]]
         self._torch_attributes = [module.__dict__ for module in owners if is_torchs[module]]
         self._num_torch_attributes = -1
-        self.state = State.SHARDED
-        self.gradient_state = GradientState.NONE
+        self.state = SHARDED
+        self.gradient_state = EMPTY
         self.observer: Observer | None = None
         self.on_gradient: Callable[[Group], None] = _ignore
         self.on_part: Callable[[Group], None] = _ignore
@@ -208,7 +212,7 @@ class Group:
 
     def replan(self, change: Callable[[Bucket], None], only: Bucket | None = None) -> None:
         """Let ``change`` plan buckets anew, while nothing is gathered."""
-        if self.state is not State.SHARDED or self.gradient_state is not GradientState.NONE:
+        if self.state is not SHARDED or self.gradient_state is not EMPTY:
             raise RuntimeError(
                 f"{self.name}: its communication cannot be changed while its parameters are "
                 f"{self.state.value} and its gradients {self.gradient_state.value}. Change it between steps, "
@@ -310,7 +314,7 @@ class Group:
 
     def refuse_if_lent(self, what: str) -> None:
         """Inside ``unsharded()`` the caller has the parameters."""
-        if self.state is State.LENT:
+        if self.state is LENT:
             raise RuntimeError(
                 f"{self.name}: {what} is not possible inside unsharded(), which has put full parameters in "
                 "place of the shards that its group works with. Leave the context first."
@@ -331,7 +335,7 @@ class Group:
 
     def unshard(self) -> None:
         """Begin to gather the full parameters, if they are not there or on their way."""
-        if self.state is State.SHARDED:
+        if self.state is SHARDED:
             if self._follow_changes():
                 self._lanes.gather.follow_compute()  # which is where the shards were just moved
             if len(self._fulls) != len(self.params):
@@ -342,19 +346,20 @@ class Group:
         """As ``unshard``, for the backward of a forward that has gathered them.
 
         From the same shards, whatever was assigned to the modules since: a backward is of what forward has
-        used. Changes in place are left to autograd to find, by their versions; what was frozen is seen when
-        gradients land.
+        used. Changes in place are left to autograd to find, by their versions; freezing is followed.
         """
-        if self.state is State.SHARDED and (self._watch is None or not self._fulls):
+        if self._watch is None or not self._fulls:
             self.unshard()
-        else:
-            self._gather()
+            return
+        if not self._watch.is_as_trainable():
+            self._follow_freezing()
+        self._gather()
 
     def _gather(self) -> None:
-        if self.state is State.GATHERED or self.state is State.GATHERING:
+        if self.state is GATHERED or self.state is GATHERING:
             return
         self.refuse_if_lent("gathering for a forward, a backward or unshard()")
-        if self.state is State.SHARDED:
+        if self.state is SHARDED:
             assert self._watch is not None
             self._versions = self._watch.versions()
         self._tell("gather")
@@ -375,7 +380,7 @@ class Group:
 
     def wait(self) -> None:
         """Wait for the gather and let the modules see the full parameters."""
-        if self.state is State.GATHERED:
+        if self.state is GATHERED:
             self.show()
             return
         state = self._next(STATES, self.state, "wait")
@@ -435,7 +440,7 @@ class Group:
         Raises:
             RuntimeError: a full parameter was changed in place; the change would be lost.
         """
-        if self.state is State.PARTLY:
+        if self.state is PARTLY:
             self._drop_parts()
             return
         state = self._next(STATES, self.state, "reshard")
@@ -479,14 +484,14 @@ class Group:
 
     def abandon(self) -> None:
         """Return to SHARDED from any state, after a failed iteration."""
-        if self.state is State.GATHERING:
+        if self.state is GATHERING:
             assert self._gathering is not None
             self._gathering.wait()
             self._gathering = None
-        if self.state is State.PARTLY:
+        if self.state is PARTLY:
             self._drop_parts()
-        elif self.state is not State.SHARDED:
-            self._free(State.SHARDED)
+        elif self.state is not SHARDED:
+            self._free(SHARDED)
 
     @property
     def is_trainable(self) -> bool:
@@ -519,14 +524,14 @@ class Group:
         """True if ``tensor`` lies in a gathered buffer, so that freeing would take its contents."""
         if isinstance(tensor, DTensor):
             tensor = compat.local_tensor(tensor)
-        if self.state is not State.GATHERED or type(tensor) not in (Tensor, nn.Parameter):
+        if self.state is not GATHERED or type(tensor) not in (Tensor, nn.Parameter):
             return False
         address = tensor.data_ptr()
         return any(address in memory for bucket in self.buckets for memory in bucket.gathered.addresses())
 
     def wait_if_unsharded(self) -> None:
         """Have the full parameters visible, unless they were freed meanwhile."""
-        if self.state in (State.GATHERING, State.GATHERED):
+        if self.state in (GATHERING, GATHERED):
             self.wait()
 
     def is_stale(self) -> bool:
@@ -541,7 +546,7 @@ class Group:
                 for tensor in [site.registered() for site in param.sites]:
                     if not (isinstance(tensor, DTensor) and compat.local_tensor(tensor).device in here):
                         return
-        if self.state is State.SHARDED:
+        if self.state is SHARDED:
             self._follow_changes()
         for param in self.params:
             param.describe_itself()
@@ -580,12 +585,15 @@ class Group:
                 param.adopt(new)
         if self._are_on_meta() or any(compat.local_tensor(p.sharded) is not p.local for p in self.params):
             self._move_in()
+        self._follow_freezing()
+        return True
+
+    def _follow_freezing(self) -> None:
         for param in self.params:
             if param.full is not None and param.full.requires_grad != param.sharded.requires_grad:
                 param.full.requires_grad_(param.sharded.requires_grad)
         self._watch_gradients()
         self._watch = ShardWatch(self.params)
-        return True
 
     def _are_on_meta(self) -> bool:
         return any(bucket.shard.bytes.is_meta for bucket in self.buckets)
@@ -633,9 +641,9 @@ class Group:
     def _accumulated(self, index: int, _full: Tensor) -> None:
         """Autograd has put the gradient of one full parameter in place."""
         departures = self._departures
-        if self.gradient_state is not GradientState.PENDING:
+        if self.gradient_state is not PENDING:
             self.on_gradient(self)
-            if self.gradient_state is GradientState.REDUCING:
+            if self.gradient_state is REDUCING:
                 self.finish_reduce()
             self.gradient_state = self._next(GRADIENT_STATES, self.gradient_state, "accumulate")
             self._awaited = set(self._trainable)
@@ -663,7 +671,7 @@ class Group:
 
     def reduce(self) -> list[Shipment]:
         """Begin to reduce the full gradients that are there; all that is in flight now."""
-        joins = self.zeros_for_unused and self.gradient_state is GradientState.NONE
+        joins = self.zeros_for_unused and self.gradient_state is EMPTY
         state = self._next(GRADIENT_STATES, self.gradient_state, "join" if joins else "reduce")
         with _without_graph(), self._label("reduce"):
             if not self._fulls:  # it has not run here
@@ -671,7 +679,7 @@ class Group:
             if self._departures is None:
                 shipments = self._send_all()
             else:
-                if self.gradient_state is not GradientState.PENDING:
+                if self.gradient_state is not PENDING:
                     self._departures.begin()
                 shipments = self._send(self._departures.rest())
             for bucket, reduction in zip(self.buckets, self._reductions, strict=True):
@@ -829,20 +837,15 @@ class Group:
     @property
     def has_sums_to_reduce(self) -> bool:
         """True if deferred gradients are there that a reduction now would bring further."""
-        if self.gradient_state is not GradientState.DEFERRED:
+        if self.gradient_state is not DEFERRED:
             return False
         if any(full.grad is not None for full in self._fulls):
             return True
         return self.requires_all_reduce and any(bucket.has_earlier for bucket in self.buckets)
 
-    def give_back_gradients(self) -> None:
-        """Free the memory of reduced gradients that nobody has any more."""
-        for bucket in self.buckets:
-            bucket.landing.give_back()
-
     def drop_cleared(self) -> None:
         """Drop deferred gradients of parameters whose ``.grad`` the caller has cleared since."""
-        if self.gradient_state is not GradientState.DEFERRED:
+        if self.gradient_state is not DEFERRED:
             return
         index = 0
         for bucket in self.buckets:
@@ -869,7 +872,7 @@ class Group:
             param.hide_deferred()
         for bucket in self.buckets:
             bucket.drop_all_earlier()
-        if self.gradient_state is not GradientState.NONE:
+        if self.gradient_state is not EMPTY:
             self.gradient_state = self._next(GRADIENT_STATES, self.gradient_state, "drop")
 
     def _take_gradients(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardwise.runtime import compat
 from shardwise.runtime.group import State
 from shardwise.runtime.outputs import NotAContainer, find_tensors, map_tensors, replace_tensors
-from shardwise.runtime.schedule import Call, Member, Outcome
+from shardwise.runtime.schedule import ANNOUNCED, FAILED, NO_BACKWARD, UNANNOUNCED, Call, Member, Outcome
 
 _WRAPPED = "_shardwise_methods"
 
@@ -79,12 +79,13 @@ def wrapped_methods(module: nn.Module) -> set[str]:
 
 
 def _before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Gather, and bring inputs to the device and dtype of the computation."""
+    """Gather, and bring inputs to the device and dtype of the computation; None: they stay as they are."""
     group = member.group
     is_outermost = member.schedule.enter_forward(group, module)
     if is_outermost and group.device.type != "cpu":
         args, kwargs = map_tensors((args, kwargs), lambda t: t.to(group.device, non_blocking=True))
-    return group.casts.inputs(args, kwargs) or (args, kwargs)
+        return group.casts.inputs(args, kwargs) or (args, kwargs)
+    return group.casts.inputs(args, kwargs)
 
 
 def _after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -92,7 +93,7 @@ def _after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, ou
     call = member.schedule.current_call(module)
     if call is None:
         return None  # the hook before forward had failed
-    outcome = Outcome.FAILED
+    outcome = FAILED
     try:
         if output is None and sys.exc_info()[1] not in (None, call.handled):
             return None  # called from the handler of an exception that is new: forward has raised
@@ -117,7 +118,7 @@ def _announce(member: Member, call: Call, inputs: Any, output: Any) -> tuple[Any
         output = _replace(output, copies, group.name)
         tensors = [copies.get(id(t), t) for t in tensors]
     if not torch.is_grad_enabled():
-        return output, Outcome.NO_BACKWARD
+        return output, NO_BACKWARD
     nodes: dict[int, Any] = {}
     for tensor in tensors:
         if tensor.requires_grad:
@@ -129,10 +130,10 @@ def _announce(member: Member, call: Call, inputs: Any, output: Any) -> tuple[Any
         announce = partial(_before_backward, member, call)
         for node in nodes.values():
             node.register_prehook(announce)
-        return output, Outcome.ANNOUNCED
+        return output, ANNOUNCED
     if tensors or not group.is_trainable:
-        return output, Outcome.NO_BACKWARD
-    return output, Outcome.UNANNOUNCED
+        return output, NO_BACKWARD
+    return output, UNANNOUNCED
 
 
 def _collect_nodes(tensor: Tensor, nodes: dict[int, Any]) -> None:

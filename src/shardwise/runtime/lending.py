@@ -54,7 +54,7 @@ def check_can_lend(group: Group, terms: Terms) -> None:
                 "gathers itself in the form in which it is computed with; what is stored of it cannot be put "
                 "together. Shard it in a module of its own and leave that out with recurse=False."
             )
-    if terms.with_gradients and group.gradient_state is not GradientState.NONE:
+    if terms.with_gradients and group.gradient_state is not GradientState.EMPTY:
         waiting = [p.fqn for p in group.params if isinstance(p.sharded.grad, DeferredGradient)]
         raise RuntimeError(
             f"unsharded(with_grads=True): gradients of {', '.join(waiting[:4]) or group.name} wait to be "

@@ -82,7 +82,8 @@ class Shipment:
 class Reduction:
     """The gradients of one bucket on their way, sent in one or several parts, and closed after the last.
 
-    ``output``: memory for this rank's sums, with zeros wherever none will be written.
+    ``output``: memory for this rank's sums, with zeros wherever none will be written. ``is_filled``: every
+    parameter will have a gradient.
     """
 
     def __init__(
@@ -92,6 +93,8 @@ class Reduction:
         divisor: float,
         lanes: Lanes,
         output: Tensor,
+        *,
+        is_filled: bool,
     ) -> None:
         self._reduce = reduce
         self._layout = layout
@@ -100,8 +103,9 @@ class Reduction:
         self._device = output.device
         self.output = output
         self.shipments: list[Shipment] = []
-        self.present = [False] * len(layout.slots)
-        """Of which parameters gradients were sent."""
+        self._is_filled = is_filled
+        self.present = [is_filled] * len(layout.slots)
+        """Of which parameters gradients were sent, or will be."""
         self._ticket: Ticket | None = None  # of what follows the sums
         self._scratch: list[Tensor] = []  # freed when the computation has waited, never before
         self._is_advanced = self._is_closed = False
@@ -111,8 +115,9 @@ class Reduction:
         lane = self._lanes.reduce
         lane.follow_compute()
         start = partial(self._reduce.start, lane, part, gradients, self.output, self._divisor)
-        for index in part.indices:
-            self.present[index] = self.present[index] or gradients[index] is not None
+        if not self._is_filled:
+            for index in part.indices:
+                self.present[index] = self.present[index] or gradients[index] is not None
         num_bytes = part.num_bytes * self._reduce.room_to_reduce
         shipment = Shipment(gradients, num_bytes, lane.submit(start))
         self.shipments.append(shipment)

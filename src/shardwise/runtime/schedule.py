@@ -43,10 +43,16 @@ from torch import nn
 from shardwise.runtime import compat
 from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.group import (
-    GradientState,
+    DEFERRED,
+    EMPTY,
+    GATHERED,
+    GATHERING,
+    PARTLY,
+    PENDING,
+    REDUCING,
+    SHARDED,
     Group,
     Observer,
-    State,
     meta_message,
 )
 from shardwise.runtime.inference import Inference, axes_of
@@ -117,6 +123,9 @@ class Outcome(Enum):
     NO_BACKWARD = "no gradient will flow through it"
     ANNOUNCED = "its outputs will announce its backward"
     UNANNOUNCED = "gradients may come, but nothing announces them"
+
+
+FAILED, NO_BACKWARD, ANNOUNCED, UNANNOUNCED = Outcome  # quicker than attributes, see group.py
 
 
 @dataclass(eq=False, slots=True)
@@ -218,7 +227,7 @@ class Schedule:
         group.on_gradient = self._gradient_came
         group.on_part = self._part_complete
         group.on_complete = self._gradients_complete
-        if group.state is not State.SHARDED:
+        if group.state is not SHARDED:
             self._held[group] = None
             if group in member.schedule._kept_by_caller:
                 self._kept_by_caller.add(group)
@@ -324,7 +333,7 @@ class Schedule:
         """Begin a gather that lasts until forward has used it, or ``reshard_for_caller``."""
         self._prepare()
         self._lanes.gather.follow_compute()  # the optimizer may just have written the shards
-        if group.state is State.PARTLY:
+        if group.state is PARTLY:
             self._release(group)
         self._free_stale([group])
         self._gather(group)
@@ -451,11 +460,11 @@ class Schedule:
         if compat.current_graph_task_id() != -1:
             self._exit_recomputation(group)
             return
-        if not group.may_be_unused and (outcome is not Outcome.NO_BACKWARD or not torch.is_grad_enabled()):
+        if not group.may_be_unused and (outcome is not NO_BACKWARD or not torch.is_grad_enabled()):
             self._exited.append(group)
-        if outcome is Outcome.ANNOUNCED:
+        if outcome is ANNOUNCED:
             self._first_enter.setdefault(group, call.enter)
-        if outcome is Outcome.FAILED:
+        if outcome is FAILED:
             self._release(group)
         elif not group.may_be_unused and self._frees_after(call, outcome):
             self._release_after_forward(group, outcome)
@@ -484,14 +493,13 @@ class Schedule:
             self._abandon_backward()
         for group in self.groups:
             group.drop_cleared()
-            group.give_back_gradients()
-        for group in [group for group in self._held if group.state is State.PARTLY]:
+        for group in [group for group in self._held if group.state is PARTLY]:
             self._release(group)
         for group in self.groups:
-            if group.state is State.GATHERING:  # asked for and not used: on some ranks, perhaps
+            if group.state is GATHERING:  # asked for and not used: on some ranks, perhaps
                 group.wait()
         if self._inference is None:
-            self._free_stale([group for group in self.groups if group.state is State.GATHERED])
+            self._free_stale([group for group in self.groups if group.state is GATHERED])
         else:
             self._inference.make_good(self._play)
             self._inference.check_weights()
@@ -505,13 +513,13 @@ class Schedule:
 
     def _end_forward(self, outcome: Outcome) -> None:
         """The outermost module has run."""
-        if outcome is not Outcome.FAILED:
+        if outcome is not FAILED:
             self._forward_order.plan(self._entered)
             if self._inference is not None:
                 self._inference.end_forward()
         if torch.is_grad_enabled():
             self._backward_order.plan(self._exited[::-1])
-        if outcome in (Outcome.ANNOUNCED, Outcome.UNANNOUNCED) and torch.is_grad_enabled():
+        if outcome in (ANNOUNCED, UNANNOUNCED) and torch.is_grad_enabled():
             unneeded = [*self._ahead, *self._partly_run()]
         else:
             # No backward will come for whose sake a group could be kept.
@@ -530,7 +538,7 @@ class Schedule:
     def _hide_kept(self) -> None:
         """Between passes the modules show their shards, whatever is kept in memory."""
         for group in self._held:
-            if group.state is State.GATHERED and group not in self._kept_by_caller:
+            if group.state is GATHERED and group not in self._kept_by_caller:
                 group.hide()
 
     def _frees_after(self, call: Call, outcome: Outcome) -> bool:
@@ -538,7 +546,7 @@ class Schedule:
         group = call.group
         has_run = self._has_run.setdefault(group, set())
         has_run.add(call.module)
-        if len(has_run) < len(group.modules) or outcome is Outcome.UNANNOUNCED:
+        if len(has_run) < len(group.modules) or outcome is UNANNOUNCED:
             return False
         if self._keeps_for_double_backward:
             return False
@@ -552,8 +560,8 @@ class Schedule:
         """Free a group, or leave a part of it for backward where that was asked for."""
         if (
             _part_world(group) is not None
-            and outcome is Outcome.ANNOUNCED
-            and group.state is State.GATHERED
+            and outcome is ANNOUNCED
+            and group.state is GATHERED
             and group not in self._kept_by_caller
         ):
             group.keep_part()
@@ -620,7 +628,7 @@ class Schedule:
         """Gradients of the outputs of ``call`` are there: its group is needed."""
         group = call.group
         session = self._session()
-        if session.active.get(group) == call.enter and group.state is State.GATHERED:
+        if session.active.get(group) == call.enter and group.state is GATHERED:
             return  # another output of the same call
         if torch.is_grad_enabled():
             self._makes_graph = self._keeps_for_double_backward = True
@@ -662,7 +670,7 @@ class Schedule:
         self._gather_optional(group)
         if group.backward_prefetch is not None or group.policy.backward_prefetch == "before":
             self._prefetch(group.backward_prefetch, self._backward_order, group)
-        if group.unshard_in_backward or group.state is State.GATHERED:
+        if group.unshard_in_backward or group.state is GATHERED:
             group.wait()
 
     def _free_before(self, session: Session, exit_clock: int, current: Group) -> None:
@@ -676,7 +684,7 @@ class Schedule:
         if group.may_be_unused:
             return  # it goes with the group around it
         # Groups that join with zeros do so at the end of backward, in an order that all ranks have in common.
-        has_gradients = group.gradient_state is GradientState.PENDING and not group.zeros_for_unused
+        has_gradients = group.gradient_state is PENDING and not group.zeros_for_unused
         if has_gradients and group.requires_gradient_sync and group.is_trainable:
             first = self._first_enter.get(group)
             if first is not None and first > clock:
@@ -715,7 +723,7 @@ class Schedule:
             sender.release_shipment(oldest)
 
     def _reduce(self, group: Group) -> None:
-        if group.gradient_state is GradientState.REDUCING:
+        if group.gradient_state is REDUCING:
             group.finish_reduce()
         shipments = group.reduce()
         if group.leaves_in_parts:
@@ -729,7 +737,7 @@ class Schedule:
 
     def _finish_oldest_reduction(self) -> None:
         group = self._reducing.popleft()
-        if group.gradient_state is not GradientState.REDUCING:
+        if group.gradient_state is not REDUCING:
             return
         if group.lands_on_host:
             group.release_gradients()
@@ -770,7 +778,6 @@ class Schedule:
         self._prepare()
         for group in self.groups:
             group.drop_cleared()
-            group.give_back_gradients()
         self._lanes.gather.follow_compute()
         self._backward_order.rewind()
         self._reduced.clear()
@@ -793,7 +800,7 @@ class Schedule:
             self._finish_oldest_reduction()
         self._shipments.clear()
         for group in self._landing:
-            if group.gradient_state is GradientState.REDUCING:
+            if group.gradient_state is REDUCING:
                 group.finish_reduce()
         self._landing.clear()
         self._let_host_write()
@@ -811,9 +818,9 @@ class Schedule:
         """Reduce what is left of a group's gradients, or leave it for a later backward."""
         state = group.gradient_state
         if not group.requires_gradient_sync:
-            if state is GradientState.PENDING:
+            if state is PENDING:
                 group.defer()
-        elif state is GradientState.PENDING or self._joins_anyway(group) or group.has_sums_to_reduce:
+        elif state is PENDING or self._joins_anyway(group) or group.has_sums_to_reduce:
             self._reduce(group)
 
     def _joins_anyway(self, group: Group) -> bool:
@@ -822,7 +829,7 @@ class Schedule:
             (group.zeros_for_unused or group.may_be_unused)
             and group.is_trainable
             and group not in self._reduced
-            and group.gradient_state in (GradientState.NONE, GradientState.DEFERRED)
+            and group.gradient_state in (EMPTY, DEFERRED)
         )
 
     def _average_ignored(self) -> None:
@@ -847,7 +854,7 @@ class Schedule:
         for group in list(self._held):
             group.abandon()
         for group in self.groups:
-            if group.gradient_state in (GradientState.PENDING, GradientState.REDUCING):
+            if group.gradient_state in (PENDING, REDUCING):
                 group.drop_gradients()
         self._reducing.clear()
         self._shipments.clear()
@@ -861,7 +868,7 @@ class Schedule:
     # --- gathered groups --------------------------------------------------------------------------
 
     def _gather(self, group: Group) -> None:
-        if self._inference is not None and group.state is State.SHARDED:
+        if self._inference is not None and group.state is SHARDED:
             self._inference.note(group)
         group.unshard()
         self._held[group] = None
@@ -878,9 +885,9 @@ class Schedule:
         self._kept_by_caller.discard(group)
         self._ahead.discard(group)
         self._held.pop(group, None)
-        if group.state is State.GATHERING:
+        if group.state is GATHERING:
             group.wait()
-        if group.state in (State.GATHERED, State.PARTLY):
+        if group.state in (GATHERED, PARTLY):
             group.reshard()
 
     def _free_stale(self, kept: Sequence[Group]) -> None:
@@ -888,7 +895,7 @@ class Schedule:
 
         Changed on any rank: the ranks agree, since all of them gather or none.
         """
-        kept = [group for group in kept if group.state is State.GATHERED]
+        kept = [group for group in kept if group.state is GATHERED]
         if not kept:
             return
         flags = torch.tensor([group.is_stale() for group in kept], dtype=torch.int32, device=self._device)
@@ -913,7 +920,7 @@ class Schedule:
             if limit is not None and len(self._ahead) >= limit:
                 break
             is_needed = ahead.unshard_in_backward or not is_backward
-            if is_needed and ahead.state in (State.SHARDED, State.PARTLY):
+            if is_needed and ahead.state in (SHARDED, PARTLY):
                 if is_backward:
                     self._gather_again(ahead)
                 else:

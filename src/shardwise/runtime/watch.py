@@ -19,7 +19,9 @@ _registered = attrgetter("_parameters")
 _version = attrgetter("_version")
 _wants_gradient = attrgetter("requires_grad")
 _gradient = attrgetter("grad")
+_layout = attrgetter("layout")
 _is_something = partial(is_not, None)
+_DENSE = {torch.strided}
 
 
 class ShardWatch:
@@ -41,30 +43,33 @@ class ShardWatch:
         """True if each shard is registered where it was, over the same memory, and as trainable as its
         full parameter, where there are ``fulls``."""
         standing = map(dict.get, map(_registered, self._modules), self._names)
-        return (
-            all(map(is_, standing, self._standing))
-            and all(map(is_, map(compat.local_tensor, self._shards), self._locals))
-            and self.is_as_trainable()
-            and (not fulls or list(map(_wants_gradient, fulls)) == self._trained)
-        )
+        with compat.plain_access():
+            return (
+                all(map(is_, standing, self._standing))
+                and all(map(is_, map(compat.local_tensor, self._shards), self._locals))
+                and list(map(_wants_gradient, self._shards)) == self._trained
+                and (not fulls or list(map(_wants_gradient, fulls)) == self._trained)
+            )
 
     def is_as_trainable(self) -> bool:
         """True if no shard was frozen or unfrozen."""
-        return list(map(_wants_gradient, self._shards)) == self._trained
+        with compat.plain_access():
+            return list(map(_wants_gradient, self._shards)) == self._trained
 
     def versions(self) -> list[int]:
         """Of each shard a number that grows with every change in place that PyTorch counts."""
-        counted = list(map(add, map(_version, self._shards), map(_version, self._locals)))
+        with compat.plain_access():
+            counted = list(map(add, map(_version, self._shards), map(_version, self._locals)))
         return list(map(add, counted, self._bases)) if self._has_bases else counted
 
     def takes_gradients_plainly(self) -> bool:
-        """True if no shard has hooks that want to see its gradient, nor was one frozen since forward."""
-        return not (
-            any(self._post_hooks_of_originals)
-            or any(map(compat.gradient_hooks, self._shards))
-            or any(map(compat.post_accumulate_hooks, self._shards))
-            or not self.is_as_trainable()
-        )
+        """True if no shard has hooks that want to see its gradient."""
+        with compat.plain_access():
+            return not (
+                any(self._post_hooks_of_originals)
+                or any(map(compat.gradient_hooks, self._shards))
+                or any(map(compat.post_accumulate_hooks, self._shards))
+            )
 
 
 def are_all_there(gradients: Sequence[Tensor | None]) -> bool:
@@ -74,12 +79,13 @@ def are_all_there(gradients: Sequence[Tensor | None]) -> bool:
 
 def take_gradients(fulls: Sequence[nn.Parameter]) -> list[Tensor | None] | None:
     """The gradients of ``fulls``, which lose them; None, and nothing taken, if one is sparse."""
-    gradients = list(map(_gradient, fulls))
-    for gradient in gradients:
-        if gradient is not None and gradient.layout is not torch.strided:
+    with compat.plain_access():
+        gradients = list(map(_gradient, fulls))
+        layouts = set(map(_layout, filter(_is_something, gradients)))
+        if not layouts <= _DENSE:
             return None
-    for full in fulls:
-        full.grad = None
+        for full in fulls:
+            full.grad = None
     return gradients
 
 

@@ -1,0 +1,266 @@
+"""Gradients land in the same objects from step to step, and nobody who kept one sees it change."""
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import World
+from models import even_tower, random_batch, uneven_tower
+from reference import mean_of_squares
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise import FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from shardwise.runtime.landing import _LARGEST_KEPT_BYTES, Landing
+
+by_world = pytest.mark.parametrize("world", [1, 2], indirect=True)
+
+
+def sharded(make: Callable[[], nn.Module] = even_tower, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """A plain model, and the same one sharded."""
+    torch.manual_seed(7)
+    plain = make().double()
+    model = copy.deepcopy(plain)
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return plain, model
+
+
+def backward(model: nn.Module, step: int, width: int = 8) -> None:
+    mean_of_squares(model, random_batch(step, 4, width)).backward()
+
+
+def gradients(model: nn.Module) -> list[DTensor]:
+    return [param.grad for param in model.parameters()]
+
+
+def assert_equal_gradients(model: nn.Module, plain: nn.Module) -> None:
+    for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (own.grad is None) == (expected.grad is None)
+        if expected.grad is not None:
+            torch.testing.assert_close(own.grad.full_tensor(), expected.grad, rtol=0, atol=1e-12)
+
+
+def landings(model: nn.Module) -> list[Landing]:
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [bucket.landing for m in modules for bucket in m._shardwise_member.group.buckets]
+
+
+def train_and_compare_objects() -> list[bool]:
+    plain, model = sharded()
+    before: list[int] = []
+    is_same = []
+    for step in range(4):
+        for each in (plain, model):
+            each.zero_grad()
+            backward(each, step)
+        assert_equal_gradients(model, plain)
+        own = list(map(id, gradients(model)))
+        is_same.append(own == before)
+        before = own
+    return is_same
+
+
+@by_world
+def test_cleared_gradients_land_in_the_same_objects(world: World) -> None:
+    assert set(map(tuple, world.run(train_and_compare_objects))) == {(False, True, True, True)}
+
+
+KEPT: dict[str, Callable[[Tensor], Any]] = {
+    "the gradient": lambda g: g,
+    "its local tensor": lambda g: g.to_local(),
+    "a view of it": lambda g: g.to_local()[:1],
+    "detached": lambda g: g.detach(),
+    "its data": lambda g: g.data,
+    "an array": lambda g: g.to_local().numpy(),
+    "its storage": lambda g: g.to_local().untyped_storage(),
+    "another's gradient": lambda g: _with_gradient(g),
+}
+
+
+def _with_gradient(gradient: Tensor) -> nn.Parameter:
+    other = nn.Parameter(torch.zeros_like(gradient))
+    other.grad = gradient
+    return other
+
+
+def numbers_of(kept: Any) -> list[float]:
+    if isinstance(kept, nn.Parameter):
+        kept = kept.grad
+    if isinstance(kept, DTensor):
+        kept = kept.to_local()
+    if isinstance(kept, torch.UntypedStorage):
+        kept = torch.tensor([], dtype=torch.float64).set_(kept)
+    return torch.as_tensor(kept).flatten().tolist()
+
+
+def keep_over_steps(what: str, when: str) -> None:
+    plain, model = sharded()
+    backward(model, 0)
+    kept = [KEPT[what](gradient) for gradient in gradients(model)]
+    then = list(map(numbers_of, kept))
+    for step in range(1, 3):
+        for each in (plain, model):
+            if when == "before forward":
+                each.zero_grad()
+            loss = mean_of_squares(each, random_batch(step, 4))
+            if when == "before backward":
+                each.zero_grad()
+            loss.backward()
+        assert_equal_gradients(model, plain)
+        assert list(map(numbers_of, kept)) == then
+
+
+@pytest.mark.parametrize("when", ["before forward", "before backward"])
+@pytest.mark.parametrize("what", KEPT)
+@by_world
+def test_what_was_kept_of_a_gradient_stays_as_it_was(world: World, what: str, when: str) -> None:
+    world.run(keep_over_steps, what, when)
+
+
+def mark_a_gradient() -> list[bool]:
+    _, model = sharded()
+    seen = []
+    for step in range(3):
+        model.zero_grad()
+        backward(model, step)
+        seen.append(hasattr(model.outlet.weight.grad, "mark"))
+        model.outlet.weight.grad.mark = True
+    return seen
+
+
+@by_world
+def test_what_was_noted_on_a_gradient_is_not_on_the_next(world: World) -> None:
+    assert world.run(mark_a_gradient)[0] == [False, False, False]
+
+
+def accumulate(make: Callable[[], nn.Module], width: int, keeps_zeros: bool) -> bool:
+    plain, model = sharded(make)
+    is_same = []
+    for step in range(3):
+        for each in (plain, model):
+            each.zero_grad(set_to_none=not keeps_zeros)
+            backward(each, 2 * step, width)
+        first = list(map(id, gradients(model)))
+        for each in (plain, model):
+            backward(each, 2 * step + 1, width)
+        assert_equal_gradients(model, plain)
+        is_same.append(first == list(map(id, gradients(model))))
+    return all(is_same)
+
+
+@pytest.mark.parametrize("keeps_zeros", [False, True])
+@pytest.mark.parametrize(("make", "width"), [(even_tower, 8), (uneven_tower, 7)])
+@by_world
+def test_backwards_without_clearing_add_up(world: World, make: Any, width: int, keeps_zeros: bool) -> None:
+    assert all(world.run(accumulate, make, width, keeps_zeros))
+
+
+def freeze_after_forward(name: str) -> None:
+    plain, model = sharded()
+    for step in range(3):
+        for each in (plain, model):
+            each.zero_grad()
+            loss = mean_of_squares(each, random_batch(step, 4))
+            each.get_parameter(name).requires_grad_(step == 2)
+            loss.backward()
+        assert_equal_gradients(model, plain)
+
+
+@pytest.mark.parametrize("name", ["blocks.1.up.weight", "outlet.bias"])
+@by_world
+def test_what_was_frozen_after_forward_gets_no_gradient(world: World, name: str) -> None:
+    world.run(freeze_after_forward, name)
+
+
+def objects_after_clearing(width: int) -> tuple[int, list[bool]]:
+    """The bytes of a shard, and whether its gradient and the local tensor of it live on."""
+    model = fully_shard(nn.Linear(width, width, bias=False))
+    model(torch.ones(2, width)).sum().backward()
+    gradient = model.weight.grad
+    refs = [weakref.ref(gradient), weakref.ref(gradient._local_tensor)]
+    num_bytes = gradient.to_local().nbytes
+    del gradient
+    model.zero_grad()
+    return num_bytes, [ref() is not None for ref in refs]
+
+
+@pytest.mark.parametrize(("width", "is_kept"), [(32, True), (512, False)])
+@by_world
+def test_clearing_frees_all_but_small_gradients_at_once(world: World, width: int, is_kept: bool) -> None:
+    for num_bytes, live_on in world.run(objects_after_clearing, width):
+        assert (num_bytes <= _LARGEST_KEPT_BYTES) == is_kept
+        assert live_on == [is_kept] * 2
+
+
+def clip_as_one(width: int) -> tuple[bool, Tensor, float]:
+    model = fully_shard(nn.Linear(width, width, bias=False).double())
+    model(random_batch(0, 4, width)).pow(2).sum().backward()
+    (landing,) = landings(model)
+    whole = landing.whole_of(landing.shards)
+    norm = model.weight.grad.full_tensor().norm()
+    total = clip_grad_norm_(model, 0.5)
+    torch.testing.assert_close(total, norm, rtol=0, atol=1e-10)
+    return whole is not None, total, model.weight.grad.full_tensor().norm().item()
+
+
+@pytest.mark.parametrize("width", [32, 512])
+@by_world
+def test_small_and_large_gradients_are_clipped_as_the_one_tensor_they_landed_as(
+    world: World, width: int
+) -> None:
+    for is_one, total, after in world.run(clip_as_one, width):
+        assert is_one
+        assert total > 0.5
+        assert after == pytest.approx(0.5, abs=1e-5)
+
+
+def fail_in_backward() -> None:
+    plain, model = sharded()
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("on purpose")
+
+    backward(model, 0)
+    model.zero_grad()
+    handle = model.blocks[0].up.weight.register_hook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        backward(model, 1)
+    handle.remove()
+    for step in range(2, 4):
+        for each in (plain, model):
+            each.zero_grad()
+            backward(each, step)
+        assert_equal_gradients(model, plain)
+
+
+@by_world
+def test_gradients_land_right_after_a_backward_that_failed(world: World) -> None:
+    world.run(fail_in_backward)
+
+
+def reduce_in_another_dtype() -> list[bool]:
+    torch.manual_seed(3)
+    model = fully_shard(
+        nn.Linear(8, 8),
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+    )
+    before: list[int] = []
+    is_same = []
+    for step in range(3):
+        model.zero_grad()
+        backward(model, step)
+        assert {gradient.dtype for gradient in gradients(model)} == {torch.float32}
+        own = list(map(id, gradients(model)))
+        is_same.append(own == before)
+        before = own
+    return is_same
+
+
+@by_world
+def test_gradients_that_are_cast_land_in_the_same_objects(world: World) -> None:
+    assert world.run(reduce_in_another_dtype)[0] == [False, True, True]
