@@ -73,6 +73,7 @@ def test_cleared_gradients_land_in_the_same_objects(world: World) -> None:
 KEPT: dict[str, Callable[[Tensor], Any]] = {
     "the gradient": lambda g: g,
     "its local tensor": lambda g: g.to_local(),
+    "the local tensor itself": torch.no_grad()(lambda g: g.to_local()),
     "a view of it": lambda g: g.to_local()[:1],
     "detached": lambda g: g.detach(),
     "its data": lambda g: g.data,
@@ -158,6 +159,51 @@ def accumulate(make: Callable[[], nn.Module], width: int, keeps_zeros: bool) -> 
 @by_world
 def test_backwards_without_clearing_add_up(world: World, make: Any, width: int, keeps_zeros: bool) -> None:
     assert all(world.run(accumulate, make, width, keeps_zeros))
+
+
+def accumulate_over_steps() -> list[bool]:
+    _, model = sharded()
+    before: list[int] = []
+    is_same = []
+    for step in range(4):
+        model.zero_grad()
+        backward(model, 2 * step)
+        backward(model, 2 * step + 1)
+        own = [id(block.up.weight.grad) for block in model.blocks]
+        is_same.append(own == before)
+        before = own
+    return is_same
+
+
+@by_world
+def test_accumulated_gradients_land_in_the_same_objects(world: World) -> None:
+    assert world.run(accumulate_over_steps)[0] == [False, True, True, True]
+
+
+def replace_a_gradient(what: str) -> None:
+    plain, model = sharded()
+    for step in range(3):
+        for each in (plain, model):
+            each.zero_grad()
+            backward(each, step)
+            for param in (each.blocks[1].up.weight, each.blocks[1].norm.bias):
+                param.grad = 2 * param.grad if what == "another" else None
+        if what == "another":
+            total, expected = clip_grad_norm_(model, 0.01), plain_clip(plain, 0.01)
+            torch.testing.assert_close(total, expected, rtol=0, atol=1e-12)
+        for each in (plain, model):
+            backward(each, step + 1)
+        assert_equal_gradients(model, plain)
+
+
+def plain_clip(model: nn.Module, limit: float) -> Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+
+@pytest.mark.parametrize("what", ["another", "none"])
+@by_world
+def test_gradients_that_were_replaced_are_clipped_and_added_to(world: World, what: str) -> None:
+    world.run(replace_a_gradient, what)
 
 
 def freeze_after_forward(name: str) -> None:

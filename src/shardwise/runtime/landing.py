@@ -106,7 +106,7 @@ class Landing:
                     shard.grad = gradient
                 return True
         whole = self.whole_of(shards)
-        if whole is None or buffer is self._buffer:
+        if whole is None:
             return False
         whole.add_(typed_stretch(buffer, 0, self._end, whole.dtype))
         return True
@@ -121,7 +121,8 @@ class Landing:
             return None
         with compat.plain_access():
             standing = list(map(_gradient, shards))
-            if standing[0] is None or not all(map(is_, standing, map(call, self._last))):
+            is_ours = all(map(is_, standing, map(call, self._last)))
+            if not is_ours or not all(map(_is_something, standing)):  # dead references are None as well
                 return None
         first = compat.local_tensor(standing[0])
         return first.as_strided((self._end // first.itemsize,), (1,), 0)

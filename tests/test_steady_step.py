@@ -1,0 +1,68 @@
+"""What a step does once all is planned: the same each time, and nothing that waits for a device.
+
+This is what capturing a step in a CUDA graph needs of a library.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from harness import World
+from models import even_tower, random_batch
+from reference import mean_of_squares
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise import FlatOptimizer, MixedPrecisionPolicy, fully_shard
+
+WAIT_FOR_A_DEVICE = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "unique", "masked_select")
+ALLOCATE = ("empty", "zeros", "new_empty", "new_zeros", "empty_like", "zeros_like", "clone")
+
+
+class Recorder(TorchDispatchMode):
+    """Notes operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of_steps(dtype: torch.dtype | None) -> list[list[str]]:
+    """Those of the last three of some steps."""
+    torch.manual_seed(0)
+    model = even_tower()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = FlatOptimizer(torch.optim.AdamW(model.parameters(), fused=True))
+    of_steps = []
+    for step in range(8):
+        inputs = random_batch(step, 4, dtype=torch.float32)
+        with Recorder() as recorder:
+            mean_of_squares(model, inputs).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        of_steps.append(recorder.names)
+    return of_steps[-3:]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bf16"])
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+def test_a_steady_step_runs_the_same_operators_and_none_that_waits_for_a_device(
+    world: World, dtype: torch.dtype | None
+) -> None:
+    for first, second, third in world.run(operators_of_steps, dtype):
+        assert first == second == third
+        assert "_fused_adamw_" in first  # the recorder sees what happens
+        assert not set(first).intersection(WAIT_FOR_A_DEVICE)
+
+
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+def test_a_steady_step_allocates_less_than_once_a_parameter(world: World) -> None:
+    for first, *_ in world.run(operators_of_steps, None):
+        num_parameters = len(list(even_tower().parameters()))
+        assert sum(name in ALLOCATE for name in first) < num_parameters
