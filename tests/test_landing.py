@@ -1,6 +1,7 @@
 """Gradients land in the same objects from step to step, and nobody who kept one sees it change."""
 
 import copy
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from reference import mean_of_squares
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise import FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from shardwise import FlatOptimizer, FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 from shardwise.runtime.landing import _LARGEST_KEPT_BYTES, Landing
 
 by_world = pytest.mark.parametrize("world", [1, 2], indirect=True)
@@ -310,3 +311,24 @@ def reduce_in_another_dtype() -> list[bool]:
 @by_world
 def test_gradients_that_are_cast_land_in_the_same_objects(world: World) -> None:
     assert world.run(reduce_in_another_dtype)[0] == [False, True, True]
+
+
+def modules_that_live_on(last: str) -> list[bool]:
+    """Whether a model and its blocks survive ``del model``, while an optimizer over their shards is there."""
+    _, model = sharded()
+    optimizer = FlatOptimizer(torch.optim.AdamW(model.parameters()))
+    for step in range(3):
+        backward(model, step)
+        optimizer.step()
+    if last == "forward":
+        mean_of_squares(model, random_batch(3, 4))
+    refs = [weakref.ref(module) for module in (model, *model.blocks)]
+    del model
+    gc.collect()
+    return [ref() is not None for ref in refs]
+
+
+@pytest.mark.parametrize("last", ["forward", "backward"])
+@by_world
+def test_a_model_that_nobody_has_any_more_dies(world: World, last: str) -> None:
+    assert all(result == [False] * 4 for result in world.run(modules_that_live_on, last))

@@ -13,8 +13,8 @@ from harness import World
 from models import even_tower, random_batch
 from reference import Recipe, assert_same_record, plain_run, sharded_run
 
-from shardwise.runtime import reduction, streams
-from shardwise.runtime.buffers import typed_stretch
+from shardwise.runtime import buffers, streams
+from shardwise.runtime.buffers import buffer_for, typed_stretch
 from shardwise.runtime.collectives import Part, Reduce, SingleRank
 from shardwise.runtime.layout import Entry, Layout, plan_layout
 from shardwise.runtime.reduction import Destination, Reduction, Replicas
@@ -275,7 +275,7 @@ def reduction_of(
     gradients = [torch.ones(4, dtype=torch.float64)]
     tell(log, f"gradients{name}", gradients[0])
     reduce: Any = LoggedReduce(log, name)
-    made = Reduction(reduce, WIDE, 2.0, lanes, CPU, is_filled=True)
+    made = Reduction(reduce, WIDE, 2.0, lanes, buffer_for(WIDE, CPU, is_filled=True), is_filled=True)
     made.send(WHOLE, gradients)
     made.close(replicas, Destination(NARROW, where, is_pinned=False))
     return made
@@ -338,7 +338,7 @@ def test_without_a_second_stage_the_third_lane_stays_idle(log: list[str]) -> Non
     gradients = [torch.ones(4, dtype=torch.float64)]
     tell(log, "gradients", gradients[0])
     reduce: Any = LoggedReduce(log)
-    made = Reduction(reduce, WIDE, 2.0, named_lanes(), CPU, is_filled=True)
+    made = Reduction(reduce, WIDE, 2.0, named_lanes(), buffer_for(WIDE, CPU, is_filled=True), is_filled=True)
     made.send(WHOLE, gradients)
     made.close(Replicas(None, None, None), Destination(WIDE, CPU, is_pinned=False))
     del gradients
@@ -412,11 +412,12 @@ def test_earlier_sums_join_before_the_replicas_and_the_hook_sees_what_comes_out(
 @pytest.mark.parametrize("has_gradient", [True, False])
 def test_what_no_gradient_fills_is_zero(has_gradient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding, and parameters without a gradient: sums over replicas and norms run over them as well."""
-    monkeypatch.setattr(reduction.torch, "empty", lambda *size, **how: torch.full(size, 0xFF, **how))
+    monkeypatch.setattr(buffers.torch, "empty", lambda *size, **how: torch.full(size, 0xFF, **how))
     padded = layout_of(torch.float64, numel=3)
     gradients = [torch.ones(3, dtype=torch.float64)] if has_gradient else [None]
     reduce = Reduce(SingleRank(), padded, CPU)
-    made = Reduction(reduce, padded, 1.0, Lanes(CPU), CPU, is_filled=has_gradient)
+    output = buffer_for(padded, CPU, is_filled=has_gradient)
+    made = Reduction(reduce, padded, 1.0, Lanes(CPU), output, is_filled=has_gradient)
     for part in reduce.parts:
         made.send(part, gradients)
     made.close(Replicas(None, None, None), Destination(padded, CPU, is_pinned=False))

@@ -11,7 +11,7 @@ share of a state lies. What lies right is not copied.
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress, pairwise, repeat
 from operator import attrgetter, is_, is_not, sub
@@ -344,7 +344,7 @@ class Plan:
                 self._distances += [(b - a) * size for a, b in pairwise(run.starts)]
         del self._follows[0:1], self._follows[self._num_plain - 1 :]
         self._places = [members[0].place for _, members in found]
-        self._landings: list[tuple[Any, list[Tensor]] | None] = []
+        self._landings: list[_Landing | None] = []
         return found
 
     def gradients(self, groups: Groups) -> list[Tensor] | None:
@@ -368,7 +368,8 @@ class Plan:
             self._landings = list(map(_landing_of, self.runs, self._places))
         wholes: list[Tensor] = []
         for found in self._landings:
-            whole = None if found is None else found[0].whole_of(found[1])
+            landing = None if found is None else found.landing()
+            whole = landing.whole_of(found.shards) if found is not None and landing is not None else None
             if whole is None:
                 return None
             wholes.append(whole)
@@ -397,14 +398,22 @@ class Plan:
         return not any(map(is_not, map(_GRAD, self.resting), repeat(None)))
 
 
-def _landing_of(run: Run, place: Place | None) -> tuple[Any, list[Tensor]] | None:
-    """Where all gradients of ``run``, and no others, land as one tensor, with the parameters in its order."""
-    landing = None if place is None else place.shard.landing
-    if landing is None:
+class _Landing(NamedTuple):
+    """Where gradients land as one tensor, and whose: ``shards``, in the order of that place."""
+
+    landing: Callable[[], Any]
+    shards: list[Tensor]
+
+
+def _landing_of(run: Run, place: Place | None) -> _Landing | None:
+    """Where all gradients of ``run``, and no others, land as one tensor."""
+    landing = None if place is None else place.shard.landing()
+    if place is None or landing is None:
         return None
     shards = landing.shards
     whole = landing.whole_of(shards) if set(map(id, shards)) == set(map(id, run.params)) else None
-    return (landing, shards) if whole is not None and whole.shape == run.flat.shape else None
+    is_one = whole is not None and whole.shape == run.flat.shape
+    return _Landing(place.shard.landing, shards) if is_one else None
 
 
 _LOCAL, _GRAD, _SPEC = attrgetter("_local_tensor"), attrgetter("grad"), attrgetter("_spec")

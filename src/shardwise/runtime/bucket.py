@@ -7,6 +7,7 @@ Where what is stored is not what is computed with (another dtype, or shards in h
 shard is first brought into a buffer to send from: one cast, one copy, for all parameters together.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from shardwise.policy import CommPolicy
 from shardwise.runtime import compat
-from shardwise.runtime.buffers import FlatShard, GatheredBuffer, cast_buffer, local_views
+from shardwise.runtime.buffers import FlatShard, GatheredBuffer, buffer_for, cast_buffer, local_views
 from shardwise.runtime.collectives import (
     BackendCollectives,
     Communicator,
@@ -223,7 +224,7 @@ class Bucket:
             if isinstance(each, (QuantizedExchange, QuantizedSum)):
                 each.plan_for(self.reduced)
         self.landing = Landing(self.params, self.kept, self.mesh.shard.rank, self.storage.device)
-        self.shard.landing = self.landing
+        self.shard.landing = weakref.ref(self.landing)
         lend = None if self.is_offloaded else partial(self.landing.lend, is_filled=True)
         self._home = Destination(self.kept, self.storage.device, self.storage.is_pinned, lend)
         self._has_scalars = any(slot.is_replicated for slot in self.reduced.slots)
@@ -448,8 +449,7 @@ class Bucket:
         if self.kept is self.reduced and not self.is_offloaded:
             output = self.landing.lend(is_filled=is_filled)
         else:
-            make = torch.empty if is_filled and not self.reduced.has_padding else torch.zeros
-            output = make(self.reduced.shard_bytes, dtype=torch.uint8, device=self.mesh.device)
+            output = buffer_for(self.reduced, self.mesh.device, is_filled=is_filled)
         divisor = 1.0 if self.averages_itself else divisor
         return Reduction(self._reduce, self.reduced, divisor, lanes, output, is_filled=is_filled)
 

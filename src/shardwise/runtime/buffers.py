@@ -11,7 +11,7 @@ Buffers of bytes; each parameter sees its own stretch under its own dtype. Who m
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -35,7 +35,9 @@ class FlatShard:
 
     def __init__(self, layout: Layout, rank: int, device: torch.device, *, is_pinned: bool = False) -> None:
         self.layout = layout
-        self.landing: Any = None  # where the gradients of these shards land; a room further up
+        # Where the gradients of these shards land, a room further up. Weak: an optimizer that knows shards is
+        # not to keep modules alive.
+        self.landing: Callable[[], Any] = lambda: None
         self.bytes = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)
         self.views = [with_own_storage(view) for view in local_views(self.bytes, layout, rank)]
         with _ALIVE_LOCK:
@@ -45,6 +47,15 @@ class FlatShard:
         """Copy the local tensors, one a parameter, into their places."""
         for view, local in zip(self.views, locals_, strict=True):
             view.copy_(local)
+
+
+def buffer_for(layout: Layout, device: torch.device, *, is_filled: bool) -> Tensor:
+    """Bytes for what this rank keeps, laid out as a shard buffer: zeros wherever nothing will be written.
+
+    ``is_filled``: every parameter's part will be.
+    """
+    make = torch.empty if is_filled and not layout.has_padding else torch.zeros
+    return make(layout.shard_bytes, dtype=torch.uint8, device=device)
 
 
 KEPT_ON_HOST_BYTES = 1 << 20

@@ -4,6 +4,7 @@ A group decides nothing about *when*: schedule.py does. It knows *whether* a ste
 to do it.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -618,11 +619,12 @@ class Group:
 
     def _watch_gradients(self) -> None:
         """Have trainable full parameters report their gradients."""
+        own = weakref.ref(self)
         trainable = [i for i, full in enumerate(self._fulls) if full.requires_grad]
         for index in trainable:
             if index not in self._hooked:
                 self.params[index].attach_hooks_of_full()
-                self._fulls[index].register_post_accumulate_grad_hook(partial(self._accumulated, index))
+                self._fulls[index].register_post_accumulate_grad_hook(partial(_tell_arrival, own, index))
                 self._hooked.add(index)
         self._trainable = frozenset(trainable)
         self._awaited = set(self._trainable)
@@ -638,7 +640,7 @@ class Group:
 
     # --- gradients --------------------------------------------------------------------------------
 
-    def _accumulated(self, index: int, _full: Tensor) -> None:
+    def arrived(self, index: int) -> None:
         """Autograd has put the gradient of one full parameter in place."""
         departures = self._departures
         if self.gradient_state is not PENDING:
@@ -955,6 +957,12 @@ def _average(gradients: list[Tensor], axis: Axis) -> None:
         dist.all_reduce(flat, group=axis.pg)
         for gradient, part in zip(same, flat.split([g.numel() for g in same]), strict=True):
             gradient.copy_(part.view_as(gradient))
+
+
+def _tell_arrival(group: "weakref.ref[Group]", index: int, _full: Tensor) -> None:
+    """A hook on a full parameter. Weak, for Python's collector does not see what C++ holds: no model would die."""
+    if (alive := group()) is not None:
+        alive.arrived(index)
 
 
 def _ignore(group: Group) -> None:

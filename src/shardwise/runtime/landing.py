@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.runtime import compat
-from shardwise.runtime.buffers import LocalViews, typed_stretch
+from shardwise.runtime.buffers import LocalViews, buffer_for, typed_stretch
 from shardwise.runtime.layout import Layout
 from shardwise.runtime.param import Param
 
@@ -31,6 +31,7 @@ _sharded, _gradient = attrgetter("sharded"), attrgetter("grad")
 _gradient_spec, _attributes = attrgetter("gradient_spec"), attrgetter("__dict__")
 _placements = attrgetter("placements")
 _is_something = partial(is_not, None)
+_ONLY_DTENSORS = {DTensor}
 
 
 class Landing:
@@ -47,7 +48,9 @@ class Landing:
         placements = set(map(_placements, map(_gradient_spec, params)))
         self._is_one = len(dtypes) == len(placements) == 1 and not layout.has_padding
         self._end = layout.runs[-1].end if layout.runs else 0
-        self._last: list[Callable[[], Tensor | None]] = []  # those that landed last
+        # The local tensors of those that landed last; not the gradients, which torch does not swap for others
+        # (``module.to()``) where there is a weak reference.
+        self._last: list[Callable[[], Tensor | None]] = []
         self._forget()
 
     def _forget(self) -> None:
@@ -62,12 +65,10 @@ class Landing:
 
     def lend(self, *, is_filled: bool) -> Tensor:
         """A buffer of bytes for the next gradients. ``is_filled``: all of it will be written, but padding."""
-        is_filled = is_filled and not self._layout.has_padding
         if self._buffer is not None and not self._is_lent and self._count() == self._held:
             self._is_lent = True
-            return self._buffer if is_filled else self._buffer.zero_()
-        make = torch.empty if is_filled else torch.zeros
-        buffer = make(self._layout.shard_bytes, dtype=torch.uint8, device=self._device)
+            return self._buffer if is_filled and not self._layout.has_padding else self._buffer.zero_()
+        buffer = buffer_for(self._layout, self._device, is_filled=is_filled)
         if self._is_small and self.whole_of(self.shards) is None:  # else it will be added to that, and gone
             self._forget()
             self._buffer, self._storage = buffer, buffer.untyped_storage()
@@ -121,10 +122,12 @@ class Landing:
             return None
         with compat.plain_access():
             standing = list(map(_gradient, shards))
-            is_ours = all(map(is_, standing, map(call, self._last)))
-            if not is_ours or not all(map(_is_something, standing)):  # dead references are None as well
-                return None
-        first = compat.local_tensor(standing[0])
+        if set(map(type, standing)) != _ONLY_DTENSORS:
+            return None
+        locals_ = list(map(compat.local_tensor, standing))
+        if not all(map(is_, locals_, map(call, self._last))):
+            return None
+        first = locals_[0]
         return first.as_strided((self._end // first.itemsize,), (1,), 0)
 
     @property
@@ -135,15 +138,15 @@ class Landing:
     def _over(self, buffer: Tensor) -> list[DTensor]:
         """The gradients over ``buffer``; those over our own are made once."""
         if buffer is not self._buffer:
-            gradients = self._made(self._views.of(buffer))
-            self._last = list(map(weakref.ref, gradients))
-            return gradients
+            locals_ = self._views.of(buffer)
+            self._last = list(map(weakref.ref, locals_))
+            return self._made(locals_)
         self._is_lent = False
         if not self._gradients:
             before = compat.storage_users(self._storage)
             self._locals = self._views.of(buffer)
             self._gradients = self._made(self._locals)
-            self._last = list(map(weakref.ref, self._gradients))
+            self._last = list(map(weakref.ref, self._locals))
             self._held = self._count()
             self._held[-1] -= before - _OWN_USERS
         return self._gradients

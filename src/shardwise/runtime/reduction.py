@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardwise.runtime.buffers import cast_buffer, typed_stretch
+from shardwise.runtime.buffers import buffer_for, cast_buffer, typed_stretch
 from shardwise.runtime.collectives import Part, Reduce
 from shardwise.runtime.comm_hook import AllReduce
 from shardwise.runtime.layout import Layout
@@ -218,7 +218,7 @@ class Reduction:
             if target.lend is not None:
                 cast = target.lend()
             else:
-                cast = torch.empty(target.layout.shard_bytes, dtype=torch.uint8, device=source.device)
+                cast = buffer_for(target.layout, source.device, is_filled=True)
             cast_buffer(source, self._layout, cast, target.layout)
             self._scratch.append(source)
             source = cast
