@@ -960,7 +960,7 @@ def _average(gradients: list[Tensor], axis: Axis) -> None:
 
 
 def _tell_arrival(group: "weakref.ref[Group]", index: int, _full: Tensor) -> None:
-    """A hook on a full parameter. Weak, for Python's collector does not see what C++ holds: no model would die."""
+    """A hook on a full parameter. Weak: Python's collector sees no hooks that C++ holds; models lived on."""
     if (alive := group()) is not None:
         alive.arrived(index)
 
