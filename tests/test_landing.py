@@ -12,7 +12,8 @@ from harness import World
 from models import even_tower, random_batch, uneven_tower
 from reference import mean_of_squares
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardwise import FlatOptimizer, FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 from shardwise.runtime.landing import _LARGEST_KEPT_BYTES, Landing
@@ -124,20 +125,52 @@ def test_what_was_kept_of_a_gradient_stays_as_it_was(world: World, what: str, wh
     world.run(keep_over_steps, what, when)
 
 
-def mark_a_gradient() -> list[bool]:
+def mark(gradient: Tensor) -> None:
+    gradient.mark = True  # type: ignore[attr-defined]
+
+
+MARKS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], bool]]] = {
+    "an attribute": (mark, lambda g: hasattr(g, "mark")),
+    "requires_grad": (lambda g: g.requires_grad_(), lambda g: g.requires_grad),
+    "a hook": (lambda g: g.requires_grad_().register_hook(mark), lambda g: bool(g._backward_hooks)),
+}
+
+
+def mark_a_gradient(what: str) -> list[bool]:
     _, model = sharded()
+    put, is_there = MARKS[what]
     seen = []
     for step in range(3):
         model.zero_grad()
         backward(model, step)
-        seen.append(hasattr(model.outlet.weight.grad, "mark"))
-        model.outlet.weight.grad.mark = True
+        seen.append(is_there(model.outlet.weight.grad))
+        put(model.outlet.weight.grad)
     return seen
 
 
+@pytest.mark.parametrize("what", MARKS)
 @by_world
-def test_what_was_noted_on_a_gradient_is_not_on_the_next(world: World) -> None:
-    assert world.run(mark_a_gradient)[0] == [False, False, False]
+def test_what_was_noted_on_a_gradient_is_not_on_the_next(world: World, what: str) -> None:
+    assert world.run(mark_a_gradient, what)[0] == [False, False, False]
+
+
+def keep_what_a_hook_sees() -> None:
+    torch.manual_seed(7)
+    model = fully_shard(
+        nn.Linear(8, 8).double(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    )
+    kept = []
+    model.set_all_reduce_hook(lambda part: kept.append(part.untyped_storage()))
+    for step in range(3):
+        model.zero_grad()
+        backward(model, step)
+        if step == 0:
+            then = kept[0].tolist()
+    assert kept[0].tolist() == then
+
+
+def test_memory_that_a_hook_has_kept_stays_as_it_was(world2: World) -> None:
+    world2.run(keep_what_a_hook_sees)
 
 
 def accumulate(make: Callable[[], nn.Module], width: int, keeps_zeros: bool) -> bool:
@@ -311,6 +344,84 @@ def reduce_in_another_dtype() -> list[bool]:
 @by_world
 def test_gradients_that_are_cast_land_in_the_same_objects(world: World) -> None:
     assert world.run(reduce_in_another_dtype)[0] == [False, True, True]
+
+
+def give_other_memory(name: str) -> None:
+    """A gradient is given other contents through ``.data`` of its local tensor."""
+    plain, model = sharded()
+    optimizers = [
+        torch.optim.SGD(plain.parameters(), 0.1),
+        FlatOptimizer(torch.optim.SGD(model.parameters(), 0.1)),
+    ]
+    for step in range(3):
+        for each in (plain, model):
+            each.zero_grad()
+            backward(each, step)
+            gradient = each.get_parameter(name).grad
+            local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+            local.data = 3 * local
+        total, expected = clip_grad_norm_(model, 0.01), plain_clip(plain, 0.01)
+        torch.testing.assert_close(total, expected, rtol=0, atol=1e-12)
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            backward(each, step + 1)
+            optimizer.step()
+        assert_equal_gradients(model, plain)
+        for own, param in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own.full_tensor(), param, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["blocks.0.norm.weight", "blocks.0.up.bias"])
+@by_world
+def test_gradients_that_were_given_other_memory_count_with_that(world: World, name: str) -> None:
+    world.run(give_other_memory, name)
+
+
+class OnTwoMeshes(nn.Module):
+    """A parameter on one mesh of tensor parallelism, and one on another."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        value = torch.arange(16.0, dtype=torch.float64).view(4, 4)
+        self.a = nn.Parameter(distribute_tensor(value, mesh["a"], [Shard(0)]))
+        self.b = nn.Parameter(distribute_tensor(3 * value, mesh["b"], [Shard(0)]))
+
+    def forward(self) -> Tensor:
+        return self.a.to_local().pow(2).sum() + self.b.to_local().pow(2).sum()
+
+
+def clip_on_two_meshes() -> tuple[float, float]:
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "a", "b"))
+    model = fully_shard(OnTwoMeshes(mesh), mesh=mesh["dp"])
+    model().backward()
+    fulls = [gradient.full_tensor().flatten() for gradient in gradients(model)]
+    return clip_grad_norm_(model, 1.0).item(), torch.cat(fulls).norm().item()
+
+
+def test_parameters_on_several_meshes_are_measured_on_their_own(world4: World) -> None:
+    for total, expected in world4.run(clip_on_two_meshes):
+        assert total == pytest.approx(expected, abs=1e-9)
+
+
+class Reticent(nn.Sequential):
+    """Says itself which parameters it has."""
+
+    def named_parameters(self, *args: Any, **options: Any) -> Any:
+        return [(name, p) for name, p in super().named_parameters(*args, **options) if "0" in name]
+
+
+def test_a_module_says_itself_which_parameters_are_clipped() -> None:
+    model = Reticent(nn.Linear(4, 4), nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    first = torch.cat([param.grad.flatten() for param in model[0].parameters()])
+    assert clip_grad_norm_(model, 100.0).item() == pytest.approx(first.norm().item())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_models_with_scripted_modules_are_clipped() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    model(torch.ones(2, 4)).sum().backward()
+    expected = torch.cat([param.grad.flatten() for param in model.parameters()]).norm()
+    assert clip_grad_norm_(model, 100.0).item() == pytest.approx(expected.item())
 
 
 def modules_that_live_on(last: str) -> list[bool]:

@@ -15,7 +15,7 @@ ORDER = [
     "policy", "wrap", "runtime.compat", "runtime.layout", "runtime.boxes", "runtime.mesh", "runtime.spread",
     "runtime.replicas", "runtime.disagreement", "runtime.streams", "runtime.outputs", "runtime.deferred",
     "runtime.precision", "runtime.buffers", "runtime.collectives", "runtime.transfer", "runtime.custom",
-    "runtime.quantized", "runtime.comm_hook", "runtime.reduction", "runtime.param", "runtime.landing", "runtime.watch",
+    "runtime.quantized", "runtime.comm_hook", "runtime.reduction", "runtime.param", "runtime.watch", "runtime.landing",
     "runtime.filling", "runtime.departures", "runtime.bucket", "runtime.extension", "runtime.group", "runtime.inference", "runtime.lending",
     "runtime.schedule", "runtime.hooks", "runtime.outside", "runtime.copying", "module", "checks", "collect",
     "ties", "api", "offload", "norms", "gradients", "scaler", "flat_runs", "flat_optimizer", "contexts", "comm_hooks", "strategy", "explain",

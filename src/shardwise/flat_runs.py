@@ -365,7 +365,8 @@ class Plan:
     def _wholes(self) -> list[Tensor] | None:
         """The gradients of the runs, where those of each have landed together: not looked at one by one."""
         if not self._landings and self.runs and _landing_of(self.runs[0], self._places[0]) is not None:
-            self._landings = list(map(_landing_of, self.runs, self._places))
+            of_runs = list(map(_landing_of, self.runs, self._places))
+            self._landings = [] if None in of_runs else of_runs
         wholes: list[Tensor] = []
         for found in self._landings:
             landing = None if found is None else found.landing()

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import add, attrgetter, itemgetter
+from operator import add, attrgetter, itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -79,8 +79,11 @@ def gradients_in(model: nn.Module, caller: str, name_of: Callable[[Tensor], str]
     Which are together follows from the groups, in all common cases: ranks that hold copies come to the same
     bits.
     """
+    kind = type(model)
+    if (kind.parameters, kind.named_parameters) != (nn.Module.parameters, nn.Module.named_parameters):
+        return gradients_of(list(model.parameters()), caller, name_of)  # it says itself which are its own
     modules = modules_in(model)
-    registered = chain.from_iterable(map(dict.values, map(_registered, modules)))
+    registered = chain.from_iterable(map(_values, map(_registered, modules)))
     params = {id(param): param for param in registered if param is not None}
     groups = dict.fromkeys(module.__dict__[PLACE].group for module in modules if PLACE in module.__dict__)
     together: list[tuple[Tensor, Tensor, Tensor, Place]] = []
@@ -116,7 +119,7 @@ def gradients_of(params: Sequence[Tensor], caller: str, name_of: Callable[[Tenso
     return _all_as_their_parameters(params) or _one_by_one(params, caller, name_of)
 
 
-_registered = attrgetter("_parameters")
+_registered, _values = attrgetter("_parameters"), methodcaller("values")
 _gradient, _placements, _mesh = attrgetter("grad"), attrgetter("placements"), attrgetter("mesh")
 
 

@@ -59,7 +59,7 @@ def buffer_for(layout: Layout, device: torch.device, *, is_filled: bool) -> Tens
 
 
 KEPT_ON_HOST_BYTES = 1 << 20
-"""What a bucket has in host memory up to this size is not given back between uses."""
+"""A gathered buffer in host memory up to this size is not given back between uses."""
 
 
 class GatheredBuffer:

@@ -352,7 +352,7 @@ class Group:
         if self._watch is None or not self._fulls:
             self.unshard()
             return
-        if not self._watch.is_as_trainable():
+        if not self._watch.is_as_trainable() and self.gradient_state is not PENDING:
             self._follow_freezing()
         self._gather()
 

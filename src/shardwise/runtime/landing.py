@@ -1,12 +1,13 @@
 """Where reduced gradients land: a buffer, and the DTensors over it that become ``.grad`` of the shards.
 
 A view and a DTensor for each parameter take as long to make as a collective of a small group to issue. So
-small groups, whose steps are that short, have them made once: they land again from step to step, if nobody
-else has any of them. Larger groups make new ones, so that clearing ``.grad`` frees their memory at once.
+small groups on the host, whose steps are that short, have them made once: they land again from step to step,
+if nobody else has any of them. Larger ones are made anew, so that clearing ``.grad`` frees their memory, and so
+are all on a device, where nothing tells whether a stream of the caller's still reads them.
 
 Nobody else has them: no reference to a gradient, to its local tensor, or to their memory is left but those of
-this room, which reference counts tell. Whoever keeps ``param.grad`` beyond ``zero_grad()`` keeps it as it is,
-and the next step has others.
+this room, which reference counts tell, nor was anything set on them, or recorded by autograd. Whoever keeps
+``param.grad`` beyond ``zero_grad()`` keeps it as it is, and the next step has others.
 """
 
 import weakref
@@ -23,13 +24,14 @@ from shardwise.runtime import compat
 from shardwise.runtime.buffers import LocalViews, buffer_for, typed_stretch
 from shardwise.runtime.layout import Layout
 from shardwise.runtime.param import Param
+from shardwise.runtime.watch import all_start_at
 
 _LARGEST_KEPT_BYTES = 256 * 1024
-"""What a group may hold on to between ``zero_grad()`` and the next backward."""
+"""What a bucket may hold on to between ``zero_grad()`` and the next backward."""
 
 _sharded, _gradient = attrgetter("sharded"), attrgetter("grad")
 _gradient_spec, _attributes = attrgetter("gradient_spec"), attrgetter("__dict__")
-_placements = attrgetter("placements")
+_wants_gradient = attrgetter("requires_grad")
 _is_something = partial(is_not, None)
 _ONLY_DTENSORS = {DTensor}
 
@@ -42,11 +44,12 @@ class Landing:
         self._layout = layout
         self._device = device
         self._views = LocalViews(layout, rank)
-        self._is_small = layout.shard_bytes <= _LARGEST_KEPT_BYTES
+        self._lasts = device.type == "cpu" and layout.shard_bytes <= _LARGEST_KEPT_BYTES
         # Whether the gradients are one tensor: of one dtype, without padding between them, placed alike.
         dtypes = {run.dtype for run in layout.runs}
-        placements = set(map(_placements, map(_gradient_spec, params)))
-        self._is_one = len(dtypes) == len(placements) == 1 and not layout.has_padding
+        places = {(spec.mesh, spec.placements) for spec in map(_gradient_spec, params)}
+        self._is_one = len(dtypes) == len(places) == 1 and not layout.has_padding
+        self._offsets = [slot.shard_offset for slot in layout.slots]
         self._end = layout.runs[-1].end if layout.runs else 0
         # The local tensors of those that landed last; not the gradients, which torch does not swap for others
         # (``module.to()``) where there is a weak reference.
@@ -60,6 +63,7 @@ class Landing:
         self._locals: list[Tensor] = []
         self._gradients: list[DTensor] = []
         self._held: list[int] = []
+        self._users: list[int] = []  # of the memory, while nobody had seen it
 
     # --- the buffer -------------------------------------------------------------------------------
 
@@ -69,21 +73,28 @@ class Landing:
             self._is_lent = True
             return self._buffer if is_filled and not self._layout.has_padding else self._buffer.zero_()
         buffer = buffer_for(self._layout, self._device, is_filled=is_filled)
-        if self._is_small and self.whole_of(self.shards) is None:  # else it will be added to that, and gone
+        # What will be added to gradients that stand is gone afterwards.
+        if self._lasts and self.whole_of(self.shards) is None:
             self._forget()
             self._buffer, self._storage = buffer, buffer.untyped_storage()
+            self._users = self._count_users()
             self._is_lent = True
         return buffer
 
     def _count(self) -> list[int]:
-        """By how many each object is held, and how many attributes were set on them."""
+        """By how many each object is held, and how much was set on them."""
+        with compat.plain_access():
+            num_recorded = sum(map(_wants_gradient, self._gradients))
         return [
             *map(getrefcount, self._gradients),
             *map(getrefcount, self._locals),
             sum(map(len, map(_attributes, self._gradients))),
-            getrefcount(self._storage),
-            compat.storage_users(self._storage),
+            num_recorded,
+            *self._count_users(),
         ]
+
+    def _count_users(self) -> list[int]:
+        return [getrefcount(self._storage), compat.storage_users(self._storage)]
 
     # --- the gradients ----------------------------------------------------------------------------
 
@@ -102,10 +113,13 @@ class Landing:
         """
         shards = self.shards
         with compat.plain_access():
-            if not any(map(_is_something, map(_gradient, shards))):
-                for shard, gradient in zip(shards, self._over(buffer), strict=True):
+            stand = any(map(_is_something, map(_gradient, shards)))
+        if not stand:
+            gradients = self._over(buffer)
+            with compat.plain_access():
+                for shard, gradient in zip(shards, gradients, strict=True):
                     shard.grad = gradient
-                return True
+            return True
         whole = self.whole_of(shards)
         if whole is None:
             return False
@@ -125,10 +139,20 @@ class Landing:
         if set(map(type, standing)) != _ONLY_DTENSORS:
             return None
         locals_ = list(map(compat.local_tensor, standing))
-        if not all(map(is_, locals_, map(call, self._last))):
-            return None
         first = locals_[0]
+        start = first.data_ptr() - self._offsets[0]
+        # The same tensors, and over the memory that they were made over: ``.data`` may have been set.
+        if not (all(map(is_, locals_, map(call, self._last))) and self._lie_at(locals_, start)):
+            return None
         return first.as_strided((self._end // first.itemsize,), (1,), 0)
+
+    def _lie_at(self, locals_: Sequence[Tensor], start: int) -> bool:
+        if locals_[0].untyped_storage().data_ptr() != start:
+            return False
+        places = zip(locals_, self._offsets, strict=True)
+        return all_start_at(locals_, self._offsets, start) or all(
+            local.data_ptr() == start + offset for local, offset in places if local.numel()
+        )
 
     @property
     def shards(self) -> list[nn.Parameter]:
@@ -143,16 +167,13 @@ class Landing:
             return self._made(locals_)
         self._is_lent = False
         if not self._gradients:
-            before = compat.storage_users(self._storage)
+            before = self._count_users()
             self._locals = self._views.of(buffer)
             self._gradients = self._made(self._locals)
             self._last = list(map(weakref.ref, self._locals))
-            self._held = self._count()
-            self._held[-1] -= before - _OWN_USERS
+            *held, handles, users = self._count()
+            self._held = [*held, handles + self._users[0] - before[0], users + self._users[1] - before[1]]
         return self._gradients
 
     def _made(self, locals_: Sequence[Tensor]) -> list[DTensor]:
         return list(map(compat.make_dtensor, locals_, map(_gradient_spec, self._params)))
-
-
-_OWN_USERS = 2  # of a storage: the buffer, and the handle to the storage itself
