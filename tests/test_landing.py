@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import World
 from models import even_tower, random_batch, uneven_tower
 from reference import mean_of_squares
@@ -422,6 +423,27 @@ def test_models_with_scripted_modules_are_clipped() -> None:
     model(torch.ones(2, 4)).sum().backward()
     expected = torch.cat([param.grad.flatten() for param in model.parameters()]).norm()
     assert clip_grad_norm_(model, 100.0).item() == pytest.approx(expected.item())
+
+
+def drop_while_gathering() -> None:
+    _, model = sharded()
+    if dist.get_rank() == 0:
+        model.unshard(async_op=True)
+        del model
+        gc.collect()
+    dist.barrier()  # the other rank sends when nobody waits any more
+    if dist.get_rank() == 1:
+        model.unshard(async_op=True)
+        del model
+        gc.collect()
+    plain, model = sharded()
+    for each in (plain, model):
+        backward(each, 0)
+    assert_equal_gradients(model, plain)
+
+
+def test_a_model_may_die_while_it_is_gathered(world2: World) -> None:
+    world2.run(drop_while_gathering, timeout=30)
 
 
 def modules_that_live_on(last: str) -> list[bool]:

@@ -916,6 +916,14 @@ class Group:
 
     # --- small things -----------------------------------------------------------------------------
 
+    def __del__(self) -> None:
+        """What is under way stays: a back end writes into memory that it was given, whoever dies (gloo stops
+        to receive anything at all)."""
+        own = vars(self)  # perhaps not all of it: a copy that failed
+        under_way = [own.get("_gathering"), *own.get("_reductions", ())]
+        if any(each is not None for each in under_way):
+            _ADRIFT.append(under_way)
+
     def _next(self, table: dict[tuple[_S, str], _S], state: _S, event: str) -> _S:
         """The state after ``event``; anything the table does not list is a bug."""
         try:
@@ -968,6 +976,9 @@ def _tell_arrival(group: "weakref.ref[Group]", index: int, _full: Tensor) -> Non
 def _ignore(group: Group) -> None:
     """No schedule listens yet."""
 
+
+_ADRIFT: list[Any] = []
+"""Communication of groups that died before it ended."""
 
 _NO_CONTEXT = nullcontext()
 

@@ -2,7 +2,7 @@
 
 A view and a DTensor for each parameter take as long to make as a collective of a small group to issue. So
 small groups on the host, whose steps are that short, have them made once: they land again from step to step,
-if nobody else has any of them. Larger ones are made anew, so that clearing ``.grad`` frees their memory, and so
+if nobody else has any of them. Larger ones are made anew, so that clearing ``.grad`` frees their memory; so
 are all on a device, where nothing tells whether a stream of the caller's still reads them.
 
 Nobody else has them: no reference to a gradient, to its local tensor, or to their memory is left but those of
