@@ -62,6 +62,7 @@ class Landing:
         self._is_lent = False
         self._locals: list[Tensor] = []
         self._gradients: list[DTensor] = []
+        self._flat: Tensor | None = None  # all of them, where they are one
         self._held: list[int] = []
         self._users: list[int] = []  # of the memory, while nobody had seen it
 
@@ -136,19 +137,23 @@ class Landing:
             return None
         with compat.plain_access():
             standing = list(map(_gradient, shards))
+        if self._gradients and all(map(is_, standing, self._gradients)):  # the common case, and the quick one
+            assert self._buffer is not None
+            is_whole = all(map(is_, map(compat.local_tensor, standing), self._locals))
+            return self._flat if is_whole and self._lie_at(self._locals, self._buffer.data_ptr()) else None
         if set(map(type, standing)) != _ONLY_DTENSORS:
             return None
         locals_ = list(map(compat.local_tensor, standing))
         first = locals_[0]
         start = first.data_ptr() - self._offsets[0]
         # The same tensors, and over the memory that they were made over: ``.data`` may have been set.
-        if not (all(map(is_, locals_, map(call, self._last))) and self._lie_at(locals_, start)):
+        if first.untyped_storage().data_ptr() != start or not all(map(is_, locals_, map(call, self._last))):
+            return None
+        if not self._lie_at(locals_, start):
             return None
         return first.as_strided((self._end // first.itemsize,), (1,), 0)
 
     def _lie_at(self, locals_: Sequence[Tensor], start: int) -> bool:
-        if locals_[0].untyped_storage().data_ptr() != start:
-            return False
         places = zip(locals_, self._offsets, strict=True)
         return all_start_at(locals_, self._offsets, start) or all(
             local.data_ptr() == start + offset for local, offset in places if local.numel()
@@ -170,6 +175,8 @@ class Landing:
             before = self._count_users()
             self._locals = self._views.of(buffer)
             self._gradients = self._made(self._locals)
+            if self._is_one:
+                self._flat = typed_stretch(buffer, 0, self._end, self._locals[0].dtype)
             self._last = list(map(weakref.ref, self._locals))
             *held, handles, users = self._count()
             self._held = [*held, handles + self._users[0] - before[0], users + self._users[1] - before[1]]
