@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -53,19 +54,21 @@ def landings(model: nn.Module) -> list[Landing]:
     return [bucket.landing for m in modules for bucket in m._shardwise_member.group.buckets]
 
 
+def same_as_before(of_steps: list[list[int]]) -> list[bool]:
+    """For each step, whether its objects are those of the step before."""
+    return [before == own for before, own in pairwise([[], *of_steps])]
+
+
 def train_and_compare_objects() -> list[bool]:
     plain, model = sharded()
-    before: list[int] = []
-    is_same = []
+    of_steps = []
     for step in range(4):
         for each in (plain, model):
             each.zero_grad()
             backward(each, step)
         assert_equal_gradients(model, plain)
-        own = list(map(id, gradients(model)))
-        is_same.append(own == before)
-        before = own
-    return is_same
+        of_steps.append(list(map(id, gradients(model))))
+    return same_as_before(of_steps)
 
 
 @by_world
@@ -198,16 +201,13 @@ def test_backwards_without_clearing_add_up(world: World, make: Any, width: int, 
 
 def accumulate_over_steps() -> list[bool]:
     _, model = sharded()
-    before: list[int] = []
-    is_same = []
+    of_steps = []
     for step in range(4):
         model.zero_grad()
         backward(model, 2 * step)
         backward(model, 2 * step + 1)
-        own = [id(block.up.weight.grad) for block in model.blocks]
-        is_same.append(own == before)
-        before = own
-    return is_same
+        of_steps.append([id(block.up.weight.grad) for block in model.blocks])
+    return same_as_before(of_steps)
 
 
 @by_world
@@ -330,16 +330,13 @@ def reduce_in_another_dtype() -> list[bool]:
         nn.Linear(8, 8),
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
     )
-    before: list[int] = []
-    is_same = []
+    of_steps = []
     for step in range(3):
         model.zero_grad()
         backward(model, step)
         assert {gradient.dtype for gradient in gradients(model)} == {torch.float32}
-        own = list(map(id, gradients(model)))
-        is_same.append(own == before)
-        before = own
-    return is_same
+        of_steps.append(list(map(id, gradients(model))))
+    return same_as_before(of_steps)
 
 
 @by_world

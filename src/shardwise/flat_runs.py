@@ -344,7 +344,7 @@ class Plan:
                 self._distances += [(b - a) * size for a, b in pairwise(run.starts)]
         del self._follows[0:1], self._follows[self._num_plain - 1 :]
         self._places = [members[0].place for _, members in found]
-        self._landings: list[_Landing | None] = []
+        self._landings: list[_Landing] = []  # of all runs, or none
         return found
 
     def gradients(self, groups: Groups) -> list[Tensor] | None:
@@ -365,12 +365,14 @@ class Plan:
     def _wholes(self) -> list[Tensor] | None:
         """The gradients of the runs, where those of each have landed together: not looked at one by one."""
         if not self._landings and self.runs and _landing_of(self.runs[0], self._places[0]) is not None:
-            of_runs = list(map(_landing_of, self.runs, self._places))
-            self._landings = [] if None in of_runs else of_runs
+            found = [_landing_of(run, place) for run, place in zip(self.runs, self._places, strict=True)]
+            self._landings = [each for each in found if each is not None]
+            if len(self._landings) < len(found):
+                self._landings = []
         wholes: list[Tensor] = []
-        for found in self._landings:
-            landing = None if found is None else found.landing()
-            whole = landing.whole_of(found.shards) if found is not None and landing is not None else None
+        for at in self._landings:
+            landing = at.landing()
+            whole = None if landing is None else landing.whole_of(at.shards)
             if whole is None:
                 return None
             wholes.append(whole)

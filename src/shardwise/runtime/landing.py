@@ -12,8 +12,7 @@ this room, which reference counts tell, nor was anything set on them, or recorde
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
-from operator import attrgetter, call, is_, is_not
+from operator import attrgetter, call, is_
 from sys import getrefcount
 
 import torch
@@ -24,7 +23,7 @@ from shardwise.runtime import compat
 from shardwise.runtime.buffers import LocalViews, buffer_for, typed_stretch
 from shardwise.runtime.layout import Layout
 from shardwise.runtime.param import Param
-from shardwise.runtime.watch import all_start_at
+from shardwise.runtime.watch import all_start_at, is_something
 
 _LARGEST_KEPT_BYTES = 256 * 1024
 """What a bucket may hold on to between ``zero_grad()`` and the next backward."""
@@ -32,7 +31,6 @@ _LARGEST_KEPT_BYTES = 256 * 1024
 _sharded, _gradient = attrgetter("sharded"), attrgetter("grad")
 _gradient_spec, _attributes = attrgetter("gradient_spec"), attrgetter("__dict__")
 _wants_gradient = attrgetter("requires_grad")
-_is_something = partial(is_not, None)
 _ONLY_DTENSORS = {DTensor}
 
 
@@ -114,7 +112,7 @@ class Landing:
         """
         shards = self.shards
         with compat.plain_access():
-            stand = any(map(_is_something, map(_gradient, shards)))
+            stand = any(map(is_something, map(_gradient, shards)))
         if not stand:
             gradients = self._over(buffer)
             with compat.plain_access():

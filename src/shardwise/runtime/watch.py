@@ -20,7 +20,8 @@ _version = attrgetter("_version")
 _wants_gradient = attrgetter("requires_grad")
 _gradient = attrgetter("grad")
 _layout = attrgetter("layout")
-_is_something = partial(is_not, None)
+is_something = partial(is_not, None)
+"""True for anything but None; a map over tensors with it runs in C."""
 _DENSE = {torch.strided}
 
 
@@ -74,14 +75,14 @@ class ShardWatch:
 
 def are_all_there(gradients: Sequence[Tensor | None]) -> bool:
     """True if none is None; ``in`` would ask tensors whether they equal it."""
-    return all(map(_is_something, gradients))
+    return all(map(is_something, gradients))
 
 
 def take_gradients(fulls: Sequence[nn.Parameter]) -> list[Tensor | None] | None:
     """The gradients of ``fulls``, which lose them; None, and nothing taken, if one is sparse."""
     with compat.plain_access():
         gradients = list(map(_gradient, fulls))
-        layouts = set(map(_layout, filter(_is_something, gradients)))
+        layouts = set(map(_layout, filter(is_something, gradients)))
         if not layouts <= _DENSE:
             return None
         for full in fulls:
