@@ -130,3 +130,14 @@ def _assert_close(got: Tensor | None, want: Tensor | None, what: str, rtol: floa
         assert got is want, f"{what}: {got} where {want} is expected"
         return
     torch.testing.assert_close(got, want, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
+
+
+@dataclass(frozen=True)
+class OptimizerByName:
+    """An optimizer by its name in torch.optim, and its options."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "_".join([self.name, *(f"{key}={value}" for key, value in self.options.items())])

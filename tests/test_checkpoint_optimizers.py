@@ -1,7 +1,7 @@
 """Optimizers through checkpoints: what one does next, after loading, is what it would have done anyway."""
 
 import inspect
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +20,15 @@ from checkpointing import (
 )
 from harness import World
 from meshed import refusal
+from reference import OptimizerByName
 from torch import Tensor, nn
 
 import shardwise
 from shardwise.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 
 
-@dataclass(frozen=True)
-class Kind:
-    """An optimizer by its name in torch.optim, and its options."""
-
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return "_".join([self.name, *(f"{key}={value}" for key, value in self.options.items())])
+class Kind(OptimizerByName):
+    """One of those to be tested."""
 
     @property
     def atol(self) -> float:

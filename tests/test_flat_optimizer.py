@@ -8,7 +8,7 @@ import gc
 import pickle
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -34,7 +34,7 @@ from expecttest import assert_expected_inline
 from harness import World
 from meshed import Layout, device_mesh, refusal
 from models import random_batch
-from reference import full
+from reference import OptimizerByName, full
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -56,15 +56,8 @@ def runs_of(optimizer: Any) -> list[int]:
     return sorted(len(run.params) for run in optimizer._plan.runs)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """An optimizer by its name in torch.optim, and its options."""
-
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return "_".join([self.name, *(f"{key}={value}" for key, value in self.options.items())])
+class Kind(OptimizerByName):
+    """One of those to be tested."""
 
     def run(self, is_flat: bool = True, **others: Any) -> Run:
         plain = getattr(torch.optim, self.name)
