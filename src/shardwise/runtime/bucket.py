@@ -385,13 +385,13 @@ class Bucket:
                 return True
         return False
 
-    def moved_params(self) -> list[int]:
-        """Indices of full parameters that were given other memory (``param.data = ...``)."""
+    def moved_params(self) -> list[str]:
+        """Names of full parameters that were given other memory (``param.data = ...``)."""
         start = self.gathered.bytes.data_ptr()
         if all_start_at(self._contents, self._offsets, start):
             return []
         rows = zip(self._placed, self._contents, self._offsets, strict=True)
-        return [index for index, content, offset in rows if content.data_ptr() != start + offset]
+        return [self.params[i].fqn for i, content, offset in rows if content.data_ptr() != start + offset]
 
     def drop_full_parameters(self) -> None:
         """Forget them; the next gather makes new ones."""

@@ -33,13 +33,12 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Set the version counters that autograd compares when a saved tensor is used again.
+set_versions: Callable[..., None] = torch._C._autograd._unsafe_set_version_counter
+"""Set the version counters of some tensors, which autograd compares when a saved one is used again, to some
+numbers.
 
-    The public ``torch.autograd._unsafe_preserve_version_counter`` is a context; we need the setter
-    beneath it, because a full parameter's version follows its shard's.
-    """
-    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+The public ``torch.autograd._unsafe_preserve_version_counter`` is a context; we need the setter beneath it,
+because a full parameter's version follows its shard's."""
 
 
 Hooks = dict[int, Callable[..., Any]]

@@ -269,7 +269,7 @@ class ExtensionBucket(Bucket):
 
     # --- what a bucket of plain parameters does otherwise ------------------------------------------
 
-    def moved_params(self) -> list[int]:
+    def moved_params(self) -> list[str]:
         """The full parameter cannot be told apart by its address."""
         return []
 

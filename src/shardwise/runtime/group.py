@@ -12,7 +12,7 @@ from enum import Enum
 from functools import partial
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -86,7 +86,8 @@ GRADIENT_STATES: dict[tuple[GradientState, str], GradientState] = {
 }
 
 _S = TypeVar("_S", bound=Enum)
-_registered = attrgetter("_parameters")
+_registered, _is_on_meta = attrgetter("_parameters"), attrgetter("shard.bytes.is_meta")
+_lands_on_host = attrgetter("lands_on_host")
 
 Observer = Callable[[str, str], None]
 """Hears (event, name of the group)."""
@@ -178,6 +179,7 @@ class Group:
         """Begin anew with the parameters that the buckets have now, none of them gathered."""
         self.params = [param for bucket in self.buckets for param in bucket.params]
         self._is_tensor_parallel = any(param.is_tensor_parallel for param in self.params)
+        self._replicates = any(not bucket.mesh.replicate.is_alone for bucket in self.buckets)
         self._watch: ShardWatch | None = None  # made when the shards are first looked at
         self._versions: list[int] = [0] * len(self.params)
         self._freed = (FREED,) * len(self.params)
@@ -352,6 +354,8 @@ class Group:
         if self._watch is None or not self._fulls:
             self.unshard()
             return
+        if self.state is GATHERING:  # prefetched, a moment ago
+            return
         if not self._watch.is_as_trainable() and self.gradient_state is not PENDING:
             self._follow_freezing()
         self._gather()
@@ -447,7 +451,8 @@ class Group:
         state = self._next(STATES, self.state, "reshard")
         changed = self._changed_in_place()
         self._free(state)
-        self._refuse_changes(changed)
+        if changed:
+            self._refuse_changes(changed)
 
     def keep_part(self) -> None:
         """Free the full parameters, but for what a few ranks keep together until backward."""
@@ -459,7 +464,8 @@ class Group:
             for bucket in self.buckets:
                 bucket.keep_part()
         self._free(state)
-        self._refuse_changes(changed)
+        if changed:
+            self._refuse_changes(changed)
 
     def _drop_parts(self) -> None:
         self.state = self._next(STATES, self.state, "reshard")
@@ -468,20 +474,21 @@ class Group:
                 bucket.drop_part()
 
     def _changed_in_place(self) -> list[str]:
-        changed = [bucket.params[index].fqn for bucket in self.buckets for index in bucket.moved_params()]
+        changed: list[str] = []
+        for bucket in self.buckets:
+            changed += bucket.moved_params()
         versions = self._full_watch.versions()
         if versions != self._versions:
             rows = zip(self.params, versions, self._versions, strict=True)
             changed += [param.fqn for param, now, before in rows if now != before]
         return changed
 
-    def _refuse_changes(self, changed: list[str]) -> None:
-        if changed:
-            raise RuntimeError(
-                f"{', '.join(changed)}: changed in place while gathered (group '{self.name}'). Inside "
-                "forward a module sees a gathered copy, which is now freed, so the change would be "
-                "lost. Change the sharded parameter outside of forward, under torch.no_grad()."
-            )
+    def _refuse_changes(self, changed: list[str]) -> NoReturn:
+        raise RuntimeError(
+            f"{', '.join(changed)}: changed in place while gathered (group '{self.name}'). Inside "
+            "forward a module sees a gathered copy, which is now freed, so the change would be "
+            "lost. Change the sharded parameter outside of forward, under torch.no_grad()."
+        )
 
     def abandon(self) -> None:
         """Return to SHARDED from any state, after a failed iteration."""
@@ -597,7 +604,7 @@ class Group:
         self._watch = ShardWatch(self.params)
 
     def _are_on_meta(self) -> bool:
-        return any(bucket.shard.bytes.is_meta for bucket in self.buckets)
+        return any(map(_is_on_meta, self.buckets))
 
     def _move_in(self) -> None:
         """Bring shards that live elsewhere into the flat shards, planned anew if dtypes changed."""
@@ -741,8 +748,7 @@ class Group:
     @property
     def max_in_flight(self) -> int:
         """How many reductions may be in flight beside each other: memory against overlap."""
-        replicates = any(not bucket.mesh.replicate.is_alone for bucket in self.buckets)
-        return self.max_reductions + (1 if replicates else 0)
+        return self.max_reductions + (1 if self._replicates else 0)
 
     def average_ignored(self) -> None:
         """Average over all ranks the gradients of parameters that the group was told to ignore.
@@ -750,8 +756,10 @@ class Group:
         All of them take part on every rank, with zeros where there is none, lest ranks send different
         amounts.
         """
+        if not self.averages_ignored:
+            return
         trainable = [param for param in self.ignored if param.requires_grad]
-        if not (self.averages_ignored and trainable):
+        if not trainable:
             return
         for param in trainable:
             if param.grad is None:
@@ -768,7 +776,7 @@ class Group:
     @property
     def lands_on_host(self) -> bool:
         """True if a reduction in flight ends in host memory, where it is better waited for late."""
-        return any(reduction.lands_on_host for reduction in self._in_flight())
+        return any(map(_lands_on_host, self._in_flight()))
 
     def release_shipment(self, shipment: Shipment) -> None:
         """Free the full gradients of one shipment, as soon as they have been summed."""
@@ -780,8 +788,8 @@ class Group:
     def _explained(self, error: RuntimeError) -> RuntimeError:
         return explain_failure(error, "reduction", self.name, self.axes())
 
-    def _in_flight(self) -> list[Reduction]:
-        return [reduction for reduction in self._reductions if reduction is not None]
+    def _in_flight(self) -> Iterator[Reduction]:
+        return filter(None, self._reductions)
 
     def release_gradients(self) -> None:
         """Free the full gradients of a reduction in flight."""

@@ -33,6 +33,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -161,6 +162,7 @@ class Session:
 
 
 _NO_GROUPS: list[Group] = []
+_group_of = attrgetter("group")
 RUNNING = -1.0  # a module whose forward is being recomputed: never over
 RECOMPUTED = math.inf  # a module whose forward has been recomputed: over when another begins
 
@@ -532,7 +534,7 @@ class Schedule:
 
     def _let_host_write(self) -> None:
         """Wait for copies out of shards in host memory, which the caller may change from now on."""
-        if any(bucket.is_offloaded for group in self.groups for bucket in group.buckets):
+        if self._lanes.are_streams and any(bucket.is_offloaded for g in self.groups for bucket in g.buckets):
             self._lanes.gather.synchronize()
 
     def _hide_kept(self) -> None:
@@ -550,7 +552,7 @@ class Schedule:
             return False
         if self._keeps_for_double_backward:
             return False
-        if any(running.group is group for running in self._running):
+        if group in map(_group_of, self._running):
             return False
         if group.reshard_after_forward is None:
             return group is not self.root

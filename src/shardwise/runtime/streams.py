@@ -12,10 +12,9 @@ after that lane has waited for the event that marks the buffer's last use. ``rec
 used.
 """
 
-from bisect import insort
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -75,6 +74,7 @@ class Scratch:
 
     def __init__(self, whole: torch.Tensor) -> None:
         self.bytes = whole
+        self.num_bytes = whole.numel()
         self._views: dict[Hashable, Any] = {}
 
     def view(self, key: Hashable, make: Callable[[torch.Tensor], _V]) -> _V:
@@ -88,6 +88,7 @@ class Scratch:
 
 
 _NOWHERE = nullcontext()
+_size = attrgetter("num_bytes")
 
 
 class HostLane:
@@ -101,12 +102,12 @@ class HostLane:
     _LARGEST_KEPT_BYTES = 1 << 20  # for large ones memory counts more, and the wire takes longer anyway
 
     def __init__(self) -> None:
-        self._kept: list[tuple[int, Scratch]] = []  # by size
+        self._kept: list[Scratch] = []  # by size
 
     def borrow(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
         """A buffer of at least so many bytes, of undefined contents."""
-        for index, (size, scratch) in enumerate(self._kept):
-            if num_bytes <= size and scratch.bytes.device == device:
+        for index, scratch in enumerate(self._kept):
+            if num_bytes <= scratch.num_bytes and scratch.bytes.device == device:
                 del self._kept[index]
                 return scratch
         with torch.inference_mode(False):  # the next user may be training
@@ -114,10 +115,11 @@ class HostLane:
 
     def give_back(self, scratch: Scratch) -> None:
         """End of use: all that was issued with the buffer has been waited for."""
-        size = scratch.bytes.numel()
-        if size <= self._LARGEST_KEPT_BYTES:
-            insort(self._kept, (size, scratch), key=itemgetter(0))
-            del self._kept[: -self._MOST_KEPT]
+        if scratch.num_bytes <= self._LARGEST_KEPT_BYTES:
+            self._kept.append(scratch)
+            if len(self._kept) > 1:
+                self._kept.sort(key=_size)
+                del self._kept[: -self._MOST_KEPT]
 
     def submit(self, start: Start) -> Ticket:
         """Issue the work now; ``wait`` of the ticket finishes it."""
