@@ -30,7 +30,7 @@ _LARGEST_KEPT_BYTES = 256 * 1024
 
 _sharded, _gradient = attrgetter("sharded"), attrgetter("grad")
 _gradient_spec, _attributes = attrgetter("gradient_spec"), attrgetter("__dict__")
-_wants_gradient = attrgetter("requires_grad")
+_wants_gradient, _address = attrgetter("requires_grad"), Tensor.data_ptr
 _ONLY_DTENSORS = {DTensor}
 
 
@@ -59,6 +59,7 @@ class Landing:
         self._storage: torch.UntypedStorage  # its memory
         self._is_lent = False
         self._locals: list[Tensor] = []
+        self._addresses: list[int] = []  # of the local tensors
         self._gradients: list[DTensor] = []
         self._flat: Tensor | None = None  # all of them, where they are one
         self._held: list[int] = []
@@ -134,11 +135,12 @@ class Landing:
         if not (self._is_one and self._last):
             return None
         with compat.plain_access():
+            if self._gradients and all(map(is_, map(_gradient, shards), self._gradients)):
+                is_whole = all(map(is_, map(compat.local_tensor, self._gradients), self._locals))
+                return (
+                    self._flat if is_whole and list(map(_address, self._locals)) == self._addresses else None
+                )
             standing = list(map(_gradient, shards))
-        if self._gradients and all(map(is_, standing, self._gradients)):  # the common case, and the quick one
-            assert self._buffer is not None
-            is_whole = all(map(is_, map(compat.local_tensor, standing), self._locals))
-            return self._flat if is_whole and self._lie_at(self._locals, self._buffer.data_ptr()) else None
         if set(map(type, standing)) != _ONLY_DTENSORS:
             return None
         locals_ = list(map(compat.local_tensor, standing))
@@ -172,6 +174,7 @@ class Landing:
         if not self._gradients:
             before = self._count_users()
             self._locals = self._views.of(buffer)
+            self._addresses = list(map(_address, self._locals))
             self._gradients = self._made(self._locals)
             if self._is_one:
                 self._flat = typed_stretch(buffer, 0, self._end, self._locals[0].dtype)
