@@ -4,6 +4,7 @@ Scripts run plainly and sharded (scenario.py) in float64. Exceptions are raised 
 same point and caught there, as a training loop does that skips a bad batch.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from models import even_tower, random_batch
 from reference import adamw, mean_of_squares
 from scenario import Side, assert_same
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import fully_shard, register_fsdp_forward_method
 
@@ -551,3 +553,32 @@ def retried_inside_the_handler(side: Side) -> None:
 
 def test_f41_a_batch_may_be_tried_again_inside_the_except_clause(world2: World) -> None:
     assert_same(world2, retried_inside_the_handler)
+
+
+def failing_on_one_rank(side: Side, shape: tuple[int, ...], reshard: bool | None) -> None:
+    """One rank's backward fails when all gradients have left; that of the others ends.
+
+    They wait for it: between the sums over shards and those over replicas, it still has a part to play.
+    """
+    mesh = {"mesh": init_device_mesh("cpu", shape)} if side.is_sharded else {}
+    model = side.shard_tower(built(even_tower), reshard_after_forward=reshard, **mesh)
+    optimizer = adamw(model)
+    for step in range(3):
+        if side.is_sharded and step in (0, 2):
+            inputs = side.inputs(90 + step).requires_grad_() * 1
+            expected: Any = nullcontext()
+            if side.rank == 1:
+                inputs.register_hook(refuse)
+                expected = pytest.raises(RuntimeError, match="not this one")
+            with expected:
+                mean_of_squares(model, inputs).backward()
+        side.step(model, optimizer, step)
+    side.note_parameters(model)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (4,)], ids=str)
+@pytest.mark.parametrize("reshard", [None, False])
+def test_f41_ranks_of_which_one_has_failed_go_on_together(
+    world4: World, shape: tuple[int, ...], reshard: bool | None
+) -> None:
+    assert_same(world4, failing_on_one_rank, shape, reshard)
