@@ -172,6 +172,11 @@ class Bucket:
             self._part.use_channel(channel)
 
     @property
+    def comms(self) -> Comms:
+        """What was chosen about its communication."""
+        return self._comms
+
+    @property
     def channel(self) -> int:
         """What sets its messages apart."""
         return self._comms.channel

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.runtime import compat
+from shardwise.runtime import compat, traced
 from shardwise.runtime.group import State
 from shardwise.runtime.outputs import NotAContainer, find_tensors, map_tensors, replace_tensors
 from shardwise.runtime.schedule import ANNOUNCED, FAILED, NO_BACKWARD, UNANNOUNCED, Call, Member, Outcome
@@ -80,6 +80,8 @@ def wrapped_methods(module: nn.Module) -> set[str]:
 
 def _before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Gather, and bring inputs to the device and dtype of the computation; None: they stay as they are."""
+    if torch.compiler.is_compiling():
+        return traced.before_forward(member, module, args, kwargs)
     group = member.group
     is_outermost = member.schedule.enter_forward(group, module)
     if is_outermost and group.device.type != "cpu":
@@ -90,6 +92,8 @@ def _before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) -
 
 def _after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     """Free the group, once the outputs carry what will announce their backward."""
+    if torch.compiler.is_compiling():
+        return traced.after_forward(member, module, output)
     call = member.schedule.current_call(module)
     if call is None:
         return None  # the hook before forward had failed

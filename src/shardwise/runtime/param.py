@@ -318,6 +318,15 @@ class Param:
             return nn.Parameter(data, wants_grad)
         return compat.as_subclass_of_parameter(self._full_class, data, wants_grad)
 
+    def as_seen_in_graphs(self, full: Tensor) -> Tensor:
+        """``full`` as modules see it: a DTensor where the original is one."""
+        if self._inner is None:
+            return full
+        whole = self._spec.tensor_meta
+        return DTensor.from_local(
+            full, self._inner.mesh, self._inner.placements, shape=whole.shape, stride=whole.stride
+        )
+
     def full_data(self) -> Tensor:
         """The full parameter's own memory."""
         assert self.full is not None
@@ -335,6 +344,11 @@ class Param:
         if tuple(wanted) != gradient.placements:
             gradient = gradient.redistribute(placements=wanted)
         return compat.local_tensor(gradient)
+
+    @property
+    def has_hooks_of_original(self) -> bool:
+        """True if the caller had put hooks on the original."""
+        return bool(self._original_hooks) or bool(self.original_post_hooks)
 
     def attach_hooks_of_full(self) -> None:
         """Have the gradient hooks run that the caller had put on the original.

@@ -370,6 +370,11 @@ class Schedule:
         self._lanes.gather.follow_compute()
         self._release(group)
 
+    @property
+    def is_in_inference(self) -> bool:
+        """True inside of ``inference()``."""
+        return self._inference is not None
+
     def begin_inference(self, groups: Sequence[Group], budget: float) -> int:
         """Keep the groups gathered that ``budget`` bytes have room for; returns the bytes taken."""
         if self._inference is not None:
