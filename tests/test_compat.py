@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.runtime import compat
 
@@ -346,7 +347,7 @@ def test_chunks_lie_side_by_side_as_torch_chunk_cuts_them(rows: int) -> None:
     assert torch.equal(out, torch.cat([wide.view(4, -1), narrow.view(4, -1)], dim=1))
 
 
-def test_a_marked_function_breaks_the_graph_and_is_not_compiled_itself() -> None:
+def test_a_marked_function_is_not_compiled_itself_but_traced_inside_a_graph() -> None:
     seen: list[bool] = []
 
     def inner(x: torch.Tensor) -> torch.Tensor:
@@ -358,11 +359,43 @@ def test_a_marked_function_breaks_the_graph_and_is_not_compiled_itself() -> None
 
     compat.run_outside_graphs(marked)
     counter = CompileCounterWithBackend("eager")
+    assert torch.equal(torch.compile(marked, backend=counter)(torch.ones(2)), torch.full((2,), 2.0))
+    assert (seen, counter.frame_count) == ([False], 0)  # nor is what it calls
 
-    @torch.compile(backend=counter)
+    @torch.compile(backend=counter, fullgraph=True)
     def outer(x: torch.Tensor) -> torch.Tensor:
         return marked(x * 2) * 3
 
     assert torch.equal(outer(torch.ones(2)), torch.full((2,), 9.0))
-    assert seen == [False]  # run, and run once: not traced
-    assert counter.frame_count == 2  # before and after it
+    assert (seen, counter.frame_count) == ([False, True], 1)
+
+
+def test_what_shadows_a_parameter_in_a_graph_leaves_no_trace_on_the_module() -> None:
+    module = torch.nn.Linear(2, 2)
+    weight = module.weight
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        compat.allowed_in_checkpoints(compat.shadow_in_graph, module, "weight", weight * 2)
+        y = module(x)
+        compat.allowed_in_checkpoints(compat.unshadow_in_graph, module, "weight", weight)
+        return y
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(twice, x, use_reentrant=False) + twice(x)
+
+    x = torch.ones(1, 2)
+    expected = 2 * torch.nn.functional.linear(x, weight * 2, module.bias)
+    torch.testing.assert_close(torch.compile(outer, backend="eager", fullgraph=True)(x), expected)
+    assert module._parameters["weight"] is weight
+    assert not compat.is_shadowed(module, "weight")
+
+
+def test_a_refused_graph_says_why_or_breaks() -> None:
+    def refused(x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            compat.refuse_graph("a.b: cannot. Do something else.")
+        return x + 1
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"a\.b: cannot\. Do something else\."):
+        torch.compile(refused, backend="eager", fullgraph=True)(torch.ones(2))
+    assert torch.equal(torch.compile(refused, backend="eager")(torch.ones(2)), torch.full((2,), 2.0))

@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # registered containers; torch has no public list of them
 
@@ -106,7 +107,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return function(value)
     if isinstance(value, dict):
         changed = {key: map_tensors(child, function) for key, child in value.items()}
-        if all(changed[key] is child for key, child in value.items()):
+        if _are_same(changed.values(), value.values()):
             return value
         if type(value) is dict:
             return changed
@@ -116,16 +117,23 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return mapped
     if isinstance(value, (tuple, list)):
         children = [map_tensors(child, function) for child in value]
-        if all(new is old for new, old in zip(children, value, strict=True)):
+        if _are_same(children, value):
             return value
         return type(value)(*children) if hasattr(value, "_fields") else type(value)(children)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
         fields = {name: map_tensors(getattr(value, name), function) for name in names}
-        if all(getattr(value, name) is child for name, child in fields.items()):
+        if _are_same(fields.values(), [getattr(value, name) for name in names]):
             return value
         changed_value = copy.copy(value)
         for name, child in fields.items():
             object.__setattr__(changed_value, name, child)
         return changed_value
     return value
+
+
+def _are_same(new: Iterable[Any], old: Iterable[Any]) -> bool:
+    """Whether nothing has changed; what dynamo traces has no identity, and is put together anew."""
+    if torch.compiler.is_compiling():
+        return False
+    return all(a is b for a, b in zip(new, old, strict=True))
