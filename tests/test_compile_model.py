@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch._dynamo
 from harness import World
-from models import OddModel, Tower, language_model, next_token_loss, token_batch
-from reference import adamw, built, mean_of_squares
+from models import OddModel, Tower
+from reference import adamw, mean_of_squares
 from scenario import Side, assert_same
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.utils import counters
 
 ATOL = 1e-10

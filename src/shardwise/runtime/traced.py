@@ -63,9 +63,7 @@ def _params_of(module: nn.Module, group: Group, bucket: Bucket) -> list[Param]:
     return [p for p in bucket.params if any(site.module is m for site in p.sites for m in inside)]
 
 
-def _full_tensors(
-    group: Group, bucket: Bucket, params: Sequence[Param], gathers_again: bool
-) -> list[Tensor]:
+def _full_tensors(group: Group, bucket: Bucket, params: Sequence[Param], gathers_again: bool) -> list[Tensor]:
     shards = [_registered(param).to_local() for param in params]
     pieces = [Piece(p.shape, p.dim, p.precision.computed, p.precision.reduced) for p in params]
     run = partial(gather, pieces=pieces, ways=_ways(group, bucket))
@@ -99,9 +97,9 @@ def _registered(param: Param) -> DTensor:
     found = site.registered()
     if not isinstance(found, DTensor) or compat.is_shadowed(site.module, site.name):
         compat.refuse_graph(
-            f"{param.fqn}: a graph is being compiled while a full parameter stands in place of the shard that "
-            "it would gather: inside unsharded(), after unshard(), or in a call of a module inside itself. "
-            "Leave the context, or call reshard(), before the first compiled forward."
+            f"{param.fqn}: a graph is being compiled that gathers this parameter, but a full one stands in "
+            "place of its shard: inside unsharded(), after unshard(), or where a module calls itself. Leave the "
+            "context, or call reshard(), before the first compiled forward."
         )
     assert isinstance(found, DTensor)
     return found
@@ -125,59 +123,76 @@ def _unshadow(params: Sequence[Param]) -> None:
 def _refuse_in_graphs(member: Member) -> None:
     """Break the graph where it would not do what the caller has asked for."""
     group = member.group
-    for what, remedy in _not_in_graphs(member):
+    reason = _about_weights(member)
+    if torch.is_grad_enabled():
+        reason = reason or _about_gradients(group)
+    for bucket in group.buckets:
+        reason = reason or _about_bucket(bucket)
+    if reason:
         compat.refuse_graph(
-            f"{group.name}: {what}, which a graph of the model around it cannot do. {remedy}, or compile the "
-            "sharded modules one by one (module.compile()), whose hooks then run outside of their graphs."
+            f"{group.name}: {reason}. Or compile the sharded modules one by one (module.compile()), not the "
+            "one around them: their hooks are then outside of their graphs, and do all that they do in eager "
+            "runs."
         )
 
 
-def _not_in_graphs(member: Member) -> list[tuple[str, str]]:
-    """What was asked for in vain, and what to do instead."""
+def _about_weights(member: Member) -> str:
     group = member.group
-    found: list[tuple[str, str]] = []
-    if torch.is_grad_enabled():
-        if not group.requires_gradient_sync:
-            found.append(
-                ("gradients are to stay unreduced (no_sync)", "Reduce them in every backward: they add up")
-            )
-        if not group.requires_all_reduce and group.mesh.num_ranks > group.mesh.shard.world:
-            found.append(
-                ("set_requires_all_reduce(False) was called", "Reduce in every backward: gradients add up")
-            )
-        if group.gradient_state is GradientState.DEFERRED:
-            found.append(
-                ("gradients of earlier backwards wait to be reduced", "Run the last one of them uncompiled")
-            )
-        if group.zeros_for_unused or group.may_be_unused:
-            found.append(
-                ("ranks may differ in what they use", "Let all ranks use the module, and do not say otherwise")
-            )
-        if group.all_reduce_hook is not None or group.averages_ignored:
-            found.append(("hooks of the caller are to see reduced gradients", "Do without them"))
     if member.schedule.is_in_inference:
-        found.append(("inference() keeps parameters gathered", "Leave it"))
+        return "inference() keeps parameters gathered, but a graph gathers by itself. Leave the context"
     if group.partly_loaded is not None:
-        found.append((f"a load failed half-way ({group.partly_loaded})", "Load a complete checkpoint"))
-    for bucket in group.buckets:
-        found += _not_in_graphs_of(bucket)
-    return found
+        return f"a load failed half-way ({group.partly_loaded}). Load a complete checkpoint"
+    if group.ties:
+        return "parameters are tied to others that no sharded module owns with them. Shard the one around both"
+    return ""
 
 
-def _not_in_graphs_of(bucket: Bucket) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+def _about_gradients(group: Group) -> str:
+    if not group.requires_gradient_sync:
+        return (
+            "gradients are to stay unreduced (no_sync), but a graph reduces those of its backward. Leave "
+            "synchronisation on: reduced gradients add up to the same"
+        )
+    if not group.requires_all_reduce and group.mesh.num_ranks > group.mesh.shard.world:
+        return (
+            "set_requires_all_reduce(False), but a graph sums over replicas in each backward. Leave it on: "
+            "the gradients add up to the same"
+        )
+    if group.gradient_state is GradientState.DEFERRED:
+        return (
+            "gradients of earlier backwards wait to be reduced together with these, which a graph does not "
+            "know of. Run the last of these steps uncompiled"
+        )
+    if group.zeros_for_unused or group.may_be_unused:
+        return (
+            "ranks were said to differ in what they use, but a graph communicates in what it uses only. Let "
+            "all ranks use all modules"
+        )
+    if group.all_reduce_hook is not None or group.averages_ignored:
+        return (
+            "set_all_reduce_hook() or set_reduce_ignored_params() was called, but a graph reduces without "
+            "asking. Do without it"
+        )
+    return ""
+
+
+def _about_bucket(bucket: Bucket) -> str:
     comms = bucket.comms
     if type(bucket) is not Bucket:
-        found.append(("its parameters say themselves what is gathered of them", "Use plain parameters"))
+        return "its parameters say themselves what is gathered of them, outside of graphs. Use plain ones"
     if comms.make_gather or comms.make_reduce or comms.reducer or bucket.policy.quantized_gather is not None:
-        found.append(("it communicates by other collectives than the back end's", "Use those"))
+        return "it was given collectives of its own, but graphs have those of the back end. Leave them away"
     for param in bucket.params:
         if param.has_hooks_of_original:
-            found.append(
-                (f"{param.fqn} had hooks before it was sharded", "Register them on the shard, after fully_shard")
+            return (
+                f"{param.fqn} had hooks for its full gradient, which is inside of the graph. Register them "
+                "after fully_shard, for the reduced one"
             )
         if param.precision.kept != param.precision.stored:
-            found.append((f"gradients of {param.fqn} are to keep a dtype of their own", "Leave them in its own"))
+            return (
+                f"gradients of {param.fqn} are kept in {param.precision.kept}, but autograd puts those of a "
+                "graph in the dtype of the parameter. Leave out keep_low_precision_grads"
+            )
         if param.is_tensor_parallel and param.mesh.full is not None:
-            found.append((f"{param.fqn} is a DTensor on all of the mesh (dp_mesh_dims)", "Pass the mesh to shard over"))
-    return found
+            return f"{param.fqn} is a DTensor on the whole mesh. Pass fully_shard the mesh to shard over"
+    return ""
