@@ -143,7 +143,9 @@ def _about_weights(member: Member) -> str:
     if group.partly_loaded is not None:
         return f"a load failed half-way ({group.partly_loaded}). Load a complete checkpoint"
     if group.ties:
-        return "parameters are tied to others that no sharded module owns with them. Shard the one around both"
+        return (
+            "parameters are tied to others that no sharded module owns with them. Shard the one around both"
+        )
     return ""
 
 
