@@ -4,6 +4,7 @@ Everything else in this library uses documented APIs. Supported: torch 2.11 to 2
 ``tests/test_compat.py`` checks each function here on whatever is installed.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, wraps
@@ -41,6 +42,15 @@ The public ``torch.autograd._unsafe_preserve_version_counter`` is a context; we 
 because a full parameter's version follows its shard's."""
 
 
+def is_autograd_compiled() -> bool:
+    """True while compiled autograd runs a backward, which has no end that ``queue_end_of_backward`` sees.
+
+    Where it was not imported it is not running.
+    """
+    compiled_autograd: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiled_autograd is not None and compiled_autograd.in_compiled_autograd_region
+
+
 Hooks = dict[int, Callable[..., Any]]
 
 
@@ -69,11 +79,21 @@ def profiler_is_on() -> bool:
 def run_outside_graphs(function: Callable[..., Any]) -> None:
     """Have ``torch.compile`` leave alone the frame of ``function`` and of all that it calls.
 
-    Where it is called from a frame that is being traced it is traced as well. ``torch.compiler.disable``
-    would break that graph; it also puts a wrapper around the function, which costs 1 to 3 us a call, and
-    imports dynamo.
+    Where it is called from a frame that is being traced, it is traced as well.
     """
     _set_frame_action(function, inside="SKIP")
+
+
+def break_graphs(function: Callable[..., Any]) -> None:
+    """As ``run_outside_graphs``; a frame that is being traced is cut in two where it calls ``function``.
+
+    As ``torch.compiler.disable`` does, by the marks that it leaves; but that puts a wrapper around the
+    function, which costs 1 to 3 us a call, and imports dynamo.
+    """
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = "shardwise gathers, frees and reduces here"
+    run_outside_graphs(function)
 
 
 def skip_frame(function: Callable[..., Any]) -> None:

@@ -981,6 +981,9 @@ def _tell_arrival(group: "weakref.ref[Group]", index: int, _full: Tensor) -> Non
         alive.arrived(index)
 
 
+compat.break_graphs(_tell_arrival)  # of compiled autograd
+
+
 def _ignore(group: Group) -> None:
     """No schedule listens yet."""
 

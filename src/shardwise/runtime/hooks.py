@@ -176,3 +176,4 @@ def _replace(output: Any, copies: dict[int, Tensor], name: str) -> Any:
 
 for _hook in (_before_forward, _after_forward):
     compat.run_outside_graphs(_hook)
+compat.break_graphs(_before_backward)  # of compiled autograd

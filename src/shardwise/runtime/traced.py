@@ -97,8 +97,8 @@ def _registered(param: Param) -> DTensor:
     found = site.registered()
     if not isinstance(found, DTensor) or compat.is_shadowed(site.module, site.name):
         compat.refuse_graph(
-            f"{param.fqn}: a graph is being compiled that gathers this parameter, but a full one stands in "
-            "place of its shard: inside unsharded(), after unshard(), or where a module calls itself. Leave the "
+            f"{param.fqn}: a graph is being compiled that gathers this parameter, but a full one is in place of "
+            "its shard: inside unsharded(), after unshard(), or where a module calls itself. Leave the "
             "context, or call reshard(), before the first compiled forward."
         )
     assert isinstance(found, DTensor)
