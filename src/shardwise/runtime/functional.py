@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 _SCHEMA = (
-    "(Tensor[] shards, int[] sizes, int[] num_dims, int[] sharded_dims, str[] computed, "
+    "(Tensor[] shards, int[] sizes, int[] num_dims, int[] sharded_dims, int[] own_sizes, str[] computed, "
     "str[] reduced, Device device, int world, str? gather_group, str? reduce_group, "
     "str? replicate_group, float divisor) -> Tensor[]"
 )
@@ -37,10 +37,16 @@ _SCHEMA = (
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor: its full shape, which of its dims is sharded, and in which dtypes it travels."""
+    """One tensor: its full shape, which of its dims is sharded, and in which dtypes it travels.
+
+    ``own_size``: what this rank has of the sharded dim. It stands in the graph as a number, because torch's
+    caches of compiled graphs, which ranks share, tell DTensors apart by their full shapes only: a rank with
+    fewer rows would be given the graph of one with more.
+    """
 
     shape: tuple[int, ...]
     dim: int
+    own_size: int
     computed: torch.dtype
     reduced: torch.dtype
 
@@ -67,6 +73,7 @@ def gather(shards: Sequence[Tensor], pieces: Sequence[Piece], ways: Ways) -> lis
         [size for piece in pieces for size in piece.shape],
         [len(piece.shape) for piece in pieces],
         [piece.dim for piece in pieces],
+        [piece.own_size for piece in pieces],
         [str(piece.computed) for piece in pieces],
         [str(piece.reduced) for piece in pieces],
         ways.device,
@@ -83,6 +90,7 @@ def _gather(
     sizes: Sequence[int],
     num_dims: Sequence[int],
     sharded_dims: Sequence[int],
+    own_sizes: Sequence[int],
     computed: Sequence[str],
     reduced: Sequence[str],
     *ways: Any,
@@ -91,7 +99,7 @@ def _gather(
     left = iter(sizes)
     shapes = [tuple(next(left) for _ in range(count)) for count in num_dims]
     dtypes = [[_dtype(name) for name in names] for names in (computed, reduced)]
-    pieces = [Piece(*row) for row in zip(shapes, sharded_dims, *dtypes, strict=True)]
+    pieces = [Piece(*row) for row in zip(shapes, sharded_dims, own_sizes, *dtypes, strict=True)]
     return list(_Gathered.apply(pieces, Ways(*ways), *shards))
 
 
@@ -112,7 +120,7 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, pieces: list[Piece], ways: Ways, *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # None stays None: of a parameter that was not used
         ctx.pieces, ctx.ways = pieces, ways
-        ctx.shards = [(shard.shape, shard.dtype, shard.device) for shard in shards]
+        ctx.kept = [(shard.device, shard.dtype) for shard in shards]
         fulls = _gather_all(shards, pieces, ways)
         wanted = ctx.needs_input_grad[2:]
         ctx.mark_non_differentiable(*(f for f, is_wanted in zip(fulls, wanted, strict=True) if not is_wanted))
@@ -125,8 +133,7 @@ class _Gathered(torch.autograd.Function):
             pieces = [ctx.pieces[index] for index in indices]
             present = [gradient for index in indices if (gradient := gradients[index]) is not None]
             for index, chunk in zip(indices, _reduce(present, pieces, ctx.ways), strict=True):
-                shape, dtype, device = ctx.shards[index]
-                found[index] = _trimmed(chunk, shape).to(device, dtype)
+                found[index] = chunk.to(*ctx.kept[index])
         return (None, None, *found)
 
 
@@ -146,27 +153,34 @@ def _gather_all(shards: Sequence[Tensor], pieces: Sequence[Piece], ways: Ways) -
     travelling = [cast if piece.shape else None for cast, piece in zip(casts, pieces, strict=True)]
     for indices in _by_dtype([piece.computed for piece in pieces], travelling):
         chunks = [_padded(casts[i], _chunk_shape(pieces[i], ways.world)) for i in indices]
-        rows = _all_gather(torch.cat([chunk.reshape(-1) for chunk in chunks]), ways)
+        packed = torch.cat([chunk.reshape(-1) for chunk in chunks])
+        rows = _all_gather(packed, ways.world, ways.gather_group)
         columns = rows.split([chunk.numel() for chunk in chunks], dim=1)
         for index, column in zip(indices, columns, strict=True):
             fulls[index] = _joined(column, pieces[index], ways.world)
     return fulls
 
 
-def _all_gather(packed: Tensor, ways: Ways) -> Tensor:
+def _all_gather(packed: Tensor, world: int, group: str) -> Tensor:
     """What all ranks have packed, one row each."""
     c10d = torch.ops._c10d_functional
-    gathered = c10d.all_gather_into_tensor(packed, ways.world, ways.gather_group)
-    return c10d.wait_tensor(gathered).view(ways.world, -1)  # type: ignore[no-any-return]
+    gathered = c10d.all_gather_into_tensor(packed, world, group)
+    return c10d.wait_tensor(gathered).view(world, -1)  # type: ignore[no-any-return]
 
 
 def _reduce(gradients: Sequence[Tensor], pieces: Sequence[Piece], ways: Ways) -> list[Tensor]:
-    """This rank's chunks, with their padding, of the averages of gradients of one dtype."""
+    """This rank's part of the averages of gradients of one dtype."""
     rows = [_cut(g.to(p.reduced), p, ways.world) for g, p in zip(gradients, pieces, strict=True)]
     summed = _sum(torch.cat(rows, dim=1).view(-1), ways)
-    chunks = summed.split([row.shape[1] for row in rows])
-    shapes = [_chunk_shape(piece, ways.world) for piece in pieces]
-    return [chunk.view(shape) for chunk, shape in zip(chunks, shapes, strict=True)]
+    chunks = list(summed.split([row.shape[1] for row in rows]))
+    scalars = [index for index, piece in enumerate(pieces) if not piece.shape]
+    if scalars and ways.reduce_group is not None and ways.world > 2:
+        # All ranks keep them, but may have added them up in different orders: the first one's count.
+        own = torch.cat([chunks[index] for index in scalars])
+        agreed = _all_gather(own, ways.world, ways.reduce_group)[0].split(1)
+        for index, chunk in zip(scalars, agreed, strict=True):
+            chunks[index] = chunk
+    return [_own(chunk, piece, ways.world) for chunk, piece in zip(chunks, pieces, strict=True)]
 
 
 def _sum(rows: Tensor, ways: Ways) -> Tensor:
@@ -216,12 +230,10 @@ def _padded(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return F.pad(tensor, padding[::-1])
 
 
-def _trimmed(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """The first part of ``tensor``, of ``shape``."""
-    for dim, size in enumerate(shape):
-        if tensor.shape[dim] != size:
-            tensor = tensor.narrow(dim, 0, size)
-    return tensor
+def _own(chunk: Tensor, piece: Piece, world: int) -> Tensor:
+    """What belongs to this rank of a flat chunk, padding aside."""
+    whole = chunk.reshape(_chunk_shape(piece, world))
+    return whole.narrow(piece.dim, 0, piece.own_size) if piece.shape else whole
 
 
 def gather_again_in_backward(function: Callable[..., list[Tensor]], *shards: Tensor) -> list[Tensor]:

@@ -778,11 +778,12 @@ class Schedule:
 
     def _begin_backward(self) -> None:
         if compat.is_autograd_compiled():
+            name = "the model" if self.root is None else self.root.name
             raise RuntimeError(
-                f"{'the model' if self.root is None else self.root.name}: compiled autograd runs this backward "
-                "and does not say when it ends, so that gradients would be lost. Leave it off. Or compile a "
-                "function that calls the model (torch.compile(lambda x: model(x))), not the model: hooks are "
-                "then in its graph, and none are left for autograd to run."
+                f"{name}: compiled autograd runs its backward and does not say when that ends, so that "
+                "gradients would be lost. Leave it off, or compile a function that calls the model "
+                "(torch.compile(lambda x: model(x))), not the model: its hooks are then in the graph, and "
+                "none are left for autograd to run."
             )
         if self._inference is not None:
             raise RuntimeError(

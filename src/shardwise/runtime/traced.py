@@ -65,7 +65,7 @@ def _params_of(module: nn.Module, group: Group, bucket: Bucket) -> list[Param]:
 
 def _full_tensors(group: Group, bucket: Bucket, params: Sequence[Param], gathers_again: bool) -> list[Tensor]:
     shards = [_registered(param).to_local() for param in params]
-    pieces = [Piece(p.shape, p.dim, p.precision.computed, p.precision.reduced) for p in params]
+    pieces = [_piece(param, shard) for param, shard in zip(params, shards, strict=True)]
     run = partial(gather, pieces=pieces, ways=_ways(group, bucket))
 
     def gathered(*shards: Tensor) -> list[Tensor]:
@@ -73,6 +73,11 @@ def _full_tensors(group: Group, bucket: Bucket, params: Sequence[Param], gathers
 
     fulls = gather_again_in_backward(gathered, *shards) if gathers_again else gathered(*shards)
     return [param.as_seen_in_graphs(full) for param, full in zip(params, fulls, strict=True)]
+
+
+def _piece(param: Param, shard: Tensor) -> Piece:
+    own_size = shard.shape[param.dim] if param.shape else 1
+    return Piece(param.shape, param.dim, own_size, param.precision.computed, param.precision.reduced)
 
 
 def _ways(group: Group, bucket: Bucket) -> Ways:
@@ -97,9 +102,9 @@ def _registered(param: Param) -> DTensor:
     found = site.registered()
     if not isinstance(found, DTensor) or compat.is_shadowed(site.module, site.name):
         compat.refuse_graph(
-            f"{param.fqn}: a graph is being compiled that gathers this parameter, but a full one is in place of "
-            "its shard: inside unsharded(), after unshard(), or where a module calls itself. Leave the "
-            "context, or call reshard(), before the first compiled forward."
+            f"{param.fqn}: a graph is being compiled that gathers this parameter, but a full one stands "
+            "where its shard should: inside unsharded(), after unshard(), or where a module calls itself. "
+            "Leave the context, or call reshard(), before the first compiled forward."
         )
     assert isinstance(found, DTensor)
     return found
