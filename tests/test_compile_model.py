@@ -38,12 +38,16 @@ HOWS = ["module", "function"]
 by_how = pytest.mark.parametrize("how", HOWS)
 
 
-def compiled(model: nn.Module, how: str, backend: Any = "aot_eager", **options: Any) -> Callable[..., Any]:
-    """`model`, compiled, with nothing left of what was compiled before."""
+def forget_graphs() -> None:
     # Of dynamo itself, when it looks at an input that is not a leaf.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     torch._dynamo.reset()
     counters.clear()
+
+
+def compiled(model: nn.Module, how: str, backend: Any = "aot_eager", **options: Any) -> Callable[..., Any]:
+    """`model`, compiled, with nothing left of what was compiled before."""
+    forget_graphs()
     run = model if how == "module" else lambda x: model(x)
     return torch.compile(run, **({"fullgraph": True, "backend": backend} | options))
 
@@ -291,10 +295,12 @@ class Graphs:
         return "mm" if name.startswith(("aten.mm", "aten.addmm")) else None
 
 
-def graphs_of(how: str, build: Callable[[], nn.Module] = Tower, **options: Any) -> tuple[str, int]:
+def graphs_of(
+    how: str, build: Callable[[], nn.Module] = Tower, width: int = 8, **options: Any
+) -> tuple[str, int]:
     model = shard_blocks(build(), **options)
     graphs = Graphs()
-    backward(compiled(model, how, graphs.backend), random_batch(0, 2, dtype=torch.float32))
+    backward(compiled(model, how, graphs.backend), random_batch(0, 2, width, torch.float32))
     return "\n".join(graphs.lines), graphs.saved_bytes
 
 
@@ -303,17 +309,35 @@ def test_a_graph_has_one_gather_and_one_reduction_a_group_and_gathers_again_in_b
 ) -> None:
     (graph, _), other = world2.run(graphs_of, "function", timeout=120)
     assert other[0] == graph
-    assert_expected_inline(graph, """""")
+    assert_expected_inline(
+        graph,
+        """\
+forward: gather(45) mm gather(148) mm mm gather(148) mm mm gather(148) mm mm mm
+backward: mm mm gather(148) mm mm mm mm reduce(296) gather(148) mm mm mm mm reduce(296)
+    gather(148) mm mm mm mm reduce(296) mm reduce(90)""",
+    )
 
 
 def test_a_compiled_module_gathers_for_itself_outside_of_its_graph(world2: World) -> None:
     (graph, _), _ = world2.run(graphs_of, "module", timeout=120)
-    assert_expected_inline(graph, """""")
+    assert_expected_inline(
+        graph,
+        """\
+forward: mm gather(148) mm mm gather(148) mm mm gather(148) mm mm mm
+backward: mm mm gather(148) mm mm mm mm reduce(296) gather(148) mm mm mm mm reduce(296)
+    gather(148) mm mm mm mm reduce(296) mm""",
+    )
 
 
 def test_checkpointed_blocks_gather_once_for_their_recomputation_and_backward(world2: World) -> None:
     (graph, _), _ = world2.run(graphs_of, "function", CheckpointedTower, timeout=120)
-    assert_expected_inline(graph, """""")
+    assert_expected_inline(
+        graph,
+        """\
+forward: gather(45) mm gather(148) mm mm gather(148) mm mm gather(148) mm mm mm
+backward: mm gather(148) mm mm mm mm mm mm mm reduce(296) gather(148) mm mm mm mm mm
+    reduce(296) gather(148) mm mm mm mm mm reduce(296) mm reduce(90)""",
+    )
 
 
 def wide_tower() -> nn.Module:
@@ -321,9 +345,10 @@ def wide_tower() -> nn.Module:
 
 
 def test_gathered_weights_are_not_kept_for_backward_unless_asked_for(world2: World) -> None:
-    """The blocks have 398592 bytes of weights; each keeps (2, 64 + 256 + 64) numbers and a little more."""
-    (_, freed), _ = world2.run(graphs_of, "function", wide_tower, timeout=120)
-    (_, kept), _ = world2.run(graphs_of, "function", wide_tower, reshard_after_forward=False, timeout=120)
+    """The blocks have 398592 bytes of weights, the root 17160, which stay for backward."""
+    run = partial(world2.run, graphs_of, "function", wide_tower, 64, timeout=120)
+    (_, freed), _ = run()
+    (_, kept), _ = run(reshard_after_forward=False)
     assert freed < 30_000
     assert kept > 390_000
 
@@ -426,7 +451,7 @@ def while_unsharded(model: nn.Module, run: Callable[..., Any], inputs: Tensor) -
 
 
 def with_differing_ranks(model: nn.Module, run: Callable[..., Any], inputs: Tensor) -> None:
-    model.set_zeros_for_unused(True)
+    model.set_reduce_scatter_unused_params(True)
     backward(run, inputs)
 
 
@@ -453,12 +478,39 @@ def test_what_a_graph_cannot_do_is_refused(world2: World, compiled_before: bool)
         first, other = world2.run(refusal, act, compiled_before, timeout=120)
         assert first == other
         told.append(textwrap.fill(first, 100))
-    assert_expected_inline("\n\n".join(told), """""")
+    assert_expected_inline(
+        "\n\n".join(told),
+        """\
+Unsupported: Tower: gradients are to stay unreduced (no_sync), but a graph reduces those of its
+backward. Leave synchronisation on: reduced gradients add up to the same. Or compile the sharded
+modules one by one (module.compile()), not the one around them: their hooks are then outside of
+their graphs, and do all that they do in eager runs.
+
+Unsupported: Tower: gradients of earlier backwards wait to be reduced together with these, which a
+graph does not know of. Run the last of these steps uncompiled. Or compile the sharded modules one
+by one (module.compile()), not the one around them: their hooks are then outside of their graphs,
+and do all that they do in eager runs.
+
+Unsupported: Tower: inference() keeps parameters gathered, but a graph gathers by itself. Leave the
+context. Or compile the sharded modules one by one (module.compile()), not the one around them:
+their hooks are then outside of their graphs, and do all that they do in eager runs.
+
+Unsupported: Tower: ranks were said to differ in what they use, but a graph communicates in what it
+uses only. Let all ranks use all modules. Or compile the sharded modules one by one
+(module.compile()), not the one around them: their hooks are then outside of their graphs, and do
+all that they do in eager runs.""",
+    )
 
 
 def test_a_graph_is_not_compiled_over_parameters_that_are_gathered(world2: World) -> None:
     first, _ = world2.run(refusal, while_unsharded, False, timeout=120)
-    assert_expected_inline(textwrap.fill(first, 100), """""")
+    assert_expected_inline(
+        textwrap.fill(first, 100),
+        """\
+Unsupported: blocks.0.norm.weight: a graph is being compiled that gathers this parameter, but a full
+one stands where its shard should: inside unsharded(), after unshard(), or where a module calls
+itself. Leave the context, or call reshard(), before the first compiled forward.""",
+    )
 
 
 def accumulate_quietly(how: str) -> list[str]:
@@ -498,7 +550,13 @@ def with_compiled_autograd(how: str) -> str | list[str]:
 def test_compiled_autograd_takes_graphs_and_is_refused_where_hooks_have_work(world2: World) -> None:
     assert world2.run(with_compiled_autograd, "function", timeout=120) == [[], []]
     told, _ = world2.run(with_compiled_autograd, "module", timeout=120)
-    assert_expected_inline(textwrap.fill(told, 100), """""")
+    assert_expected_inline(
+        textwrap.fill(told, 100),
+        """\
+Tower: compiled autograd runs its backward and does not say when that ends, so that gradients would
+be lost. Leave it off, or compile a function that calls the model (torch.compile(lambda x:
+model(x))), not the model: its hooks are then in the graph, and none are left for autograd to run.""",
+    )
 
 
 # --- blocks that are compiled on their own --------------------------------------------------------
@@ -509,8 +567,7 @@ def events_with_compiled_blocks() -> tuple[list[str], list[str], int, list[str]]
     torch.manual_seed(0)
     plain = Tower().double()
     model = shard_blocks(copy.deepcopy(plain))
-    torch._dynamo.reset()
-    counters.clear()
+    forget_graphs()
     inputs = random_batch(0, 8)
     events: list[list[str]] = []
     for compiles in (False, True):
