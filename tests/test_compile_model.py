@@ -216,10 +216,17 @@ def compare_with_eager(
     return num_graphs(), wrong_gradients(*models), wrong_gradients(models[0], plain, atol)
 
 
+SPARE = {f"blocks.{i}.spare.{name}" for i in range(3) for name in ("weight", "bias")}
+
+
 @pytest.mark.parametrize(("how", "case"), [(HOWS[i % 2], case) for i, case in enumerate(CASES)])
 def test_gradients_of_a_graph_are_bit_for_bit_those_of_eager_runs(world2: World, how: str, case: str) -> None:
-    result = world2.run(compare_with_eager, how, **CASES[case], timeout=120)
-    assert result == [(1, [], [])] * 2
+    for graphs, unlike, wrong in world2.run(compare_with_eager, how, **CASES[case], timeout=120):
+        if case == "partly unused" and torch.__version__ < "2.13":
+            # Before, DTensor.to_local() makes zeros of the gradient of what was not used.
+            assert (set(unlike), set(wrong)) == (SPARE, SPARE)
+            unlike, wrong = [], []
+        assert (graphs, unlike, wrong) == (1, [], [])
 
 
 @by_how

@@ -28,6 +28,8 @@ class NotAContainer(TypeError):
 
 def find_tensors(output: Any) -> list[Tensor]:
     """All tensors in ``output``, each once, in order."""
+    if torch.compiler.is_compiling():  # what dynamo traces has no identity, and no secrets
+        return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     found: dict[int, Tensor] = {}
     seen: dict[int, tuple[int, Any]] = {}  # id -> depth, and the object, so that the id stays its own
 
