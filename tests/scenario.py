@@ -176,13 +176,15 @@ def run_sharded(scenario: Scenario, args: tuple[Any, ...]) -> dict[str, Any]:
         return side.notes
 
 
-def assert_same(world: World, scenario: Scenario, *args: Any, atol: float = 1e-10) -> None:
+def assert_same(
+    world: World, scenario: Scenario, *args: Any, atol: float = 1e-10, timeout: float = 60.0
+) -> None:
     """Run `scenario(side, *args)` plainly here and sharded on `world`; all notes must agree."""
     plain = Side(is_sharded=False)
     with one_thread():
         scenario(plain, *args)
     assert plain.notes, "the scenario has noted nothing"
-    ranks = world.run(run_sharded, scenario, args)
+    ranks = world.run(run_sharded, scenario, args, timeout=timeout)
     for name, (_, want) in plain.notes.items():
         assert all(name in notes for notes in ranks), f"no rank has noted {name}"
         kinds, values = zip(*[notes[name] for notes in ranks], strict=True)

@@ -120,7 +120,7 @@ def train(side: Side, build: Callable[[], nn.Module], how: str, backend: str) ->
 def test_a_compiled_model_is_one_graph_and_trains_as_a_plain_one(
     world2: World, how: str, backend: str
 ) -> None:
-    assert_same(world2, train, Tower, how, backend)
+    assert_same(world2, train, Tower, how, backend, timeout=300)  # a first use of Inductor builds C++
 
 
 @pytest.mark.parametrize(("world", "how"), [(2, "module"), (3, "function")], indirect=["world"])
