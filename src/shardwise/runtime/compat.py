@@ -111,12 +111,13 @@ def _set_frame_action(function: Callable[..., Any], inside: str) -> None:
 
 # torch 2.11 cannot trace that an entry of ``module.__dict__`` goes; in graphs the full tensor then takes the
 # place of the shard itself, where nobody but the graph sees it: what is traced does not happen to the module.
-_SHADOWS_IN_GRAPHS = not torch.__version__.startswith(("2.11.", "2.12."))
+# But what stands there afterwards is what was put back, so that must be what had stood there.
+RESTORES_ALL_IN_GRAPHS = not torch.__version__.startswith(("2.11.", "2.12."))
 
 
 def shadow_in_graph(module: nn.Module, name: str, full: Tensor) -> None:
     """Let what is traced next see ``full`` as ``module.<name>``."""
-    if _SHADOWS_IN_GRAPHS:
+    if RESTORES_ALL_IN_GRAPHS:
         module.__dict__[name] = full
     else:
         module._parameters[name] = full  # type: ignore[assignment]
@@ -124,7 +125,7 @@ def shadow_in_graph(module: nn.Module, name: str, full: Tensor) -> None:
 
 def unshadow_in_graph(module: nn.Module, name: str, sharded: nn.Parameter) -> None:
     """Let what is traced next see the parameter."""
-    if _SHADOWS_IN_GRAPHS:
+    if RESTORES_ALL_IN_GRAPHS:
         module.__dict__.pop(name)
     else:
         module._parameters[name] = sharded

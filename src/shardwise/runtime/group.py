@@ -131,7 +131,7 @@ class Group:
         self.averages_ignored = False
         self.choices: set[str] = set()  # which setters of communication were called
         self.partly_loaded: str | None = None  # why a load failed half-way
-        self._num_registered = self._count_registered()
+        self.num_registered = self._count_registered()
         is_torchs = {module: type(module).__module__.startswith("torch.nn.") for module in owners}
         self._own_attributes = [module.__dict__ for module in owners if not is_torchs[module]]
         self._torch_attributes = [module.__dict__ for module in owners if is_torchs[module]]
@@ -279,8 +279,11 @@ class Group:
 
     def check_modules(self) -> None:
         """Refuse parameters that were added after sharding: nobody would reduce their gradients."""
-        if self._count_registered() == self._num_registered:
-            return
+        if self._count_registered() != self.num_registered:
+            self.refuse_added()
+
+    def refuse_added(self) -> None:
+        """The same, by going through all of them."""
         known = {(site.module, site.name) for p in self.params for site in p.sites}
         known |= {(tie.site.module, tie.site.name) for tie in self.ties}
         prefixes = {site.module: site.fqn.rpartition(".")[0] for p in self.params for site in p.sites}

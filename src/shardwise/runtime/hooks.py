@@ -80,7 +80,7 @@ def wrapped_methods(module: nn.Module) -> set[str]:
 
 def _before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Gather, and bring inputs to the device and dtype of the computation; None: they stay as they are."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return traced.before_forward(member, module, args, kwargs)
     group = member.group
     is_outermost = member.schedule.enter_forward(group, module)
@@ -92,7 +92,7 @@ def _before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) -
 
 def _after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     """Free the group, once the outputs carry what will announce their backward."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return traced.after_forward(member, module, output)
     call = member.schedule.current_call(module)
     if call is None:

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import is_
 from typing import Any
 
 import torch
@@ -28,8 +29,6 @@ class NotAContainer(TypeError):
 
 def find_tensors(output: Any) -> list[Tensor]:
     """All tensors in ``output``, each once, in order."""
-    if torch.compiler.is_compiling():  # what dynamo traces has no identity, and no secrets
-        return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     found: dict[int, Tensor] = {}
     seen: dict[int, tuple[int, Any]] = {}  # id -> depth, and the object, so that the id stays its own
 
@@ -45,6 +44,11 @@ def find_tensors(output: Any) -> list[Tensor]:
 
     visit(output, 0)
     return list(found.values())
+
+
+def find_tensors_in_trace(value: Any) -> list[Tensor]:
+    """The same where dynamo traces: objects have no identity there, and no attributes to walk through."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _children(value: Any) -> Iterable[Any]:
@@ -136,6 +140,4 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def _are_same(new: Iterable[Any], old: Iterable[Any]) -> bool:
     """Whether nothing has changed; what dynamo traces has no identity, and is put together anew."""
-    if torch.compiler.is_compiling():
-        return False
-    return all(a is b for a, b in zip(new, old, strict=True))
+    return not torch.compiler.is_dynamo_compiling() and all(map(is_, new, old))

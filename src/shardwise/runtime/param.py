@@ -346,6 +346,11 @@ class Param:
         return compat.local_tensor(gradient)
 
     @property
+    def has_own_class(self) -> bool:
+        """True if the original was of a subclass of ``nn.Parameter``."""
+        return self._inner is None and self._full_class not in (nn.Parameter, ShardedAway)
+
+    @property
     def has_hooks_of_original(self) -> bool:
         """True if the caller had put hooks on the original."""
         return bool(self._original_hooks) or bool(self.original_post_hooks)

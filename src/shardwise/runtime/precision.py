@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.runtime.outputs import find_tensors, map_tensors
+from shardwise.runtime.outputs import find_tensors, find_tensors_in_trace, map_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,8 @@ def cast_around(module: nn.Module) -> None:
     given: list[torch.dtype] = []  # of the running calls: a module may be called inside itself
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        tensors = find_tensors((args, kwargs))
+        find = find_tensors_in_trace if torch.compiler.is_dynamo_compiling() else find_tensors
+        tensors = find((args, kwargs))
         given.append(next((t.dtype for t in tensors if t.is_floating_point()), own))
         return map_tensors((args, kwargs), lambda t: _cast(t, own))
 

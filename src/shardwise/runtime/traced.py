@@ -8,8 +8,11 @@ compiled calls the module (a model its blocks, a function a model), its hooks ar
     backward          is what autograd makes of that function: functional.py
 
 Nothing of the eager runtime takes part: no buffers, no states, no recorded order. Both can alternate, since
-the graph reads the registered shards and leaves gradients on them. What the graph could not do is refused:
-under ``fullgraph=True`` with the reason, else the graph breaks there and the hooks run as ever.
+the graph reads the registered shards and leaves gradients on them. Full parameters are plain tensors there,
+no ``nn.Parameter`` and without attributes of the caller's, for dynamo can give a tensor neither.
+
+What the graph could not do is refused: under ``fullgraph=True`` with the reason, else the graph breaks there
+and the hooks run as ever.
 """
 
 from collections.abc import Sequence
@@ -23,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.runtime import compat
 from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.functional import Piece, Ways, gather, gather_again_in_backward
-from shardwise.runtime.group import GradientState, Group
+from shardwise.runtime.group import DEFERRED, Group, meta_message
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.outputs import map_tensors
 from shardwise.runtime.param import Param
@@ -107,6 +110,12 @@ def _registered(param: Param) -> DTensor:
             "Leave the context, or call reshard(), before the first compiled forward."
         )
     assert isinstance(found, DTensor)
+    if found is not param.sharded and not compat.RESTORES_ALL_IN_GRAPHS:
+        compat.refuse_graph(
+            f"{param.fqn}: another parameter was put in its place since the last eager forward, and a "
+            f"graph of torch {torch.__version__} would put back the one before. Run one forward uncompiled, or "
+            "use load_state_dict(assign=True)."
+        )
     return found
 
 
@@ -128,6 +137,8 @@ def _unshadow(params: Sequence[Param]) -> None:
 def _refuse_in_graphs(member: Member) -> None:
     """Break the graph where it would not do what the caller has asked for."""
     group = member.group
+    if reason := _about_model(group):
+        compat.refuse_graph(reason)
     reason = _about_weights(member)
     if torch.is_grad_enabled():
         reason = reason or _about_gradients(group)
@@ -141,16 +152,28 @@ def _refuse_in_graphs(member: Member) -> None:
         )
 
 
+def _about_model(group: Group) -> str:
+    """What eager runs refuse as well, when they begin or at the end of a forward: the whole message."""
+    if group.ties:  # without a look at what they are tied to, which dynamo would ask for its gradient
+        return (
+            f"{group.ties[0].site.fqn} is tied to a parameter that was sharded in another fully_shard call, "
+            "and no sharded module contains both, to own the parameter. Call fully_shard on the module around "
+            "both, after these two, or shard both in one call, as a list."
+        )
+    try:
+        group.refuse_partly_loaded()
+        if sum(len(module._parameters) for module in group.owners) != group.num_registered:
+            group.refuse_added()
+    except RuntimeError as error:
+        return str(error)
+    if names := group.meta_parameters():
+        return f"Cannot run forward: {meta_message(names)}"
+    return ""
+
+
 def _about_weights(member: Member) -> str:
-    group = member.group
     if member.schedule.is_in_inference:
         return "inference() keeps parameters gathered, but a graph gathers by itself. Leave the context"
-    if group.partly_loaded is not None:
-        return f"a load failed half-way ({group.partly_loaded}). Load a complete checkpoint"
-    if group.ties:
-        return (
-            "parameters are tied to others that no sharded module owns with them. Shard the one around both"
-        )
     return ""
 
 
@@ -165,7 +188,7 @@ def _about_gradients(group: Group) -> str:
             "set_requires_all_reduce(False), but a graph sums over replicas in each backward. Leave it on: "
             "the gradients add up to the same"
         )
-    if group.gradient_state is GradientState.DEFERRED:
+    if group.gradient_state is DEFERRED:
         return (
             "gradients of earlier backwards wait to be reduced together with these, which a graph does not "
             "know of. Run the last of these steps uncompiled"
@@ -188,8 +211,16 @@ def _about_bucket(bucket: Bucket) -> str:
     if type(bucket) is not Bucket:
         return "its parameters say themselves what is gathered of them, outside of graphs. Use plain ones"
     if comms.make_gather or comms.make_reduce or comms.reducer or bucket.policy.quantized_gather is not None:
-        return "it was given collectives of its own, but graphs have those of the back end. Leave them away"
+        return (
+            "it was given collectives of its own (set_custom_all_gather, set_custom_reduce_scatter, "
+            "register_comm_hook or quantized_gather), but graphs have those of the back end. Leave them away"
+        )
     for param in bucket.params:
+        if param.has_own_class:
+            return (
+                f"{param.fqn} is of a class of its own, but a gathered parameter is a plain tensor in a graph. "
+                "Use nn.Parameter"
+            )
         if param.has_hooks_of_original:
             return (
                 f"{param.fqn} had hooks for its full gradient, which is inside of the graph. Register them "
@@ -201,5 +232,9 @@ def _about_bucket(bucket: Bucket) -> str:
                 "graph in the dtype of the parameter. Leave out keep_low_precision_grads"
             )
         if param.is_tensor_parallel and param.mesh.full is not None:
-            return f"{param.fqn} is a DTensor on the whole mesh. Pass fully_shard the mesh to shard over"
+            return (
+                f"{param.fqn} is a DTensor on the whole mesh, whose gradient DTensor would sum over "
+                "data-parallel ranks in a graph, before it is summed over them. Distribute it over the other "
+                "dimensions, and pass fully_shard those to shard over"
+            )
     return ""
