@@ -113,8 +113,8 @@ def _registered(param: Param) -> DTensor:
     if found is not param.sharded and not compat.RESTORES_ALL_IN_GRAPHS:
         compat.refuse_graph(
             f"{param.fqn}: another parameter was put in its place since the last eager forward, and a "
-            f"graph of torch {torch.__version__} would put back the one before. Run one forward uncompiled, or "
-            "use load_state_dict(assign=True)."
+            f"graph of torch {torch.__version__} would put back the one before. Run one forward uncompiled, "
+            "or use load_state_dict(assign=True)."
         )
     return found
 
@@ -157,8 +157,8 @@ def _about_model(group: Group) -> str:
     if group.ties:  # without a look at what they are tied to, which dynamo would ask for its gradient
         return (
             f"{group.ties[0].site.fqn} is tied to a parameter that was sharded in another fully_shard call, "
-            "and no sharded module contains both, to own the parameter. Call fully_shard on the module around "
-            "both, after these two, or shard both in one call, as a list."
+            "and no sharded module contains both, to own the parameter. Call fully_shard on the module "
+            "around both, after these two, or shard both in one call, as a list."
         )
     try:
         group.refuse_partly_loaded()
@@ -210,7 +210,8 @@ def _about_bucket(bucket: Bucket) -> str:
     comms = bucket.comms
     if type(bucket) is not Bucket:
         return "its parameters say themselves what is gathered of them, outside of graphs. Use plain ones"
-    if comms.make_gather or comms.make_reduce or comms.reducer or bucket.policy.quantized_gather is not None:
+    own = (comms.make_gather, comms.make_reduce, comms.reducer, bucket.policy.quantized_gather)
+    if any(each is not None for each in own):  # torch 2.11 cannot trace whether a partial is true
         return (
             "it was given collectives of its own (set_custom_all_gather, set_custom_reduce_scatter, "
             "register_comm_hook or quantized_gather), but graphs have those of the back end. Leave them away"
@@ -218,8 +219,8 @@ def _about_bucket(bucket: Bucket) -> str:
     for param in bucket.params:
         if param.has_own_class:
             return (
-                f"{param.fqn} is of a class of its own, but a gathered parameter is a plain tensor in a graph. "
-                "Use nn.Parameter"
+                f"{param.fqn} is of a class of its own, but a gathered parameter is a plain tensor in a "
+                "graph. Use nn.Parameter"
             )
         if param.has_hooks_of_original:
             return (
