@@ -166,7 +166,9 @@ def _about_model(group: Group) -> str:
             group.refuse_added()
     except RuntimeError as error:
         return str(error)
-    if names := group.meta_parameters():
+    # As the modules have them: of tensors that it meets elsewhere first, dynamo takes the sizes for dynamic.
+    standing = [(param.fqn, param.sites[0].registered()) for param in group.params]
+    if names := [fqn for fqn, tensor in standing if tensor is not None and tensor.is_meta]:
         return f"Cannot run forward: {meta_message(names)}"
     return ""
 
