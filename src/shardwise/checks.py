@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.module import FSDPModule, original_class
+from shardwise.module import FSDPModule, original_class, under_compile
+from shardwise.naming import clean, uncompiled
 from shardwise.runtime import compat
 from shardwise.runtime.bucket import Storage
 from shardwise.runtime.group import Group
@@ -66,18 +67,19 @@ def _check_module(module: Any, where: str) -> None:
         raise TypeError(
             f"fully_shard: expected an nn.Module or a list of them, got {describe(module)}{where}{hint}."
         )
-    place: Place | None = module.__dict__.get(PLACE)
-    if isinstance(module, FSDPModule):
-        known_as = f" as '{place.fqn}'" if place and place.fqn != class_name(module) else ""
+    inner = under_compile(module)
+    place: Place | None = inner.__dict__.get(PLACE)
+    if isinstance(inner, FSDPModule):
+        known_as = f" as '{clean(place.fqn)}'" if place and place.fqn != class_name(module) else ""
         raise ValueError(
             f"fully_shard: this {class_name(module)}{where} is already sharded{known_as}; call it once a "
             "module."
         )
     if place is not None:
         raise ValueError(
-            f"fully_shard: {class_name(module)} '{place.fqn}'{where} is inside {place.group.name}, which "
-            "was sharded before and has taken its parameters. Apply fully_shard bottom-up: on the inner "
-            f"modules first, then on {place.group.name}."
+            f"fully_shard: {class_name(module)} '{clean(place.fqn)}'{where} is inside {place.group.name}, "
+            "which was sharded before and has taken its parameters. Apply fully_shard bottom-up: on the "
+            f"inner modules first, then on {place.group.name}."
         )
     if others := compat.applied_apis(module):
         raise ValueError(
@@ -195,8 +197,8 @@ def storage_of(policy: Any, device: torch.device) -> Storage:
 
 
 def class_name(module: nn.Module) -> str:
-    """The name that the module's class had before it was sharded, if it was."""
-    return original_class(module).__name__
+    """The name that the module's class had before it was sharded or compiled, if it was."""
+    return original_class(uncompiled(module)).__name__
 
 
 def describe(value: Any) -> str:

@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardwise.checks import class_name, describe
 from shardwise.module import FSDPModule
+from shardwise.naming import names_in
 from shardwise.policy import CommPolicy, DataParallelMeshDims
 from shardwise.runtime import compat
 from shardwise.runtime.bucket import Bucket, Storage
@@ -43,7 +44,7 @@ def names_below(modules: list[nn.Module]) -> dict[nn.Module, str]:
     names: dict[nn.Module, str] = {}
     for index, root in enumerate(modules):
         own = f"[{index}]" if len(modules) > 1 else ""
-        for name, module in root.named_modules():
+        for module, name in names_in(root).items():
             names.setdefault(module, joined(own, name))
     return names
 

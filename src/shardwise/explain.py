@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from shardwise.checks import class_name, describe
-from shardwise.module import FSDPModule, sharded_members
+from shardwise.module import FSDPModule, sharded_members, under_compile
+from shardwise.naming import names_in
 from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.group import Group
 from shardwise.runtime.mesh import ShardMesh
@@ -77,7 +78,7 @@ class _Row:
 def _rows(model: nn.Module) -> Iterator[_Row]:
     """The groups, each before those inside it; modules of a group stand together."""
     groups = {m: member.group for member in sharded_members(model) for m in member.group.modules}
-    names = {module: name for name, module in model.named_modules()}
+    names = names_in(model)
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module, depth: int) -> Iterator[_Row]:
@@ -87,7 +88,8 @@ def _rows(model: nn.Module) -> Iterator[_Row]:
         together = [module] if group is None else [m for m in group.modules if m in names]
         seen.update(together)
         if group is not None:
-            is_named = isinstance(model, FSDPModule)  # else its groups do not know their whole names
+            # Else its groups do not know their whole names.
+            is_named = isinstance(under_compile(model), FSDPModule)
             found = group.name.split(", ") if is_named else [names[m] for m in together]
             yield _Row(range_of_names(found), depth, group)
         for each in together:
@@ -198,7 +200,7 @@ def _not_managed(model: nn.Module, rows: list[_Row], megabytes: _Megabytes) -> l
     managed = {(site.module, site.name) for row in rows for p in row.group.params for site in p.sites}
     managed |= {(tie.site.module, tie.site.name) for row in rows for tie in row.group.ties}
     left: dict[Tensor, str] = {}
-    for prefix, module in model.named_modules():
+    for module, prefix in names_in(model).items():
         for name, param in module._parameters.items():
             if param is not None and (module, name) not in managed:
                 left.setdefault(param, f"{prefix}.{name}".lstrip("."))

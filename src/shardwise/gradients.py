@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checks import describe
+from shardwise.naming import clean, names_in
 from shardwise.norms import (
     Gradients,
     Plan,
@@ -119,8 +120,9 @@ def grad_norms_by_module(model: nn.Module, norm_type: float | str = 2.0) -> dict
         norm_type: as in :func:`clip_grad_norm_`.
 
     Returns:
-        Names as in ``model.named_modules()`` and norms, equal on every rank. Modules with nothing trainable
-        inside are left out; those whose parameters have no gradient have norm 0.
+        Names as in ``model.named_modules()``, without what ``torch.compile`` puts into them, and norms, equal
+        on every rank. Modules with nothing trainable inside are left out; those whose parameters have no
+        gradient have norm 0.
 
     Collective, as :func:`clip_grad_norm_`: as many all-reduces for all modules together, of 8 bytes a
     module, rank and kind of placement. Waits for the device.
@@ -147,7 +149,7 @@ def grad_norms_by_module(model: nn.Module, norm_type: float | str = 2.0) -> dict
     index_of = {id(param): index for index, param in enumerate(gradients.params)}
     inside = {
         name: indices
-        for name, module in model.named_modules()
+        for module, name in names_in(model).items()
         if (indices := [index_of[id(p)] for p in module.parameters() if id(p) in index_of])
     }
     if not inside:
@@ -270,6 +272,6 @@ def _check_parameters(caller: str, given: Any) -> Any:
 def _name_of(given: nn.Module | Sequence[Tensor], param: Tensor) -> str:
     """What to call ``param`` in a message."""
     if isinstance(given, nn.Module):
-        return next(name for name, each in given.named_parameters() if each is param)
+        return next(clean(name) for name, each in given.named_parameters() if each is param)
     known = sharded_before(param) if isinstance(param, nn.Parameter) else None
     return known or f"parameter {next(i for i, each in enumerate(given) if each is param)}"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.naming import uncompiled
 from shardwise.runtime import compat
 from shardwise.runtime.collectives import make_communicator
 from shardwise.runtime.copying import fill_copies, prepare_memo
@@ -368,13 +369,13 @@ def share_comm_ctx(modules: "Sequence[FSDPModule]") -> None:
             f"share_comm_ctx: modules is a {type(modules).__name__}; pass a list of sharded modules."
         )
     for index, module in enumerate(modules):
-        if not isinstance(module, FSDPModule):
+        if not _is_sharded(module):
             raise TypeError(
                 f"share_comm_ctx: {type(module).__name__} at [{index}] is not sharded. Call fully_shard on "
                 "it first."
             )
     if modules:
-        first, *others = [_member(module).schedule for module in modules]
+        first, *others = [_member(under_compile(module)).schedule for module in modules]
         first.share_lanes(others)
 
 
@@ -414,6 +415,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             "coroutine: it returns before it has run, so its parameters would be freed too early. Register "
             "the methods it calls for each piece, or collect the pieces in a method that returns them."
         )
+    module = under_compile(module)
     if isinstance(module, FSDPModule):
         wrap_method(module, method_name, _member(module))
 
@@ -503,13 +505,25 @@ def _deep_copy(self: Any, memo: dict[int, Any]) -> Any:
         if is_outermost:
             prepare_memo(members, memo)
         twin = memo[id(self)] = object.__new__(type(self))
-        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        _copy_attributes(self, twin, memo)
         if is_outermost:
             fill_copies(members, memo)
     finally:
         for group in shown:
             group.show()
     return twin
+
+
+def _copy_attributes(module: Any, twin: Any, memo: dict[int, Any]) -> None:
+    """All but compiled code, which would run ``module`` in place of its copy."""
+    state = dict(module.__dict__)
+    state.pop("_compiled_call_impl", None)  # of module.compile(); nn.Module leaves it out as well
+    if uncompiled(module) is module:
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in state.items()})
+        return
+    del state["forward"]  # of torch.compile(module), which makes it anew
+    memo[id(module.dynamo_ctx)] = module.dynamo_ctx
+    twin.__setstate__({name: copy.deepcopy(value, memo) for name, value in state.items()})
 
 
 def _refuse_to_copy(self: Any, protocol: Any) -> Any:
@@ -534,6 +548,20 @@ def sharded_members(module: nn.Module) -> list[Member]:
     return list({id(member): member for member in members}.values())
 
 
+def under_compile(module: nn.Module) -> nn.Module:
+    """The sharded module that ``torch.compile`` was given to return ``module``; else as ``uncompiled``.
+
+    What it returned may have been sharded itself, and is then given back.
+    """
+    while not isinstance(module, FSDPModule) and (inner := module._modules.get("_orig_mod")) is not None:
+        module = inner
+    return module
+
+
+def _is_sharded(module: Any) -> bool:
+    return isinstance(module, nn.Module) and isinstance(under_compile(module), FSDPModule)
+
+
 def _member(module: Any) -> Member:
     return module.__dict__[_MEMBER]
 
@@ -549,12 +577,12 @@ def _groups_of(modules: Any, caller: str) -> list[Group]:
     if isinstance(modules, (nn.Module, str)) or not isinstance(modules, Sequence):
         raise TypeError(f"{caller}: modules is a {type(modules).__name__}; pass a list of sharded modules.")
     for index, module in enumerate(modules):
-        if not isinstance(module, FSDPModule):
+        if not _is_sharded(module):
             raise ValueError(
                 f"{caller}: {type(module).__name__} at [{index}] is not sharded, so there is nothing to "
                 "prefetch. Call fully_shard on it first, or leave it out."
             )
-    return [_member(module).group for module in modules]
+    return [_member(under_compile(module)).group for module in modules]
 
 
 _CUSTOM = ("set_custom_all_gather", "set_custom_reduce_scatter", "register_comm_hook")

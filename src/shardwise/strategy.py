@@ -40,7 +40,8 @@ from shardwise.checks import (
     describe,
 )
 from shardwise.collect import Found, Meshes, make_param, names_below
-from shardwise.module import FSDPModule, sharded_members
+from shardwise.module import FSDPModule, sharded_members, under_compile
+from shardwise.naming import clean, names_in, uncompiled
 from shardwise.policy import CommPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.runtime.mesh import default_device_type, resolve_mesh
 from shardwise.runtime.precision import FullPrecisionRule
@@ -200,7 +201,7 @@ def _check_ignored_modules(modules: Iterable[nn.Module] | None) -> set[nn.Module
     for module in modules or ():
         if not isinstance(module, nn.Module):
             raise TypeError(f"shard_model: ignored_modules contains {describe(module)}; pass nn.Modules.")
-        if isinstance(module, FSDPModule):
+        if isinstance(under_compile(module), FSDPModule):
             raise ValueError(
                 f"shard_model: ignored_modules contains a {class_name(module)} that is sharded already, by "
                 "its own fully_shard; such modules are left as they are without being named."
@@ -239,7 +240,7 @@ class _Plan:
         self._meshes: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._keys: dict[nn.Module, tuple[Any, ...]] = {}
         self._resolved: dict[tuple[Any, ...], tuple[_Strategy, dict[str, Any]]] = {}
-        names = {module: name for name, module in model.named_modules()}
+        names = names_in(model)
         changes = _matched(overrides, [*blocks, model], names)
         for module in [*blocks, model]:
             asked = {**options, **changes.get(module, {})}
@@ -306,7 +307,7 @@ def _matched(
 
 
 def _matches(key: Any, module: nn.Module, name: str) -> bool:
-    return fnmatchcase(name, key) if isinstance(key, str) else isinstance(module, key)
+    return fnmatchcase(name, key) if isinstance(key, str) else isinstance(uncompiled(module), key)
 
 
 def _check_change(key: Any, change: Any) -> dict[str, Any]:
@@ -487,7 +488,7 @@ def _warn_of_large_root(model: nn.Module, own: dict[nn.Module, list[nn.Module]],
         for param in {p for module in modules for p in module._parameters.values() if p is not None}:
             if id(param) not in ignored:
                 owners.setdefault(param, []).append(owner)
-    names = {param: name for name, param in model.named_parameters()}
+    names = {param: clean(name) for name, param in model.named_parameters()}
     kept = {names[p]: p.numel() for p, found in owners.items() if found[0] is model or len(found) > 1}
     total = sum(param.numel() for param in model.parameters() if id(param) not in ignored)
     if 2 * sum(kept.values()) <= total:

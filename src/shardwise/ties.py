@@ -16,6 +16,7 @@ from torch import nn
 
 from shardwise.collect import Found, joined
 from shardwise.module import sharded_members
+from shardwise.naming import clean
 from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.group import GradientState, Group, State, Tie
 from shardwise.runtime.mesh import ShardMesh
@@ -90,5 +91,5 @@ def _full_names(modules: list[nn.Module], sites: list[Site]) -> list[str]:
     found: dict[str, None] = {}
     for root in modules:
         for prefix, module in root.named_modules(remove_duplicate=False):
-            found |= dict.fromkeys(joined(prefix, s.name) for s in sites if s.module is module)
+            found |= dict.fromkeys(joined(clean(prefix), s.name) for s in sites if s.module is module)
     return list(found)

@@ -25,6 +25,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from shardwise.naming import names_in, uncompiled
+
 _log = logging.getLogger("shardwise")
 
 _Ask = Callable[[nn.Module, bool, int], Any]
@@ -383,6 +385,9 @@ def _asking(policy: Callable[..., Any], signature: inspect.Signature) -> _Ask:
 def chosen(policy: WrapPolicy, model: nn.Module, ignored: Set[int]) -> list[nn.Module]:
     """What ``policy`` chooses inside ``model``: checked, and children before parents.
 
+    Of a module and what ``torch.compile`` has made of it, the module: its name and class are the ones to know
+    it by.
+
     Two kinds are left out: modules whose parameters are all ignored, and those inside an
     ``nn.MultiheadAttention``, which uses their parameters without calling them.
 
@@ -408,14 +413,15 @@ def chosen(policy: WrapPolicy, model: nn.Module, ignored: Set[int]) -> list[nn.M
             f"shard_model: {_text(policy)}.choose() returned {_kind(found)}; return a list of modules."
         )
     order = _inside(model)
-    wanted: set[nn.Module] = set()
+    seen: set[nn.Module] = set()
     for module in found:
         _check_choice(policy, module, model, order)
-        if module in wanted:
+        if module in seen:
             raise ValueError(
                 f"shard_model: {_text(policy)}.choose() returned '{order[module]}' twice; return it once."
             )
-        wanted.add(module)
+        seen.add(module)
+    wanted = set(map(uncompiled, seen))
     uncalled = _never_called(model)
     result = [m for m in order if m in wanted and m not in uncalled and _sizes(m, ignored)]
     if not result and not isinstance(policy, WrapRepeated):
@@ -428,7 +434,7 @@ def _check_choice(policy: Any, module: Any, model: nn.Module, names: dict[nn.Mod
     if not isinstance(module, nn.Module):
         hint = ", not their names" if isinstance(module, str) else ""
         raise TypeError(f"{where} {_kind(module)} among the modules; return the modules themselves{hint}.")
-    if module is model:
+    if isinstance(module, nn.Module) and uncompiled(module) is uncompiled(model):
         raise ValueError(
             f"{where} the model itself, a {type(model).__name__}, which is sharded in any case, after what "
             "was chosen inside it. Leave it out."
@@ -481,6 +487,7 @@ def _choose_each(
 def _choose_recursively(model: nn.Module, ignored: Set[int], ask: _Ask) -> list[nn.Module]:
     """FSDP1's recursion; see WrapRecursively."""
     found: list[nn.Module] = []
+    root = uncompiled(model)
     taken: dict[nn.Module, dict[int, int]] = {}  # by what was chosen inside each module gone through
 
     def visit(module: nn.Module) -> dict[int, int]:
@@ -493,12 +500,12 @@ def _choose_recursively(model: nn.Module, ignored: Set[int], ask: _Ask) -> list[
         for child in module.children():
             inside.update(visit(child))
         left_over = sum(numel for param, numel in own.items() if param not in inside)
-        if module is not model and _has_forward(module) and ask(module, False, left_over):
+        if module is not root and _has_forward(module) and ask(module, False, left_over):
             found.append(module)
             inside.update(own)
         return inside
 
-    visit(model)
+    visit(root)
     return found
 
 
@@ -524,7 +531,8 @@ def _runs_of(container: nn.Module, ignored: Set[int]) -> dict[type, list[nn.Modu
     A child also counts for the class of a sibling that its own derives from: so does a sharded module,
     whose class derives from that of those that are not.
     """
-    children = [child for child in container.children() if _has_forward(child) and _sizes(child, ignored)]
+    inside = map(uncompiled, container.children())
+    children = [child for child in inside if _has_forward(child) and _sizes(child, ignored)]
     classes = {type(child) for child in children}
     runs: dict[type, list[nn.Module]] = {}
     for child in children:
@@ -566,12 +574,13 @@ def merged(
             fully_shard(group)
     """
     wanted = set(modules)
-    places = Counter(child for module in model.modules() for child in module._modules.values())
+    parents = [module for module in model.modules() if uncompiled(module) is module]
+    places = Counter(uncompiled(child) for m in parents for child in m._modules.values() if child is not None)
     groups = [[module] for module in modules if places[module] > 1]
-    for parent in model.modules():
+    for parent in parents:
         run: list[nn.Module] = []
         run_bytes: dict[int, int] = {}
-        for child in (child for child in parent.children() if child in wanted):
+        for child in (child for child in map(uncompiled, parent.children()) if child in wanted):
             if places[child] > 1:
                 run = []
                 continue
@@ -608,7 +617,7 @@ def _bytes_of_group(module: nn.Module, wanted: set[nn.Module], ignored: Set[int]
 
 def _inside(model: nn.Module) -> dict[nn.Module, str]:
     """All modules inside ``model`` and their names, children before parents, else as they stand."""
-    names = {module: name for name, module in model.named_modules()}
+    names = names_in(model)
     order: dict[nn.Module, str] = {}
     seen: set[nn.Module] = set()
 
@@ -620,8 +629,7 @@ def _inside(model: nn.Module) -> dict[nn.Module, str]:
             order[module] = names[module]
 
     visit(model)
-    del order[model]
-    return order
+    return {module: name for module, name in order.items() if uncompiled(module) is not uncompiled(model)}
 
 
 def _sizes(module: nn.Module, ignored: Set[int]) -> dict[int, int]:

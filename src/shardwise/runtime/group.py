@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.naming import clean
 from shardwise.policy import CommPolicy
 from shardwise.runtime import compat
 from shardwise.runtime.bucket import Bucket
@@ -265,7 +266,7 @@ class Group:
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
         """Take names from the view of a module further out, where ``names`` knows our modules."""
-        found = [names[module] for module in self.modules if module in names]
+        found = [clean(names[module]) for module in self.modules if module in names]
         if len(found) == len(self.modules):
             self.name = ", ".join(found)
         for param in self.params:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.naming import clean
 from shardwise.runtime import compat
 from shardwise.runtime.deferred import DeferredGradient, deferred_gradient
 from shardwise.runtime.mesh import ShardMesh
@@ -106,7 +107,7 @@ class Param:
     def rename(self, names: Mapping[nn.Module, str]) -> None:
         """Name the sites as seen from a module further out."""
         self.sites = [
-            Site(s.module, s.name, ".".join(p for p in (names[s.module], s.name) if p))
+            Site(s.module, s.name, ".".join(p for p in (clean(names[s.module]), s.name) if p))
             if s.module in names
             else s
             for s in self.sites

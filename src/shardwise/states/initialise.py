@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.module import sharded_members
+from shardwise.naming import clean
 from shardwise.runtime import compat
 from shardwise.runtime.extension import ExtensionBucket
 from shardwise.runtime.group import Group, State, meta_message
@@ -186,7 +187,7 @@ def check_replicas(model: nn.Module) -> None:
         check_replicas(model)  # every thousand steps, say
     """
     _check_module(model, "check_replicas")
-    named: list[Named] = [(name, t) for name, t in model.named_parameters() if isinstance(t, DTensor)]
+    named: list[Named] = [(clean(name), t) for name, t in model.named_parameters() if isinstance(t, DTensor)]
 
     def check() -> None:
         _members_at_rest(model, "check_replicas")

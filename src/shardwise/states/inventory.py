@@ -9,6 +9,7 @@ from torch import nn
 
 from shardwise.checks import PLACE, class_name
 from shardwise.collect import joined
+from shardwise.naming import names_in
 from shardwise.runtime.filling import Filling, RefuseWrites, Spot, show_all
 from shardwise.runtime.group import Group
 from shardwise.runtime.lending import reorder
@@ -20,9 +21,7 @@ class Inventory:
 
     def __init__(self, model: nn.Module, drawn_on: torch.device | None) -> None:
         self.model = model
-        self.names: dict[nn.Module, str] = {}
-        for name, module in model.named_modules():
-            self.names.setdefault(module, name)
+        self.names = names_in(model)
         self.group_of: dict[nn.Module, Group] = {
             module: module.__dict__[PLACE].group for module in self.names if PLACE in module.__dict__
         }

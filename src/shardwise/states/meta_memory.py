@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.checks import groups_in
+from shardwise.naming import clean
 from shardwise.runtime import compat
 from shardwise.runtime.filling import Spot, become_parameter, refresh_lists
 from shardwise.runtime.spread import device_of_model
@@ -16,7 +17,7 @@ from shardwise.states.names import listed
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and buffers, persistent or not, each once."""
-    return [*model.named_parameters(), *model.named_buffers()]
+    return [(clean(name), t) for name, t in [*model.named_parameters(), *model.named_buffers()]]
 
 
 def is_on_meta(model: nn.Module) -> bool:

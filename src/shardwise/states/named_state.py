@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.naming import clean
 from shardwise.offload import _StateMover
 from shardwise.runtime import compat
 from shardwise.states.names import parameters_of as named_parameters
@@ -78,8 +79,14 @@ def state_of(optimizers: Optimizers, names: Names) -> dict[str, Any]:
                 _check_whole(optimizer, name, key, value, params[number])
             state[name] = values
         for group in saved["param_groups"]:
-            groups.append(group | {"params": [names[params[number]][0] for number in group["params"]]})
+            groups.append(_clean(group) | {"params": [names[params[n]][0] for n in group["params"]]})
     return {"state": state, "param_groups": groups}
+
+
+def _clean(group: dict[str, Any]) -> dict[str, Any]:
+    """With the names that the optimizer was given, if any, as others go by."""
+    given = group.get("param_names")
+    return group if given is None else group | {"param_names": [clean(name) for name in given]}
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, names: Names) -> None:

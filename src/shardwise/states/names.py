@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.module import sharded_members
+from shardwise.naming import OF_WRAPPERS
 from shardwise.runtime.group import meta_message
 from shardwise.states.partial_loads import why_partly_loaded
-
-_OF_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def canonical(name: str, model: nn.Module | None = None) -> str:
@@ -24,7 +23,7 @@ def canonical(name: str, model: nn.Module | None = None) -> str:
     module: Any = model
     for part in name.split("."):
         is_of_ddp = isinstance(module, DistributedDataParallel) and part == "module"
-        if part not in _OF_WRAPPERS and not is_of_ddp:
+        if part not in OF_WRAPPERS and not is_of_ddp:
             kept.append(part)
         module = getattr(module, part, None)
     return ".".join(kept)

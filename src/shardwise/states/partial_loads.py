@@ -6,6 +6,7 @@ from torch import nn
 
 from shardwise.checks import groups_in
 from shardwise.module import sharded_members
+from shardwise.naming import uncompiled
 
 _MARK = "_shardwise_partly_loaded"
 
@@ -15,7 +16,7 @@ def mark_partly_loaded(model: nn.Module, why: str) -> None:
 
     Those of the groups that have parameters in ``model``; where nothing in it is sharded, that of ``model``.
     """
-    why = why.rstrip(".")
+    why, model = why.rstrip("."), uncompiled(model)
     groups = groups_in(model)
     for group in groups:
         group.partly_loaded = why
@@ -26,6 +27,7 @@ def mark_partly_loaded(model: nn.Module, why: str) -> None:
 
 def clear_partly_loaded(model: nn.Module) -> None:
     """All of ``model`` has values again."""
+    model = uncompiled(model)
     for group in groups_in(model):
         group.partly_loaded = None
     if _MARK in model.__dict__:
@@ -34,6 +36,7 @@ def clear_partly_loaded(model: nn.Module) -> None:
 
 def why_partly_loaded(model: nn.Module) -> str | None:
     """What has failed, if ``model`` is marked; else None."""
+    model = uncompiled(model)
     mark: _Mark | None = model.__dict__.get(_MARK)
     reasons = [group.partly_loaded for group in groups_in(model)] + [None if mark is None else mark.why]
     return next((why for why in reasons if why is not None), None)

@@ -1,0 +1,32 @@
+"""Names of modules and parameters, as the model was written.
+
+``torch.compile(module)`` and ``checkpoint_wrapper(module)`` return a module around the one they were given,
+which puts a part of its own into all names inside. Here they are left out: a module and the wrappers around
+it have one name.
+
+    blocks.0                    OptimizedModule             blocks.0
+    blocks.0._orig_mod          Block                       blocks.0
+    blocks.0._orig_mod.up       Linear                      blocks.0.up
+"""
+
+from torch import nn
+
+OF_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+def clean(name: str) -> str:
+    """``name`` without the parts that wrappers put into it."""
+    if not any(part in name for part in OF_WRAPPERS):
+        return name
+    return ".".join(part for part in name.split(".") if part not in OF_WRAPPERS)
+
+
+def names_in(model: nn.Module) -> dict[nn.Module, str]:
+    """The modules in ``model``, itself included, and their names; the first of those that have several."""
+    return {module: clean(name) for name, module in model.named_modules()}
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """What ``torch.compile`` was given, if ``module`` is what it has returned; else ``module``."""
+    inner = module._modules.get("_orig_mod")
+    return module if inner is None else uncompiled(inner)
