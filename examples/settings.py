@@ -13,7 +13,7 @@ import torch
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2"]
 
 
-def parse_settings() -> argparse.Namespace:
+def parse_settings(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read and check the command line; `mesh` becomes a tuple and `device` a torch.device."""
     parser = argparse.ArgumentParser(
         description="Train a byte-level GPT, sharded over all processes, on Python's own sources.",
@@ -30,6 +30,7 @@ def parse_settings() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="fixes the weights, the batches and the sample")
     add("--mesh", default="auto", help="mesh shape, for now one number: of all processes")
     add("--dtype", choices=["float32", "bf16"], default="float32", help="bf16 means autocast")
+    add("--compile", choices=["block", "model"], default=None, help="a graph for each, by torch.compile")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto prefers cuda")
     add("--eval-every", type=int, default=100, help="steps between two validations")
     add("--out", type=Path, default=Path("runs/gpt"), help="folder for the curve and the metrics")
@@ -40,7 +41,7 @@ def parse_settings() -> argparse.Namespace:
     add("--send-gradients", choices=["as-is", "bf16", "int8"], default="as-is", help="on the wire")
     add("--send-weights", choices=["as-is", "int8"], default="as-is", help="on the wire")
     add("--peer", choices=["shardwise", "torch"], default="shardwise", help="whose fully_shard")
-    settings = parser.parse_args()
+    settings = parser.parse_args(arguments)
     try:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))  # set by torchrun
         check_sizes(settings, world_size)

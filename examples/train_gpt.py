@@ -3,12 +3,13 @@
     python examples/train_gpt.py                                # one process
     torchrun --nproc-per-node 2 examples/train_gpt.py           # the same run, shared by two
     torchrun --nproc-per-node 2 examples/train_gpt.py --strategy zero2 --send-gradients int8
+    torchrun --nproc-per-node 2 examples/train_gpt.py --compile block
     torchrun --nproc-per-node 8 examples/train_gpt.py --layers 24 --width 1536 --heads 16 \
         --context 1024 --batch 64 --lr 3e-4 --dtype bf16        # eight GPUs
 
 Should a process die, torchrun restarts all of them, and they go on from the last checkpoint; the losses
 are those of a run that nothing has broken. So are they, but for rounding, if the same command is later
-given with another --nproc-per-node:
+given with another --nproc-per-node, --strategy or --compile:
 
     torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --checkpoint-dir runs/saved --resume
 
@@ -25,7 +26,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import psutil
 import torch
@@ -62,7 +63,7 @@ def main() -> None:
     model = build_sharded_model(settings, shard)
     history = train(model, corpus, settings)
     # All ranks take part: a forward gathers weights. It draws the same bytes on each of them.
-    with kept_gathered(model, settings):
+    with sampling(model, settings):
         sample = generate(model, SAMPLE_PROMPT, SAMPLE_BYTES, settings.seed)
 
     if dist.get_rank() == 0:
@@ -80,7 +81,17 @@ def build_sharded_model(settings: argparse.Namespace, shard: Callable) -> GPT:
         context=settings.context,
     ).to(settings.device)
     shard(model, settings)
+    compile_parts(model, settings)
     return model
+
+
+def compile_parts(model: GPT, settings: argparse.Namespace) -> None:
+    """Have each block, or the model with its blocks, compiled at its first call; names stay as they are."""
+    if settings.compile == "block":
+        for block in model.blocks:
+            block.compile()
+    elif settings.compile == "model":
+        model.compile()
 
 
 def shard_by_name(model: GPT, settings: argparse.Namespace) -> None:
@@ -103,13 +114,20 @@ def shard_by_name(model: GPT, settings: argparse.Namespace) -> None:
         register_comm_hook(model, None, QuantizedReduction())
 
 
-def kept_gathered(model: GPT, settings: argparse.Namespace) -> contextlib.AbstractContextManager:
-    """Gather the weights once for many forwards, where the implementation can."""
-    if settings.peer == "torch":
-        return contextlib.nullcontext()
-    from shardwise import inference
+@contextlib.contextmanager
+def sampling(model: GPT, settings: argparse.Namespace) -> Iterator[None]:
+    """Gather the weights once for many forwards, where the implementation can; and compile none of these.
 
-    return inference(model)
+    Each is one byte longer than the one before, and a graph gathers weights whenever it runs.
+    """
+    with contextlib.ExitStack() as stack:
+        if settings.compile is not None:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if settings.peer == "shardwise":
+            from shardwise import inference
+
+            stack.enter_context(inference(model))
+        yield
 
 
 def shard_by_hand(model: GPT, settings: argparse.Namespace) -> None:

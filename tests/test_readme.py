@@ -46,6 +46,41 @@ def test_the_readmes_checkpoints_are_resumed(tmp_path: Path, world2) -> None:  #
     assert world2.run(steps_of_running, str(script), str(tmp_path)) == [1, 1]
 
 
+def test_the_readmes_recipes_for_compiling_run(tmp_path: Path, world2) -> None:  # type: ignore[no-untyped-def]
+    recipes = [c for c in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if ".compile(" in c]
+    scripts = [tmp_path / f"recipe_{index}.py" for index in range(len(recipes))]
+    for script, recipe in zip(scripts, recipes, strict=True):
+        script.write_text(recipe)
+    # The blocks share a graph; the model and its blocks are one.
+    for script in scripts:
+        assert world2.run(graphs_of_running, str(script), timeout=120) == [1, 1]
+    assert len(scripts) == 2
+
+
+def graphs_of_running(script: str) -> int:
+    """How many graphs a step is made of, once a recipe has been followed; with a back end that needs no C++."""
+    import warnings
+    from functools import partialmethod
+    from unittest import mock
+
+    import torch
+    import torch._dynamo
+    from models import Tower, random_batch
+    from torch import nn
+    from torch._dynamo.utils import counters
+
+    from shardwise import shard_model
+
+    # Of dynamo itself, when it looks at an input that is not a leaf.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    torch._dynamo.reset()
+    counters.clear()
+    with mock.patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager")):
+        model = runpy.run_path(script, {"model": Tower(), "shard_model": shard_model})["model"]
+    model(random_batch(0, 4, dtype=torch.float32)).sum().backward()
+    return int(counters["stats"]["unique_graphs"])
+
+
 def steps_of_running(script: str, folder: str) -> int:
     """How many steps the script made, from the checkpoint that it found."""
     import os
