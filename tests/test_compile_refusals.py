@@ -150,6 +150,10 @@ def on_meta() -> nn.Module:
     return shard_blocks(model)
 
 
+def kept_by_pairs() -> nn.Module:
+    return shard_blocks(tower(), reshard_after_forward=2)
+
+
 DONE_WITHOUT_A_GRAPH = [
     *(with_custom_gather, with_custom_reduction, with_comm_hook, with_quantized_gather, with_all_reduce_hook),
     *(with_extension, with_hook_on_original, with_post_hook_on_original, with_gradients_in_low_precision),
@@ -185,8 +189,8 @@ def refusals(builds: list[Callable[[], nn.Module]]) -> list[str]:
 
 
 def told(world: World, builds: list[Callable[[], nn.Module]]) -> str:
-    first, other = world.run(refusals, builds, timeout=120)
-    assert first == other
+    first, *others = world.run(refusals, builds, timeout=120)
+    assert all(other == first for other in others)
     return "\n\n".join(textwrap.fill(each, 100) for each in first)
 
 
@@ -232,6 +236,15 @@ parameter is a plain tensor in a graph. Use nn.Parameter. Or ...
 on_the_whole_mesh: OnMesh: weight is a DTensor on the whole mesh, whose gradient DTensor would sum
 over data-parallel ranks in a graph, before it is summed over them. Distribute it over the other
 dimensions, and pass fully_shard those to shard over. Or ...""",
+    )
+
+
+def test_parts_that_a_few_ranks_keep_are_refused_in_graphs(world4: World) -> None:
+    assert_expected_inline(
+        told(world4, [kept_by_pairs]),
+        """\
+kept_by_pairs: Tower: reshard_after_forward=2 keeps parameters together among so many ranks until
+backward, but a graph gathers them again from all. Use True or False. Or ...""",
     )
 
 

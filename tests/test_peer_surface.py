@@ -60,6 +60,7 @@ BEYOND: dict[str, str] = {
     "WrapRepeated": "for shard_model",
     "WrapWhere": "for shard_model",
     "clip_grad_norm_": "a method of FSDP1's",
+    "compile_options": "for torch.compile of whole models, whose graphs the peer breaks",
     "explain": "the groups as a table",
     "grad_norms_by_module": "beside clip_grad_norm_",
     "inference": "the peer gathers in each forward",

@@ -4,6 +4,7 @@ from shardwise.api import fully_shard
 from shardwise.checkpoints.checkpoint import Loaded, latest_checkpoint, load_checkpoint, save_checkpoint
 from shardwise.checkpoints.pending import PendingSave
 from shardwise.comm_hooks import register_comm_hook
+from shardwise.compiling import compile_options
 from shardwise.contexts import inference, no_sync, unsharded
 from shardwise.explain import explain
 from shardwise.flat_optimizer import FlatOptimizer
@@ -57,6 +58,7 @@ __all__ = [
     "WrapWhere",
     "check_replicas",
     "clip_grad_norm_",
+    "compile_options",
     "explain",
     "full_state_dict",
     "fully_shard",

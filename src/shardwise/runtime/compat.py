@@ -477,3 +477,36 @@ def mark_managed(module: nn.Module) -> None:
     """Tell dynamo and Transformers, which read these names, that parameters come and go."""
     module.__dict__["_is_fsdp_managed_module"] = True
     module.__dict__["_fsdp_use_orig_params"] = True
+
+
+# --- Inductor -------------------------------------------------------------------------------------
+
+# Steps of its programs have no public interface, but passes over them are what its configuration asks for
+# (``reorder_for_compute_comm_overlap_passes``), and torch's own rest on these.
+
+
+def made_by(step: Any) -> Iterable[str]:
+    """Names of the buffers that a step of a program of Inductor writes."""
+    return step.get_buffer_names()  # type: ignore[no-any-return]
+
+
+def needed_by(step: Any) -> list[str]:
+    """Names of buffers that must be there before it, in an order that all ranks have.
+
+    Without the order in which torch has put collectives, where nothing but the order is at stake.
+    """
+    is_ordered = collective_of(step) is not None
+    deps = [dep for dep in step.unmet_dependencies if not (is_ordered and getattr(dep, "is_fake", False))]
+    return sorted({dep.name for dep in deps})
+
+
+def collective_of(step: Any) -> str | None:
+    """Which functional collective a step begins ("all_gather_into_tensor"), or "wait_tensor"."""
+    from torch._inductor.utils import is_collective, is_wait
+
+    if is_wait(step.node):
+        return "wait_tensor"
+    if not is_collective(step.node):
+        return None
+    name = str(step.node.op_overload).split(".")[1]
+    return name.removesuffix("_out")

@@ -195,6 +195,11 @@ def _about_gradients(group: Group) -> str:
             "gradients of earlier backwards wait to be reduced together with these, which a graph does not "
             "know of. Run the last of these steps uncompiled"
         )
+    if isinstance(group.reshard_after_forward, int) and not isinstance(group.reshard_after_forward, bool):
+        return (
+            f"reshard_after_forward={group.reshard_after_forward} keeps parameters together among so many "
+            "ranks until backward, but a graph gathers them again from all. Use True or False"
+        )
     if group.zeros_for_unused or group.may_be_unused:
         return (
             "ranks were said to differ in what they use, but a graph communicates in what it uses only. Let "

@@ -1,0 +1,145 @@
+"""torch.compile of single blocks over a training run: no graph more than without sharding."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from harness import World
+from models import Tower, random_batch
+from reference import full, mean_of_squares
+from test_compile_model import part
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from shardwise import FSDPModule, fully_shard
+
+HOWS = ["method before", "method after", "wrapper after"]
+
+
+class Dropping(Tower):
+    """Trains and evaluates differently, in its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.norm = nn.Sequential(block.norm, nn.Dropout(1.0))  # nothing random comes through
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    return [getattr(block, "_orig_mod", block) for block in model.blocks]
+
+
+def compile_blocks(model: nn.Module, how: str, shards: bool, backend: str, **options: Any) -> None:
+    for index, block in enumerate(model.blocks):
+        if how == "method before":
+            block.compile(backend=backend, fullgraph=True)
+        if shards:
+            fully_shard(block, **options)
+        if how == "method after":
+            block.compile(backend=backend, fullgraph=True)
+        if how == "wrapper after":
+            model.blocks[index] = torch.compile(block, backend=backend, fullgraph=True)
+    if shards:
+        fully_shard(model, **options)
+
+
+def for_blocks(model: nn.Module, act: Callable[[Any], Any]) -> None:
+    for block in blocks_of(model):
+        if isinstance(block, FSDPModule):  # nothing to do without sharding
+            act(block)
+
+
+def keep(model: nn.Module) -> None:
+    for_blocks(model, lambda block: block.set_reshard_after_forward(False))
+
+
+def free(model: nn.Module) -> None:
+    for_blocks(model, lambda block: block.set_reshard_after_forward(True))
+
+
+def gather(model: nn.Module) -> None:
+    for_blocks(model, lambda block: block.unshard())
+
+
+def reshard(model: nn.Module) -> None:
+    gather(model)
+    for_blocks(model, lambda block: block.reshard())
+
+
+def nothing(model: nn.Module) -> None:
+    pass
+
+
+EVENTS: list[Callable[[nn.Module], Any]] = [
+    *(nothing, nothing, keep, nothing, free, gather, reshard, nn.Module.eval, nn.Module.train, nothing),
+]
+
+
+def life(
+    model: nn.Module, inputs: Tensor, backend: str
+) -> tuple[list[int], list[dict[str, Tensor | None]], dict[str, int]]:
+    """Graphs and gradients after each step; what dynamo counted of breaks and recompilations."""
+    found: list[int] = []
+    gradients: list[dict[str, Tensor | None]] = []
+    for event in EVENTS:
+        event(model)
+        model.zero_grad()
+        mean_of_squares(model, inputs).backward()
+        with torch.no_grad():
+            model(inputs)
+        found.append(counters["stats"]["unique_graphs"])
+        named = {n.replace("_orig_mod.", ""): full(p.grad) for n, p in model.named_parameters()}
+        gradients.append(named)
+    return found, gradients, {**counters["graph_break"], **counters["recompiles"]}
+
+
+def lives(
+    how: str, model_class: type[Tower], backend: str, dtype: torch.dtype
+) -> tuple[list[int], list[int], list[str], dict[str, int]]:
+    # Of dynamo itself, when it looks at an input that is not a leaf.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    torch.manual_seed(0)
+    plain = model_class().to(dtype)
+    model = copy.deepcopy(plain)
+    inputs = random_batch(0, 8).to(dtype)
+    outcomes = []
+    for own, shards in ((plain, False), (model, True)):
+        torch._dynamo.reset()
+        counters.clear()
+        compile_blocks(own, how, shards, backend)
+        outcomes.append(life(own, part(inputs) if shards else inputs, backend))
+    (before, expected, _), (after, actual, counted) = outcomes
+    atol = 1e-10 if dtype is torch.float64 else 1e-5
+    wrong = [
+        f"{index}: {name}"
+        for index, (want, got) in enumerate(zip(expected, actual, strict=True))
+        for name, gradient in want.items()
+        if gradient is None or not torch.allclose(got[name], gradient, rtol=0, atol=atol)  # type: ignore
+    ]
+    return before, after, wrong, counted
+
+
+@pytest.mark.parametrize("model_class", [Tower, Dropping])
+@pytest.mark.parametrize("how", HOWS)
+def test_no_graph_is_made_that_would_not_be_without_sharding(
+    world2: World, how: str, model_class: type[Tower]
+) -> None:
+    for before, after, wrong, counted in world2.run(
+        lives, how, model_class, "aot_eager", torch.float64, timeout=180
+    ):
+        assert after == before
+        assert after[1] == after[6]  # nor by gathering, keeping and freeing
+        assert (wrong, counted) == ([], {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HOWS)
+def test_it_is_so_with_inductor(world2: World, how: str) -> None:
+    for before, after, wrong, counted in world2.run(
+        lives, how, Tower, "inductor", torch.float32, timeout=400
+    ):
+        assert (after, wrong, counted) == (before, [], {})

@@ -1,0 +1,151 @@
+"""Options of Inductor: the order of collectives in what it generates, and that numbers stay what they are."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from harness import World
+from models import Tower, random_batch
+from reference import mean_of_squares
+from scenario import Side, assert_same
+from test_compile_model import backward, compiled, num_graphs, part, shard_blocks
+from torch._inductor.utils import run_and_get_code
+
+import shardwise
+
+BUCKET_MB = 0.003  # two blocks of Tower in float32, 296 numbers each, but not three
+
+
+def words(code: str) -> str:
+    """What generated code does, in order: products, and where collectives begin and are waited for."""
+    found: list[str] = []
+    for line in code[code.index("def call(") :].split("\n"):
+        called = re.search(r"_c10d_functional\.(\w+?)(_out)?\.default\(", line)
+        if called and not line.strip().startswith("#"):
+            short = {
+                "all_gather_into_tensor": "gather",
+                "reduce_scatter_tensor": "reduce",
+                "wait_tensor": "wait",
+            }
+            found.append(short[called[1]])
+        elif re.search(r"extern_kernels\.\w*mm\(", line) and found[-1:] != ["mm"]:
+            found.append("mm")
+    return " ".join(found)
+
+
+def generated(options: dict[str, Any]) -> list[str]:
+    model = shard_blocks(Tower())
+    run = compiled(model, "function", "inductor", options=options)
+    _, codes = run_and_get_code(backward, run, part(random_batch(0, 8, dtype=torch.float32)))
+    return [words(code) for code in codes]
+
+
+def shown(world: World, options: dict[str, Any]) -> str:
+    first, other = world.run(generated, options, timeout=400)
+    assert first == other
+    return "\n".join(first)
+
+
+def test_collectives_run_beside_computation(world2: World) -> None:
+    assert_expected_inline(
+        shown(world2, shardwise.compile_options()),
+        """\
+gather gather wait mm gather wait mm gather wait mm wait mm
+mm gather gather wait mm reduce gather wait mm wait reduce wait mm wait reduce mm wait reduce wait""",
+    )
+
+
+@pytest.mark.slow
+def test_without_options_each_is_waited_for_where_it_begins(world2: World) -> None:
+    assert_expected_inline(
+        shown(world2, {}),
+        """\
+gather wait mm gather wait mm gather wait mm gather wait mm
+mm gather wait mm reduce wait gather wait mm reduce wait gather wait mm reduce wait mm reduce wait""",
+    )
+
+
+@pytest.mark.slow
+def test_neighbouring_collectives_are_merged(world2: World) -> None:
+    assert_expected_inline(
+        shown(world2, shardwise.compile_options(bucket_mb=BUCKET_MB)),
+        """\
+gather gather wait mm wait mm
+gather gather wait mm reduce wait mm wait reduce wait""",
+    )
+
+
+@pytest.mark.slow
+def test_merged_collectives_may_be_waited_for_at_once(world2: World) -> None:
+    options = shardwise.compile_options(overlap=False, bucket_mb=BUCKET_MB)
+    assert_expected_inline(
+        shown(world2, options),
+        """\
+gather wait mm gather wait mm
+gather wait mm reduce wait gather wait mm reduce wait""",
+    )
+
+
+def train(side: Side, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Tower().double()
+    side.shard_tower(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    run = compiled(model, "module", "inductor", options=options) if side.is_sharded else model
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = mean_of_squares(run, side.inputs(step))
+        loss.backward()
+        side.note_mean("loss", loss)
+        side.note_gradients(model)
+        optimizer.step()
+        side.assert_settled(model)
+    side.note_parameters(model)
+    if side.is_sharded:
+        assert num_graphs() == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket_mb", [None, BUCKET_MB])
+def test_numbers_stay_what_they_are(world2: World, bucket_mb: float | None) -> None:
+    assert_same(world2, train, shardwise.compile_options(bucket_mb=bucket_mb), timeout=400)
+
+
+def test_other_options_may_be_added() -> None:
+    shardwise.compile_options()["max_autotune"] = True
+    assert "max_autotune" not in shardwise.compile_options()
+
+
+def test_bad_arguments_are_refused() -> None:
+    told = []
+    for arguments in ({"overlap": 1}, {"bucket_mb": "25"}, {"bucket_mb": True}, {"bucket_mb": 0}):
+        with pytest.raises((TypeError, ValueError)) as error:
+            shardwise.compile_options(**arguments)  # type: ignore[arg-type]
+        told.append(f"{error.type.__name__}: {error.value}")
+    assert_expected_inline(
+        "\n".join(told),
+        """\
+TypeError: compile_options: overlap is 1; pass True or False.
+TypeError: compile_options: bucket_mb is '25'; pass a number of megabytes, or None.
+TypeError: compile_options: bucket_mb is True; pass a number of megabytes, or None.
+ValueError: compile_options: bucket_mb is 0; pass a positive number of megabytes, or None to merge no collectives.""",
+    )
+
+
+def in_mode(side: Side, mode: str) -> None:
+    torch.manual_seed(0)
+    model = Tower().double()
+    side.shard_tower(model)
+    run = compiled(model, "function", "inductor", mode=mode) if side.is_sharded else model
+    for step in range(3):
+        model.zero_grad()
+        mean_of_squares(run, side.inputs(step)).backward()
+        side.note_gradients(model)
+
+
+@pytest.mark.slow
+def test_cuda_graphs_may_be_asked_for(world2: World) -> None:
+    """On the host there are none, and nothing changes."""
+    assert_same(world2, in_mode, "reduce-overhead", timeout=400)
