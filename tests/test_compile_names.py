@@ -431,7 +431,7 @@ def gradients_with_method(form: str) -> list[Tensor]:
     return [full(param.grad) for param in model.parameters()]
 
 
-@pytest.mark.xfail(strict=True, reason="after the break, the hook after the method runs inside of a graph")
+@pytest.mark.xfail(strict=False, reason="from torch 2.13 on the hook after the method runs inside of a graph")
 @pytest.mark.parametrize("form", ["model.compile()", "torch.compile(model)"])
 def test_a_registered_method_that_forward_calls_breaks_the_graph(world2: World, form: str) -> None:
     for got, want in zip(
@@ -494,6 +494,11 @@ def test_shard_model_chooses_by_names_and_classes_of_the_model(world2: World, fo
 
 # --- graphs ---------------------------------------------------------------------------------------
 
+NEEDS_LEN = pytest.mark.skipif(
+    torch.__version__ < "2.13",
+    reason="dynamo asks OptimizedModules of derived classes for a length; the peer's too",
+)
+
 
 def graphs_of(form: str) -> tuple[int, int, bool]:
     """Graphs, kinds of breaks, and whether gradients are those of the plain model."""
@@ -527,7 +532,11 @@ def graphs_of(form: str) -> tuple[int, int, bool]:
 
 @pytest.mark.parametrize(
     ("form", "breaks"),
-    [("sharded wrappers", 0), ("a sharded wrapper", 0), ("sharded wrappers in a function", 1)],
+    [
+        ("sharded wrappers", 0),
+        ("a sharded wrapper", 0),
+        pytest.param("sharded wrappers in a function", 1, marks=NEEDS_LEN),
+    ],
 )
 def test_what_torch_compile_returned_may_be_sharded_itself(world2: World, form: str, breaks: int) -> None:
     """As torch's `fully_shard` allows. Hooks are around the graph, which no other graph goes into."""
