@@ -303,17 +303,10 @@ def messages(form: str) -> dict[str, str]:
     return said
 
 
-OF_WRAPPER = pytest.mark.xfail(
-    strict=True, reason="a root that torch.compile returned is called OptimizedModule"
-)
-ROOT = "fully_shard(torch.compile(model))"
 CASES = [(of, form) for form in COMPILED for of in (messages, meta_messages)]
 
 
-@pytest.mark.parametrize(
-    ("of", "form"),
-    [pytest.param(*case, marks=[OF_WRAPPER] if case == (messages, ROOT) else []) for case in CASES],
-)
+@pytest.mark.parametrize(("of", "form"), CASES)
 def test_messages_and_tables_have_the_names_of_the_model(world2: World, of: Any, form: str) -> None:
     for got, want in zip(world2.run(of, form), world2.run(of, "plain"), strict=True):
         assert "\n".join(f"{k}: {v}" for k, v in got.items()) == "\n".join(
@@ -431,7 +424,6 @@ def gradients_with_method(form: str) -> list[Tensor]:
     return [full(param.grad) for param in model.parameters()]
 
 
-@pytest.mark.xfail(strict=False, reason="from torch 2.13 on the hook after the method runs inside of a graph")
 @pytest.mark.parametrize("form", ["model.compile()", "torch.compile(model)"])
 def test_a_registered_method_that_forward_calls_breaks_the_graph(world2: World, form: str) -> None:
     for got, want in zip(
@@ -483,10 +475,7 @@ def strategies(form: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "form",
-    ["block", pytest.param("model", marks=OF_WRAPPER), pytest.param("block and model", marks=OF_WRAPPER)],
-)
+@pytest.mark.parametrize("form", ["block", "model", "block and model"])
 def test_shard_model_chooses_by_names_and_classes_of_the_model(world2: World, form: str) -> None:
     for got, want in zip(world2.run(strategies, form), world2.run(strategies, "plain"), strict=True):
         assert_equal(got, want)

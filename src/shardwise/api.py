@@ -130,7 +130,7 @@ def fully_shard(
     policy = comm_policy or CommPolicy()
     storage = storage_of(offload_policy if is_offloaded else None, meshes.default.device)
     buckets = make_buckets(params, meshes, policy, storage, mp_policy)
-    name = type(modules[0]).__name__
+    name = class_name(modules[0])
     group = Group(name, modules, managed, buckets, meshes.default, policy, Casts(mp_policy))
     group.reshard_after_forward = reshards
     group.ignored = [p for p in found.ignored if p.is_floating_point() or p.is_complex()]
