@@ -102,10 +102,8 @@ def test_a_graph_keeps_gathered_blocks_for_backward_only_if_it_is_told_to(
     world2: World, how: str, backend: str, reshard: bool | None
 ) -> None:
     for kept in world2.run(kept_for_backward, how, backend, reshard_after_forward=reshard, timeout=300):
-        if reshard is False:
-            assert DEPTH <= kept < DEPTH + ROOT + REST
-        else:
-            assert kept < (0 if reshard else ROOT) + REST
+        # Half a block for what Python and Inductor have from malloc meanwhile; the root is in it, where it stays.
+        assert abs(kept - (DEPTH if reshard is False else 0)) < ROOT + 0.5
 
 
 # --- peaks ----------------------------------------------------------------------------------------
