@@ -7,7 +7,7 @@ passes go by estimates of times, or gather as early as they can. This one does w
     ordered   gather 1, gather 2, wait 1, compute 1, gather 3, wait 2, compute 2 ...
 
 A gather begins when the one before it is about to be waited for; a reduction is waited for when the next one
-is about to begin, the last at the end. So no more than two of a kind hold memory at once.
+is about to begin, the last at the end. So no more than two of a kind are under way at once.
 
 Ranks must begin collectives in one order. Which that is follows from the order in the graph alone, not from
 where other steps stand: ranks of which one has fewer rows fuse and order those differently.
