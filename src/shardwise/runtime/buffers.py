@@ -88,12 +88,9 @@ class GatheredBuffer:
         if not self._keeps_memory:
             self._storage.resize_(0)
 
-    def addresses(self) -> list[range]:
-        """Where the contents lie that ``free`` takes away."""
-        if self._is_alias:
-            return []
-        start = self.bytes.data_ptr()
-        return [range(start, start + self._num_bytes)]
+    def holds(self, address: int) -> bool:
+        """True if ``free`` takes away what lies there."""
+        return not self._is_alias and 0 <= address - self.bytes.data_ptr() < self._num_bytes
 
     def slot(self, slot: Slot) -> Tensor:
         """The bytes of one parameter's slot."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import accumulate
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -88,7 +88,7 @@ GRADIENT_STATES: dict[tuple[GradientState, str], GradientState] = {
 
 _S = TypeVar("_S", bound=Enum)
 _registered, _is_on_meta = attrgetter("_parameters"), attrgetter("shard.bytes.is_meta")
-_lands_on_host = attrgetter("lands_on_host")
+_lands_on_host, _gathered = attrgetter("lands_on_host"), attrgetter("gathered")
 
 Observer = Callable[[str, str], None]
 """Hears (event, name of the group)."""
@@ -539,7 +539,7 @@ class Group:
         if self.state is not GATHERED or type(tensor) not in (Tensor, nn.Parameter):
             return False
         address = tensor.data_ptr()
-        return any(address in memory for bucket in self.buckets for memory in bucket.gathered.addresses())
+        return any(map(methodcaller("holds", address), map(_gathered, self.buckets)))
 
     def wait_if_unsharded(self) -> None:
         """Have the full parameters visible, unless they were freed meanwhile."""

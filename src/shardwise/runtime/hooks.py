@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from shardwise.runtime import compat, traced
 from shardwise.runtime.group import State
@@ -83,7 +84,7 @@ def wrapped_methods(module: nn.Module) -> set[str]:
 
 def _before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Gather, and bring inputs to the device and dtype of the computation; None: they stay as they are."""
-    if torch.compiler.is_dynamo_compiling():
+    if is_dynamo_compiling():
         return traced.before_forward(member, module, args, kwargs)
     group = member.group
     is_outermost = member.schedule.enter_forward(group, module)
@@ -95,7 +96,7 @@ def _before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) -
 
 def _after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     """Free the group, once the outputs carry what will announce their backward."""
-    if torch.compiler.is_dynamo_compiling():
+    if is_dynamo_compiling():
         return traced.after_forward(member, module, output)
     call = member.schedule.current_call(module)
     if call is None:

@@ -85,13 +85,10 @@ class Landing:
         """By how many each object is held, and how much was set on them."""
         with compat.plain_access():
             num_recorded = sum(map(_wants_gradient, self._gradients))
-        return [
-            *map(getrefcount, self._gradients),
-            *map(getrefcount, self._locals),
-            sum(map(len, map(_attributes, self._gradients))),
-            num_recorded,
-            *self._count_users(),
-        ]
+        num_attributes = sum(map(len, map(_attributes, self._gradients)))
+        held = [*map(getrefcount, self._gradients), *map(getrefcount, self._locals)]
+        held += num_attributes, num_recorded, getrefcount(self._storage), compat.storage_users(self._storage)
+        return held
 
     def _count_users(self) -> list[int]:
         return [getrefcount(self._storage), compat.storage_users(self._storage)]

@@ -108,7 +108,9 @@ class Reduction:
         """Of which parameters gradients were sent, or will be."""
         self._ticket: Ticket | None = None  # of what follows the sums
         self._scratch: list[Tensor] = []  # freed when the computation has waited, never before
-        self._is_advanced = self._is_closed = False
+        self._is_advanced = self._is_closed = self._needs_move = False
+        self.lands_on_host = False
+        """Whether the result is brought from a device to the host: waiting for it holds up the host."""
 
     def send(self, part: Part, gradients: Sequence[Tensor | None]) -> Shipment:
         """Begin to sum the gradients in ``part``; ``gradients`` has a place for every parameter."""
@@ -128,17 +130,10 @@ class Reduction:
         self._replicas = replicas
         self._destination = destination
         self._is_closed = True
+        self.lands_on_host = destination.device != self._device
+        self._needs_move = destination.layout is not self._layout or self.lands_on_host
         if self._lanes.are_streams:
             self.advance()
-
-    @property
-    def _needs_move(self) -> bool:
-        return self._destination.layout is not self._layout or self.lands_on_host
-
-    @property
-    def lands_on_host(self) -> bool:
-        """True if the result is brought from a device to the host: waiting for it holds up the host."""
-        return self._destination.device != self._device
 
     def advance(self) -> None:
         """Begin what follows the sum over the shard axis."""
