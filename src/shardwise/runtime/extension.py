@@ -92,9 +92,9 @@ class _Gathered:
         for storage, _ in self._storages.values():
             storage.resize_(0)
 
-    def addresses(self) -> list[range]:
-        """Where the contents lie."""
-        return [range(s.data_ptr(), s.data_ptr() + n) for s, n in self._storages.values() if n]
+    def holds(self, address: int) -> bool:
+        """True if ``free`` takes away what lies there."""
+        return any(0 <= address - s.data_ptr() < num_bytes for s, num_bytes in self._storages.values())
 
 
 class ExtensionBucket(Bucket):
