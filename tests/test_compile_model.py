@@ -597,3 +597,47 @@ def test_blocks_that_are_compiled_gather_ahead_and_reduce_as_in_eager_runs(world
         assert with_graphs == eager
         assert "gather blocks.1" in eager[: eager.index("forward blocks.0")]
         assert (graphs, wrong) == (1, [])  # the blocks share their code
+
+
+# --- what forwards do with their arguments --------------------------------------------------------
+
+
+class Collecting(nn.Module):
+    """Leaves something in a list and in a dict that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, losses: list[Tensor], seen: dict[str, Tensor]) -> Tensor:
+        hidden = self.up(x)
+        losses.append(hidden.pow(2).mean())
+        seen[f"size {len(losses)}"] = hidden.abs().mean()
+        return x + self.down(torch.tanh(hidden))
+
+
+class WithLosses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Collecting() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        seen: dict[str, Tensor] = {}
+        for block in self.blocks:
+            x = block(x, losses, seen)
+        assert (len(losses), len(seen)) == (2, 2)
+        return x + sum(losses) + sum(seen.values())
+
+
+def collect(dtype: torch.dtype) -> tuple[int, list[str], list[str]]:
+    precision = {"param_dtype": dtype, "cast_forward_inputs": True}
+    return compare_with_eager("function", WithLosses, precision=precision)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_a_forward_adds_to_containers_that_it_was_given_is_there_afterwards(
+    world2: World, dtype: torch.dtype
+) -> None:
+    for graphs, unlike, wrong in world2.run(collect, dtype, timeout=120):
+        assert (graphs, unlike, wrong) == (1, [], [])

@@ -1,6 +1,7 @@
 """Options of Inductor: the order of collectives in what it generates, and that numbers stay what they are."""
 
 import re
+import textwrap
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from harness import World
 from models import Tower, random_batch
 from reference import mean_of_squares
 from scenario import Side, assert_same
-from test_compile_model import backward, compiled, num_graphs, part, shard_blocks
+from test_compile_model import backward, compiled, hybrid_mesh, num_graphs, part, shard_blocks
 from torch._inductor.utils import run_and_get_code
 
 import shardwise
@@ -22,12 +23,13 @@ def words(code: str) -> str:
     """What generated code does, in order: products, and where collectives begin and are waited for."""
     found: list[str] = []
     for line in code[code.index("def call(") :].split("\n"):
-        called = re.search(r"_c10d_functional\.(\w+?)(_out)?\.default\(", line)
+        called = re.search(r"_c10d_functional\.(\w+?)(_out|_)?\.default\(", line)
         if called and not line.strip().startswith("#"):
             short = {
                 "all_gather_into_tensor": "gather",
                 "reduce_scatter_tensor": "reduce",
                 "wait_tensor": "wait",
+                "all_reduce": "sum",
             }
             found.append(short[called[1]])
         elif re.search(r"extern_kernels\.\w*mm\(", line) and found[-1:] != ["mm"]:
@@ -149,3 +151,23 @@ def in_mode(side: Side, mode: str) -> None:
 def test_cuda_graphs_may_be_asked_for(world2: World) -> None:
     """On the host there are none, and nothing changes."""
     assert_same(world2, in_mode, "reduce-overhead", timeout=400)
+
+
+def generated_for_replicas() -> list[str]:
+    model = shard_blocks(Tower(), mesh=hybrid_mesh())
+    run = compiled(model, "function", "inductor", options=shardwise.compile_options())
+    _, codes = run_and_get_code(backward, run, part(random_batch(0, 8, dtype=torch.float32)))
+    return [words(code) for code in codes]
+
+
+@pytest.mark.slow
+def test_sums_over_replicas_run_beside_computation(world4: World) -> None:
+    first, *others = world4.run(generated_for_replicas, timeout=600)
+    assert all(other == first for other in others)
+    assert_expected_inline(
+        "\n".join(textwrap.fill(each, 100) for each in first),
+        """\
+gather gather wait mm gather wait mm gather wait mm wait mm
+mm gather gather wait mm reduce wait mm wait sum gather wait reduce wait mm wait sum wait reduce mm
+wait sum wait reduce wait sum wait""",
+    )

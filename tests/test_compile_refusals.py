@@ -154,10 +154,24 @@ def kept_by_pairs() -> nn.Module:
     return shard_blocks(tower(), reshard_after_forward=2)
 
 
+def with_an_event_of_the_optimizer() -> nn.Module:
+    model = shard_blocks(tower())
+    model.set_post_optim_event(torch.Event("cpu"))
+    return model
+
+
+def with_sums_in_a_dtype_of_their_own() -> nn.Module:
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, accumulate_dtype=torch.float32
+    )
+    return shard_blocks(tower(), mp_policy=policy)
+
+
 DONE_WITHOUT_A_GRAPH = [
     *(with_custom_gather, with_custom_reduction, with_comm_hook, with_quantized_gather, with_all_reduce_hook),
     *(with_extension, with_hook_on_original, with_post_hook_on_original, with_gradients_in_low_precision),
-    *(with_class_of_its_own, on_the_whole_mesh),
+    *(with_class_of_its_own, on_the_whole_mesh, with_sums_in_a_dtype_of_their_own),
+    with_an_event_of_the_optimizer,
 ]
 NEVER_DONE = [partly_loaded, openly_tied, with_added_parameter, on_meta]
 
@@ -198,21 +212,21 @@ def test_what_only_eager_runs_do_is_refused_in_graphs(world2: World) -> None:
     assert_expected_inline(
         told(world2, DONE_WITHOUT_A_GRAPH),
         """\
-with_custom_gather: blocks.1: it was given collectives of its own (set_custom_all_gather,
-set_custom_reduce_scatter, register_comm_hook or quantized_gather), but graphs have those of the
-back end. Leave them away. Or ...
+with_custom_gather: blocks.1: it was given collectives or memory of its own (set_custom_all_gather,
+set_custom_reduce_scatter, register_comm_hook, quantized_gather, or an allocator), but graphs have
+those of the back end. Leave them away. Or ...
 
-with_custom_reduction: blocks.1: it was given collectives of its own (set_custom_all_gather,
-set_custom_reduce_scatter, register_comm_hook or quantized_gather), but graphs have those of the
-back end. Leave them away. Or ...
+with_custom_reduction: blocks.1: it was given collectives or memory of its own
+(set_custom_all_gather, set_custom_reduce_scatter, register_comm_hook, quantized_gather, or an
+allocator), but graphs have those of the back end. Leave them away. Or ...
 
-with_comm_hook: Tower: it was given collectives of its own (set_custom_all_gather,
-set_custom_reduce_scatter, register_comm_hook or quantized_gather), but graphs have those of the
-back end. Leave them away. Or ...
+with_comm_hook: Tower: it was given collectives or memory of its own (set_custom_all_gather,
+set_custom_reduce_scatter, register_comm_hook, quantized_gather, or an allocator), but graphs have
+those of the back end. Leave them away. Or ...
 
-with_quantized_gather: Tower: it was given collectives of its own (set_custom_all_gather,
-set_custom_reduce_scatter, register_comm_hook or quantized_gather), but graphs have those of the
-back end. Leave them away. Or ...
+with_quantized_gather: Tower: it was given collectives or memory of its own (set_custom_all_gather,
+set_custom_reduce_scatter, register_comm_hook, quantized_gather, or an allocator), but graphs have
+those of the back end. Leave them away. Or ...
 
 with_all_reduce_hook: blocks.1: set_all_reduce_hook() or set_reduce_ignored_params() was called, but
 a graph reduces without asking. Do without it. Or ...
@@ -235,7 +249,15 @@ parameter is a plain tensor in a graph. Use nn.Parameter. Or ...
 
 on_the_whole_mesh: OnMesh: weight is a DTensor on the whole mesh, whose gradient DTensor would sum
 over data-parallel ranks in a graph, before it is summed over them. Distribute it over the other
-dimensions, and pass fully_shard those to shard over. Or ...""",
+dimensions, and pass fully_shard those to shard over. Or ...
+
+with_sums_in_a_dtype_of_their_own: Tower: gradients of inlet.weight are to add up in torch.float32
+(accumulate_dtype), but a graph adds up those of several uses as they are computed. Leave
+accumulate_dtype out. Or ...
+
+with_an_event_of_the_optimizer: Tower: set_post_optim_event() was called, but a graph gathers
+without waiting for it. Let the computing stream wait for the event instead:
+torch.accelerator.current_stream().wait_event(event). Or ...""",
     )
 
 

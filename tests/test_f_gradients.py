@@ -864,6 +864,27 @@ def test_f29_freezing_before_backward_is_followed_as_without_sharding(world2: Wo
     assert_same(world2, freeze_before_backward)
 
 
+def freeze_in_backward(side: Side) -> None:
+    """A hook freezes a weight of the block before its own, whose parameters are on their way already."""
+    model = side.shard_tower(built(even_tower))
+
+    def freeze(gradient: Tensor) -> None:
+        model.blocks[1].up.weight.requires_grad_(False)
+
+    for step in range(3):
+        model.zero_grad()
+        if step == 2:
+            model.blocks[2].norm.register_forward_hook(
+                lambda _, __, output: output.register_hook(freeze) and None
+            )
+        mean_of_squares(model, side.inputs(step)).backward()
+        side.note_gradients(model)
+
+
+def test_f29_freezing_ahead_in_backward_is_followed_as_without_sharding(world2: World) -> None:
+    assert_same(world2, freeze_in_backward)
+
+
 # --- F37 ------------------------------------------------------------------------------------------
 
 

@@ -23,10 +23,12 @@ class Step:
 
     name: str
     needs: tuple[str, ...] = ()
+    follows: tuple[str, ...] = ()  # without using what they give
     unmet_dependencies: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self.unmet_dependencies = [SimpleNamespace(name=name) for name in self.needs]
+        self.unmet_dependencies = [SimpleNamespace(name=name, is_fake=False) for name in self.needs]
+        self.unmet_dependencies += [SimpleNamespace(name=name, is_fake=True) for name in self.follows]
 
     def get_buffer_names(self) -> list[str]:
         return [self.name]
@@ -80,6 +82,15 @@ def test_what_depends_on_other_collectives_stays_where_it_is() -> None:
     """Gathers and reductions of activations: sequence parallelism."""
     program = "G1, w1(G1), a1(w1), G9(a1), w9(G9), c1(w9), R9(c1), wr9(R9), c2(wr9), G2, w2(G2), c3(w2 c2)"
     assert_expected_inline(ordered(program), """G1 G2 w1 a1 G9 w9 c1 R9 w2 wr9 c2 c3""")
+
+
+def test_what_overwrites_follows_what_reads_and_collectives_need_not_follow_each_other() -> None:
+    steps = [Step("G1"), Step("w1", ("G1",)), Step("c1", ("w1",)), Step("R1", ("c1",), ("G1",)), Step("x")]
+    steps += [Step("wr1", ("R1",)), Step("z", ("x", "wr1")), Step("A", ("x",), ("z",))]
+    steps += [Step("G2", (), ("R1",)), Step("w2", ("G2",)), Step("c2", ("w2",))]
+    assert_expected_inline(
+        " ".join(step.name for step in one_ahead(steps)), """G1 G2 w1 c1 R1 x w2 c2 wr1 z A"""
+    )
 
 
 def test_programs_without_collectives_stay_as_they_are() -> None:

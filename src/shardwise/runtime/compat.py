@@ -490,14 +490,13 @@ def made_by(step: Any) -> Iterable[str]:
     return step.get_buffer_names()  # type: ignore[no-any-return]
 
 
-def needed_by(step: Any) -> list[str]:
-    """Names of buffers that must be there before it, in an order that all ranks have.
-
-    Without the order in which torch has put collectives, where nothing but the order is at stake.
-    """
-    is_ordered = collective_of(step) is not None
-    deps = [dep for dep in step.unmet_dependencies if not (is_ordered and getattr(dep, "is_fake", False))]
-    return sorted({dep.name for dep in deps})
+def needed_by(step: Any) -> tuple[list[str], list[str]]:
+    """Names of the buffers that must be there before it, and of those whose steps it merely has to follow,
+    each in an order that all ranks have."""
+    needed: dict[bool, set[str]] = {False: set(), True: set()}
+    for dep in step.unmet_dependencies:
+        needed[getattr(dep, "is_fake", False)].add(dep.name)
+    return sorted(needed[False]), sorted(needed[True] - needed[False])
 
 
 def collective_of(step: Any) -> str | None:
@@ -509,4 +508,4 @@ def collective_of(step: Any) -> str | None:
     if not is_collective(step.node):
         return None
     name = str(step.node.op_overload).split(".")[1]
-    return name.removesuffix("_out")
+    return name.removesuffix("_out").removesuffix("_")  # all_reduce_ sums in place

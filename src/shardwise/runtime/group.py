@@ -180,7 +180,7 @@ class Group:
         """Begin anew with the parameters that the buckets have now, none of them gathered."""
         self.params = [param for bucket in self.buckets for param in bucket.params]
         self._is_tensor_parallel = any(param.is_tensor_parallel for param in self.params)
-        self._replicates = any(not bucket.mesh.replicate.is_alone for bucket in self.buckets)
+        self.replicates = any(not bucket.mesh.replicate.is_alone for bucket in self.buckets)
         self._watch: ShardWatch | None = None  # made when the shards are first looked at
         self._versions: list[int] = [0] * len(self.params)
         self._freed = (FREED,) * len(self.params)
@@ -358,11 +358,16 @@ class Group:
         if self._watch is None or not self._fulls:
             self.unshard()
             return
-        if self.state is GATHERING:  # prefetched, a moment ago
-            return
         if not self._watch.is_as_trainable() and self.gradient_state is not PENDING:
             self._follow_freezing()
         self._gather()
+
+    def unshard_ahead(self) -> None:
+        """As ``unshard_again``, before its turn in backward: what is frozen until then is followed then."""
+        if self._watch is None or not self._fulls:
+            self.unshard()
+        else:
+            self._gather()
 
     def _gather(self) -> None:
         if self.state is GATHERED or self.state is GATHERING:
@@ -752,7 +757,7 @@ class Group:
     @property
     def max_in_flight(self) -> int:
         """How many reductions may be in flight beside each other: memory against overlap."""
-        return self.max_reductions + (1 if self._replicates else 0)
+        return self.max_reductions + (1 if self.replicates else 0)
 
     def average_ignored(self) -> None:
         """Average over all ranks the gradients of parameters that the group was told to ignore.

@@ -111,6 +111,8 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """
     if isinstance(value, Tensor):
         return function(value)
+    if torch.compiler.is_dynamo_compiling() and not _has_other(value, function):
+        return value
     if isinstance(value, dict):
         changed = {key: map_tensors(child, function) for key, child in value.items()}
         if _are_same(changed.values(), value.values()):
@@ -139,5 +141,13 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _are_same(new: Iterable[Any], old: Iterable[Any]) -> bool:
-    """Whether nothing has changed; what dynamo traces has no identity, and is put together anew."""
     return not torch.compiler.is_dynamo_compiling() and all(map(is_, new, old))
+
+
+def _has_other(value: Any, function: Callable[[Tensor], Tensor]) -> bool:
+    """Whether ``function``, a cast or a move, would change a tensor in ``value``, which dynamo traces.
+
+    Tensors have no identity there. A container that is put together anew would lose what is appended to it.
+    """
+    pairs = [(tensor, function(tensor)) for tensor in find_tensors_in_trace(value)]
+    return any(new.dtype != old.dtype or new.device != old.device for old, new in pairs)

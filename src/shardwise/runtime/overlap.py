@@ -57,15 +57,12 @@ class _Program:
         self.places: dict[Step, float] = {step: float(place) for place, step in enumerate(steps)}
         self._wanted = dict(self.places)
         makers = {name: step for step in steps for name in compat.made_by(step)}
-        self._needs: Edges = {
-            step: list(dict.fromkeys(makers[name] for name in compat.needed_by(step) if name in makers))
-            for step in steps
-        }
+        kinds = {step: compat.collective_of(step) for step in steps}
+        self._needs: Edges = {step: _makers_for(step, makers, kinds) for step in steps}
         self._feeds: Edges = {step: [] for step in steps}
         for step, needed in self._needs.items():
             for each in needed:
                 self._feeds[each].append(step)
-        kinds = {step: compat.collective_of(step) for step in steps}
         self._waits = {step for step, kind in kinds.items() if kind == "wait_tensor"}
         self.collectives = [step for step, kind in kinds.items() if kind and step not in self._waits]
         own_needs = {step: _reached(self._needs[step], self._needs) for step in self.collectives}
@@ -115,6 +112,17 @@ class _Program:
                 if not missing[each]:
                     heapq.heappush(ready, (self._wanted[each], self.places[each], each))
         return found
+
+
+def _makers_for(step: Step, makers: dict[str, Step], kinds: dict[Step, str | None]) -> list[Step]:
+    """The steps that ``step`` must come after; not the order that torch has put collectives in."""
+    needed, followed = compat.needed_by(step)
+    found = [makers[name] for name in needed if name in makers]
+    for name in followed:
+        other = makers.get(name)
+        if other is not None and not (kinds[step] and kinds[other]):
+            found.append(other)
+    return list(dict.fromkeys(found))
 
 
 def _reached(steps: Iterable[Step], edges: Edges) -> set[Step]:

@@ -937,7 +937,8 @@ class Schedule:
             is_needed = ahead.unshard_in_backward or not is_backward
             if is_needed and ahead.state in (SHARDED, PARTLY):
                 if is_backward:
-                    self._gather_again(ahead)
+                    ahead.unshard_ahead()
+                    self._held[ahead] = None
                 else:
                     self._gather(ahead)
                 self._ahead.add(ahead)

@@ -176,6 +176,12 @@ def _about_model(group: Group) -> str:
 def _about_weights(member: Member) -> str:
     if member.schedule.is_in_inference:
         return "inference() keeps parameters gathered, but a graph gathers by itself. Leave the context"
+    if member.schedule.post_optim_event is not None:
+        return (
+            "set_post_optim_event() was called, but a graph gathers without waiting for it. Let the "
+            "computing stream wait for the event instead: "
+            "torch.accelerator.current_stream().wait_event(event)"
+        )
     return ""
 
 
@@ -185,7 +191,7 @@ def _about_gradients(group: Group) -> str:
             "gradients are to stay unreduced (no_sync), but a graph reduces those of its backward. Leave "
             "synchronisation on: reduced gradients add up to the same"
         )
-    if not group.requires_all_reduce and group.mesh.num_ranks > group.mesh.shard.world:
+    if not group.requires_all_reduce and group.replicates:
         return (
             "set_requires_all_reduce(False), but a graph sums over replicas in each backward. Leave it on: "
             "the gradients add up to the same"
@@ -220,8 +226,9 @@ def _about_bucket(bucket: Bucket) -> str:
     own = (comms.make_gather, comms.make_reduce, comms.reducer, bucket.policy.quantized_gather)
     if any(each is not None for each in own):  # torch 2.11 cannot trace whether a partial is true
         return (
-            "it was given collectives of its own (set_custom_all_gather, set_custom_reduce_scatter, "
-            "register_comm_hook or quantized_gather), but graphs have those of the back end. Leave them away"
+            "it was given collectives or memory of its own (set_custom_all_gather, "
+            "set_custom_reduce_scatter, register_comm_hook, quantized_gather, or an allocator), but graphs "
+            "have those of the back end. Leave them away"
         )
     for param in bucket.params:
         if param.has_own_class:
@@ -233,6 +240,12 @@ def _about_bucket(bucket: Bucket) -> str:
             return (
                 f"{param.fqn} had hooks for its full gradient, which is inside of the graph. Register them "
                 "after fully_shard, for the reduced one"
+            )
+        if param.precision.accumulated not in (param.precision.computed, param.precision.reduced):
+            return (
+                f"gradients of {param.fqn} are to add up in {param.precision.accumulated} "
+                "(accumulate_dtype), but a graph adds up those of several uses as they are computed. Leave "
+                "accumulate_dtype out"
             )
         if param.precision.kept != param.precision.stored:
             return (
