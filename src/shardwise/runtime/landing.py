@@ -87,8 +87,7 @@ class Landing:
             num_recorded = sum(map(_wants_gradient, self._gradients))
         num_attributes = sum(map(len, map(_attributes, self._gradients)))
         held = [*map(getrefcount, self._gradients), *map(getrefcount, self._locals)]
-        held += num_attributes, num_recorded, getrefcount(self._storage), compat.storage_users(self._storage)
-        return held
+        return [*held, num_attributes, num_recorded, *self._count_users()]
 
     def _count_users(self) -> list[int]:
         return [getrefcount(self._storage), compat.storage_users(self._storage)]
