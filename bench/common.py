@@ -268,6 +268,19 @@ def join(rank: int, processes: int, folder: str) -> None:
     )
 
 
+LOSS_TOLERANCE = 1e-3
+"""How far losses of variants that do the same may be from each other."""
+
+
+def refuse_differences(differences: Mapping[str, float]) -> None:
+    """Say how far losses are from each other, by pair, and exit with 1 where that is too far."""
+    for pair, difference in differences.items():
+        verdict = "same trajectory" if difference < LOSS_TOLERANCE else "DIFFERENT"
+        print(f"losses, {pair}: {difference:.1e} at most, {verdict}")
+    if any(not difference < LOSS_TOLERANCE for difference in differences.values()):
+        raise SystemExit("The variants do not train the same: the times above compare nothing.")
+
+
 def leave(rank: int, folder: str, report: Any) -> None:
     """End this process's part; rank 0 leaves ``report`` for ``launch``."""
     if rank == 0:

@@ -69,6 +69,7 @@ from common import (
     launch,
     leave,
     print_table,
+    refuse_differences,
     shard,
     write_json,
 )
@@ -95,7 +96,6 @@ MODELS = {
     "25m": {"layers": 8, "width": 512, "heads": 8, "vocab": 256, "context": 128},
     "tiny": {"layers": 2, "width": 64, "heads": 2, "vocab": 32, "context": 16},
 }
-LOSS_TOLERANCE = 1e-3
 COLUMNS = {
     "variant": "variant",
     "step_ms": "step, ms",
@@ -230,6 +230,11 @@ def empty_caches() -> Iterator[None]:
         yield
 
 
+def quiet_dynamo() -> None:
+    """Without a warning of its own, when it looks at an input that is not a leaf."""
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+
+
 def compile_headers(backend: str) -> None:
     """Compile something small: Inductor's headers, and its import, belong to no variant."""
     x = torch.ones(4, requires_grad=True)
@@ -252,7 +257,7 @@ class RankRecord:
 
 def worker(rank: int, options: argparse.Namespace, folder: str) -> None:
     """One process: train all variants in turn; rank 0 leaves the rows in the folder."""
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    quiet_dynamo()
     join(rank, options.processes, folder)
     mesh = init_device_mesh("cpu", (options.processes,))
     compile_headers(options.backend)
@@ -308,15 +313,6 @@ def disagreement(ranks: list[dict[str, RankRecord]]) -> dict[str, float]:
     }
 
 
-def refuse_differences(differences: dict[str, float]) -> None:
-    """Say how far losses are from each other, and exit with 1 where that is too far."""
-    for pair, difference in differences.items():
-        verdict = "same trajectory" if difference < LOSS_TOLERANCE else "DIFFERENT"
-        print(f"losses, {pair}: {difference:.1e} at most, {verdict}")
-    if any(not difference < LOSS_TOLERANCE for difference in differences.values()):
-        raise SystemExit("The variants do not train the same: the times above compare nothing.")
-
-
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -348,7 +344,7 @@ def main() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself otherwise
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    quiet_dynamo()
     report = launch(worker, options)
     found = peaks_on_fake(options)
     report["rows"] = [row | found[row["variant"]] for row in report["rows"]]

@@ -39,6 +39,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from common import (
+    LOSS_TOLERANCE,
     PLAIN,
     VARIANTS,
     Sample,
@@ -58,7 +59,6 @@ from step_time import Trainer
 from torch.distributed.device_mesh import init_device_mesh
 
 PROCESSES = 2
-LOSS_TOLERANCE = 1e-3
 LEAST_CORE_SHARE = 0.9
 COLUMNS = {
     "rate_mbit": "wire, Mbit/s",

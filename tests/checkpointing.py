@@ -4,13 +4,13 @@
 on, in the same world or another, and `uninterrupted` is plain PyTorch in one process without any checkpoint.
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from dynamo import quiet_dynamo
 from meshed import Layout, part
 from models import random_batch
 from reference import full
@@ -99,8 +99,7 @@ class Run:
     def train(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps: int = HALF
     ) -> None:
-        # Of dynamo itself, when it looks at an input that is not a leaf.
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        quiet_dynamo()
         for number in range(first, first + steps):
             optimizer.zero_grad()
             self.loss(model, number).backward()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import compile as bench
 import pytest
+from dynamo import forget_graphs
 from harness import World
-from test_compile_model import forget_graphs
 from torch.distributed.device_mesh import init_device_mesh
 
 SCRIPT = Path(__file__).parent.parent / "bench" / "compile.py"

@@ -1,11 +1,11 @@
 """torch.compile of single blocks: the hooks run outside of their graphs, and the numbers are plain ones."""
 
 import copy
-import warnings
 
 import pytest
 import torch
 import torch._dynamo
+from dynamo import forget_graphs
 from harness import World
 from models import Tower, random_batch
 from torch import Tensor, nn
@@ -22,9 +22,7 @@ def gradients(model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
 
 
 def train_compiled(how: str) -> int:
-    # Of dynamo itself, when it looks at an input that is not a leaf.
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-    torch._dynamo.reset()
+    forget_graphs()
     torch.manual_seed(0)
     plain = Tower().double()
     model = copy.deepcopy(plain)

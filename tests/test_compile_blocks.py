@@ -1,13 +1,13 @@
 """torch.compile of single blocks over a training run: no graph more than without sharding."""
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
+from dynamo import forget_graphs
 from harness import World
 from models import Tower, random_batch
 from reference import full, mean_of_squares
@@ -80,7 +80,7 @@ EVENTS: list[Callable[[nn.Module], Any]] = [
 
 
 def life(
-    model: nn.Module, inputs: Tensor, backend: str
+    model: nn.Module, inputs: Tensor
 ) -> tuple[list[int], list[dict[str, Tensor | None]], dict[str, int]]:
     """Graphs and gradients after each step; what dynamo counted of breaks and recompilations."""
     found: list[int] = []
@@ -100,18 +100,15 @@ def life(
 def lives(
     how: str, model_class: type[Tower], backend: str, dtype: torch.dtype
 ) -> tuple[list[int], list[int], list[str], dict[str, int]]:
-    # Of dynamo itself, when it looks at an input that is not a leaf.
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     torch.manual_seed(0)
     plain = model_class().to(dtype)
     model = copy.deepcopy(plain)
     inputs = random_batch(0, 8).to(dtype)
     outcomes = []
     for own, shards in ((plain, False), (model, True)):
-        torch._dynamo.reset()
-        counters.clear()
+        forget_graphs()
         compile_blocks(own, how, shards, backend)
-        outcomes.append(life(own, part(inputs) if shards else inputs, backend))
+        outcomes.append(life(own, part(inputs) if shards else inputs))
     (before, expected, _), (after, actual, counted) = outcomes
     atol = 1e-10 if dtype is torch.float64 else 1e-5
     wrong = [

@@ -6,7 +6,6 @@ by a *function* that calls it (all hooks are in the graph).
 
 import copy
 import textwrap
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
@@ -16,11 +15,12 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from dynamo import forget_graphs
 from expecttest import assert_expected_inline
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from harness import World
 from models import LanguageModel, OddModel, Tower, next_token_loss, random_batch, token_batch, uneven_tower
-from reference import full, mean_of_squares
+from reference import adamw, full, mean_of_squares
 from scenario import Side, assert_same
 from test_tensor_parallel import PLANS, Stack
 from torch import Tensor, nn
@@ -36,13 +36,6 @@ from shardwise.module import sharded_members
 
 HOWS = ["module", "function"]
 by_how = pytest.mark.parametrize("how", HOWS)
-
-
-def forget_graphs() -> None:
-    # Of dynamo itself, when it looks at an input that is not a leaf.
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-    torch._dynamo.reset()
-    counters.clear()
 
 
 def compiled(model: nn.Module, how: str, backend: Any = "aot_eager", **options: Any) -> Callable[..., Any]:
@@ -89,21 +82,13 @@ def backward(run: Callable[..., Any], inputs: Tensor, loss_of: Any = mean_of_squ
 # --- the numbers ----------------------------------------------------------------------------------
 
 
-def train(side: Side, build: Callable[[], nn.Module], how: str, backend: str) -> None:
+def train(
+    side: Side, build: Callable[[], nn.Module], how: str, backend: str, settings: dict[str, Any] | None = None
+) -> None:
     torch.manual_seed(0)
-    model = build().double()
-    side.shard_tower(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    run = compiled(model, how, backend) if side.is_sharded else model
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = mean_of_squares(run, side.inputs(step))
-        loss.backward()
-        side.note_mean("loss", loss)
-        side.note_gradients(model)
-        optimizer.step()
-        side.assert_settled(model)
-    side.note_parameters(model)
+    model = side.shard_tower(build().double())
+    run = compiled(model, how, backend, **(settings or {})) if side.is_sharded else model
+    side.steps(model, adamw(model), range(3), lambda _, inputs: mean_of_squares(run, inputs))
     if side.is_sharded:
         assert (num_graphs(), counters["graph_break"], counters["recompiles"]) == (1, {}, {})
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from dynamo import forget_graphs
 from harness import World
 from models import Tower, random_batch
 from reference import full, mean_of_squares
@@ -58,13 +59,6 @@ class NamedTower(Tower):
 
 def compiled(module: nn.Module) -> Any:
     return torch.compile(module, backend="eager")
-
-
-def forget_graphs() -> None:
-    # Of dynamo itself, when it looks at an input that is not a leaf.
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-    torch._dynamo.reset()
-    counters.clear()
 
 
 def sharded(form: str, model: nn.Module) -> Any:

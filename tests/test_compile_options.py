@@ -9,9 +9,8 @@ import torch
 from expecttest import assert_expected_inline
 from harness import World
 from models import Tower, random_batch
-from reference import mean_of_squares
-from scenario import Side, assert_same
-from test_compile_model import backward, compiled, hybrid_mesh, num_graphs, part, shard_blocks
+from scenario import assert_same
+from test_compile_model import backward, compiled, hybrid_mesh, part, shard_blocks, train
 from torch._inductor.utils import run_and_get_code
 
 import shardwise
@@ -90,29 +89,11 @@ gather wait mm reduce wait gather wait mm reduce wait""",
     )
 
 
-def train(side: Side, options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    model = Tower().double()
-    side.shard_tower(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    run = compiled(model, "module", "inductor", options=options) if side.is_sharded else model
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = mean_of_squares(run, side.inputs(step))
-        loss.backward()
-        side.note_mean("loss", loss)
-        side.note_gradients(model)
-        optimizer.step()
-        side.assert_settled(model)
-    side.note_parameters(model)
-    if side.is_sharded:
-        assert num_graphs() == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("bucket_mb", [None, BUCKET_MB])
 def test_numbers_stay_what_they_are(world2: World, bucket_mb: float | None) -> None:
-    assert_same(world2, train, shardwise.compile_options(bucket_mb=bucket_mb), timeout=400)
+    settings = {"options": shardwise.compile_options(bucket_mb=bucket_mb)}
+    assert_same(world2, train, Tower, "module", "inductor", settings, timeout=400)
 
 
 def test_other_options_may_be_added() -> None:
@@ -136,21 +117,10 @@ ValueError: compile_options: bucket_mb is 0; pass a positive number of megabytes
     )
 
 
-def in_mode(side: Side, mode: str) -> None:
-    torch.manual_seed(0)
-    model = Tower().double()
-    side.shard_tower(model)
-    run = compiled(model, "function", "inductor", mode=mode) if side.is_sharded else model
-    for step in range(3):
-        model.zero_grad()
-        mean_of_squares(run, side.inputs(step)).backward()
-        side.note_gradients(model)
-
-
 @pytest.mark.slow
 def test_cuda_graphs_may_be_asked_for(world2: World) -> None:
     """On the host there are none, and nothing changes."""
-    assert_same(world2, in_mode, "reduce-overhead", timeout=400)
+    assert_same(world2, train, Tower, "function", "inductor", {"mode": "reduce-overhead"}, timeout=400)
 
 
 def generated_for_replicas() -> list[str]:

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dynamo import forget_graphs
 from expecttest import assert_expected_inline
 from harness import World
 from models import Tower, random_batch
-from test_compile_model import backward, compiled, forget_graphs, num_graphs, part, shard_blocks
+from test_compile_model import backward, compiled, num_graphs, part, shard_blocks
 from test_custom_comm import AllGather, ReduceScatter
 from test_extensions import Stack as ExtendedStack
 from test_extensions import TravelsLow

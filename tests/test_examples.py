@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from dynamo import forget_graphs
 from harness import World
 from torch._dynamo.utils import counters
 
@@ -93,10 +94,7 @@ def train_gpt(arguments: list[str]) -> Curve:
         mock.patch.object(torch.nn.Module, "compile", lambda m: compile_of_torch(m, backend="aot_eager")),
         warnings.catch_warnings(),
     ):
-        # Of dynamo itself, when it looks at an input that is not a leaf.
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-        torch._dynamo.reset()
-        counters.clear()
+        forget_graphs()
         settings = module.parse_settings([*GPT, *arguments])
         model = module.build_sharded_model(settings, module.import_sharding(settings))
         generator = torch.Generator().manual_seed(0)

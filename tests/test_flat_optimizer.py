@@ -30,6 +30,7 @@ from checkpointing import (
     second_half,
     uninterrupted,
 )
+from dynamo import quiet_dynamo
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import Layout, device_mesh, refusal
@@ -144,8 +145,7 @@ def trained_in(way: Way | None, build: str, is_flat: bool) -> dict[str, Any]:
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer: Any = torch.optim.AdamW(params, lr=0.02, weight_decay=0.1)
     optimizer = FlatOptimizer(optimizer) if is_flat else optimizer
-    # Of dynamo itself, when it looks at an input that is not a leaf.
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    quiet_dynamo()
     for step in range(3):
         optimizer.zero_grad()
         width = 7 if build == "uneven" else 8

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as peer
+from dynamo import forget_graphs, quiet_dynamo
 from failure_models import Tied, block, built
 from harness import World
 from models import WIDTH, Block, even_tower, odd_model, random_batch, uneven_tower
@@ -155,11 +156,6 @@ class Model(nn.Module):
         return self.outlet(x)
 
 
-def quiet_dynamo() -> None:
-    # Of dynamo itself, when it looks at an input that is not a leaf.
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-
-
 def train_foreign(side: Side, make: Callable[[], nn.Module], order: str) -> None:
     """order: what is given to fully_shard, and when the block is made what it is."""
     with warnings.catch_warnings():
@@ -196,8 +192,7 @@ def test_blocks_of_any_make_are_sharded_and_trained(world2: World, make: Any, or
 
 def compiled_after_sharding(side: Side, how: str) -> None:
     with warnings.catch_warnings():
-        quiet_dynamo()
-        torch._dynamo.reset()
+        forget_graphs()
         model = side.shard_tower(built(even_tower))
         if how == "block.compile":
             for each in model.blocks:
@@ -208,13 +203,7 @@ def compiled_after_sharding(side: Side, how: str) -> None:
             model.compile(backend="eager")
         run = torch.compile(model, backend="eager") if how == "wrapped model" else model
         optimizer = adamw(model)
-        for step in range(2):
-            optimizer.zero_grad()
-            loss = mean_of_squares(run, side.inputs(step))
-            loss.backward()
-            side.note_mean("loss", loss)
-            side.note_gradients(model)
-            optimizer.step()
+        side.steps(model, optimizer, range(2), lambda _, inputs: mean_of_squares(run, inputs))
 
 
 @pytest.mark.parametrize("how", ["block.compile", "wrapped block", "model.compile", "wrapped model"])

@@ -1,11 +1,11 @@
 """What a sharded module still is: its class, a container, an nn.Module."""
 
 import pickle
-import warnings
 from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
+from dynamo import quiet_dynamo
 from harness import World
 from models import Block, Tower, random_batch
 from torch import Tensor, nn
@@ -218,8 +218,7 @@ def test_attributes_and_overridden_methods_stay(world1: World) -> None:
 
 
 def gradients_of_compiled_blocks() -> dict[str, Tensor | None]:
-    # Of dynamo itself, when it looks at an input that is not a leaf.
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    quiet_dynamo()
     model = plain_tower()
     model.blocks = nn.ModuleList(torch.compile(block, backend="eager") for block in model.blocks)
     shard(model)

@@ -59,22 +59,19 @@ def test_the_readmes_recipes_for_compiling_run(tmp_path: Path, world2) -> None: 
 
 def graphs_of_running(script: str) -> int:
     """How many graphs a step is made of, once a recipe has been followed; with a back end that needs no C++."""
-    import warnings
     from functools import partialmethod
     from unittest import mock
 
     import torch
     import torch._dynamo
+    from dynamo import forget_graphs
     from models import Tower, random_batch
     from torch import nn
     from torch._dynamo.utils import counters
 
     from shardwise import shard_model
 
-    # Of dynamo itself, when it looks at an input that is not a leaf.
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-    torch._dynamo.reset()
-    counters.clear()
+    forget_graphs()
     with mock.patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager")):
         model = runpy.run_path(script, {"model": Tower(), "shard_model": shard_model})["model"]
     model(random_batch(0, 4, dtype=torch.float32)).sum().backward()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.module import FSDPModule, sharded_members, under_compile
+from shardwise.module import is_sharded, sharded_members
 from shardwise.runtime.group import Group
 from shardwise.runtime.lending import Lent, Terms, check_can_lend
 from shardwise.runtime.schedule import Member, Schedule
@@ -181,7 +181,7 @@ def _members_to_change(module: Any, caller: str, recurse: bool = True) -> list[M
     """The groups that a context is about, each once, none of them at work."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{caller}: {type(module).__name__} is not an nn.Module.")
-    if not recurse and not isinstance(under_compile(module), FSDPModule):
+    if not recurse and not is_sharded(module):
         raise ValueError(
             f"{caller}: {type(module).__name__} is not sharded itself, so that recurse=False leaves nothing. "
             "Pass a sharded module, or recurse=True."

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from shardwise.checks import class_name, describe
-from shardwise.module import FSDPModule, sharded_members, under_compile
+from shardwise.module import is_sharded, sharded_members
 from shardwise.naming import names_in
 from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.group import Group
@@ -89,7 +89,7 @@ def _rows(model: nn.Module) -> Iterator[_Row]:
         seen.update(together)
         if group is not None:
             # Else its groups do not know their whole names.
-            is_named = isinstance(under_compile(model), FSDPModule)
+            is_named = is_sharded(model)
             found = group.name.split(", ") if is_named else [names[m] for m in together]
             yield _Row(range_of_names(found), depth, group)
         for each in together:

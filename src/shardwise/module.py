@@ -369,7 +369,7 @@ def share_comm_ctx(modules: "Sequence[FSDPModule]") -> None:
             f"share_comm_ctx: modules is a {type(modules).__name__}; pass a list of sharded modules."
         )
     for index, module in enumerate(modules):
-        if not _is_sharded(module):
+        if not is_sharded(module):
             raise TypeError(
                 f"share_comm_ctx: {type(module).__name__} at [{index}] is not sharded. Call fully_shard on "
                 "it first."
@@ -558,7 +558,8 @@ def under_compile(module: nn.Module) -> nn.Module:
     return module
 
 
-def _is_sharded(module: Any) -> bool:
+def is_sharded(module: Any) -> bool:
+    """True if ``module`` is, or what ``torch.compile`` was given to return it."""
     return isinstance(module, nn.Module) and isinstance(under_compile(module), FSDPModule)
 
 
@@ -577,7 +578,7 @@ def _groups_of(modules: Any, caller: str) -> list[Group]:
     if isinstance(modules, (nn.Module, str)) or not isinstance(modules, Sequence):
         raise TypeError(f"{caller}: modules is a {type(modules).__name__}; pass a list of sharded modules.")
     for index, module in enumerate(modules):
-        if not _is_sharded(module):
+        if not is_sharded(module):
             raise ValueError(
                 f"{caller}: {type(module).__name__} at [{index}] is not sharded, so there is nothing to "
                 "prefetch. Call fully_shard on it first, or leave it out."

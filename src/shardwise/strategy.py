@@ -40,7 +40,7 @@ from shardwise.checks import (
     describe,
 )
 from shardwise.collect import Found, Meshes, make_param, names_below
-from shardwise.module import FSDPModule, sharded_members, under_compile
+from shardwise.module import is_sharded, sharded_members
 from shardwise.naming import clean, names_in, uncompiled
 from shardwise.policy import CommPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.runtime.mesh import default_device_type, resolve_mesh
@@ -201,7 +201,7 @@ def _check_ignored_modules(modules: Iterable[nn.Module] | None) -> set[nn.Module
     for module in modules or ():
         if not isinstance(module, nn.Module):
             raise TypeError(f"shard_model: ignored_modules contains {describe(module)}; pass nn.Modules.")
-        if isinstance(under_compile(module), FSDPModule):
+        if is_sharded(module):
             raise ValueError(
                 f"shard_model: ignored_modules contains a {class_name(module)} that is sharded already, by "
                 "its own fully_shard; such modules are left as they are without being named."

@@ -252,12 +252,7 @@ class Group:
         """No parameter may be tied to one of a group that nothing sharded has in common with this one."""
         if self.ties:
             tie = self.ties[0]
-            raise RuntimeError(
-                f"{tie.site.fqn} is tied to {sharded_before(tie.original)}, which was sharded in another "
-                "fully_shard call, and no sharded module contains both, to own the parameter. Call "
-                "fully_shard on the module around both, after these two, or shard both in one call, as a "
-                "list."
-            )
+            raise RuntimeError(open_tie_message(tie.site.fqn, f"{sharded_before(tie.original)}, which"))
 
     def axes(self) -> list[Axis]:
         """The axes along which its shards are spread, the longest first."""
@@ -970,6 +965,15 @@ def meta_message(names: Sequence[str]) -> str:
     return (
         f"{len(names)} {are} still on the meta device: {shown}. Nothing has given them values. Call "
         "shardwise.materialize(model), or load a checkpoint, first."
+    )
+
+
+def open_tie_message(fqn: str, other: str) -> str:
+    """What to say of the parameter ``fqn``, which is tied to one that ``other`` begins a clause about."""
+    return (
+        f"{fqn} is tied to {other} was sharded in another fully_shard call, and no sharded module contains "
+        "both, to own the parameter. Call fully_shard on the module around both, after these two, or shard "
+        "both in one call, as a list."
     )
 
 

@@ -70,9 +70,8 @@ def wrap_method(module: nn.Module, name: str, member: Member) -> None:
         changed = _after_forward(member, module, args, kwargs, output)
         return output if changed is None else changed
 
-    compat.skip_frame(
-        gathered
-    )  # compiled by itself, it would have one hook inside of a graph and one outside
+    # Compiled by itself, it would have one hook inside of a graph and one outside.
+    compat.skip_frame(gathered)
     setattr(module, name, gathered)
     module.__dict__.setdefault(_WRAPPED, set()).add(name)
 

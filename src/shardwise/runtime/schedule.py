@@ -559,9 +559,12 @@ class Schedule:
             return False
         if group in map(_group_of, self._running):
             return False
-        if group.reshard_after_forward is None:
-            return group is not self.root
-        return bool(group.reshard_after_forward)
+        return self.reshards_after_forward(group)
+
+    def reshards_after_forward(self, group: Group) -> bool:
+        """What the caller has chosen for ``group``; by default all are freed but the root's."""
+        chosen = group.reshard_after_forward
+        return group is not self.root if chosen is None else bool(chosen)
 
     def _release_after_forward(self, group: Group, outcome: Outcome) -> None:
         """Free a group, or leave a part of it for backward where that was asked for."""

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.runtime import compat
 from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.functional import Piece, Ways, gather, gather_again_in_backward
-from shardwise.runtime.group import DEFERRED, Group, meta_message
+from shardwise.runtime.group import DEFERRED, Group, meta_message, open_tie_message
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.outputs import map_tensors
 from shardwise.runtime.param import Param
@@ -38,12 +38,10 @@ def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) ->
     group = member.group
     is_root = group is member.schedule.root
     _refuse_in_graphs(member)
-    gathers_again = group.reshard_after_forward
-    if gathers_again is None:
-        gathers_again = not is_root
+    gathers_again = member.schedule.reshards_after_forward(group) and torch.is_grad_enabled()
     for bucket in group.buckets:
         params = _params_of(module, group, bucket)
-        fulls = _full_tensors(group, bucket, params, bool(gathers_again) and torch.is_grad_enabled())
+        fulls = _full_tensors(group, bucket, params, gathers_again)
         compat.allowed_in_checkpoints(_shadow, params, fulls)
     if is_root and group.device.type != "cpu":
         args, kwargs = map_tensors((args, kwargs), lambda t: t.to(group.device, non_blocking=True))
@@ -155,13 +153,10 @@ def _refuse_in_graphs(member: Member) -> None:
 def _about_model(group: Group) -> str:
     """What eager runs refuse as well, when they begin or at the end of a forward: the whole message."""
     if group.ties:  # without a look at what they are tied to, which dynamo would ask for its gradient
-        return (
-            f"{group.ties[0].site.fqn} is tied to a parameter that was sharded in another fully_shard call, "
-            "and no sharded module contains both, to own the parameter. Call fully_shard on the module "
-            "around both, after these two, or shard both in one call, as a list."
-        )
+        return open_tie_message(group.ties[0].site.fqn, "a parameter that")
     try:
         group.refuse_partly_loaded()
+        # As check_modules(), which counts in passes of C that dynamo cannot trace.
         if sum(len(module._parameters) for module in group.owners) != group.num_registered:
             group.refuse_added()
     except RuntimeError as error:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from shardwise.naming import clean
 from shardwise.runtime.spread import Spread, axes_of_model, device_of_model, together
 from shardwise.runtime.transfer import BUCKET_BYTES, own_box
 from shardwise.states.loading import (
@@ -27,7 +28,7 @@ from shardwise.states.loading import (
 )
 from shardwise.states.meta_memory import give_memory, is_on_meta, refuse_lost
 from shardwise.states.model_files import ModelFiles, Paths
-from shardwise.states.names import Entry, canonical, check_idle, entries_of
+from shardwise.states.names import Entry, check_idle, entries_of
 from shardwise.states.partial_loads import clear_partly_loaded, mark_partly_loaded
 
 Source = Mapping[str, Any] | Iterable[tuple[str, Any]] | Paths | None
@@ -206,7 +207,7 @@ class _Load:
                 return
             self._check(offer.facts)
             if spread.holds:
-                values = {canonical(name): value for name, value in source.items()}
+                values = {clean(name): value for name, value in source.items()}
                 self._targets.refuse_broken_ties(values.__getitem__)
 
         def write() -> None:

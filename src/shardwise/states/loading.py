@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.naming import clean
 from shardwise.runtime import compat
 from shardwise.runtime.boxes import Box
 from shardwise.runtime.layout import ALIGNMENT
 from shardwise.runtime.spread import Spread
 from shardwise.runtime.transfer import Scatter, own_box, write_rows
-from shardwise.states.names import Entry, canonical, listed
+from shardwise.states.names import Entry, listed
 
 Pairs = Iterator[tuple[str, Any]]
 
@@ -168,15 +169,15 @@ class Targets:
         counts = Counter(id(entry.value) for entry in self.entries.values() if entry.is_tensor)
         first: dict[int, tuple[str, bytes]] = {}
         for name, value in pairs:
-            entry = self.entries.get(canonical(name))
+            entry = self.entries.get(clean(name))
             if entry is None or counts[id(entry.value)] < 2 or not isinstance(value, Tensor):
                 yield name, value
                 continue
-            other, digest = first.setdefault(id(entry.value), (canonical(name), _digest(value)))
-            if other == canonical(name):
+            other, digest = first.setdefault(id(entry.value), (clean(name), _digest(value)))
+            if other == clean(name):
                 yield name, value
             elif digest != _digest(value):
-                self.refuse([_broken_tie(other, canonical(name))])
+                self.refuse([_broken_tie(other, clean(name))])
 
     def report(self) -> LoadReport:
         """What has come of it."""
@@ -234,7 +235,7 @@ def of_mapping(source: Mapping[str, Any]) -> Whole:
     values: dict[str, Any] = {}
     for name, value in source.items():
         refuse_no_value(name, value)
-        values[canonical(name)] = value
+        values[clean(name)] = value
     return Whole({name: Facts.of(value) for name, value in values.items()}, read)
 
 
@@ -410,9 +411,9 @@ def _messages(pairs: Pairs, limit: int) -> Iterator[tuple[_Message, list[Tensor]
     size = 0
     for name, value in pairs:
         refuse_no_value(name, value)
-        message.begun[canonical(name)] = Facts.of(value)
+        message.begun[clean(name)] = Facts.of(value)
         if not isinstance(value, Tensor):
-            message.others[canonical(name)] = value
+            message.others[clean(name)] = value
             continue
         shape = tuple(value.shape)
         rows = value.detach() if shape else value.detach().reshape(1)
@@ -424,7 +425,7 @@ def _messages(pairs: Pairs, limit: int) -> Iterator[tuple[_Message, list[Tensor]
                 message, filling, size = _Message(), [], 0
                 continue
             count = min(len(rows) - start, max(1, fitting))
-            message.blocks.append(_Block(canonical(name), shape, value.dtype, start, count))
+            message.blocks.append(_Block(clean(name), shape, value.dtype, start, count))
             filling.append(rows[start : start + count])
             size += -(-count * row_bytes // ALIGNMENT) * ALIGNMENT
             start += count

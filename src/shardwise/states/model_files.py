@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from shardwise.naming import clean
 from shardwise.runtime.boxes import Box
 from shardwise.states.loading import Facts, Whole
-from shardwise.states.names import canonical
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -90,7 +90,7 @@ class ModelFiles:
         if lost := [name for name in expected or () if name not in there]:
             raise BadFile(f"{path} does not hold {', '.join(lost[:4])}, which the index says is there.")
         for key in there if expected is None else expected:
-            piece, name = file.get_slice(key), canonical(key)
+            piece, name = file.get_slice(key), clean(key)
             self._slices[name] = path, piece
             self._facts[name] = Facts(tuple(piece.get_shape()), _dtype_of(path, key, piece))
 

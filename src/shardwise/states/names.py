@@ -12,21 +12,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.module import sharded_members
-from shardwise.naming import OF_WRAPPERS
+from shardwise.naming import clean
 from shardwise.runtime.group import meta_message
 from shardwise.states.partial_loads import why_partly_loaded
 
 
-def canonical(name: str, model: nn.Module | None = None) -> str:
-    """``name``, of something in ``model`` if given, without the parts that wrappers put into it."""
+def canonical(name: str, model: nn.Module) -> str:
+    """``name``, of something in ``model``, without the parts that wrappers put into it, DDP included."""
     kept: list[str] = []
     module: Any = model
     for part in name.split("."):
         is_of_ddp = isinstance(module, DistributedDataParallel) and part == "module"
-        if part not in OF_WRAPPERS and not is_of_ddp:
+        if not is_of_ddp:
             kept.append(part)
         module = getattr(module, part, None)
-    return ".".join(kept)
+    return clean(".".join(kept))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.naming import clean
 from shardwise.runtime.spread import Spread, axes_of_model, device_of_model, own_rank, together
 from shardwise.runtime.transfer import BUCKET_BYTES, full_values
 from shardwise.states.loading import Facts, Targets, load_from_one
@@ -32,7 +33,7 @@ from shardwise.states.named_state import (
     scalar_keys,
     state_of,
 )
-from shardwise.states.names import Entry, canonical, check_at_rest, listed
+from shardwise.states.names import Entry, check_at_rest, listed
 
 State = dict[str, Any]
 LOAD = "load_full_optimizer_state_dict"
@@ -169,7 +170,7 @@ def by_name(
         new = _names_by_id(keys, own, caller)
     else:
         first = {alias: each[0] for each in parameter_names(model).values() for alias in each}
-        new = {key: first.get(canonical(key), canonical(key)) for key in {*keys, *state["state"]}}
+        new = {key: first.get(clean(key), clean(key)) for key in {*keys, *state["state"]}}
     if lost := [key for key in state["state"] if key not in new]:
         raise RuntimeError(f"{caller}: state of {listed(map(str, lost))}, which none of its groups has.")
     named = {new[key]: dict(values) for key, values in state["state"].items()}
