@@ -79,8 +79,6 @@ gather blocks.2
 forward blocks.1
 free blocks.1
 forward blocks.2
-free blocks.2
-gather blocks.2
 backward Tower
 gather blocks.1
 backward blocks.2
@@ -149,9 +147,7 @@ forward blocks.1
 free blocks.1
 gather blocks.2
 forward blocks.2
-free blocks.2
 backward Tower
-gather blocks.2
 backward blocks.2
 reduce blocks.2
 free blocks.2

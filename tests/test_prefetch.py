@@ -144,7 +144,6 @@ def test_after_the_next_group_is_gathered_once_a_group_is_done_and_freed(world2:
         backward_of(log),
         """\
 backward Spaced
-gather blocks.2
 backward blocks.2
 reduce blocks.2
 free blocks.2
@@ -170,7 +169,6 @@ def test_without_backward_prefetch_a_group_is_gathered_when_its_backward_begins(
         backward_of(log),
         """\
 backward Spaced
-gather blocks.2
 backward blocks.2
 reduce blocks.2
 between 2
@@ -288,7 +286,7 @@ def test_a_list_is_gathered_ahead_in_place_of_the_recorded_order(world2: World) 
         world2.run(events_of_a_step, {"prefetch": 0, "backward_prefetch": "before"}, choose_backward)
     ).splitlines()
     at = log.index("backward blocks.2")
-    assert log[at - 3 : at] == ["gather blocks.2", "gather blocks.1", "gather blocks.0"]
+    assert log[at - 3 : at] == ["backward Spaced", "gather blocks.1", "gather blocks.0"]
 
 
 def test_a_list_is_gathered_as_far_as_the_limit_goes(world2: World) -> None:

@@ -70,10 +70,11 @@ def fully_shard(
         mesh: a ``DeviceMesh`` of one dimension, to shard over, or of two: parameters are replicated over
             the first and sharded over the second. None: all ranks of the default process group.
         reshard_after_forward: True frees the full parameters after forward and gathers them again for
-            backward; False keeps them; None frees them except in the outermost sharded module,
-            which backward needs at once. A number n of ranks, a divisor of the number sharded over: each n
-            neighbours keep them together and gather them again among themselves (1 is as False, all of
-            them as True).
+            backward; False keeps them; None frees them except where backward needs them at once: in the
+            outermost sharded module, and in the one that backward begins with, as the first step has shown
+            (graphs of a whole model free that one too). A number n of ranks, a divisor of the number sharded
+            over: each n neighbours keep them together and gather them again among themselves (1 is as False,
+            all of them as True).
         shard_placement_fn: called with each parameter; returns the ``Shard(dim)`` to use for it, a
             :class:`ShardPlacementResult` to choose its mesh as well, or None for ``Shard(0)``. Sharding on
             other dims than 0 costs a copy of the parameter at every gather and reduction.

@@ -977,6 +977,12 @@ def open_tie_message(fqn: str, other: str) -> str:
     )
 
 
+def axes_of(groups: Sequence[Group]) -> list[Axis]:
+    """The axes along which the shards of ``groups`` are spread, the longest first."""
+    axes = {id(axis.pg): axis for group in groups for axis in group.axes() if not axis.is_alone}
+    return sorted(axes.values(), key=lambda axis: -axis.world)
+
+
 @torch.no_grad()
 def _average(gradients: list[Tensor], axis: Axis) -> None:
     """Average tensors over the ranks of ``axis``, in place, all of one dtype together."""

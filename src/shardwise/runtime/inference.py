@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardwise.runtime.group import Group
-from shardwise.runtime.mesh import Axis, highest_over
+from shardwise.runtime.group import Group, axes_of
+from shardwise.runtime.mesh import highest_over
 
 
 class Inference:
@@ -94,9 +94,3 @@ class Inference:
         places = torch.tensor([place], dtype=torch.int32, device=self._device)
         highest_over(places, self._axes)
         return int(places.item())
-
-
-def axes_of(groups: Sequence[Group]) -> list[Axis]:
-    """The axes along which the shards of ``groups`` are spread, the longest first."""
-    axes = {id(axis.pg): axis for group in groups for axis in group.axes() if not axis.is_alone}
-    return sorted(axes.values(), key=lambda axis: -axis.world)

@@ -54,54 +54,15 @@ from shardwise.runtime.group import (
     SHARDED,
     Group,
     Observer,
+    axes_of,
     meta_message,
 )
-from shardwise.runtime.inference import Inference, axes_of
+from shardwise.runtime.inference import Inference
 from shardwise.runtime.mesh import Axis, highest_over
+from shardwise.runtime.order import Order, Turn
 from shardwise.runtime.reduction import Shipment
 from shardwise.runtime.replicas import refuse_unequal
 from shardwise.runtime.streams import Lanes
-
-
-class Order:
-    """A planned sequence of groups and how far it was followed."""
-
-    def __init__(self) -> None:
-        self._planned: list[Group] = []
-        self._cursor = 0
-        self._is_followed = False
-
-    def plan(self, sequence: list[Group]) -> None:
-        """Expect ``sequence`` next."""
-        self._planned = sequence
-        self.rewind()
-
-    def rewind(self) -> None:
-        """Expect the planned sequence from its beginning."""
-        self._cursor = 0
-        self._is_followed = True
-
-    def enter(self, group: Group) -> None:
-        """Note that ``group`` comes up now; stop following if another was planned."""
-        if not self._is_followed:
-            return
-        if self._cursor < len(self._planned) and self._planned[self._cursor] is group:
-            self._cursor += 1
-        elif self._cursor == 0 or self._planned[self._cursor - 1] is not group:
-            self._is_followed = False
-
-    def find(self, group: Group) -> None:
-        """Go on from the next place of ``group`` in the plan, wherever that is."""
-        if not self._is_followed:
-            places = [i for i, g in enumerate(self._planned) if g is group]
-            if places:
-                later = [i for i in places if i >= self._cursor]
-                self._cursor = (later or places)[0] + 1
-                self._is_followed = True
-
-    def upcoming(self, count: int) -> list[Group]:
-        """The next groups of the plan; none if it is not being followed."""
-        return self._planned[self._cursor : self._cursor + count] if self._is_followed else []
 
 
 @dataclass(eq=False, slots=True)
@@ -193,6 +154,7 @@ class Schedule:
         self._exited: list[Group] = []
         self._forward_order = Order()
         self._backward_order = Order()
+        self._turn = Turn()
         self._first_enter: dict[Group, int] = {}
         self._held: dict[Group, None] = {}  # groups that are gathered or on their way
         self._ahead: set[Group] = set()  # prefetched and not yet entered
@@ -284,6 +246,7 @@ class Schedule:
         """Look again at what the caller has chosen for the groups, before the next forward."""
         self._is_ready = False
         self._optionals = None
+        self._turn = Turn()
 
     def reset(self) -> None:
         """Forget the running iteration, whatever it has come to, and all gradients that wait."""
@@ -506,6 +469,8 @@ class Schedule:
             if group.state is GATHERING:  # asked for and not used: on some ranks, perhaps
                 group.wait()
         if self._inference is None:
+            if torch.is_grad_enabled():
+                self._turn.settle(self.groups, self.root, self._backward_order)
             self._free_stale([group for group in self.groups if group.state is GATHERED])
         else:
             self._inference.make_good(self._play)
@@ -559,10 +524,16 @@ class Schedule:
             return False
         if group in map(_group_of, self._running):
             return False
+        is_needed_next = group is self._turn.group and outcome is ANNOUNCED and group.unshard_in_backward
+        if is_needed_next and group.reshard_after_forward is None:
+            return False
         return self.reshards_after_forward(group)
 
     def reshards_after_forward(self, group: Group) -> bool:
-        """What the caller has chosen for ``group``; by default all are freed but the root's."""
+        """What the caller has chosen for ``group``; by default all are freed but the root's.
+
+        And but one more in eager runs, which know what comes next: see ``Turn``.
+        """
         chosen = group.reshard_after_forward
         return group is not self.root if chosen is None else bool(chosen)
 
