@@ -6,7 +6,8 @@ state holds and sends what the paper says (Rajbhandari et al., 2020, sections 5 
     ddp            P + P + 2 P             sends 2 P a step
     zero1          P + P + (2 P + P) / N         2 P     shards beside the full parameters
     zero2          P + (P + 2 P + P) / N         2 P     likewise; full only from forward to backward
-    zero3          (P + P + 2 P) / N             3 P     2 P for the root's group, which stays gathered
+    zero3          (P + P + 2 P) / N             3 P     2 P for what stays gathered from forward to backward:
+                                                         the root's group and the last block
 
 times (N - 1) / N for what is sent, by each rank; `hybrid` is zero3 over the ranks of a host (half of
 the processes here) and sends P / ranks more among hosts, 2 (H - 1) / H of it.
@@ -134,16 +135,16 @@ def formulas(strategy: str, options: argparse.Namespace) -> dict[str, float]:
     with torch.device("meta"):
         model = GPT(options)
     whole = sum(p.numel() * 4 for p in model.parameters()) / 1e6
-    root = whole - sum(p.numel() * 4 for block in model.blocks for p in block.parameters()) / 1e6
+    # Of zero3, from forward to backward: the root's group and the block that backward begins with.
+    stays = whole - sum(p.numel() * 4 for block in model.blocks[:-1] for p in block.parameters()) / 1e6
     world = options.processes
     hosts = 2 if strategy.startswith("hybrid") else 1
     ranks = world // hosts
     shard = 1 if strategy == "ddp" else ranks
     keeps = strategy in ("zero1", "zero2", "hybrid_zero2")
-    # zero3 holds the root's group, and the last block, when forward ends.
-    parameters = whole if shard == 1 else whole / shard + (whole if keeps else root)
+    parameters = whole if shard == 1 else whole / shard + (whole if keeps else stays)
     gradients = whole if strategy in ("ddp", "zero1") else whole / shard
-    gathers = 0 if strategy == "ddp" else whole if keeps else 2 * whole - root
+    gathers = 0 if strategy == "ddp" else whole if keeps else 2 * whole - stays
     sent = (gathers + whole) * (ranks - 1) / ranks
     if hosts > 1:
         sent += 2 * whole / ranks * (hosts - 1) / hosts

@@ -11,13 +11,13 @@ peer tuned by hand, and this library. A step is forward, backward, AdamW and zer
 float32 parameters; its time is the maximum over hosts.
 
 Bound: `compute` is forward and backward of the plain row, while both hosts compute, and of its AdamW the
-share of one of the ranks. `bytes` is what a rank has to send: every block is gathered in forward and in
-backward, the root's group once, and every gradient goes to its owner, once. `bandwidth` is that of the wire.
-(`measured` is what gloo gets of it: the fastest of a few large exchanges, both directions at once, before and
-after the steps. Headers take 5 %; `share of its core` is CPU time over time of the plain step: below 1, other
-programs ran there.) Batch and context are such that the two are about equal at 1 Gbit/s on the machine this
-was written on: see `compute / wire`, and change --batch where it is far from 1. (At 200 Mbit/s the wire is
-the bound.)
+share of one of the ranks. `bytes` is what a rank has to send: every block but the last is gathered in
+forward and in backward, the last and the root's group once, and every gradient goes to its owner, once.
+`bandwidth` is that of the wire. (`measured` is what gloo gets of it: the fastest of a few large exchanges,
+both directions at once, before and after the steps. Headers take 5 %; `share of its core` is CPU time over
+time of the plain step: below 1, other programs ran there.) Batch and context are such that the two are
+about equal at 1 Gbit/s on the machine this was written on: see `compute / wire`, and change --batch where
+it is far from 1. (At 200 Mbit/s the wire is the bound.)
 
 Refuted by: a ratio above 0.50, or step / bound above 1.2, at 1 Gbit/s; losses that differ by 1e-3 or more
 (exits with 1). `sent` counts bytes on the wire, by the interface: a variant below the formula skips work.
@@ -104,12 +104,13 @@ def raw_mbit(num_mb: int) -> list[float]:
 
 
 def bytes_to_send(options: argparse.Namespace) -> float:
-    """What a rank has to send in a step: blocks gathered twice, the root once, every gradient once."""
+    """What a rank has to send in a step: blocks gathered twice but for the last, the root once, and every
+    gradient once."""
     with torch.device("meta"):
         model = GPT(options)
     whole = sum(p.numel() * 4 for p in model.parameters())
-    blocks = sum(p.numel() * 4 for block in model.blocks for p in block.parameters())
-    return (2 * blocks + (whole - blocks) + whole) * (PROCESSES - 1) / PROCESSES
+    again = sum(p.numel() * 4 for block in model.blocks[:-1] for p in block.parameters())
+    return (whole + again + whole) * (PROCESSES - 1) / PROCESSES
 
 
 def counting(trainer: Trainer) -> Step:

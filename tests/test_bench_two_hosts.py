@@ -17,10 +17,10 @@ def times(step: float, update: float, sent: float) -> dict[str, numpy.ndarray]:
     return {name: numpy.array([value, value]) for name, value in values.items()}
 
 
-def test_blocks_are_sent_three_times_half_and_the_rest_twice() -> None:
+def test_all_blocks_but_the_last_are_sent_three_times_half_and_the_rest_twice() -> None:
     block = 12 * 64 * 64 + (3 + 1 + 4 + 1) * 64 + 4 * 64
     rest = 2 * 32 * 64 + 8 * 64 + 2 * 64
-    assert bytes_to_send(OPTIONS) == 4 * (3 * 2 * block + 2 * rest) / 2
+    assert bytes_to_send(OPTIONS) == 4 * (3 * block + 2 * (block + rest)) / 2
 
 
 @pytest.mark.parametrize(("plain_ms", "bound"), [(12.0, 11.0), (3.0, None)])

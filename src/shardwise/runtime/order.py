@@ -64,14 +64,15 @@ class Turn:
 
     def __init__(self) -> None:
         self.group: Group | None = None
-        self._is_settled = False
+        self._num_forwards = 0
 
-    def settle(self, groups: Sequence[Group], root: Group | None, backward: Order) -> None:
-        """Compare, once there is something to compare. Collective over all that gather ``groups``.
+    def begin_forward(self, groups: Sequence[Group], root: Group | None, backward: Order) -> None:
+        """One with gradients is about to run; collective over all that gather ``groups`` before the second.
 
-        ``backward`` is the order that the last forward with gradients has led to.
+        ``backward`` is the order that the one before has led to.
         """
-        if self._is_settled or not backward.planned:
+        self._num_forwards += 1
+        if self._num_forwards != 2:
             return
         inner = [group for group in backward.planned if group is not root]
         # One that runs several times would be kept from the first of them on.
@@ -81,4 +82,3 @@ class Turn:
         highest_over(ends, axes_of(groups))
         highest, minus_lowest = ends.tolist()
         self.group = first if highest == -minus_lowest else None
-        self._is_settled = True

@@ -470,7 +470,7 @@ class Schedule:
                 group.wait()
         if self._inference is None:
             if torch.is_grad_enabled():
-                self._turn.settle(self.groups, self.root, self._backward_order)
+                self._turn.begin_forward(self.groups, self.root, self._backward_order)
             self._free_stale([group for group in self.groups if group.state is GATHERED])
         else:
             self._inference.make_good(self._play)
