@@ -677,6 +677,7 @@ def gathers_of_frozen_blocks() -> dict[str, int]:
     model = side.shard_tower(built(even_tower))
     model.inlet.requires_grad_(False)
     model.blocks[:2].requires_grad_(False)
+    model.blocks[2].set_reshard_after_forward(True)  # else it is kept for backward
     mean_of_squares(model, side.inputs(0)).backward()
     events: list[str] = []
     sharded_members(model)[0].schedule.observe(

@@ -624,6 +624,7 @@ def test_f25_a_block_may_hand_on_its_inputs(world2: World, reshard: bool | None)
 def gathers_of_passing_through() -> dict[str, int]:
     side = Side(is_sharded=True)
     model = side.shard_tower(built(Dense))
+    model.set_reshard_after_forward(True)
     schedule = sharded_members(model)[0].schedule
     mean_of_squares(model, side.inputs(0)).backward()
     events: list[tuple[str, str]] = []

@@ -166,7 +166,7 @@ def comparisons() -> list[int]:
     plain = dist.all_reduce
 
     def count(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
-        counted[-1] += op == dist.ReduceOp.MAX and tensor.numel() == 2
+        counted[-1] += op == dist.ReduceOp.MAX
         return plain(tensor, op, *args, **kwargs)
 
     with mock.patch.object(dist, "all_reduce", count):
@@ -177,6 +177,50 @@ def comparisons() -> list[int]:
             if index != 1:
                 loss.backward()
     return counted
+
+
+class Fails(Exception):
+    pass
+
+
+def gathers_after_a_failure() -> list[str]:
+    """The first forward ends before it has come to the last block."""
+    model = path()
+
+    def fail(*_: Any) -> None:
+        raise Fails
+
+    hook = model.blocks[2].register_forward_pre_hook(fail)
+    with pytest.raises(Fails):
+        model(random_batch(0, 4))
+    hook.remove()
+    return [gathers_of(model, *IN_ORDER) for _ in range(3)]
+
+
+def test_a_forward_that_failed_is_not_what_is_compared(world2: World) -> None:
+    first, second, third = "Path 0 1 2 | 2 1 0", "Path 0 1 2 | 1 0", "Path 0 1 2 | 1 0"
+    assert world2.run(gathers_after_a_failure) == [[first, second, third]] * 2
+
+
+def changes_in_last_block() -> list[str]:
+    """An edit inside forward of the block that is kept is refused by that forward, as of those that are freed."""
+    model = path()
+    step(model, *IN_ORDER)
+    last = model.blocks[2]
+
+    def edit(*_: Any) -> None:
+        with torch.no_grad():
+            last.weight.mul_(0.5)
+
+    hook = last.register_forward_pre_hook(edit)
+    with pytest.raises(RuntimeError, match=r"blocks\.2\.weight: changed in place"):
+        model(random_batch(0, 4))
+    hook.remove()
+    return [gathers_of(model, *IN_ORDER) for _ in range(2)]
+
+
+def test_an_edit_of_what_is_kept_is_refused_where_it_happens(world2: World) -> None:
+    assert world2.run(changes_in_last_block) == [["Path 0 1 2 | 1 0"] * 2] * 2
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -453,7 +453,7 @@ class Group:
             self._drop_parts()
             return
         state = self._next(STATES, self.state, "reshard")
-        changed = self._changed_in_place()
+        changed = self.changed_in_place()
         self._free(state)
         if changed:
             self._refuse_changes(changed)
@@ -461,7 +461,7 @@ class Group:
     def keep_part(self) -> None:
         """Free the full parameters, but for what a few ranks keep together until backward."""
         state = self._next(STATES, self.state, "keep_part")
-        changed = self._changed_in_place()
+        changed = self.changed_in_place()
         lane = self._lanes.gather
         lane.follow_compute()
         with lane.memory(), torch.inference_mode(False), torch.no_grad():
@@ -477,7 +477,8 @@ class Group:
             for bucket in self.buckets:
                 bucket.drop_part()
 
-    def _changed_in_place(self) -> list[str]:
+    def changed_in_place(self) -> list[str]:
+        """Names of full parameters that are no longer what was gathered: what ``reshard`` refuses to lose."""
         changed: list[str] = []
         for bucket in self.buckets:
             changed += bucket.moved_params()

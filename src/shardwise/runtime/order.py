@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from shardwise.runtime.disagreement import explain_failure
 from shardwise.runtime.group import Group, axes_of
 from shardwise.runtime.mesh import highest_over
 
@@ -48,11 +49,6 @@ class Order:
         """The next groups of the plan; none if it is not being followed."""
         return self._planned[self._cursor : self._cursor + count] if self._is_followed else []
 
-    @property
-    def planned(self) -> Sequence[Group]:
-        """All groups of the plan; none before the first."""
-        return self._planned
-
 
 class Turn:
     """The group that backward begins with, root aside: if forward freed it, it would be gathered at once.
@@ -62,23 +58,41 @@ class Turn:
     If later forwards end otherwise, this group is in memory for longer than it needs be, no more.
     """
 
+    _UNKNOWN, _NONE = -2, -1
+
     def __init__(self) -> None:
         self.group: Group | None = None
-        self._num_forwards = 0
+        self._has_begun = False
+        self._is_settled = False
+        self._place = self._UNKNOWN  # of this rank's candidate among all groups
 
-    def begin_forward(self, groups: Sequence[Group], root: Group | None, backward: Order) -> None:
-        """One with gradients is about to run; collective over all that gather ``groups`` before the second.
+    def begin_forward(self, groups: Sequence[Group], name: str) -> None:
+        """One with gradients is about to run, of the root ``name``.
 
-        ``backward`` is the order that the one before has led to.
+        Collective over all that gather ``groups``, from the second on, until that before failed on no rank.
         """
-        self._num_forwards += 1
-        if self._num_forwards != 2:
+        if self._is_settled:
             return
-        inner = [group for group in backward.planned if group is not root]
-        # One that runs several times would be kept from the first of them on.
-        first = inner[0] if inner and inner.count(inner[0]) == 1 else None
-        place = -1 if first is None else groups.index(first)
-        ends = torch.tensor([place, -place], device=groups[0].device)
-        highest_over(ends, axes_of(groups))
-        highest, minus_lowest = ends.tolist()
-        self.group = first if highest == -minus_lowest else None
+        if not self._has_begun:
+            self._has_begun = True
+            return
+        is_unknown = self._place == self._UNKNOWN
+        ends = torch.tensor([self._place, -self._place, is_unknown], device=groups[0].device)
+        axes = axes_of(groups)
+        try:
+            highest_over(ends, axes)
+        except RuntimeError as error:
+            raise explain_failure(error, "first comparison", name, axes) from error
+        highest, minus_lowest, somebody_failed = ends.tolist()
+        if not somebody_failed:
+            self._is_settled = True
+            if highest == -minus_lowest != self._NONE:
+                self.group = groups[highest]
+
+    def end_forward(self, groups: Sequence[Group], root: Group | None, backward: Sequence[Group]) -> None:
+        """One has ended well, and backward will go in this order."""
+        if not self._is_settled:
+            inner = [group for group in backward if group is not root]
+            # One that runs several times would be kept from the first of them on.
+            is_one = bool(inner) and inner.count(inner[0]) == 1
+            self._place = groups.index(inner[0]) if is_one else self._NONE

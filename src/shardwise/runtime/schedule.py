@@ -196,6 +196,11 @@ class Schedule:
             if group in member.schedule._kept_by_caller:
                 self._kept_by_caller.add(group)
 
+    @property
+    def _name(self) -> str:
+        """What messages call the model."""
+        return "the model" if self.root is None else self.root.name
+
     def observe(self, observer: Observer | None) -> None:
         """Report every event of every group to ``observer``, as (event, name)."""
         self.observer = observer
@@ -470,7 +475,7 @@ class Schedule:
                 group.wait()
         if self._inference is None:
             if torch.is_grad_enabled():
-                self._turn.begin_forward(self.groups, self.root, self._backward_order)
+                self._turn.begin_forward(self.groups, self._name)
             self._free_stale([group for group in self.groups if group.state is GATHERED])
         else:
             self._inference.make_good(self._play)
@@ -489,6 +494,8 @@ class Schedule:
             self._forward_order.plan(self._entered)
             if self._inference is not None:
                 self._inference.end_forward()
+            elif torch.is_grad_enabled():
+                self._turn.end_forward(self.groups, self.root, self._exited[::-1])
         if torch.is_grad_enabled():
             self._backward_order.plan(self._exited[::-1])
         if outcome in (ANNOUNCED, UNANNOUNCED) and torch.is_grad_enabled():
@@ -525,7 +532,7 @@ class Schedule:
         if group in map(_group_of, self._running):
             return False
         is_needed_next = group is self._turn.group and outcome is ANNOUNCED and group.unshard_in_backward
-        if is_needed_next and group.reshard_after_forward is None:
+        if is_needed_next and group.reshard_after_forward is None and not group.changed_in_place():
             return False
         return self.reshards_after_forward(group)
 
@@ -752,16 +759,15 @@ class Schedule:
 
     def _begin_backward(self) -> None:
         if compat.is_autograd_compiled():
-            name = "the model" if self.root is None else self.root.name
             raise RuntimeError(
-                f"{name}: compiled autograd runs its backward and does not say when that ends, so that "
+                f"{self._name}: compiled autograd runs its backward and does not say when that ends, so that "
                 "gradients would be lost. Leave it off, or compile a function that calls the model "
                 "(torch.compile(lambda x: model(x))), not the model: its hooks are then in the graph, and "
                 "none are left for autograd to run."
             )
         if self._inference is not None:
             raise RuntimeError(
-                f"{'the model' if self.root is None else self.root.name}: a backward inside inference(), "
+                f"{self._name}: a backward inside inference(), "
                 "which keeps full parameters whose gradients nobody reduces. Train outside of it."
             )
         self._prepare()
