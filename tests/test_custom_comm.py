@@ -132,6 +132,7 @@ def numel(model: nn.Module, names: list[str] | None) -> int:
     return sum(param.numel() for module in modules for param in module.parameters())
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("returns_work", [True, False], ids=["work", "none"])
 @pytest.mark.parametrize("make", [even_tower, uneven_tower])
 @pytest.mark.parametrize("world", [1, 2, 3, 4], indirect=True)

@@ -105,6 +105,7 @@ def divided_on_a_plane(shape: tuple[int, int], factor: float, reduces_late: bool
     return {name: full(param.grad) for name, param in model.named_parameters()}
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("reduces_late", [False, True])
 @pytest.mark.parametrize("factor", [1.0, 3.0, 4.0])
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)], ids=str)
@@ -185,6 +186,7 @@ def subclassed(side: Side, make: Any, rows: int, options: dict[str, Any]) -> Non
     side.note("bytes", model.blocks[0].weight)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("rows", [8, 5])
 @pytest.mark.parametrize("make", [UsesTagged, PackedLinear])
@@ -452,6 +454,7 @@ def block_used_on_some(
     return played(model, configure, 3, is_sharded, world, **how)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize(
     "configure",
     [one_block_for_each, one_block_for_the_first_rank, no_block_at_first],
@@ -717,7 +720,7 @@ def odd_parameters(side: Side, make: Any, place: Any, reshard: Any) -> None:
     side.note("shapes", [tuple(param.shape) for param in model.parameters()])
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("place", [None, on_the_last_dimension, on_dimension_1, on_a_mixture])
 @pytest.mark.parametrize("make", [odd_model, uneven_tower])
@@ -869,6 +872,7 @@ def clipped(side: Side, kind: float, offloads: bool) -> None:
     side.note_parameters(model)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize("kind", [1.0, 2.0, 3.0])
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)

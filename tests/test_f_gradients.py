@@ -56,6 +56,7 @@ def checkpointed_training(side: Side, where: str, reentrant: bool, loss: Any, op
     side.steps(model, adamw(model), range(3), loss)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
 @pytest.mark.parametrize("where", WAYS)
@@ -85,6 +86,7 @@ def staged_training(side: Side, reentrant: bool, order: Any, loss: Any) -> None:
     side.steps(model, adamw(model), range(3), loss)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("loss", [mean_of_squares, preference_loss])
 @pytest.mark.parametrize("order", [(0, 1), (0, 0), (0, 1, 1, 0)], ids=str)
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
@@ -201,6 +203,7 @@ def unsynchronised_backward_then_clear(side: Side, how: str, between: bool, has_
     side.steps(model, optimizer, range(3, 5))
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize(("between", "has_grad"), [(False, False), (False, True), (True, False)])
 @pytest.mark.parametrize(
     "how",
@@ -269,6 +272,7 @@ def accumulate(side: Side, synced: list[bool], options: Any, reshards_after_back
     side.note_parameters(model)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 @pytest.mark.parametrize("reshards_after_backward", [True, False])
 @pytest.mark.parametrize(
@@ -448,6 +452,7 @@ def evaluate_then_act(side: Side, act: Any, mode: str, reshard: bool | None) -> 
     side.steps(model, optimizer, [2, 3])
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize(
     ("mode", "reshard"), [("no_grad", False), ("inference_mode", None), ("grad", None), ("grad", False)]
 )

@@ -205,6 +205,7 @@ def replace_parameters(side: Side, early: bool, reshard: bool | None) -> None:
     side.note_parameters(model)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 @pytest.mark.parametrize("reshard", RESHARD)
 @pytest.mark.parametrize("early", [True, False], ids=["before_forward", "after_backward"])
@@ -228,6 +229,7 @@ def load_by_assignment(side: Side, make: Any, whole: bool, frozen: bool, again: 
     side.steps(model, adamw(model), range(2), width=width)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "one_frozen"])
 @pytest.mark.parametrize("again", [False, True], ids=["before_forward", "after_backward"])

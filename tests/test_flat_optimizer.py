@@ -171,6 +171,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_it_steps_models_sharded_in_any_way(way: Way, request: pytest.FixtureRequest) -> None:
     world: World = request.getfixturevalue(f"world{way.ranks}")

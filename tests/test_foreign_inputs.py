@@ -184,6 +184,7 @@ def innermost(module: nn.Module) -> nn.Module:
     return module
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("order", ["outside", "as a list", "inside"])
 @pytest.mark.parametrize("make", BLOCKS, ids=lambda make: make.__name__)
 def test_blocks_of_any_make_are_sharded_and_trained(world2: World, make: Any, order: str) -> None:
@@ -435,6 +436,7 @@ def move_between_steps(side: Side, how: str) -> None:
     side.note_parameters(model)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("how", MOVES)
 @both_worlds
 def test_moving_a_model_keeps_its_parameters_in_the_optimizer(world: World, how: str) -> None:
@@ -783,7 +785,7 @@ def pipeline(side: Side, schedule: str, setting: str, options: dict[str, Any]) -
         side.note_parameters(stage)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("setting", ["sync", "sync keep", "sync keep share", "nothing"])
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -107,6 +107,7 @@ def states_by_id(way: Way, kind: str) -> Any:
     return named, numbered, first, same(back, named)
 
 
+@pytest.mark.thin(2)
 @over_all_cases
 def test_the_state_by_id_is_that_of_the_plain_optimizer(
     way: Way, kind: str, request: pytest.FixtureRequest
@@ -142,6 +143,7 @@ def gone_on(way: Way, kind: str, keys: str, everywhere: bool, first: Any, second
     return full_state_dict(model, rank0_only=False), [group["lr"] for group in optimizer.param_groups]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("keys", "everywhere"), [("name", False), ("id", True)])
 @over_all_cases
 def test_a_plain_run_goes_on_sharded(

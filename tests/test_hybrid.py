@@ -280,6 +280,7 @@ def divided(layout: Layout | None, factor: float, pattern: list[tuple[bool, bool
     return gradients_of(model)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize(
     "layout", [SQUARE, Layout((4, 1)), Layout((1, 4)), Layout((4,), ("shard",), ("shard",))], ids=str
 )
@@ -361,7 +362,7 @@ def named_run(layout: Layout, recipe: Recipe, dims: dict[str, Any]) -> Any:
     return train_on(layout, model, recipe)
 
 
-@pairs(("chosen", "recipe"), NAMED, {"even": EVEN, "uneven": UNEVEN}, every=2)
+@pairs(("chosen", "recipe"), NAMED, {"even": EVEN, "uneven": UNEVEN}, every=3)
 def test_data_parallel_dimensions_are_chosen_by_name(
     world4: World, chosen: tuple[Layout, dict[str, Any]], recipe: Recipe
 ) -> None:
@@ -461,6 +462,7 @@ def spmd_run(
 SPMD = [name for name in NAMED if not name.startswith("cube")]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", SPMD)
 def test_parameters_that_are_dtensors_on_the_whole_mesh_train_as_plainly(world4: World, name: str) -> None:
     layout, dims = NAMED[name]

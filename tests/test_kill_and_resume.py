@@ -159,6 +159,7 @@ WHILE_SAVING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("starts", WHILE_SAVING)
 def test_f43_killed_while_saving(tmp_path: Path, unbroken: Losses, starts: dict[Kill, int]) -> None:
     ended = run(tmp_path, 2, list(starts))
@@ -168,6 +169,7 @@ def test_f43_killed_while_saving(tmp_path: Path, unbroken: Losses, starts: dict[
     assert sorted(each.name for each in (tmp_path / "saved").iterdir()) == ["step-00000008", "step-00000012"]
 
 
+@pytest.mark.slow
 def test_f43_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
     """Two processes, then one, then two again, each killed at a checkpoint but for the last."""
     whole = losses_of(run(tmp_path / "unbroken", 1, [], saves=False, dropout=False))

@@ -122,6 +122,7 @@ def keep_over_steps(what: str, when: str) -> None:
         assert list(map(numbers_of, kept)) == then
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("when", ["before forward", "before backward"])
 @pytest.mark.parametrize("what", KEPT)
 @by_world

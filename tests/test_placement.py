@@ -113,7 +113,7 @@ def placed_run(layout: Layout, recipe: Recipe, place: PlacementFn, options: dict
     return train_on(layout, shard(built(recipe), recipe.but(options=options)), recipe)
 
 
-@pairs(("place", "recipe"), FUNCTIONS, RECIPES, every=2)
+@pairs(("place", "recipe"), FUNCTIONS, RECIPES, every=3)
 def test_parameters_may_be_sharded_on_any_dimension(
     world4: World, place: PlacementFn, recipe: Recipe
 ) -> None:
@@ -122,6 +122,7 @@ def test_parameters_may_be_sharded_on_any_dimension(
         assert_same_record(record, expected)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("recipe", [UNEVEN, CONVOLUTIONS], ids=["uneven", "convolutions"])
 @pytest.mark.parametrize("reshard", [True, False])
@@ -356,6 +357,7 @@ MIXTURES = {
 }
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("experts", MIXTURES.values(), ids=MIXTURES)
 def test_experts_lie_on_another_mesh_than_the_rest(world4: World, experts: Experts) -> None:
     expected = plain_experts(experts)
@@ -374,6 +376,7 @@ def line_run(recipe: Recipe, options: dict[str, Any]) -> Any:
     return train_on(layout, model, recipe)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_f10_resharding_to_fewer_ranks_changes_no_number(world4: World, ranks: int, recipe: Recipe) -> None:
