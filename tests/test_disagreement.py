@@ -73,8 +73,5 @@ def uneven_microbatches(steps_of_rank: list[int]) -> str:
 
 def test_f21_a_rank_with_more_microbatches_is_told_who_has_stopped(world2: World) -> None:
     more, done = world2.run(uneven_microbatches, [2, 1])
-    assert "rank 0 waited for the first comparison of 'Forks'; rank 1 was not waiting at all" in more
-    assert done == "no error"
-    more, done = world2.run(uneven_microbatches, [3, 2])
     assert "rank 0 waited for the gather of 'blocks.0'; rank 1 was not waiting at all" in more
     assert done == "no error"

@@ -59,8 +59,6 @@ forward blocks.1
 free blocks.1
 gather blocks.2
 forward blocks.2
-free blocks.2
-gather blocks.2
 """,
     )
 

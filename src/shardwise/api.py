@@ -70,8 +70,8 @@ def fully_shard(
         mesh: a ``DeviceMesh`` of one dimension, to shard over, or of two: parameters are replicated over
             the first and sharded over the second. None: all ranks of the default process group.
         reshard_after_forward: True frees the full parameters after forward and gathers them again for
-            backward; False keeps them; None frees them except where backward needs them at once: in the
-            outermost sharded module, and in the one that backward begins with, as the first step has shown
+            backward; False keeps them; None frees them except where backward probably needs them at once: in
+            the outermost sharded module, and in the last of those inside it, in the order of ``modules()``
             (graphs of a whole model free that one too). A number n of ranks, a divisor of the number sharded
             over: each n neighbours keep them together and gather them again among themselves (1 is as False,
             all of them as True).

@@ -59,7 +59,7 @@ from shardwise.runtime.group import (
 )
 from shardwise.runtime.inference import Inference
 from shardwise.runtime.mesh import Axis, highest_over
-from shardwise.runtime.order import Order, Turn
+from shardwise.runtime.order import Order
 from shardwise.runtime.reduction import Shipment
 from shardwise.runtime.replicas import refuse_unequal
 from shardwise.runtime.streams import Lanes
@@ -154,7 +154,9 @@ class Schedule:
         self._exited: list[Group] = []
         self._forward_order = Order()
         self._backward_order = Order()
-        self._turn = Turn()
+        self._last: Group | None = None  # of the tree: backward is likely to begin with it
+        self._kept_for_backward: Group | None = None  # that group, from its forward to its backward
+        self._kept_before: Group | None = None  # of a forward that ended without its backward, or failed
         self._first_enter: dict[Group, int] = {}
         self._held: dict[Group, None] = {}  # groups that are gathered or on their way
         self._ahead: set[Group] = set()  # prefetched and not yet entered
@@ -181,6 +183,7 @@ class Schedule:
             member.schedule = self
         self._parents = _parents(self.groups, root.group)
         self._optionals = None
+        self._last = None
         self.observe(self.observer)
 
     def _take_from(self, member: Member) -> None:
@@ -191,6 +194,8 @@ class Schedule:
         group.on_gradient = self._gradient_came
         group.on_part = self._part_complete
         group.on_complete = self._gradients_complete
+        if group is member.schedule._kept_for_backward:
+            self._kept_for_backward = group
         if group.state is not SHARDED:
             self._held[group] = None
             if group in member.schedule._kept_by_caller:
@@ -238,6 +243,8 @@ class Schedule:
                     group.replan(partial(Bucket.communicate, **choices), bucket)
                 channel += 1
         self._plan_room()
+        inner = [group for group in self.groups if group is not self.root and not group.may_be_unused]
+        self._last = inner[-1] if inner else None
         self._is_ready = True
 
     def _plan_room(self) -> None:
@@ -251,7 +258,6 @@ class Schedule:
         """Look again at what the caller has chosen for the groups, before the next forward."""
         self._is_ready = False
         self._optionals = None
-        self._turn = Turn()
 
     def reset(self) -> None:
         """Forget the running iteration, whatever it has come to, and all gradients that wait."""
@@ -308,6 +314,7 @@ class Schedule:
         self._free_stale([group])
         self._gather(group)
         self._kept_by_caller.add(group)
+        self._forget_kept(group)
 
     def reshard_for_caller(self, group: Group) -> None:
         """Free the full parameters now."""
@@ -442,7 +449,11 @@ class Schedule:
         if outcome is FAILED:
             self._release(group)
         elif not group.may_be_unused and self._frees_after(call, outcome):
-            self._release_after_forward(group, outcome)
+            if outcome is ANNOUNCED and self._is_needed_at_once(group):
+                group.hide()
+                self._kept_for_backward = group
+            else:
+                self._release_after_forward(group, outcome)
             for optional in self._optional(group):
                 self._release(optional)
         if not self._running:
@@ -470,13 +481,13 @@ class Schedule:
             group.drop_cleared()
         for group in [group for group in self._held if group.state is PARTLY]:
             self._release(group)
+        self._kept_before = self._kept_for_backward
         for group in self.groups:
             if group.state is GATHERING:  # asked for and not used: on some ranks, perhaps
                 group.wait()
         if self._inference is None:
-            if torch.is_grad_enabled():
-                self._turn.begin_forward(self.groups, self._name)
-            self._free_stale([group for group in self.groups if group.state is GATHERED])
+            kept = [group for group in self.groups if group.state is GATHERED]
+            self._free_stale([group for group in kept if group is not self._kept_before])
         else:
             self._inference.make_good(self._play)
             self._inference.check_weights()
@@ -494,15 +505,14 @@ class Schedule:
             self._forward_order.plan(self._entered)
             if self._inference is not None:
                 self._inference.end_forward()
-            elif torch.is_grad_enabled():
-                self._turn.end_forward(self.groups, self.root, self._exited[::-1])
         if torch.is_grad_enabled():
             self._backward_order.plan(self._exited[::-1])
         if outcome in (ANNOUNCED, UNANNOUNCED) and torch.is_grad_enabled():
             unneeded = [*self._ahead, *self._partly_run()]
         else:
             # No backward will come for whose sake a group could be kept.
-            unneeded = [group for group in self._held if group not in self._kept_by_caller]
+            others = (*self._kept_by_caller, self._kept_before)  # which an earlier forward has left
+            unneeded = [group for group in self._held if group not in others]
         for group in unneeded:
             self._release(group)
         self._hide_kept()
@@ -531,18 +541,29 @@ class Schedule:
             return False
         if group in map(_group_of, self._running):
             return False
-        is_needed_next = group is self._turn.group and outcome is ANNOUNCED and group.unshard_in_backward
-        if is_needed_next and group.reshard_after_forward is None and not group.changed_in_place():
-            return False
         return self.reshards_after_forward(group)
 
     def reshards_after_forward(self, group: Group) -> bool:
         """What the caller has chosen for ``group``; by default all are freed but the root's.
 
-        And but one more in eager runs, which know what comes next: see ``Turn``.
+        Eager runs keep one more in memory: see ``_is_needed_at_once``.
         """
         chosen = group.reshard_after_forward
         return group is not self.root if chosen is None else bool(chosen)
+
+    def _is_needed_at_once(self, group: Group) -> bool:
+        """True if backward probably begins with ``group``: freed, it would be gathered again at once.
+
+        Which one that is was not observed but is read from the tree: what ranks gather in backward must not
+        depend on what each of them has seen.
+        """
+        return (
+            group is self._last
+            and group.reshard_after_forward is None
+            and group.unshard_in_backward
+            and self._inference is None
+            and not group.changed_in_place()
+        )
 
     def _release_after_forward(self, group: Group, outcome: Outcome) -> None:
         """Free a group, or leave a part of it for backward where that was asked for."""
@@ -629,8 +650,20 @@ class Schedule:
             # Its own outputs are not part of this backward, but what ran before this call may be.
             session.active[around.group] = around.enter
             self._gather(around.group)
+            self._take_up(around.group)
             around.group.wait()
             around = around.parent
+
+    def _take_up(self, group: Group) -> None:
+        """Let autograd find what has changed in the group that was kept, as if it were gathered anew."""
+        if group is self._kept_for_backward:
+            group.follow_versions()
+            self._forget_kept(group)
+
+    def _forget_kept(self, group: Group) -> None:
+        """``group`` is no longer kept for a backward only, if it was."""
+        if group is self._kept_for_backward:
+            self._kept_for_backward = self._kept_before = None
 
     def _enter_recomputation(self, group: Group, module: nn.Module) -> None:
         """Activation checkpointing runs a module again inside backward."""
@@ -654,6 +687,7 @@ class Schedule:
             self._backward_order.find(group)
         if group.unshard_in_backward:
             self._gather_again(group)
+        self._take_up(group)
         self._ahead.discard(group)
         self._gather_optional(group)
         if group.backward_prefetch is not None or group.policy.backward_prefetch == "before":
@@ -857,12 +891,15 @@ class Schedule:
         self._held.clear()
         self._ahead.clear()
         self._kept_by_caller.clear()
+        self._kept_for_backward = self._kept_before = None
         self._first_enter.clear()
         self._running.clear()
 
     # --- gathered groups --------------------------------------------------------------------------
 
     def _gather(self, group: Group) -> None:
+        if group is self._kept_before:
+            self._release(group)  # of an earlier forward; not before, since all ranks gather it now
         if self._inference is not None and group.state is SHARDED:
             self._inference.note(group)
         group.unshard()
@@ -880,6 +917,7 @@ class Schedule:
         self._kept_by_caller.discard(group)
         self._ahead.discard(group)
         self._held.pop(group, None)
+        self._forget_kept(group)
         if group.state is GATHERING:
             group.wait()
         if group.state in (GATHERED, PARTLY):
