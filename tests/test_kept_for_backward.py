@@ -196,6 +196,21 @@ def test_an_edit_between_forward_and_backward_is_found_by_autograd(world2: World
     world2.run(edit_between_forward_and_backward)
 
 
+def edit_after_sharding_around() -> None:
+    model = path()
+    step(model, *IN_ORDER)
+    loss = model(random_batch(0, 4)).pow(2).mean()
+    fully_shard(nn.Sequential(model, nn.Linear(WIDTH, WIDTH)))
+    with torch.no_grad():
+        model.blocks[2].weight.mul_(0.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_so_is_one_after_sharding_around_it(world2: World) -> None:
+    world2.run(edit_after_sharding_around)
+
+
 def seen_behind_the_last_block() -> list[bool]:
     """Whether the root's code sees the shard of that block, in each of three steps."""
     model = path()

@@ -156,7 +156,7 @@ class Schedule:
         self._backward_order = Order()
         self._last: Group | None = None  # of the tree: backward is likely to begin with it
         self._kept_for_backward: Group | None = None  # that group, from its forward to its backward
-        self._kept_before: Group | None = None  # of a forward that ended without its backward, or failed
+        self._kept_before: Group | None = None  # the same, of an earlier forward than the one that runs
         self._first_enter: dict[Group, int] = {}
         self._held: dict[Group, None] = {}  # groups that are gathered or on their way
         self._ahead: set[Group] = set()  # prefetched and not yet entered
@@ -183,7 +183,6 @@ class Schedule:
             member.schedule = self
         self._parents = _parents(self.groups, root.group)
         self._optionals = None
-        self._last = None
         self.observe(self.observer)
 
     def _take_from(self, member: Member) -> None:
