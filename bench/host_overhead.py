@@ -21,7 +21,7 @@ AdamW on one flat tensor, and beside it on the shards as plain tensors.
 
 Refuted by: a ratio above its target that stands out of the noise, which is how far `peer again` (a
 second instance of the peer) is from 1.0. Or by a variant that skips work: compare
-`collectives` with the peer's.
+`collectives` with the peer's (one less is meant: the last block is gathered once for forward and backward).
 
 What it cannot show: device time, overlap, real networks. The fake group leaves this rank's own numbers,
 or none, where those of others belong, so that the results are meaningless (denormals are flushed, lest they
