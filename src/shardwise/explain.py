@@ -23,9 +23,9 @@ def explain(model: nn.Module) -> str:
     - group: the name, as in errors and events. A group of several modules shows the first and the last.
     - class: what the modules were before they were sharded.
     - strategy: what :func:`shard_model` calls such settings. Full parameters are freed after forward and
-      after backward (``zero3``, ``hybrid``; the root and the last group keep them from forward to
-      backward unless told otherwise), after backward (``zero2``, ``hybrid_zero2``), or not (``zero1``). ``(within 2)``: pairs of
-      ranks keep them from forward to backward.
+      after backward (``zero3``, ``hybrid``; the root and the last group keep them from forward to backward
+      unless told otherwise), after backward (``zero2``, ``hybrid_zero2``), or not (``zero1``). ``(within
+      2)``: pairs of ranks keep them from forward to backward.
     - mesh: over how many ranks parameters are replicated and sharded.
     - parameters: how many numbers, over all ranks.
     - MB full: what gathered parameters take on a rank, in the dtype of computation. With ``ddp`` they are
