@@ -290,9 +290,9 @@ def refusal_of_a_custom_policy() -> str:
 
 
 def groups_with_settings() -> list[bool]:
-    """What a CustomPolicy returns as a dict for some modules."""
+    """What a CustomPolicy returns as a dict for some modules. (The last is kept for backward.)"""
     model = shard_model(
-        built(even_tower), wrap=is_a_block, overrides={"blocks.1": {"reshard_after_forward": False}}
+        built(even_tower), wrap=is_a_block, overrides={"blocks.0": {"reshard_after_forward": False}}
     )
     model(random_batch(0, 4)).sum()
     return [block._shardwise_member.group.state.name == "GATHERED" for block in model.blocks]
@@ -301,7 +301,7 @@ def groups_with_settings() -> list[bool]:
 def test_settings_of_single_modules_are_overrides(world1: World) -> None:
     (text,) = world1.run(refusal_of_a_custom_policy)
     assert_says(text, "CustomPolicy", "overrides")
-    assert world1.run(groups_with_settings) == [[False, True, False]]
+    assert world1.run(groups_with_settings) == [[True, False, True]]
 
 
 class Manual(nn.Module):

@@ -507,15 +507,19 @@ def limits(plan: Plan) -> dict[str, tuple[float, float]]:
 
 
 def formulas(plan: Plan) -> dict[str, float]:
-    """Bytes a parameter in float32 with Adam. `keeps`: full parameters beside the shard."""
+    """Bytes a parameter in float32 with Adam. `keeps`: full parameters beside the shard.
+
+    From forward to backward that is the last of the four blocks where the others are freed.
+    """
     n = plan.shards
     shard, gradient, state = 4 / n, 4 / n, 8 / n
     keeps = {"ddp": 0, "zero1": 4, "zero2": 4, "zero3": 0, "hybrid": 0, "hybrid_zero2": 4}[plan.strategy]
     # A full copy beside a shard that is everything is none.
     kept_between = 4 if plan.strategy == "zero1" else 0
     kept_between, keeps = (0, 0) if n == 1 else (kept_between, keeps)
+    frees = plan.strategy in ("zero3", "hybrid")
     return {
-        "forward": shard + keeps,
+        "forward": shard + (4 / 4 if frees else keeps),
         "quiet microbatch": shard + keeps + 4,
         "two quiet microbatches": shard + keeps + 4,
         "backward": shard + kept_between + gradient,
