@@ -58,15 +58,19 @@ COLUMNS = {
 
 
 def live_bytes() -> int:
-    """Bytes of the storages of all tensors there are."""
+    """Bytes of memory under all tensors there are, each once: storages may lie inside others."""
     gc.collect()
-    storages = {}
+    stretches = set()
     for value in gc.get_objects():
         # By class, and not by isinstance, which asks every object, deprecated ones too.
         if type(value) in (torch.Tensor, torch.nn.Parameter) and value.device.type == "cpu":
             storage = value.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
+            stretches.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+    total = reached = 0
+    for start, end in sorted(stretches):
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def sent_bytes() -> int:
