@@ -154,11 +154,35 @@ def plain_gradients() -> dict[str, Tensor | None]:
     return {name: full(param.grad) for name, param in model.named_parameters()}
 
 
-def test_ranks_that_end_differently_keep_the_same(world2: World) -> None:
+def test_lists_of_the_callers_are_gathered_as_they_are(world2: World) -> None:
     expected = plain_gradients()
     for actual, gathers in world2.run(crossed_gradients, 3):
-        assert gathers == ["Path 1 2 | 1"] * 3
+        assert gathers == ["Path 1 2 | 2 1"] * 3
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+def trained_where_one_rank_needs_no_gradients() -> list[str]:
+    """Blocks are frozen; from the third step on, the input of rank 1 wants no gradient."""
+    model = path()
+    blocks = list(model.blocks)
+    model.blocks.requires_grad_(False)
+    model.set_modules_to_backward_prefetch(blocks[::-1])
+    for each in blocks:
+        each.set_modules_to_backward_prefetch([])
+    gathers: list[str] = []
+    model._shardwise_member.schedule.observe(
+        lambda event, name: gathers.append(name) if event == "gather" else None
+    )
+    for index in range(4):
+        gathers.clear()
+        inputs = random_batch(0, 4).requires_grad_(index < 2 or dist.get_rank() == 0)
+        model(inputs).pow(2).mean().backward()
+    return gathers
+
+
+def test_they_are_what_ranks_have_in_common_whose_gradients_flow_differently(world2: World) -> None:
+    one, other = world2.run(trained_where_one_rank_needs_no_gradients)
+    assert one == other
 
 
 def changes_in_last_block() -> list[str]:

@@ -397,6 +397,7 @@ def test_backward_gathers_ahead_what_the_caller_chose(world2: World) -> None:
         assert_expected_inline(
             "\n".join(events),
             """\
+gather blocks.2
 gather blocks.1
 backward Tower
 backward blocks.2

@@ -72,9 +72,9 @@ def fully_shard(
         reshard_after_forward: True frees the full parameters after forward and gathers them again for
             backward; False keeps them; None frees them except where backward probably needs them at once: in
             the outermost sharded module, and in the last of those inside it, in the order of ``modules()``
-            (graphs of a whole model free that one too). A number n of ranks, a divisor of the number sharded
-            over: each n neighbours keep them together and gather them again among themselves (1 is as False,
-            all of them as True).
+            (not where the caller says what backward gathers ahead, nor in graphs of a whole model). A number
+            n of ranks, a divisor of the number sharded over: each n neighbours keep them together and gather
+            them again among themselves (1 is as False, all of them as True).
         shard_placement_fn: called with each parameter; returns the ``Shard(dim)`` to use for it, a
             :class:`ShardPlacementResult` to choose its mesh as well, or None for ``Shard(0)``. Sharding on
             other dims than 0 costs a copy of the parameter at every gather and reduction.

@@ -554,12 +554,14 @@ class Schedule:
         """True if backward probably begins with ``group``: freed, it would be gathered again at once.
 
         Which one that is was not observed but is read from the tree: what ranks gather in backward must not
-        depend on what each of them has seen.
+        depend on what each of them has seen. Nor is anything kept where the caller says what backward gathers
+        ahead: ranks gather that also where gradients flow differently in them.
         """
         return (
             group is self._last
             and group.reshard_after_forward is None
             and group.unshard_in_backward
+            and all(each.backward_prefetch is None for each in self.groups)
             and self._inference is None
             and not group.changed_in_place()
         )
