@@ -11,6 +11,7 @@ from expecttest import assert_expected_inline
 from harness import World
 from models import WIDTH, random_batch
 from reference import full, mean_of_squares
+from test_events import observed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -45,20 +46,18 @@ def step(model: nn.Module, *order: int) -> None:
     model(random_batch(dist.get_rank(), 4), order).pow(2).mean().backward()
 
 
+def gathered(events: list[str]) -> list[str]:
+    """The groups that were, in order."""
+    return [event.removeprefix("gather ") for event in events if event.startswith("gather ")]
+
+
 def gathers_of(model: Any, *order: int) -> str:
     """What a step gathers before backward, and in it."""
-    gathered: list[str] = []
-
-    def note(event: str, name: str) -> None:
-        if event == "gather":
-            gathered.append(name.removeprefix("blocks."))
-
-    model._shardwise_member.schedule.observe(note)
+    events = observed(model)
     loss = model(random_batch(dist.get_rank(), 4), order).pow(2).mean()
-    gathered.append("|")
+    events.append("gather |")
     loss.backward()
-    model._shardwise_member.schedule.observe(None)
-    return " ".join(gathered)
+    return " ".join(name.removeprefix("blocks.") for name in gathered(events))
 
 
 def gathers_of_steps(*orders: Sequence[int], **options: Any) -> list[str]:
@@ -108,8 +107,7 @@ def last_events_of_a_forward(change: Callable[[Any], Any]) -> list[str]:
     model = path()
     step(model, *IN_ORDER)
     change(model)
-    events: list[str] = []
-    model._shardwise_member.schedule.observe(lambda event, name: events.append(f"{event} {name}"))
+    events = observed(model)
     model(random_batch(0, 4))
     return events[-2:]
 
@@ -169,15 +167,12 @@ def trained_where_one_rank_needs_no_gradients() -> list[str]:
     model.set_modules_to_backward_prefetch(blocks[::-1])
     for each in blocks:
         each.set_modules_to_backward_prefetch([])
-    gathers: list[str] = []
-    model._shardwise_member.schedule.observe(
-        lambda event, name: gathers.append(name) if event == "gather" else None
-    )
+    events = observed(model)
     for index in range(4):
-        gathers.clear()
+        events.clear()
         inputs = random_batch(0, 4).requires_grad_(index < 2 or dist.get_rank() == 0)
         model(inputs).pow(2).mean().backward()
-    return gathers
+    return gathered(events)
 
 
 def test_they_are_what_ranks_have_in_common_whose_gradients_flow_differently(world2: World) -> None:
@@ -206,33 +201,24 @@ def test_an_edit_of_what_is_kept_is_refused_where_it_happens(world2: World) -> N
     assert world2.run(changes_in_last_block) == [["Path 0 1 2 | 1 0"] * 2] * 2
 
 
-def edit_between_forward_and_backward() -> None:
+def edit_between_forward_and_backward(sharding_around: bool) -> None:
     model = path()
     step(model, *IN_ORDER)
     loss = model(random_batch(0, 4)).pow(2).mean()
+    if sharding_around:
+        fully_shard(nn.Sequential(model, nn.Linear(WIDTH, WIDTH)))
     with torch.no_grad():
         model.blocks[2].weight.mul_(0.5)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
-def test_an_edit_between_forward_and_backward_is_found_by_autograd(world2: World) -> None:
-    world2.run(edit_between_forward_and_backward)
-
-
-def edit_after_sharding_around() -> None:
-    model = path()
-    step(model, *IN_ORDER)
-    loss = model(random_batch(0, 4)).pow(2).mean()
-    fully_shard(nn.Sequential(model, nn.Linear(WIDTH, WIDTH)))
-    with torch.no_grad():
-        model.blocks[2].weight.mul_(0.5)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_so_is_one_after_sharding_around_it(world2: World) -> None:
-    world2.run(edit_after_sharding_around)
+@pytest.mark.parametrize("sharding_around", [False, True])
+def test_an_edit_between_forward_and_backward_is_found_by_autograd(
+    world2: World, sharding_around: bool
+) -> None:
+    """Also where a module around the model is sharded meanwhile."""
+    world2.run(edit_between_forward_and_backward, sharding_around)
 
 
 def seen_behind_the_last_block() -> list[bool]:
@@ -273,10 +259,9 @@ def gathers_around_a_failure() -> list[str]:
     with suppress(Fails):
         model(random_batch(0, 4))
     hook.remove()
-    events: list[str] = []
-    model._shardwise_member.schedule.observe(lambda event, name: events.append(f"{event} {name}"))
+    events = observed(model)
     mean_of_squares(model, random_batch(0, 4)).backward()
-    return [event.removeprefix("gather ") for event in events if event.startswith("gather")]
+    return gathered(events)
 
 
 def test_ranks_of_which_one_has_failed_go_on_together(world2: World) -> None:
@@ -289,14 +274,11 @@ def after_evaluation() -> list[str]:
     model = path()
     step(model, *IN_ORDER)
     loss = model(random_batch(0, 4)).pow(2).mean()
-    gathers: list[str] = []
-    model._shardwise_member.schedule.observe(
-        lambda event, name: gathers.append(name) if event == "gather" else None
-    )
+    events = observed(model)
     with torch.no_grad():
         model(random_batch(1, 4))
     loss.backward()
-    return gathers
+    return gathered(events)
 
 
 def test_another_forward_gathers_it_anew(world2: World) -> None:
@@ -322,12 +304,9 @@ def gathers_around_a_look() -> list[str]:
     if dist.get_rank() == 0:
         with torch.no_grad():
             model.measure(random_batch(0, 4))
-    gathers: list[str] = []
-    model._shardwise_member.schedule.observe(
-        lambda event, name: gathers.append(name) if event == "gather" else None
-    )
+    events = observed(model)
     loss.backward()
-    return gathers
+    return gathered(events)
 
 
 def test_a_forward_of_one_rank_that_gathers_nothing_frees_nothing(world2: World) -> None:
@@ -343,10 +322,9 @@ def gathers_of_a_list() -> list[str]:
     fully_shard([model[2], model[3]])
     fully_shard(model)
     mean_of_squares(model, random_batch(0, 4)).backward()
-    events: list[str] = []
-    model._shardwise_member.schedule.observe(lambda event, name: events.append(f"{event} {name}"))
+    events = observed(model)
     mean_of_squares(model, random_batch(0, 4)).backward()
-    return [event.removeprefix("gather ") for event in events if event.startswith("gather")]
+    return gathered(events)
 
 
 def test_modules_of_one_group_are_kept_together(world2: World) -> None:
@@ -369,13 +347,10 @@ def gathers_after_unshard() -> list[str]:
     model = path()
     step(model, *IN_ORDER)
     model(random_batch(0, 4))
-    gathers: list[str] = []
-    model._shardwise_member.schedule.observe(
-        lambda event, name: gathers.append(name) if event == "gather" else None
-    )
+    events = observed(model)
     model.blocks[2].unshard()
     model(random_batch(0, 4))
-    return gathers
+    return gathered(events)
 
 
 def test_what_the_caller_unshards_meanwhile_is_the_callers(world2: World) -> None:
@@ -393,8 +368,7 @@ def events_of_experts() -> list[str]:
     fully_shard(model)
     model.blocks[2][1].set_may_be_unused()
     step(model, *IN_ORDER)
-    events: list[str] = []
-    model._shardwise_member.schedule.observe(lambda event, name: events.append(f"{event} {name}"))
+    events = observed(model)
     loss = model(random_batch(0, 4)).pow(2).mean()
     in_forward = [event for event in events if "blocks.2" in event]
     loss.backward()

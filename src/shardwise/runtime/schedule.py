@@ -448,11 +448,7 @@ class Schedule:
         if outcome is FAILED:
             self._release(group)
         elif not group.may_be_unused and self._frees_after(call, outcome):
-            if outcome is ANNOUNCED and self._is_needed_at_once(group):
-                group.hide()
-                self._kept_for_backward = group
-            else:
-                self._release_after_forward(group, outcome)
+            self._release_after_forward(group, outcome)
             for optional in self._optional(group):
                 self._release(optional)
         if not self._running:
@@ -567,8 +563,11 @@ class Schedule:
         )
 
     def _release_after_forward(self, group: Group, outcome: Outcome) -> None:
-        """Free a group, or leave a part of it for backward where that was asked for."""
-        if (
+        """Free a group, or leave it, or a part of it, for backward where that is wanted."""
+        if outcome is ANNOUNCED and self._is_needed_at_once(group):
+            group.hide()
+            self._kept_for_backward = group
+        elif (
             _part_world(group) is not None
             and outcome is ANNOUNCED
             and group.state is GATHERED
