@@ -283,8 +283,9 @@ sharded module contains both, to own the parameter. Call fully_shard on the modu
 after these two, or shard both in one call, as a list.
 
 with_added_parameter: blocks.1.scale: this parameter was added after fully_shard (group 'blocks.1').
-Its gradient would stay this rank's own and the ranks would drift apart. Add parameters before
-fully_shard, or in a module that is sharded itself.
+No group reduces the gradients, so they would stay this rank's own and the ranks would drift apart.
+Add parameters before fully_shard, call fully_shard on the new module, or freeze what is not to be
+trained.
 
 on_meta: Cannot run forward: 4 parameters are still on the meta device: inlet.weight, inlet.bias,
 outlet.weight, outlet.bias. Nothing has given them values. Call shardwise.materialize(model), or

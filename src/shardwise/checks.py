@@ -9,12 +9,12 @@ from torch import nn
 
 from shardwise.module import FSDPModule, original_class, under_compile
 from shardwise.naming import clean, uncompiled
-from shardwise.runtime import compat
+from shardwise.runtime import additions, compat
 from shardwise.runtime.bucket import Storage
 from shardwise.runtime.group import Group
 from shardwise.runtime.mesh import ShardMesh
 
-PLACE = "_shardwise_place"
+PLACE = additions.PLACE
 
 
 @dataclass(eq=False)

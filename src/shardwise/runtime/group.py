@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.naming import clean
 from shardwise.policy import CommPolicy
 from shardwise.runtime import compat
+from shardwise.runtime.additions import ModuleWatch
 from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.departures import Departure, Departures
 from shardwise.runtime.disagreement import explain_failure
@@ -87,7 +88,7 @@ GRADIENT_STATES: dict[tuple[GradientState, str], GradientState] = {
 }
 
 _S = TypeVar("_S", bound=Enum)
-_registered, _is_on_meta = attrgetter("_parameters"), attrgetter("shard.bytes.is_meta")
+_is_on_meta = attrgetter("shard.bytes.is_meta")
 _lands_on_host, _gathered = attrgetter("lands_on_host"), attrgetter("gathered")
 
 Observer = Callable[[str, str], None]
@@ -132,7 +133,7 @@ class Group:
         self.averages_ignored = False
         self.choices: set[str] = set()  # which setters of communication were called
         self.partly_loaded: str | None = None  # why a load failed half-way
-        self.num_registered = self._count_registered()
+        self.modules_watch = ModuleWatch(owners)
         is_torchs = {module: type(module).__module__.startswith("torch.nn.") for module in owners}
         self._own_attributes = [module.__dict__ for module in owners if not is_torchs[module]]
         self._torch_attributes = [module.__dict__ for module in owners if is_torchs[module]]
@@ -267,42 +268,44 @@ class Group:
         for param in self.params:
             param.rename(names)
 
+    def adopt_replaced(self) -> None:
+        """Take over parameters that the caller has put in place of ours, while nothing is gathered."""
+        if self.state is not SHARDED:
+            return
+        for param in self.params:
+            new = param.replaced_by()
+            if new is not None:
+                param.adopt(new)
+
     def meta_parameters(self) -> list[str]:
         """Names of parameters that have no values yet."""
         return [param.fqn for param in self.params if param.sharded.is_meta]
 
     # --- full parameters --------------------------------------------------------------------------
 
-    def check_modules(self) -> None:
-        """Refuse parameters that were added after sharding: nobody would reduce their gradients."""
-        if self._count_registered() != self.num_registered:
-            self.refuse_added()
+    def refuse_added(self, names: Mapping[nn.Module, str]) -> None:
+        """Refuse parameters that were added after sharding: nobody would reduce their gradients.
 
-    def refuse_added(self) -> None:
-        """The same, by going through all of them."""
-        known = {(site.module, site.name) for p in self.params for site in p.sites}
-        known |= {(tie.site.module, tie.site.name) for tie in self.ties}
-        prefixes = {site.module: site.fqn.rpartition(".")[0] for p in self.params for site in p.sites}
-        for module in self.owners:
-            for name, tensor in module._parameters.items():
-                if tensor is not None and (module, name) not in known:
-                    where = f"{prefixes.get(module, self.name)}.{name}".lstrip(".")
-                    self._refuse_added(where, tensor)
-
-    def _count_registered(self) -> int:
-        return sum(map(len, map(_registered, self.owners)))
-
-    def _refuse_added(self, where: str, tensor: Tensor) -> None:
-        ours = [param.fqn for param in self.params if param.full is tensor]
-        if ours:
-            raise RuntimeError(
-                f"{where}: forward assigned the gathered parameter {ours[0]} to this attribute, which makes "
-                "it a second parameter, and its memory is freed after forward. Keep a copy (.clone())."
-            )
+        ``names`` are those of all modules of the tree.
+        """
+        added = self.modules_watch.find_added(names, self._fulls)
+        if not added:
+            return
+        for where, tensor in added:
+            ours = [param.fqn for param in self.params if param.full is tensor]
+            if ours:
+                raise RuntimeError(
+                    f"{where}: forward assigned the gathered parameter {ours[0]} to this attribute, which "
+                    "makes it a second parameter, and its memory is freed after forward. Keep a copy "
+                    "(.clone())."
+                )
+        shown = ", ".join(where for where, _ in added[:4])
+        more = f" and {len(added) - 4} more" if len(added) > 4 else ""
+        were = "these parameters were" if len(added) > 1 else "this parameter was"
         raise RuntimeError(
-            f"{where}: this parameter was added after fully_shard (group '{self.name}'). Its gradient would "
-            "stay this rank's own and the ranks would drift apart. Add parameters before fully_shard, or in "
-            "a module that is sharded itself."
+            f"{shown}{more}: {were} added after fully_shard (group '{self.name}'). No group reduces the "
+            "gradients, so they would stay this rank's own and the ranks would drift apart. Add parameters "
+            "before fully_shard, call fully_shard on the new module, or freeze what is not to be trained."
         )
 
     def lend(self) -> None:
@@ -592,10 +595,7 @@ class Group:
         """See what was assigned, moved, cast, frozen or unfrozen since the last gather; True if any was."""
         if self._watch is not None and self._watch.is_untouched(self._fulls) and not self._are_on_meta():
             return False
-        for param in self.params:
-            new = param.replaced_by()
-            if new is not None:
-                param.adopt(new)
+        self.adopt_replaced()
         if self._are_on_meta() or any(compat.local_tensor(p.sharded) is not p.local for p in self.params):
             self._move_in()
         self._follow_freezing()

@@ -113,7 +113,7 @@ def _after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, ou
 def _announce(member: Member, call: Call, inputs: Any, output: Any) -> tuple[Any, Outcome]:
     """Hook the outputs' nodes; the output, with copies in place of raw parameters, and the outcome."""
     group = call.group
-    group.check_modules()
+    member.schedule.refuse_added(group)
     output = group.casts.output(output)
     if isinstance(output, Tensor):  # the common case, and the quick one
         tensors = [output]

@@ -215,10 +215,13 @@ class Schedule:
         """Once, before anything runs: check that parameters have values, make lanes."""
         if self._is_ready:
             return
+        for group in self.groups:
+            group.adopt_replaced()
         names = [name for group in self.groups for name in group.meta_parameters()]
         if names:
             raise RuntimeError(f"Cannot run forward: {meta_message(names)}")
         for group in self.groups:
+            self.refuse_added(group)
             group.refuse_open_ties()
             group.refuse_partly_loaded()
             if group.may_be_unused and self._goes_with(group) is None:
@@ -245,6 +248,16 @@ class Schedule:
         inner = [group for group in self.groups if group is not self.root and not group.may_be_unused]
         self._last = inner[-1] if inner else None
         self._is_ready = True
+
+    def refuse_added(self, group: Group) -> None:
+        """Refuse what was added to the modules of ``group`` since it was sharded."""
+        if not group.modules_watch.is_untouched():
+            group.refuse_added(self.names())
+
+    def names(self) -> dict[nn.Module, str]:
+        """All modules of the tree, and their names in it."""
+        modules = () if self.root is None else self.root.modules
+        return {inner: name for module in modules for name, inner in module.named_modules()}
 
     def _plan_room(self) -> None:
         """How much gradients in flight may hold: with the part that is coming into being, as much as the

@@ -135,7 +135,7 @@ def _unshadow(params: Sequence[Param]) -> None:
 def _refuse_in_graphs(member: Member) -> None:
     """Break the graph where it would not do what the caller has asked for."""
     group = member.group
-    if reason := _about_model(group):
+    if reason := _about_model(member):
         compat.refuse_graph(reason)
     reason = _about_weights(member)
     if torch.is_grad_enabled():
@@ -150,15 +150,15 @@ def _refuse_in_graphs(member: Member) -> None:
         )
 
 
-def _about_model(group: Group) -> str:
+def _about_model(member: Member) -> str:
     """What eager runs refuse as well, when they begin or at the end of a forward: the whole message."""
+    group = member.group
     if group.ties:  # without a look at what they are tied to, which dynamo would ask for its gradient
         return open_tie_message(group.ties[0].site.fqn, "a parameter that")
     try:
         group.refuse_partly_loaded()
-        # As check_modules(), which counts in passes of C that dynamo cannot trace.
-        if sum(len(module._parameters) for module in group.owners) != group.num_registered:
-            group.refuse_added()
+        if not group.modules_watch.is_untouched_in_graph():
+            group.refuse_added(member.schedule.names())
     except RuntimeError as error:
         return str(error)
     # As the modules have them: of tensors that it meets elsewhere first, dynamo takes the sizes for dynamic.
