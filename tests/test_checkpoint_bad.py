@@ -9,6 +9,7 @@ import pickle
 import resource
 import shutil
 import subprocess
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -380,6 +381,24 @@ def test_damage_is_not_blamed_for_what_the_model_does(world2: World, tmp_path: P
     assert_expected_inline(
         message(world2.run(not_taken, str(tmp_path / "x"))),
         """RuntimeError: PATH: the model did not take what was read: ValueError: no, thank you. The weights are partly those of the checkpoint and partly others; load another one.""",
+    )
+
+
+def warned_while_reading(run: Run) -> str:
+    """In a process in which warnings are errors."""
+
+    def warn(*args: Any) -> None:
+        warnings.warn("use another function", DeprecationWarning, stacklevel=2)
+
+    model, _ = run.start(2)
+    with mock.patch.object(dcp.DefaultLoadPlanner, "commit_tensor", warn):
+        return refusal(load_checkpoint, run.path, model).replace(run.path, "PATH")
+
+
+def test_damage_is_not_blamed_for_what_torch_warns_of(world2: World, run: Run) -> None:
+    assert_expected_inline(
+        message(world2.run(warned_while_reading, run)),
+        """RuntimeError: PATH: reading its tensors failed: DeprecationWarning: use another function. The weights are partly those of the checkpoint and partly others; load another one.""",
     )
 
 

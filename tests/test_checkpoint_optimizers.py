@@ -178,6 +178,35 @@ def test_a_loaded_state_has_the_form_that_steps_give_it(world2: World, tmp_path:
     assert world2.run(forms_before_and_after, kind.run(tmp_path)) == [True, True]
 
 
+def net_on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Net()
+
+
+def goes_on_from_full_states(run: Run, states: tuple[Any, Any]) -> dict[str, Any]:
+    model, optimizer = run.start(2)
+    shardwise.load_full_state_dict(model, states[0])
+    shardwise.load_full_optimizer_state_dict(model, optimizer, states[1])
+    run.train(model, optimizer, HALF)
+    return everything(model, optimizer)
+
+
+def full_states(run: Run) -> tuple[Any, Any]:
+    model, optimizer = run.start(2)
+    load_checkpoint(run.path, model, optimizer)
+    return shardwise.full_state_dict(model, optimizer)
+
+
+def test_an_optimizer_that_made_its_state_on_the_meta_device_is_loaded(world2: World, tmp_path: Path) -> None:
+    """Adagrad makes its state when it is built: on the meta device where the model is there."""
+    run = Kind("Adagrad").run(tmp_path)
+    world2.run(first_half, run)
+    states = world2.run(full_states, run)[0]
+    late = replace(run, build=net_on_meta)
+    assert_same(world2.run(second_half, late), uninterrupted(run), 1e-10)
+    assert_same(world2.run(goes_on_from_full_states, late, states), uninterrupted(run), 1e-10)
+
+
 # --- groups ---------------------------------------------------------------------------------------
 
 

@@ -447,7 +447,7 @@ class Reading:
             targets |= plan.blanks
         for state_plan in self.state_plans:
             targets |= state_plan.targets
-        with _trying("reading its tensors failed. Files may have been damaged since they were written"):
+        with _trying("reading its tensors failed", ". Files may have been damaged since they were written"):
             _read(self.manifest, targets)
         with _trying("the model did not take what was read"):
             _give_model(self.model, {n: saved[n] for n in self.wanted if n in saved}, targets)
@@ -467,11 +467,15 @@ class Reading:
 
 
 @contextmanager
-def _trying(what: str) -> Iterator[None]:
-    """An error inside says what was tried."""
+def _trying(what: str, hint: str = "") -> Iterator[None]:
+    """An error inside says what was tried.
+
+    ``hint`` is its usual cause, which a warning that the caller's filters turn into an error does not have.
+    """
     try:
         yield
     except Exception as error:
+        what += "" if isinstance(error, Warning) else hint
         raise RuntimeError(f"{what}: {_cause(error)}") from error
 
 

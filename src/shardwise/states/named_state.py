@@ -177,7 +177,10 @@ def blank(
     None: nothing says how a tensor of this size would be laid out.
     """
     if isinstance(existing, Tensor) and existing.shape == size:
-        return existing
+        if not compat.plain(existing).is_meta or compat.plain(param).is_meta:
+            return existing
+        if not is_scalar:
+            return _with_memory(existing, compat.plain(param).device)
     if isinstance(param, DTensor) and size == param.shape and not is_scalar:
         local = torch.empty_like(compat.plain(param), dtype=dtype)
         return compat.make_dtensor(local, param._spec if dtype == param.dtype else _with_dtype(param, dtype))
@@ -185,6 +188,16 @@ def blank(
         device = torch.device("cpu") if is_scalar else compat.plain(param).device
         return torch.empty(size, dtype=dtype, device=device)
     return None
+
+
+def _with_memory(state: Tensor, device: torch.device) -> Tensor:
+    """State as it is laid out, on ``device``.
+
+    Optimizers that make their state when they are built, such as Adagrad, make it on the meta device where the
+    model is there, and it stays there when the model gets memory.
+    """
+    local = torch.empty_like(compat.plain(state), device=device)
+    return compat.make_dtensor(local, compat.spec_of(state)) if isinstance(state, DTensor) else local
 
 
 def _with_dtype(param: DTensor, dtype: torch.dtype) -> Any:
