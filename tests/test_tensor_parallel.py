@@ -27,6 +27,8 @@ from models import random_batch
 from reference import full
 from thinning import named, pairs
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -38,7 +40,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import shardwise
-from shardwise import fully_shard
+from shardwise import fully_shard, load_full_state_dict
 
 # --- models and their plans -----------------------------------------------------------------------
 
@@ -366,6 +368,40 @@ def states(layout: Layout | None, run: Run) -> dict[str, Any]:
 def test_states_hold_the_full_values(world4: World, layout: Layout, sizes: tuple[int, int, int]) -> None:
     run = Run(plan="everything", sizes=sizes)
     assert_all_same(world4.run(states, layout, run), states(None, run))
+
+
+class Uneven(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 7, bias=False))
+
+
+def loaded_into_uneven_rows(way: str) -> str:
+    """What becomes of a full state where ranks of a tensor parallel weight have different numbers of rows."""
+    mesh = USUAL.mesh()
+    model = parallelize_module(Uneven(), mesh["tp"], {"0": ColwiseParallel()})
+    shard = torch_fully_shard if way.startswith("the peer") else fully_shard
+    shard(model, mesh=mesh["dp"])
+    want = torch.arange(28.0).view(7, 4)
+    state = {"0.weight": want.clone()}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0="broadcast" in way)
+    try:
+        if way == "load_full_state_dict":
+            load_full_state_dict(model, state, src_rank=None)
+        elif way == "load_state_dict":
+            model.load_state_dict(state)
+        else:
+            set_model_state_dict(model, state, options=options)
+    except AssertionError as error:
+        return type(error).__name__
+    return "right" if torch.equal(full(model[0].weight), want) else "wrong"
+
+
+def test_full_values_are_loaded_into_uneven_rows(world4: World) -> None:
+    """torch's `set_model_state_dict` cannot, whoever has sharded; with `broadcast_from_rank0` it can."""
+    ways = ("load_full_state_dict", "load_state_dict", "torch, broadcast", "torch", "the peer, torch")
+    found = {way: set(world4.run(loaded_into_uneven_rows, way)) for way in ways}
+    assert [found[way] for way in ways[:3]] == [{"right"}] * 3
+    assert found["torch"] == found["the peer, torch"]
 
 
 def full_parameters_in_forward() -> dict[str, Any]:

@@ -193,8 +193,8 @@ def blank(
 def _with_memory(state: Tensor, device: torch.device) -> Tensor:
     """State as it is laid out, on ``device``.
 
-    Optimizers that make their state when they are built, such as Adagrad, make it on the meta device where the
-    model is there, and it stays there when the model gets memory.
+    Adagrad and others make their state when they are built: on the meta device where the model is there. It
+    stays there when the model gets memory.
     """
     local = torch.empty_like(compat.plain(state), device=device)
     return compat.make_dtensor(local, compat.spec_of(state)) if isinstance(state, DTensor) else local
