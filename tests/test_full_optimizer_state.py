@@ -345,8 +345,8 @@ def test_state_of_a_ranks_own_is_not_taken_for_the_whole(world2: World) -> None:
         assert_expected_inline(
             "\n".join(told),
             """\
-ValueError: inlet.weight: Keeping keeps 'mine' of it as a plain tensor of shape (3, 7), but the parameter is sharded: nothing says which part of the whole this rank has. Optimizers whose state has the form of the parameters can be saved.
-ValueError: inlet.weight: Keeping keeps 'mine' of it as a plain tensor of shape (3, 7), but the parameter is sharded: nothing says which part of the whole this rank has. Optimizers whose state has the form of the parameters can be saved.""",
+ValueError: rank 0: inlet.weight: Keeping keeps 'mine' of it as a plain tensor of shape (4, 7), but the parameter is sharded: nothing says which part of the whole this rank has. Optimizers whose state has the form of the parameters can be saved. (ranks 0, 1 failed)
+ValueError: rank 0: inlet.weight: Keeping keeps 'mine' of it as a plain tensor of shape (4, 7), but the parameter is sharded: nothing says which part of the whole this rank has. Optimizers whose state has the form of the parameters can be saved. (ranks 0, 1 failed)""",
         )
 
 
@@ -518,18 +518,18 @@ def test_what_does_not_fit_is_refused_on_all_ranks(world2: World) -> None:
     assert_expected_inline(
         "\n".join(first),
         """\
-RuntimeError: load_full_optimizer_state_dict: state of nope.weight, which this optimizer does not update. Build the optimizer with the same groups as the one that was saved.
-RuntimeError: load_full_optimizer_state_dict: the state is of an optimizer with 2 parameters, and this one has 22. Build it over the same parameters.
-RuntimeError: load_full_optimizer_state_dict: group 0 of this optimizer (inlet.weight, blocks.0.up.weight, blocks.0.down.weight, blocks.1.up.weight and 4 more) is none of the groups there, which are of [22] parameters. Build the optimizer with the same groups as the one that was saved.
+RuntimeError: rank 0: load_full_optimizer_state_dict: state of nope.weight, which this optimizer does not update. Build the optimizer with the same groups as the one that was saved.
+RuntimeError: rank 0: load_full_optimizer_state_dict: the state is of an optimizer with 2 parameters, and this one has 22. Build it over the same parameters.
+RuntimeError: rank 0: load_full_optimizer_state_dict: group 0 of this optimizer (inlet.weight, blocks.0.up.weight, blocks.0.down.weight, blocks.1.up.weight and 4 more) is none of the groups there, which are of [22] parameters. Build the optimizer with the same groups as the one that was saved.
 RuntimeError: load_full_optimizer_state_dict: inlet.weight (exp_avg) has shape (3,) there, where this optimizer has (7, 7).
 RuntimeError: load_full_optimizer_state_dict: it holds momentum_buffer, and this optimizer keeps exp_avg, exp_avg_sq, step, so that it is of another kind.
-RuntimeError: load_full_optimizer_state_dict: state is a dict with 'model', where the state of an optimizer has 'state' and 'param_groups'.
-RuntimeError: load_full_optimizer_state_dict: state is a NoneType, where the state of an optimizer has 'state' and 'param_groups'.
-RuntimeError: load_full_optimizer_state_dict: 'param_groups' is to be a list of dicts with 'params' in each.
-RuntimeError: load_full_optimizer_state_dict: 'state' of 0 is a NoneType, where a dict is expected.
-RuntimeError: load_full_optimizer_state_dict: 'state' is a int, where a dict by parameter is expected.
-RuntimeError: load_full_optimizer_state_dict: parameters go by names or by ids, but not by both in one state.
-RuntimeError: load_full_optimizer_state_dict: 'param_groups' is to be a list of dicts with 'params' in each.
+RuntimeError: rank 0: load_full_optimizer_state_dict: state is a dict with 'model', where the state of an optimizer has 'state' and 'param_groups'.
+RuntimeError: rank 0: load_full_optimizer_state_dict: state is a NoneType, where the state of an optimizer has 'state' and 'param_groups'.
+RuntimeError: rank 0: load_full_optimizer_state_dict: 'param_groups' is to be a list of dicts with 'params' in each.
+RuntimeError: rank 0: load_full_optimizer_state_dict: 'state' of 0 is a NoneType, where a dict is expected.
+RuntimeError: rank 0: load_full_optimizer_state_dict: 'state' is a int, where a dict by parameter is expected.
+RuntimeError: rank 0: load_full_optimizer_state_dict: parameters go by names or by ids, but not by both in one state.
+RuntimeError: rank 0: load_full_optimizer_state_dict: 'param_groups' is to be a list of dicts with 'params' in each.
 ValueError: rekey_optimizer_state_dict: to is 'number'; pass 'name' or 'id'.
 ValueError: SGD: parameter 0 of group 0, of shape (2,), is none of the model's, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
 TypeError: full_state_dict: optimizer is a str, not a torch.optim.Optimizer.""",
@@ -564,12 +564,12 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all_before_anything_is_loaded(w
     assert_expected_inline(
         "\n".join(first),
         """\
-RuntimeError: load_full_optimizer_state_dict: nothing says how state that is not of the shape of its parameter is laid out over ranks: inlet.weight (exp_avg) of shape (3,). Take a step with the optimizer before loading, so that its state shows it.
-RuntimeError: load_full_optimizer_state_dict: state is a dict with nothing in it, where the state of an optimizer has 'state' and 'param_groups'.
-ValueError: SGD: parameter 0 of group 0, of shape (2,), is none of the model's, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
-ValueError: SGD: parameter 0 of group 0, of shape (2,), is none of the model's, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
-TypeError: load_full_optimizer_state_dict: optimizer is a str, not a torch.optim.Optimizer.
-TypeError: full_state_dict: optimizer is a str, not a torch.optim.Optimizer.
+RuntimeError: rank 1: load_full_optimizer_state_dict: nothing says how state that is not of the shape of its parameter is laid out over ranks: inlet.weight (exp_avg) of shape (3,). Take a step with the optimizer before loading, so that its state shows it.
+RuntimeError: rank 1: load_full_optimizer_state_dict: state is a dict with nothing in it, where the state of an optimizer has 'state' and 'param_groups'.
+ValueError: rank 1: SGD: parameter 0 of group 0, of shape (2,), is none of the model's, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
+ValueError: rank 1: SGD: parameter 0 of group 0, of shape (2,), is none of the model's, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
+TypeError: rank 1: load_full_optimizer_state_dict: optimizer is a str, not a torch.optim.Optimizer.
+TypeError: rank 1: full_state_dict: optimizer is a str, not a torch.optim.Optimizer.
 ValueError: rank 7 does not hold this model: this rank shares it with [0, 1], and those with others perhaps. Name one of the ranks that were given the model, by its global rank.""",
     )
 

@@ -813,8 +813,8 @@ def test_what_one_rank_is_refused_all_are(world2: World) -> None:
     assert_expected_inline(
         "\n".join(map(wrapped, first)),
         """\
-TypeError: materialize: init_fn is 3, a int; pass a function of a
-module.
-ValueError: materialize: device is 'meta', where nothing has values.
-Pass 'cpu', or None.""",
+TypeError: rank 1: materialize: init_fn is 3, a int; pass a function
+of a module.
+ValueError: rank 1: materialize: device is 'meta', where nothing has
+values. Pass 'cpu', or None.""",
     )

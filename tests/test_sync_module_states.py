@@ -314,10 +314,11 @@ def test_what_one_rank_is_refused_all_are(world2: World) -> None:
     assert_expected_inline(
         "\n".join(map(wrapped, first)),
         """\
-RuntimeError: sync_module_states: this rank (1) has 2 tensors, and
-rank 0 2; they differ in shape or dtype at: weight, bias. Build the
-same model on all ranks.
-TypeError: sync_module_states: src is '0', a str; pass a global rank.""",
+RuntimeError: rank 1: sync_module_states: this rank (1) has 2 tensors,
+and rank 0 2; they differ in shape or dtype at: weight, bias. Build
+the same model on all ranks.
+TypeError: rank 0: sync_module_states: src is '0', a str; pass a
+global rank.""",
     )
 
 

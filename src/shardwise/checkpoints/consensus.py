@@ -1,21 +1,20 @@
-"""All ranks act, and either all have succeeded or all raise the same.
+"""The ranks that save or load a checkpoint together, and what they tell each other.
 
-Where one rank alone raised, the others would wait for it in their next collective, until the watchdog ends
-the job. So each step that may fail is followed by a word from every rank on how it went.
+Each step that may fail on one rank alone is followed by a word from every rank on how it went: see
+runtime/agreement.py.
 """
 
 from collections.abc import Callable
 from hashlib import sha256
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
-from shardwise.states.names import listed
+from shardwise.runtime.agreement import together
+from shardwise.runtime.mesh import Axis, device_of_group
 
 T = TypeVar("T")
-
-# Kinds of errors that other ranks raise under their own name; all others become a RuntimeError with theirs.
-PLAIN = (ValueError, TypeError, RuntimeError, FileNotFoundError, FileExistsError, NotADirectoryError, OSError)
 
 
 class Team:
@@ -26,6 +25,8 @@ class Team:
         self.size = 1 if pg is None else dist.get_world_size(pg)
         self.rank = 0 if pg is None else dist.get_rank(pg)
         self.is_first = self.rank == 0
+        self._axes = [] if pg is None else [Axis(pg, self.size, self.rank)]
+        self._device = torch.device("cpu") if pg is None else device_of_group(pg)
 
     def gather(self, value: Any) -> list[Any]:
         """What every rank has, on every rank."""
@@ -81,45 +82,8 @@ class Team:
             explain: the text of an error of this rank, before it is told to the others.
             says_rank: begin with the rank that failed, where not all did.
         """
-        failed: tuple[type[Exception], str] | None = None
-        cause: Exception | None = None
-        try:
-            result = act()
-        except Exception as error:
-            failed, cause = _plain(error, explain), error
-            if self.size == 1:
-                raise failed[0](failed[1]) from error
-        failures = self.gather(failed)
-        if any(failures):
-            raise _joint(failures, says_rank) from cause
-        return result
+        return together(self._axes, self._device, act, explain=explain, says_rank=says_rank)
 
     def on_first(self, act: Callable[[], Any], explain: Callable[[Exception], str] = str) -> None:
         """`act()` on the first rank; what it raises is raised on all."""
         self.together(lambda: act() if self.is_first else None, explain, says_rank=False)
-
-
-def _plain(error: Exception, explain: Callable[[Exception], str]) -> tuple[type[Exception], str]:
-    """An error as what every rank can unpickle and raise."""
-    kind = next((each for each in PLAIN if type(error) is each), None)
-    text = f"{type(error).__name__}: {error}" if kind is None else str(error)
-    if explain is not str:
-        try:
-            text = explain(error)
-        except Exception as second:  # on its way to the others an error must not be lost
-            text += f" ({type(second).__name__} while explaining it: {second})"
-    return kind or (OSError if isinstance(error, OSError) else RuntimeError), text
-
-
-def _joint(failures: list[tuple[type[Exception], str] | None], says_rank: bool) -> Exception:
-    """One error for what several ranks have met: the first one's, and who else failed."""
-    ranks = [rank for rank, failed in enumerate(failures) if failed]
-    first = failures[ranks[0]]
-    assert first is not None
-    kind, text = first
-    if len(set(failures)) == 1:
-        return kind(text)  # all ranks have found the same
-    text = f"rank {ranks[0]}: {text}" if says_rank else text
-    if len(ranks) == 1:
-        return kind(text)
-    return kind(f"{text} (ranks {listed(map(str, ranks))} failed)")

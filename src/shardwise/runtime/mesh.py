@@ -413,6 +413,15 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, module.current_device())
 
 
+def device_of_group(pg: dist.ProcessGroup) -> torch.device:
+    """Where tensors may lie that ``pg`` communicates: in host memory if it serves that."""
+    served = compat.group_devices(pg)
+    if not served or "cpu" in served:
+        return torch.device("cpu")
+    kind = sorted(served)[0]
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
 def _shape_text(mesh: DeviceMesh) -> str:
     names = mesh.mesh_dim_names or [f"dim {i}" for i in range(mesh.ndim)]
     return "(" + ", ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True)) + ")"

@@ -7,9 +7,8 @@ one rank has is handed on along one dimension after the other, by those that hav
                                   3 4 5        ->          . . .         ->            * * *
 """
 
-import builtins
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.runtime import compat
 from shardwise.runtime.mesh import Axis, axes_of, default_device_type, device_of, highest_over
-
-T = TypeVar("T")
 
 
 def axes_of_model(model: nn.Module) -> list[Axis]:
@@ -126,39 +123,6 @@ class Spread:
         for axis, sender in self._steps:
             dist.broadcast_object_list(box, group=axis.pg, group_src=sender, device=self._device)
         return box[0]
-
-
-def together(axes: Sequence[Axis], device: torch.device, act: Callable[[], T]) -> T:
-    """What ``act`` gives on this rank, once it has succeeded on all that ``axes`` connect; else all raise.
-
-    Where one rank alone raised, the others would wait for it in their next collective. All raise the
-    built-in kind of the error, with its text. ``act`` does not communicate.
-    """
-    error: Exception | None = None
-    try:
-        found = act()
-    except Exception as caught:
-        error = caught
-    if not axes:
-        if error is not None:
-            raise error
-        return found
-    highest = torch.tensor([-1 if error is None else dist.get_rank()], device=device)
-    highest_over(highest, axes)
-    if highest.item() < 0:
-        return found
-    told = None if error is None else (_kind_of(error), str(error))
-    kind, text = Spread(axes, int(highest.item()), device).object(told)
-    raise getattr(builtins, kind)(text) from error
-
-
-_KINDS = ("TypeError", "ValueError", "ImportError", "FileExistsError", "NotImplementedError")
-
-
-def _kind_of(error: Exception) -> str:
-    """The name of the built-in class that it is of; KeyError would show its text in quotes."""
-    names = [cls.__name__ for cls in type(error).__mro__ if cls.__module__ == "builtins"]
-    return next((name for name in names if name in _KINDS), "RuntimeError")
 
 
 def own_rank() -> int:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoints.folders import sync
+from shardwise.runtime.agreement import together
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.spread import (
     axes_of_model,
@@ -28,7 +29,6 @@ from shardwise.runtime.spread import (
     is_first,
     own_rank,
     ranks_of_model,
-    together,
 )
 from shardwise.runtime.transfer import batches, full_bytes, gather_full
 from shardwise.states.model_files import DTYPES, INDEX, SINGLE, import_safetensors
@@ -175,7 +175,7 @@ class _Job:
                     raise
                 raise RuntimeError(self._told(error)) from error
 
-        together(self._axes, self._device, told)
+        together(self._axes, self._device, told, says_rank=False)
 
     def _told(self, error: OSError) -> str:
         free = ""

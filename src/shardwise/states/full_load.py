@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from shardwise.naming import clean
-from shardwise.runtime.spread import Spread, axes_of_model, device_of_model, together
+from shardwise.runtime.agreement import together
+from shardwise.runtime.spread import Spread, axes_of_model, device_of_model
 from shardwise.runtime.transfer import BUCKET_BYTES, own_box
 from shardwise.states.loading import (
     Facts,

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.runtime.spread import Spread, axes_of_model, device_of_model, together
+from shardwise.runtime.agreement import together
+from shardwise.runtime.spread import Spread, axes_of_model, device_of_model
 from shardwise.runtime.transfer import BUCKET_BYTES, STAGING_BYTES, batches, full_values, gather_full
 from shardwise.states.names import check_at_rest, entries_of, listed, parameters_of
 from shardwise.states.optimizer_state import full_optimizer_state

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.module import sharded_members
 from shardwise.naming import clean
 from shardwise.runtime import compat
+from shardwise.runtime.agreement import together
 from shardwise.runtime.extension import ExtensionBucket
 from shardwise.runtime.group import Group, State, meta_message
 from shardwise.runtime.mesh import Axis, axes_of, highest_over
@@ -25,7 +26,7 @@ from shardwise.runtime.replicas import (
     refuse_unequal,
 )
 from shardwise.runtime.schedule import Member
-from shardwise.runtime.spread import Spread, axes_of_model, device_of_model, together
+from shardwise.runtime.spread import Spread, axes_of_model, device_of_model
 from shardwise.states.inventory import Inventory, refuse_what_is_missing
 from shardwise.states.meta_memory import give_memory, named_tensors
 from shardwise.states.names import listed

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.naming import clean
-from shardwise.runtime.spread import Spread, axes_of_model, device_of_model, own_rank, together
+from shardwise.runtime.agreement import together
+from shardwise.runtime.spread import Spread, axes_of_model, device_of_model, own_rank
 from shardwise.runtime.transfer import BUCKET_BYTES, full_values
 from shardwise.states.loading import Facts, Targets, load_from_one
 from shardwise.states.named_state import (
