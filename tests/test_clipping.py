@@ -718,7 +718,7 @@ def test_norms_by_module_refuse_the_same() -> None:
     assert refusal(grad_norms_by_module, [PARAM]).startswith(
         "TypeError: grad_norms_by_module: model is a list"
     )
-    assert refusal(grad_norms_by_module, nn.Linear(1, 1), -1).startswith(
+    assert refusal(grad_norms_by_module, nn.Linear(1, 1), norm_type=-1).startswith(
         "ValueError: grad_norms_by_module: norm"
     )
 
@@ -781,7 +781,7 @@ def by_module(layout: Layout | None, build: Callable[[], nn.Module]) -> list[dic
 
 def sharded_by_module(model: nn.Module, kind: Any) -> dict[str, float]:
     with Wire() as wire:
-        norms = grad_norms_by_module(model, kind)
+        norms = grad_norms_by_module(model, norm_type=kind)
     assert len(wire.calls) == 1
     assert norms[""] == pytest.approx(clip_grad_norm_(model, INF, kind).item(), rel=1e-14)
     return norms

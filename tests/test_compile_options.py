@@ -71,7 +71,7 @@ mm gather wait mm reduce wait gather wait mm reduce wait gather wait mm reduce w
 @pytest.mark.slow
 def test_neighbouring_collectives_are_merged(world2: World) -> None:
     assert_expected_inline(
-        shown(world2, shardwise.compile_options(bucket_mb=BUCKET_MB)),
+        shown(world2, shardwise.compile_options(bucket_cap_mb=BUCKET_MB)),
         """\
 gather gather wait mm wait mm
 gather gather wait mm reduce wait mm wait reduce wait""",
@@ -80,7 +80,7 @@ gather gather wait mm reduce wait mm wait reduce wait""",
 
 @pytest.mark.slow
 def test_merged_collectives_may_be_waited_for_at_once(world2: World) -> None:
-    options = shardwise.compile_options(overlap=False, bucket_mb=BUCKET_MB)
+    options = shardwise.compile_options(overlap=False, bucket_cap_mb=BUCKET_MB)
     assert_expected_inline(
         shown(world2, options),
         """\
@@ -90,9 +90,9 @@ gather wait mm reduce wait gather wait mm reduce wait""",
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bucket_mb", [None, BUCKET_MB])
-def test_numbers_stay_what_they_are(world2: World, bucket_mb: float | None) -> None:
-    settings = {"options": shardwise.compile_options(bucket_mb=bucket_mb)}
+@pytest.mark.parametrize("bucket_cap_mb", [None, BUCKET_MB])
+def test_numbers_stay_what_they_are(world2: World, bucket_cap_mb: float | None) -> None:
+    settings = {"options": shardwise.compile_options(bucket_cap_mb=bucket_cap_mb)}
     assert_same(world2, train, Tower, "module", "inductor", settings, timeout=400)
 
 
@@ -103,7 +103,7 @@ def test_other_options_may_be_added() -> None:
 
 def test_bad_arguments_are_refused() -> None:
     told = []
-    for arguments in ({"overlap": 1}, {"bucket_mb": "25"}, {"bucket_mb": True}, {"bucket_mb": 0}):
+    for arguments in ({"overlap": 1}, {"bucket_cap_mb": "25"}, {"bucket_cap_mb": True}, {"bucket_cap_mb": 0}):
         with pytest.raises((TypeError, ValueError)) as error:
             shardwise.compile_options(**arguments)  # type: ignore[arg-type]
         told.append(f"{error.type.__name__}: {error.value}")
@@ -111,9 +111,9 @@ def test_bad_arguments_are_refused() -> None:
         "\n".join(told),
         """\
 TypeError: compile_options: overlap is 1; pass True or False.
-TypeError: compile_options: bucket_mb is '25'; pass a number of megabytes, or None.
-TypeError: compile_options: bucket_mb is True; pass a number of megabytes, or None.
-ValueError: compile_options: bucket_mb is 0; pass a positive number of megabytes, or None to merge no collectives.""",
+TypeError: compile_options: bucket_cap_mb is '25'; pass a number of megabytes, or None.
+TypeError: compile_options: bucket_cap_mb is True; pass a number of megabytes, or None.
+ValueError: compile_options: bucket_cap_mb is 0; pass a positive number of megabytes, or None to merge no collectives.""",
     )
 
 

@@ -743,7 +743,7 @@ def refusals_of_arguments() -> list[str]:
     found = [
         refusal(materialize, model, 3),
         refusal(materialize, [model]),
-        refusal(materialize, model, None, "meta"),
+        refusal(materialize, model, device="meta"),
         refusal(model, torch.zeros(1, 8)),
     ]
     materialize(model)

@@ -6,9 +6,11 @@ and the same training script runs with either import.
 """
 
 import dataclasses
-import importlib
+import importlib.metadata
 import inspect
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
+from shardwise.module import sharded_members
 
 OURS, PEERS = "shardwise", "torch.distributed.fsdp"
 
@@ -310,3 +313,67 @@ def checkpoint_crosses_over(saver: str, loader: str) -> bool:
 @pytest.mark.parametrize(("saver", "loader"), [(OURS, PEERS), (PEERS, OURS)], ids=["to-peer", "from-peer"])
 def test_a_sharded_state_dict_crosses_over(world2: World, saver: str, loader: str) -> None:
     assert world2.run(checkpoint_crosses_over, saver, loader) == [True, True]
+
+
+def test_options_are_passed_by_name() -> None:
+    """A call takes one optional operand by position at most; what torch's own signatures allow stays."""
+    allowed = {
+        *(
+            "MixedPrecisionPolicy",
+            "DataParallelMeshDims",
+            "ShardPlacementResult",
+            "clip_grad_norm_",
+            "GradScaler",
+        ),
+        *("LoadReport", "Loaded"),  # results
+    }
+    public = {name: getattr(shardwise, name) for name in shardwise.__all__ if name not in allowed}
+    public |= {
+        f"{name}.{method}": function
+        for name, cls in public.items()
+        if inspect.isclass(cls)
+        for method, function in vars(cls).items()
+        if not method.startswith("_") and inspect.isfunction(function)
+    }
+    positional = {
+        name: [
+            each.name
+            for each in inspect.signature(function).parameters.values()
+            if each.kind is each.POSITIONAL_OR_KEYWORD and each.default is not each.empty
+        ]
+        for name, function in public.items()
+    }
+    assert {name: options for name, options in positional.items() if len(options) > 1} == {}
+    assert all("CommPolicy" not in name for name, options in positional.items() if options)
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+\w*", shardwise.__version__)
+    with suppress(importlib.metadata.PackageNotFoundError):
+        assert importlib.metadata.version("shardwise") == shardwise.__version__
+
+
+def names_of_the_root() -> dict[str, str]:
+    model = shardwise.fully_shard(Tower())
+    names: list[str] = []
+    sharded_members(model)[0].schedule.observe(lambda event, name: names.append(name))
+    x = random_batch(0, 2, dtype=torch.float32)
+    model(x).sum().backward()
+    try:
+        with shardwise.inference(model), torch.enable_grad():
+            model(x).sum().backward()
+    except RuntimeError as error:
+        message = str(error)
+    return {
+        "type": type(model).__name__,
+        "print": str(model).partition("(")[0],
+        "explain": shardwise.explain(model).splitlines()[2].split()[0],
+        "events": ", ".join(dict.fromkeys(names)),
+        "error": message.partition(":")[0],
+    }
+
+
+def test_the_root_has_one_name(world1: World) -> None:
+    assert world1.run(names_of_the_root) == [
+        {"type": "FSDPTower", "print": "FSDPTower", "explain": "Tower", "events": "Tower", "error": "Tower"}
+    ]

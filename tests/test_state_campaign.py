@@ -461,7 +461,7 @@ class Leg:
             save_safetensors(self.model, self.place, max_shard_bytes=600)
             model = str(self.place)
         elif how == "iterator":
-            found = {n: t.clone() for n, t in iter_full_parameters(self.model, 2000)}
+            found = {n: t.clone() for n, t in iter_full_parameters(self.model, bucket_bytes=2000)}
             kept = self.model.state_dict()
             buffers = {n: b.clone() for n, b in self.model.named_buffers() if n in kept}
             model = found | buffers

@@ -751,7 +751,7 @@ class Run:
 
     def note_norms(self, power: float) -> None:
         if self.is_sharded:
-            found = grad_norms_by_module(self.model, power)
+            found = grad_norms_by_module(self.model, norm_type=power)
         else:
             found = {}
             for name, module in self.model.named_modules():

@@ -75,7 +75,7 @@ def assert_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 def spread_plain(src: int) -> dict[str, Tensor]:
     model = built(dist.get_rank())
-    sync_module_states(model, src)
+    sync_module_states(model, src=src)
     assert model.strided.stride() == (1, 3)
     return in_full(model)
 
@@ -89,7 +89,7 @@ def test_f05_a_model_that_is_not_sharded_comes_from_the_source(world: World) -> 
 
 def loaded_on_one_rank_then_sharded() -> list[Any]:
     model = built(dist.get_rank())
-    sync_module_states(model, 1)
+    sync_module_states(model, src=1)
     fully_shard(model)
     return [in_full(model), model(random_batch(0, 12)).detach()]
 
@@ -112,7 +112,7 @@ def spread_by_plan(plan: Plan, src: int) -> list[Any]:
     before = {n: t.to_local().clone() for n, t in model.named_parameters()}
     theirs: list[Any] = [None] * plan.ranks
     dist.all_gather_object(theirs, before)
-    sync_module_states(model, src)
+    sync_module_states(model, src=src)
     check_replicas(model)
     where = {r: tuple((mesh.mesh == r).nonzero()[0].tolist()) for r in range(plan.ranks)}
     own = where[dist.get_rank()]
@@ -166,7 +166,7 @@ def after_a_forward(option: str) -> list[Any]:
     fully_shard(model, mesh=mesh, reshard_after_forward=False, **options)
     with torch.no_grad():
         before = model(random_batch(0, 4))
-    sync_module_states(model, 1)
+    sync_module_states(model, src=1)
     return [before, model(random_batch(0, 4)).detach(), in_full(model)]
 
 
@@ -195,7 +195,7 @@ def tensor_parallel(src: int) -> list[Any]:
     with torch.no_grad():
         for param in model.parameters():
             param.to_local().fill_(rank)
-    sync_module_states(model, src)
+    sync_module_states(model, src=src)
     return [
         {n: sorted(set(p.to_local().flatten().tolist())) for n, p in model.named_parameters()},
         [str(p.placements) for p in model.parameters()],
@@ -255,7 +255,7 @@ def with_values_on_one_rank(src: int) -> list[Any]:
         with torch.device("meta"):
             model = built(src)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync_module_states(model, src)
+    sync_module_states(model, src=src)
     owned = {id(param) for group in optimizer.param_groups for param in group["params"]}
     assert owned == {id(param) for param in model.parameters()}
     assert model.outlet.weight is model.outlet_again.weight
@@ -302,7 +302,7 @@ def other_models() -> list[str]:
     one = nn.Linear(2, 2 + dist.get_rank())
     seeded = [
         refusal(sync_module_states, one),
-        refusal(sync_module_states, nn.Linear(2, 2), dist.get_rank() or "0"),
+        refusal(sync_module_states, nn.Linear(2, 2), src=dist.get_rank() or "0"),
     ]
     sync_module_states(nn.Linear(2, 2))
     return seeded
@@ -330,8 +330,8 @@ def refusals() -> list[str]:
         bare = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model = fully_shard(nn.Sequential(LanguageModel()))
     found = [
-        refusal(sync_module_states, model, 7),
-        refusal(sync_module_states, model, "0"),
+        refusal(sync_module_states, model, src=7),
+        refusal(sync_module_states, model, src="0"),
         refusal(sync_module_states, None),
         refusal(sync_module_states, bare),
     ]
@@ -371,7 +371,7 @@ def replicated_tensor() -> list[float]:
     weight = torch.full((2, 2), float(dist.get_rank()))
     model.weight = nn.Parameter(DTensor.from_local(weight, mesh, [Replicate()], run_check=False))
     nn.init.zeros_(model.bias)
-    sync_module_states(model, 1)
+    sync_module_states(model, src=1)
     return model.weight.to_local().flatten().tolist()
 
 

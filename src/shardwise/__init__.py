@@ -33,6 +33,8 @@ from shardwise.states.optimizer_state import load_full_optimizer_state_dict, rek
 from shardwise.strategy import shard_model
 from shardwise.wrap import WrapBySize, WrapClasses, WrapRecursively, WrapRepeated, WrapWhere
 
+__version__ = "0.1.0"
+
 __all__ = [
     "EMA",
     "CPUOffloadPolicy",

@@ -5,9 +5,8 @@ is as it was.
 """
 
 import warnings
-from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -26,8 +25,16 @@ from shardwise.checks import (
     storage_of,
 )
 from shardwise.collect import Found, Meshes, make_buckets, make_param, modules_to_manage, names_below
-from shardwise.module import original_class, set_member, sharded_class, sharded_members
-from shardwise.policy import CommPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.module import ShardedModule, original_class, set_member, sharded_class, sharded_members
+from shardwise.policy import (
+    CommPolicy,
+    CPUOffloadPolicyLike,
+    DataParallelMeshDimsLike,
+    MixedPrecisionPolicy,
+    MixedPrecisionPolicyLike,
+    OffloadPolicy,
+    ShardPlacementFn,
+)
 from shardwise.runtime import compat
 from shardwise.runtime.group import Group
 from shardwise.runtime.hooks import install_hooks
@@ -37,21 +44,51 @@ from shardwise.runtime.precision import Casts, FullPrecisionRule, cast_around, p
 from shardwise.runtime.schedule import Member, Schedule
 from shardwise.ties import leave_ties, resolve_ties
 
-M = TypeVar("M", nn.Module, list[nn.Module])
+_ModuleT = TypeVar("_ModuleT", bound=nn.Module)
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicyLike | None = ...,
+    offload_policy: OffloadPolicy | CPUOffloadPolicyLike | None = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDimsLike | None = ...,
+    comm_policy: CommPolicy | None = ...,
+) -> ShardedModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[_ModuleT],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicyLike | None = ...,
+    offload_policy: OffloadPolicy | CPUOffloadPolicyLike | None = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDimsLike | None = ...,
+    comm_policy: CommPolicy | None = ...,
+) -> list[ShardedModule]: ...
 
 
 def fully_shard(
-    module: M,
+    module: nn.Module | list[_ModuleT],
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: Any = MixedPrecisionPolicy(),  # noqa: B008 (immutable)
-    offload_policy: Any = OffloadPolicy(),  # noqa: B008 (immutable)
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicyLike | None = MixedPrecisionPolicy(),  # noqa: B008 (immutable)
+    offload_policy: OffloadPolicy | CPUOffloadPolicyLike | None = OffloadPolicy(),  # noqa: B008 (immutable)
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
+    dp_mesh_dims: DataParallelMeshDimsLike | None = None,
     comm_policy: CommPolicy | None = None,
-) -> M:
+) -> Any:
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
 
     Every parameter that no sharded module inside ``module`` has taken becomes an ``nn.Parameter``

@@ -54,6 +54,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def unsharded(
     module: nn.Module,
+    *,
     recurse: bool = True,
     writeback: bool = True,
     rank0_only: bool = False,
@@ -130,7 +131,7 @@ def unsharded(
 
 
 @contextmanager
-def inference(model: nn.Module, budget_bytes: int | None = None) -> Iterator[None]:
+def inference(model: nn.Module, *, budget_bytes: int | None = None) -> Iterator[None]:
     """Keep full parameters gathered between forwards: for decode loops, and evaluation of many batches.
 
     Runs without gradients. What is kept are the full parameters as they are computed with; between forwards

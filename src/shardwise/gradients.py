@@ -108,7 +108,7 @@ def clip_grad_norm_(
 
 
 @torch.no_grad()
-def grad_norms_by_module(model: nn.Module, norm_type: float | str = 2.0) -> dict[str, float]:
+def grad_norms_by_module(model: nn.Module, *, norm_type: float | str = 2.0) -> dict[str, float]:
     """The norm of the gradients of all parameters inside each module of ``model``, by its name.
 
     To see where gradients explode or vanish. Modules inside a module count towards it, so that ``""``, the

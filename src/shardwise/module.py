@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -357,6 +357,20 @@ class FSDPModule:
                 "drives it. Call it on the outermost sharded module."
             )
         member.schedule.reset()
+
+
+if TYPE_CHECKING:
+
+    class ShardedModule(FSDPModule, nn.Module, Any):
+        """What ``fully_shard`` returns, as type checkers see it: an FSDPModule of the module's own class.
+
+        Python's types have no intersections. A class with ``Any`` among its bases is accepted wherever the
+        module's own class is expected, while calls of FSDPModule's and nn.Module's methods are checked.
+        """
+
+        def __getattr__(self, name: str) -> Any: ...
+else:
+    ShardedModule = FSDPModule
 
 
 def share_comm_ctx(modules: "Sequence[FSDPModule]") -> None:

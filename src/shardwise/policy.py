@@ -5,13 +5,54 @@ Policies are read by attribute, never by class, so that torch's own policy objec
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
 FullPrecision = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module, nn.Parameter], bool]
+
+
+class MixedPrecisionPolicyLike(Protocol):
+    """What serves as a policy of mixed precision: this library's or torch's."""
+
+    @property
+    def param_dtype(self) -> torch.dtype | None: ...  # noqa: D102
+    @property
+    def reduce_dtype(self) -> torch.dtype | None: ...  # noqa: D102
+    @property
+    def output_dtype(self) -> torch.dtype | None: ...  # noqa: D102
+    @property
+    def cast_forward_inputs(self) -> bool: ...  # noqa: D102
+
+
+class CPUOffloadPolicyLike(Protocol):
+    """What serves as a policy of CPU offload: this library's or torch's."""
+
+    @property
+    def pin_memory(self) -> bool: ...  # noqa: D102
+
+
+class DataParallelMeshDimsLike(Protocol):
+    """What names the data-parallel dimensions of a mesh: this library's class or torch's."""
+
+    @property
+    def shard(self) -> str | tuple[str, ...] | None: ...  # noqa: D102
+    @property
+    def replicate(self) -> str | tuple[str, ...] | None: ...  # noqa: D102
+
+
+class ShardPlacementResultLike(Protocol):
+    """What ``shard_placement_fn`` may return beside a ``Shard``: this library's class or torch's."""
+
+    @property
+    def placement(self) -> Shard | None: ...  # noqa: D102
+    @property
+    def mesh_info(self) -> Any: ...  # noqa: D102
+
+
+ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResultLike | None]
 
 
 @dataclass(frozen=True)
@@ -157,7 +198,7 @@ class QuantizedReduction:
     """
 
     block_size: int = 256
-    error_feedback: bool = True
+    error_feedback: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         """Refuse what is not a size or a choice."""
@@ -168,7 +209,7 @@ class QuantizedReduction:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CommPolicy:
     """How a group's parameters travel, and when.
 
@@ -194,7 +235,7 @@ class CommPolicy:
 
     packing_limit_bytes: int | None = None
     prefetch: int = 1
-    backward_prefetch: str | None = "before"
+    backward_prefetch: Literal["before", "after"] | None = "before"
     max_gathers: int | None = None
     quantized_gather: QuantizedGather | None = None
     part_bytes: int | None = None

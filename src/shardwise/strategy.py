@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -40,14 +40,22 @@ from shardwise.checks import (
     describe,
 )
 from shardwise.collect import Found, Meshes, make_param, names_below
-from shardwise.module import is_sharded, sharded_members
+from shardwise.module import ShardedModule, is_sharded, sharded_members
 from shardwise.naming import clean, names_in, uncompiled
-from shardwise.policy import CommPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.policy import (
+    CommPolicy,
+    CPUOffloadPolicyLike,
+    DataParallelMeshDims,
+    DataParallelMeshDimsLike,
+    MixedPrecisionPolicyLike,
+    OffloadPolicy,
+    ShardPlacementFn,
+)
 from shardwise.runtime.mesh import default_device_type, resolve_mesh
 from shardwise.runtime.precision import FullPrecisionRule
-from shardwise.wrap import as_policy, chosen, merged
+from shardwise.wrap import Wrap, as_policy, chosen, merged
 
-_ModuleT = TypeVar("_ModuleT", bound=nn.Module)
+Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2"]
 
 
 @dataclass(frozen=True)
@@ -77,25 +85,26 @@ _OVERRIDABLE = (
     *("reshard_after_forward", "shard_placement_fn"),
 )
 
-Overrides = Mapping[str | type[nn.Module], str | Mapping[str, Any]]
+_Override = Strategy | Mapping[str, Any]
+Overrides = Mapping[str | type[nn.Module], _Override]
 
 
 def shard_model(
-    model: _ModuleT,
+    model: nn.Module,
     *,
-    strategy: str = "zero3",
-    wrap: Any = None,
+    strategy: Strategy = "zero3",
+    wrap: Wrap | None = None,
     mesh: DeviceMesh | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
+    dp_mesh_dims: DataParallelMeshDimsLike | None = None,
     overrides: Overrides | None = None,
     bucket_cap_mb: float | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy | None = None,
+    mp_policy: MixedPrecisionPolicyLike | None = None,
+    offload_policy: OffloadPolicy | CPUOffloadPolicyLike | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
-    shard_placement_fn: Any = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
     comm_policy: CommPolicy | None = None,
-) -> _ModuleT:
+) -> ShardedModule:
     """Shard a model by a named strategy: its blocks first, then what is left.
 
     From equal weights on all ranks (nothing is broadcast), every strategy gives the same training and the
@@ -188,7 +197,7 @@ def shard_model(
         fully_shard(together, ignored_params=ignored, **arguments)
         if not kind.reshard_after_backward:
             sharded_members(modules[0])[0].group.reshard_after_backward = False
-    return model
+    return cast(ShardedModule, model)
 
 
 def _check_ignored_modules(modules: Iterable[nn.Module] | None) -> set[nn.Module]:
@@ -294,12 +303,13 @@ def _matched(
         change = _check_change(key, change)
         found = [module for module in candidates if _matches(key, module, names[module])]
         if not found:
-            shown = ", ".join(f"'{names[module]}'" for module in candidates[:4])
-            more = f" and {len(candidates) - 4} more" if len(candidates) > 4 else ""
+            *blocks, root = candidates
+            shown = "".join(f"'{names[module]}', " for module in blocks[:4])
+            more = f"{len(blocks) - 4} more, " if len(blocks) > 4 else ""
             raise ValueError(
                 f"shard_model: the override for {_key_text(key)} matches no module that becomes a group. "
-                f"Those are {shown}{more} ('' is the model itself). Have wrap= choose the module, or name "
-                "one of these."
+                f"Those are {shown}{more}and {class_name(root)} itself (''). Have wrap= choose the "
+                "module, or name one of these."
             )
         for module in found:
             changes[module] = {**changes.get(module, {}), **change}

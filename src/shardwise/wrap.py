@@ -45,6 +45,10 @@ class WrapPolicy(Protocol):
         ...
 
 
+Wrap = type[nn.Module] | Collection[type[nn.Module]] | Callable[..., bool] | WrapPolicy
+"""What ``wrap=`` may be: classes, a function of a module, or a policy."""
+
+
 class WrapClasses:
     """Every module of some classes, subclasses included, becomes a group.
 

@@ -73,6 +73,7 @@ def full_state_dict(
 
 def iter_full_parameters(
     model: nn.Module,
+    *,
     bucket_bytes: int = BUCKET_BYTES,
     dtype: torch.dtype | None = None,
     names: Collection[str] | None = None,

@@ -32,12 +32,15 @@ from shardwise.states.meta_memory import give_memory, named_tensors
 from shardwise.states.names import listed
 from shardwise.states.partial_loads import clear_partly_loaded, mark_partly_loaded
 
+_ModuleT = TypeVar("_ModuleT", bound=nn.Module)
+
 
 def materialize(
-    model: nn.Module,
+    model: _ModuleT,
     init_fn: Callable[[nn.Module], Any] | None = None,
+    *,
     device: torch.device | str | None = None,
-) -> nn.Module:
+) -> _ModuleT:
     """Give memory and values to all parameters and buffers of ``model`` that are on the meta device.
 
     For models that no rank has room for: built on the meta device, sharded, and initialised here, a group at
@@ -113,7 +116,7 @@ def materialize(
     return model
 
 
-def sync_module_states(model: nn.Module, src: int = 0) -> None:
+def sync_module_states(model: nn.Module, *, src: int = 0) -> None:
     """Have all ranks begin with the parameters and buffers, persistent or not, of rank ``src``.
 
     Ranks that receive may have theirs on the meta device: those get memory first, and stay the same objects.
