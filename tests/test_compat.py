@@ -29,6 +29,18 @@ def test_the_graph_task_is_numbered_inside_backward_only() -> None:
     assert compat.current_graph_task_id() == -1
 
 
+def test_hooks_on_nodes_are_told_which_node_they_are_called_for() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = (x * 2).exp()
+    node = y.grad_fn
+    assert node is not None
+    seen: list[Any] = []
+    node.register_prehook(lambda _: seen.append(compat.current_node()))
+    node.register_hook(lambda *_: seen.append(compat.current_node()))
+    y.sum().backward()
+    assert seen == [node, node]
+
+
 def test_the_end_of_backward_comes_after_all_gradients_and_dies_with_a_failure() -> None:
     import weakref
 

@@ -16,7 +16,7 @@ ORDER = [
     "runtime.replicas", "runtime.disagreement", "runtime.streams", "runtime.outputs", "runtime.deferred",
     "runtime.precision", "runtime.buffers", "runtime.collectives", "runtime.transfer", "runtime.custom",
     "runtime.quantized", "runtime.comm_hook", "runtime.reduction", "runtime.param", "runtime.watch", "runtime.landing",
-    "runtime.filling", "runtime.departures", "runtime.additions", "runtime.bucket", "runtime.extension", "runtime.group", "runtime.inference", "runtime.lending",
+    "runtime.filling", "runtime.departures", "runtime.additions", "runtime.bucket", "runtime.extension", "runtime.group", "runtime.double_backward", "runtime.inference", "runtime.lending",
     "runtime.functional", "runtime.order", "runtime.schedule", "runtime.traced", "runtime.overlap", "runtime.hooks", "runtime.outside", "runtime.copying", "module", "checks", "collect",
     "ties", "api", "offload", "norms", "gradients", "scaler", "flat_runs", "flat_optimizer", "contexts", "comm_hooks", "compiling", "strategy", "explain",
     "states.partial_loads", "states.names", "states.named_state", "states.inventory", "states.meta_memory", "states.initialise",

@@ -29,6 +29,11 @@ current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 running; ``torch.utils.checkpoint`` relies on the same one."""
 
 
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+"""The node that the running backward is at. Hooks on nodes are not told which node they are called for, and
+must not hold it themselves: such a cycle is never freed."""
+
+
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
     """Have ``callback`` run when the running backward ends. DDP stands on the same queue."""
     Variable._execution_engine.queue_callback(callback)

@@ -43,6 +43,7 @@ from torch import nn
 
 from shardwise.runtime import compat
 from shardwise.runtime.bucket import Bucket
+from shardwise.runtime.double_backward import Mark, follow_graph
 from shardwise.runtime.group import (
     DEFERRED,
     EMPTY,
@@ -110,6 +111,8 @@ class Session:
     def __init__(self, graph_task_id: int, token: _Token) -> None:
         self.graph_task_id = graph_task_id
         self.active: dict[Group, float] = {}
+        self.last_mark: Mark | None = None  # of what it creates
+        self.last_created: Mark | None = None  # of what it came to that an earlier backward has created
         self._token = weakref.ref(token)
 
     @property
@@ -167,10 +170,6 @@ class Schedule:
         self._shipments: deque[tuple[Group, Shipment]] = deque()  # of groups whose gradients leave in parts
         self._room_for_shipments = 0.0
         self._reduced: set[Group] = set()  # in the running backward
-        # A graph made by create_graph=True uses full parameters again: they are kept until a backward
-        # has ended that made none.
-        self._keeps_for_double_backward = False
-        self._makes_graph = False
 
     # --- the tree ---------------------------------------------------------------------------------
 
@@ -545,8 +544,6 @@ class Schedule:
         has_run.add(call.module)
         if len(has_run) < len(group.modules) or outcome is UNANNOUNCED:
             return False
-        if self._keeps_for_double_backward:
-            return False
         if group in map(_group_of, self._running):
             return False
         return self.reshards_after_forward(group)
@@ -650,10 +647,10 @@ class Schedule:
         """Gradients of the outputs of ``call`` are there: its group is needed."""
         group = call.group
         session = self._session()
+        if torch.is_grad_enabled():
+            follow_graph(self)
         if session.active.get(group) == call.enter and group.state is GATHERED:
             return  # another output of the same call
-        if torch.is_grad_enabled():
-            self._makes_graph = self._keeps_for_double_backward = True
         self._free_before(session, call.exit, group)
         session.active[group] = call.enter
         self._gather_for_backward(group)
@@ -666,6 +663,39 @@ class Schedule:
             self._take_up(around.group)
             around.group.wait()
             around = around.parent
+
+    def mark(self) -> Mark:
+        """The groups that the running backward computes with, for the graph that it makes."""
+        session = self._session()
+        groups = tuple(g for g in self._held if g.state is GATHERED and g not in self._ahead)
+        if session.last_mark is None or session.last_mark.groups != groups:
+            session.last_mark = Mark(groups, session.last_mark)
+        return session.last_mark
+
+    def enter_created(self, mark: Mark) -> None:
+        """A node that an earlier backward created comes up: what it was created with is needed.
+
+        Until this backward ends. Where devices have threads of their own, such nodes come in no order that
+        would tell when a group is over.
+        """
+        session = self._session()
+        if torch.is_grad_enabled():
+            follow_graph(self)
+        if mark is session.last_created:
+            return
+        session.last_created = mark
+        for group in mark.groups:
+            self._gather_again(group)
+            self._take_up(group)
+            self._ahead.discard(group)
+        self._prefetch_created(mark)
+        for group in mark.groups:
+            group.wait()
+
+    def _prefetch_created(self, mark: Mark) -> None:
+        if mark.next is not None and mark.groups and mark.groups[-1].policy.backward_prefetch is not None:
+            ahead = [group for group in mark.next.groups if group not in mark.groups]
+            self._prefetch(ahead[: mark.groups[-1].policy.prefetch], self._backward_order, mark.groups[-1])
 
     def _take_up(self, group: Group) -> None:
         """Let autograd find what has changed in the group that was kept, as if it were gathered anew."""
@@ -781,7 +811,7 @@ class Schedule:
             group.finish_reduce()
 
     def _release_after_backward(self, group: Group) -> None:
-        if group.reshard_after_backward and not self._keeps_for_double_backward:
+        if group.reshard_after_backward and not any(session.last_created for session in self._sessions):
             self._release(group)
 
     # --- sessions ---------------------------------------------------------------------------------
@@ -823,9 +853,9 @@ class Schedule:
         self._lanes.gather.follow_compute()
         self._backward_order.rewind()
         self._reduced.clear()
-        self._makes_graph = False
 
     def _end_session(self, session: Session, token: _Token) -> None:
+        session.last_mark = session.last_created = None
         if len(self._sessions) > 1:  # a nested backward: the outer one has gradients yet to come
             for group in list(session.active):
                 if not group.may_be_unused:  # it goes with the group around it
@@ -847,7 +877,6 @@ class Schedule:
         self._landing.clear()
         self._let_host_write()
         self._average_ignored()
-        self._keeps_for_double_backward = self._makes_graph
         running = {call.group for call in self._running}  # a forward may run a backward of its own
         for group in list(self._held):
             if group not in self._kept_by_caller and group not in running:
@@ -892,7 +921,6 @@ class Schedule:
 
     def _abandon_backward(self) -> None:
         self._sessions = []
-        self._keeps_for_double_backward = self._makes_graph = False
         for group in list(self._held):
             group.abandon()
         for group in self.groups:
