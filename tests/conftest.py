@@ -1,25 +1,28 @@
 """Fixtures that every test may use: worlds of 1 to 4 ranks, shared by the whole session."""
 
-from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 from harness import World
+from thinning import Case, part_of, thin_out
+
+THINNED = pytest.StashKey[dict[str, tuple[list[Case], list[int]]]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slow-part", metavar="K/N", help="run the K-th of N parts of the slow tests, and no others"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`@pytest.mark.thin(n)`: of a parametrised test every n-th case always runs, the others are marked slow.
-
-    With n prime to the numbers of values, every value still has its turn.
-    """
-    counts: Counter[str] = Counter()
-    for item in items:
-        if (mark := item.get_closest_marker("thin")) is not None:
-            name = item.nodeid.partition("[")[0]
-            if counts[name] % mark.args[0]:
-                item.add_marker(pytest.mark.slow)
-            counts[name] += 1
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[THINNED] = thin_out(items)
+    if (part := config.getoption("--slow-part")) is not None:
+        config.option.markexpr = ""
+        kept = set(part_of(items, part))
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
 
 
 def _shared_world(size: int) -> Iterator[World]:

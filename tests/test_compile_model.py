@@ -204,7 +204,7 @@ def compare_with_eager(
 SPARE = {f"blocks.{i}.spare.{name}" for i in range(3) for name in ("weight", "bias")}
 
 
-@pytest.mark.thin(2)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("how", "case"), [(HOWS[i % 2], case) for i, case in enumerate(CASES)])
 def test_gradients_of_a_graph_are_bit_for_bit_those_of_eager_runs(world2: World, how: str, case: str) -> None:
     for graphs, unlike, wrong in world2.run(compare_with_eager, how, **CASES[case], timeout=120):
@@ -215,7 +215,6 @@ def test_gradients_of_a_graph_are_bit_for_bit_those_of_eager_runs(world2: World,
         assert (graphs, unlike, wrong) == (1, [], [])
 
 
-@pytest.mark.thin(2)
 @by_how
 def test_gradients_are_summed_over_replicas(world4: World, how: str) -> None:
     assert world4.run(compare_with_eager, how, is_hybrid=True, timeout=120) == [(1, [], [])] * 4
@@ -242,7 +241,6 @@ def tensor_parallel(how: str, plan: str, width: int, hidden: int) -> tuple[int, 
     return num_graphs(), wrong_gradients(*models), wrong_gradients(models[0], plain, 1e-10)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("how", "plan", "sizes"),
     [("function", "mlps", (8, 16)), ("module", "everything", (6, 10)), ("function", "sequences", (8, 16))],
@@ -393,7 +391,6 @@ def graphs_by_event(how: str) -> list[tuple[str, int, list[str]]]:
     return found
 
 
-@pytest.mark.thin(2)
 @by_how
 def test_a_graph_is_compiled_again_only_where_gradients_are_switched(world2: World, how: str) -> None:
     found, other = world2.run(graphs_by_event, how, timeout=180)
@@ -416,7 +413,6 @@ def run_with_sizes(dynamic: bool | None) -> tuple[int, list[str]]:
     return num_graphs(), wrong_gradients(model, plain, 1e-10)
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize(("dynamic", "graphs"), [(True, 1), (None, 2)])
 def test_batches_may_differ_in_size(world2: World, dynamic: bool | None, graphs: int) -> None:
     assert world2.run(run_with_sizes, dynamic, timeout=120) == [(graphs, [])] * 2

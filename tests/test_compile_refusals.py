@@ -400,7 +400,7 @@ def accumulated_by_turns(turns: str) -> tuple[list[str], float]:
     return wrong, abs(float(ours - nn.utils.clip_grad_norm_(plain.parameters(), 0.1)))
 
 
-@pytest.mark.thin(2)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("turns", ["ge", "eg", "gege", "egg"])
 def test_gradients_of_graphs_and_of_eager_runs_add_up(world2: World, turns: str) -> None:
     for wrong, error in world2.run(accumulated_by_turns, turns, timeout=120):

@@ -116,7 +116,6 @@ def test_the_gpt_trains_the_same_with_parts_compiled(world2: World, part: str) -
             assert mine == pytest.approx(other, rel=0, abs=1e-5)
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize(("saved", "resumed"), [("block", "model"), ("model", "block")])
 def test_a_compiled_gpt_goes_on_with_other_parts_compiled(
     world2: World, tmp_path: Path, saved: str, resumed: str

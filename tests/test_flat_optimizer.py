@@ -102,7 +102,7 @@ def test_every_kind_steps_as_in_plain_pytorch(world2: World, kind: Kind) -> None
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k.name != "Rprop"], ids=str)  # DTensor lacks its masks
-@pytest.mark.thin(3)
+@pytest.mark.sample(3)
 def test_every_kind_steps_as_on_dtensors_to_the_bit(world2: World, kind: Kind) -> None:
     want = world2.run(trained, kind.run(is_flat=False))
     # Fused kernels on the CPU round the last few elements of a tensor otherwise than the others.
@@ -171,7 +171,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_it_steps_models_sharded_in_any_way(way: Way, request: pytest.FixtureRequest) -> None:
     world: World = request.getfixturevalue(f"world{way.ranks}")
@@ -284,7 +284,7 @@ def padding_after_steps(kind: Kind) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", BASES, ids=str)
-@pytest.mark.thin(2)
+@pytest.mark.sample(2)
 def test_padding_stays_zero(world2: World, kind: Kind) -> None:
     assert world2.run(padding_after_steps, kind) == [[0, 0, 0]] * 2
 

@@ -107,7 +107,7 @@ def states_by_id(way: Way, kind: str) -> Any:
     return named, numbered, first, same(back, named)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.sample(2)
 @over_all_cases
 def test_the_state_by_id_is_that_of_the_plain_optimizer(
     way: Way, kind: str, request: pytest.FixtureRequest

@@ -49,7 +49,7 @@ def states_of(way: Way) -> dict[str, Any]:
     }
 
 
-@pytest.mark.thin(3)
+@pytest.mark.sample(3)
 @over_all_ways
 def test_the_full_state_is_that_of_the_plain_model(way: Way, request: pytest.FixtureRequest) -> None:
     want = plain_state(way)
@@ -199,7 +199,7 @@ def loaded_from(way: Way, source: str, bucket_bytes: int, device: str) -> Any:
     return full_state_dict(model, rank0_only=False)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.sample(3)
 @over_all_ways
 def test_any_way_loads_what_one_rank_has(way: Way, request: pytest.FixtureRequest) -> None:
     for source, device in [("a dict on rank 0", "cpu"), ("a dict on every rank", "meta")]:

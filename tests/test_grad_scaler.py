@@ -188,7 +188,7 @@ KINDS = {
 }
 
 
-@pytest.mark.thin(2)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_what_overflows_on_one_rank_is_skipped_on_all(world4: World, name: str) -> None:
     kinds = KINDS[name]

@@ -104,7 +104,7 @@ def plainly_evaluated(most: int) -> dict[str, Any]:
         return evaluated(None, [most], None)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.sample(3)
 @by_plan
 def test_outputs_and_the_training_after_are_as_in_plain_pytorch(world: World, plan: Plan) -> None:
     for budget in (None, 4000):

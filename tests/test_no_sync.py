@@ -92,7 +92,7 @@ def all_accumulated(plan: Plan | None) -> dict[str, Any]:
 plainly_accumulated = cache(partial(all_accumulated, None))
 
 
-@pytest.mark.thin(3)
+@pytest.mark.sample(3)
 @by_plan
 def test_microbatches_add_up_as_in_plain_training(world: World, plan: Plan) -> None:
     assert_all_same(world.run(all_accumulated, plan), plainly_accumulated())

@@ -357,7 +357,7 @@ MIXTURES = {
 }
 
 
-@pytest.mark.thin(3)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("experts", MIXTURES.values(), ids=MIXTURES)
 def test_experts_lie_on_another_mesh_than_the_rest(world4: World, experts: Experts) -> None:
     expected = plain_experts(experts)

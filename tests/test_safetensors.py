@@ -56,7 +56,7 @@ def written(way: Way, folder: str, max_shard_bytes: int) -> list[str]:
     return [Path(call.args[1]).name for call in saved.call_args_list]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_ranks_write_one_model_together(way: Way, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     names = world_of(way, request).run(written, way, str(tmp_path), 300)

@@ -820,7 +820,7 @@ def worlds(world1: World, world2: World, world3: World, world4: World) -> Worlds
     return {1: world1, 2: world2, 3: world3, 4: world4}
 
 
-@pytest.mark.thin(3)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(10))
 def test_a_journey_ends_where_plain_training_does(worlds: Worlds, tmp_path: Path, seed: int) -> None:
     draw = draw_of(seed)

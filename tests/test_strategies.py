@@ -167,7 +167,7 @@ def plainly(act: Callable[..., Any], *args: Any) -> Any:
         return act(None, *args)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.sample(2)
 @by_plan
 def test_training_equals_plain_training(world: World, plan: Plan) -> None:
     assert_all_same(world.run(all_trained, plan), plainly(all_trained))

@@ -1235,7 +1235,7 @@ def worlds(world1: World, world2: World, world3: World, world4: World) -> Worlds
     return {1: world1, 2: world2, 3: world3, 4: world4}
 
 
-@pytest.mark.thin(3)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_draw_of_strategies_trains_as_plainly(worlds: Worlds, seed: int) -> None:
     draw = draw_of(seed)

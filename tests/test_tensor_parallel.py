@@ -257,7 +257,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.thin(2)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("run", VARIANTS.values(), ids=VARIANTS)
 def test_every_way_of_training_equals_plain_training(world4: World, run: Run) -> None:
     assert_trains_as_plainly(world4, USUAL, run)

@@ -135,7 +135,7 @@ def all_seen(plan: Plan | None) -> dict[str, Any]:
     return {f"{n}: {what}": value for n in MODELS for what, value in seen_inside(plan, n).items()}
 
 
-@pytest.mark.thin(3)
+@pytest.mark.sample(3)
 @by_plan
 def test_modules_have_their_full_parameters_inside(world: World, plan: Plan) -> None:
     assert_all_same(world.run(all_seen, plan), plainly(all_seen))
@@ -457,7 +457,7 @@ def all_plainly_edited(edits: list[str], names: list[str], options: dict[str, An
     }
 
 
-@pytest.mark.thin(2)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("edit", EDITS)
 def test_training_after_an_edit_is_as_after_the_same_edit_in_plain_pytorch(world4: World, edit: str) -> None:
     names = [*MODELS] if edit in ("in_place", "by_new_parameters") else ["odd", "tied"]
@@ -465,7 +465,7 @@ def test_training_after_an_edit_is_as_after_the_same_edit_in_plain_pytorch(world
     assert_all_same(world4.run(all_edited, Plan("zero3", 4), [edit], names, {}), want)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.sample(3)
 @by_plan
 def test_edits_persist_under_every_strategy(world: World, plan: Plan) -> None:
     edits = ["in_place", "by_new_parameters"]
@@ -473,7 +473,7 @@ def test_edits_persist_under_every_strategy(world: World, plan: Plan) -> None:
     assert_all_same(world.run(all_edited, plan, edits, ["tied"], {}), want)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.sample(3)
 @by_plan
 def test_without_writeback_no_edit_persists(world: World, plan: Plan) -> None:
     """Also where nothing is sharded and the full parameters could have been the shards themselves."""
@@ -678,14 +678,14 @@ def all_gradients(plan: Plan | None, edits: tuple[str, ...], writeback: bool) ->
     }
 
 
-@pytest.mark.thin(3)
+@pytest.mark.sample(3)
 @by_plan
 def test_gradients_are_seen_whole_and_edited(world: World, plan: Plan) -> None:
     edits = tuple(GRADIENT_EDITS) if plan.strategy == "zero3" else ("scale", "clear_some")
     assert_all_same(world.run(all_gradients, plan, edits, True), plainly(all_gradients, edits, True))
 
 
-@pytest.mark.thin(3)
+@pytest.mark.sample(3)
 @by_plan
 def test_without_writeback_gradients_stay_as_they_were(world: World, plan: Plan) -> None:
     edits = ("clear_some",)

@@ -1,6 +1,6 @@
 """Where torch's private or version-dependent parts are touched, each with the reason.
 
-Everything else in this library uses documented APIs. Supported: torch 2.11 to 2.13;
+Everything else in this library uses documented APIs. Supported: torch 2.11 to 2.15;
 ``tests/test_compat.py`` checks each function here on whatever is installed.
 """
 
