@@ -8,11 +8,19 @@ are those that torch's fully_shard asks for, so that what is written for it work
     fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy) -> (inputs, metadata)
     fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None) -> (tensor, inner) or None
 
-``outputs`` keep their memory from one gather to the next: freed in between, and refilled in place.
+``mesh`` is the mesh of the ranks that share the weight. ``outputs`` keep their memory from one gather to the
+next: freed in between, and refilled in place. The first gather makes the full tensor; later ones pass it as
+``out``, the very object that the module computes with, so that what it carries beside its data, such as a
+scale, can be refreshed.
+
+A class may have the methods, or a single tensor: the original, or the local tensor of a sharded parameter
+before the first forward.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -52,7 +60,7 @@ def check_protocol(tensor: Tensor, where: str) -> None:
         missing = POST if has == [PRE] else PRE
         raise TypeError(
             f"{where} holds a {kind}, which has {has[0]} but no {missing}; a gather needs both. Add it to "
-            "the class."
+            "the class, or to the tensor that has the other."
         )
     for name in has:
         counts, expected = _SIGNATURES[name]
@@ -64,6 +72,22 @@ def check_protocol(tensor: Tensor, where: str) -> None:
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _carry_methods(source: Tensor, target: Tensor) -> None:
+    """Give ``target`` the methods that were put on ``source`` itself; those of its class it has."""
+    for name in _SIGNATURES:
+        own = vars(source).get(name)
+        if own is not None:
+            is_bound = isinstance(own, MethodType) and own.__self__ is source
+            setattr(target, name, MethodType(own.__func__, target) if is_bound else own)
+
+
+@contextmanager
+def _as_values() -> Iterator[None]:
+    """Tensors made inside may be saved for a backward, and the full parameter may be written to."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class _Gathered:
@@ -116,12 +140,18 @@ class ExtensionBucket(Bucket):
 
     def make_shards(self) -> list[nn.Parameter]:
         """The part of this rank, of the same class as the whole."""
-        self.lay_out(self.storage.device)
         rank, world = self.mesh.shard.rank, self.mesh.shard.world
         whole = self._param.content()
+        device = torch.device("meta") if whole.is_meta else self.storage.device
+        self.lay_out(device)
         parts = torch.chunk(whole, world, dim=self._param.dim) if whole.numel() else (whole,)
-        part = parts[rank] if rank < len(parts) else parts[0][:0]
-        return [self._param.make_shard(part.clone().to(self.storage.device))]
+        part = parts[rank] if rank < len(parts) else parts[0].narrow(self._param.dim, 0, 0)
+        if whole.is_meta:
+            local = torch.empty_like(part)  # not all classes can be cloned there
+        else:
+            local = part.clone().to(device)
+        _carry_methods(whole, local)
+        return [self._param.make_shard(local)]
 
     def lay_out(self, device: torch.device) -> None:
         """Plan the reduction; there is no flat shard."""
@@ -130,17 +160,31 @@ class ExtensionBucket(Bucket):
         self._outputs: list[Tensor] | None = None
 
     def follow_shards(self) -> bool:
-        """Take over a shard that was moved, cast or assigned."""
-        self._param.follow_dtype()
-        local = compat.local_tensor(self._param.sharded)
-        if local is not self._param.local:
-            self._param.rebase(local)
-        return False
+        """Take over a shard that was moved, cast or assigned; True if it was planned anew."""
+        param = self._param
+        is_planned_anew = param.sharded.dtype != param.precision.stored or self.shard.bytes.is_meta
+        if is_planned_anew:
+            self.move_in()
+        else:
+            self._take_local()
+        return is_planned_anew
 
     def move_in(self) -> None:
         """Plan anew."""
-        self.lay_out(self.storage.device)
-        self.follow_shards()
+        self._param.follow_dtype()
+        self.lay_out(torch.device("meta") if self._param.sharded.is_meta else self.storage.device)
+        self._take_local()
+
+    def _take_local(self) -> None:
+        """Have the shard where it is stored."""
+        local = compat.local_tensor(self._param.sharded)
+        if local is self._param.local:
+            return
+        if not local.is_meta and local.device != self.storage.device:
+            moved = local.to(self.storage.device)
+            _carry_methods(local, moved)
+            local = moved
+        self._param.rebase(local)
 
     # --- the full parameter -----------------------------------------------------------------------
 
@@ -152,11 +196,28 @@ class ExtensionBucket(Bucket):
         local = self._param.local
         result = local.fsdp_post_all_gather(outputs, metadata, self._param_dtype)  # type: ignore[attr-defined]
         full, inner = self._checked(result, POST, "(tensor, inner tensors) where out is None")
-        self._full_tensor = full
         self.gathered.add([*outputs, *inner])  # type: ignore[attr-defined]
-        self._param.make_full_over(full)
+        self._param.make_full_over(self._without_padding(full))
         assert self._param.full is not None
         self.fulls = [self._param.full]
+
+    def _without_padding(self, full: Any) -> Tensor:
+        """``full`` without the rows that padded shards have left at its end."""
+        shape = self._param.shape
+        if isinstance(full, Tensor) and full.shape == shape:
+            return full
+        is_longer = isinstance(full, Tensor) and full.dim() == len(shape) and full.shape[1:] == shape[1:]
+        if not (is_longer and self._param.dim == 0 and full.shape[0] > shape[0]):
+            found = f"shape {tuple(full.shape)}" if isinstance(full, Tensor) else repr(full)
+            dim = self._param.dim
+            hint = f" Shards are parts along dim {dim}; outputs are those along dim 0." if dim else ""
+            raise RuntimeError(
+                f"{self._param.fqn}: {type(self._param.local).__name__}.{POST} returned {found}, where a "
+                f"tensor of shape {shape} is expected, or one with more rows, which are cut off.{hint} "
+                "Return a tensor of the shape of the whole parameter."
+            )
+        # Classes that were written for torch's fully_shard have this operation: it is always called there.
+        return full.as_strided(shape, full.stride())
 
     @property
     def _param_dtype(self) -> torch.dtype:
@@ -165,9 +226,17 @@ class ExtensionBucket(Bucket):
 
     def _inputs(self) -> tuple[list[Tensor], Any]:
         local: Any = self._param.local
+        if not is_extension(local):
+            raise RuntimeError(
+                f"{self._param.fqn}: its shard was replaced by a {type(local).__name__} without {PRE} and "
+                f"{POST}, by which its group gathers it. Methods that were put on a tensor stay with that "
+                "tensor: put them on the new local tensor as well, or on its class."
+            )
         if local.device != self.mesh.device:
-            local = local.to(self.mesh.device, non_blocking=True)
-        mesh = self.mesh.mesh
+            moved = local.to(self.mesh.device, non_blocking=True)
+            _carry_methods(local, moved)
+            local = moved
+        mesh = self.mesh.of_shards
         if len(inspect.signature(local.fsdp_pre_all_gather).parameters) == 1:
             result = local.fsdp_pre_all_gather(mesh)
         else:
@@ -199,15 +268,17 @@ class ExtensionBucket(Bucket):
             self._is_fresh = False
             return nothing
         self.gathered.allocate()
-        inputs, metadata = self._inputs()
         assert self._outputs is not None
-        wait = self._start(inputs, self._outputs)
+        with _as_values():
+            inputs, metadata = self._inputs()
+            wait = self._start(inputs, self._outputs)
 
         def finish() -> None:
-            wait()
-            self._param.local.fsdp_post_all_gather(  # type: ignore[attr-defined]
-                self._outputs, metadata, self._param_dtype, out=self._full_tensor
-            )
+            with _as_values():
+                wait()
+                self._param.local.fsdp_post_all_gather(  # type: ignore[attr-defined]
+                    self._outputs, metadata, self._param_dtype, out=self._param.full_data()
+                )
 
         return finish
 
@@ -281,3 +352,31 @@ class ExtensionBucket(Bucket):
         """Nothing is kept: backward gathers it from all ranks."""
 
     _is_fresh = False
+
+
+def has_methods(bucket: Bucket) -> bool:
+    """True if a local tensor in a bucket of plain parameters was given methods of the protocol."""
+    return bucket.takes_more and any(hasattr(p.local, name) for p in bucket.params for name in _SIGNATURES)
+
+
+def split_off(bucket: Bucket, mp_policy: Any) -> list[Bucket]:
+    """``bucket`` and one for each of its parameters whose local tensors have the methods.
+
+    While nothing is gathered. The first is left out where no parameters remain in it.
+    """
+    leaving = [param for param in bucket.params if bucket.takes_more and is_extension(param.local)]
+    if not leaving:
+        return [bucket]
+    made: list[Bucket] = []
+    for param in leaving:
+        if not param.local.is_meta:
+            param.local.data = param.local.clone()  # the same tensor, over memory of its own
+        own = ExtensionBucket(param, bucket.mesh, bucket.policy, bucket.storage, mp_policy)
+        own.communicate_as(bucket)
+        own.move_in()
+        made.append(own)
+    bucket.params = [param for param in bucket.params if param not in leaving]
+    if bucket.params:
+        bucket.move_in()
+        made.insert(0, bucket)
+    return made

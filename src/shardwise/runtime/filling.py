@@ -86,7 +86,7 @@ class Filling:
     def _as_parameter(self, value: Tensor) -> nn.Parameter:
         wants_grad = self.original.requires_grad
         if isinstance(self.original, DTensor):
-            is_plain = self.param is None or self.param.is_tensor_parallel
+            is_plain = self.param is None or self.param.is_tensor_parallel or self._local_class is not Tensor
             return nn.Parameter(value, wants_grad) if is_plain else self.param.as_original(value)  # type: ignore[union-attr]
         return compat.as_subclass_of_parameter(type(self.original), value, wants_grad)
 
@@ -160,8 +160,7 @@ class Filling:
             target.copy_(self._part(value))
             return
         part = self._part(value)
-        # Memory of its own: not that of the full tensor, nor that of somebody else's.
-        new: Tensor = torch.empty_like(part, dtype=old.dtype, device=self.home, memory_format=self._format)
+        new = self._memory_for(part)
         new.copy_(part)
         if isinstance(old, DTensor):
             new = compat.make_dtensor(new, old._spec)
@@ -172,6 +171,25 @@ class Filling:
         become_parameter(old, new, (spot.module for spot in self.spots))
         if self.param is not None:
             self.param.describe_itself()
+
+    @property
+    def _local_class(self) -> type:
+        """That of what is kept: a tensor subclass takes plain values by ``copy_``."""
+        return type(compat.plain(self.original.detach()))
+
+    def _memory_for(self, part: Tensor) -> Tensor:
+        """Of its own: not that of the full tensor, nor that of somebody else's."""
+        if not isinstance(self.original, DTensor) or self._local_class is Tensor:
+            kind = self.original.dtype
+            return torch.empty_like(part, dtype=kind, device=self.home, memory_format=self._format)
+        made = torch.empty_like(compat.local_tensor(self.original), device=self.home)
+        if type(made) is not self._local_class:
+            raise RuntimeError(
+                f"{self.fqn}: torch.empty_like of a {self._local_class.__name__} on the meta device returned "
+                f"a {type(made).__name__}, so that there is nothing to put values in. Have the class keep "
+                "itself there, or load the parameter instead: to_empty(), then load_state_dict()."
+            )
+        return made
 
     @property
     def _format(self) -> torch.memory_format:

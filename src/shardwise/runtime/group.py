@@ -26,6 +26,7 @@ from shardwise.runtime.additions import ModuleWatch
 from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.departures import Departure, Departures
 from shardwise.runtime.disagreement import explain_failure
+from shardwise.runtime.extension import check_protocol, has_methods, split_off
 from shardwise.runtime.mesh import Axis, ShardMesh
 from shardwise.runtime.param import FREED, Param, Site, refresh_flat_weights, sharded_before
 from shardwise.runtime.precision import Casts
@@ -217,14 +218,29 @@ class Group:
 
     def replan(self, change: Callable[[Bucket], None], only: Bucket | None = None) -> None:
         """Let ``change`` plan buckets anew, while nothing is gathered."""
+        self._refuse_change()
+        for bucket in self.buckets if only is None else [only]:
+            change(bucket)
+        self._take_stock()
+
+    def _refuse_change(self) -> None:
         if self.state is not SHARDED or self.gradient_state is not EMPTY:
             raise RuntimeError(
                 f"{self.name}: its communication cannot be changed while its parameters are "
                 f"{self.state.value} and its gradients {self.gradient_state.value}. Change it between steps, "
                 "after a backward with gradient synchronisation."
             )
-        for bucket in self.buckets if only is None else [only]:
-            change(bucket)
+
+    def follow_protocols(self) -> None:
+        """Give shards a bucket each whose local tensors were told since ``fully_shard`` how they gather."""
+        if not any(map(has_methods, self.buckets)):
+            return
+        self._refuse_change()
+        for param in self.params:
+            check_protocol(param.local, param.fqn)
+        with torch.inference_mode(False), torch.no_grad():
+            split = [split_off(bucket, self.casts.policy) for bucket in self.buckets]
+        self.buckets = [bucket for buckets in split for bucket in buckets]
         self._take_stock()
 
     def give_up(self, param: Param) -> None:

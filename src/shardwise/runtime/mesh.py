@@ -14,6 +14,7 @@ the split factor says. In a root mesh (tp, shard) it stands first, and no factor
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -94,6 +95,22 @@ class ShardMesh:
     parts: tuple[DeviceMesh, ...] = ()  # of which ``mesh`` is put together, if it is
     _joint: dict[int, tuple[DeviceMesh, list[int]]] = field(default_factory=dict)
     _plain: dict[tuple[Placement, ...], tuple[Placement, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def of_shards(self) -> DeviceMesh:
+        """The mesh of the ranks that share a parameter, of one dimension."""
+        if self.roles == ("shard",):
+            return self.mesh
+        if "shard" in self.roles and self.parts:
+            return self.parts[self.roles.index("shard")]
+        if "shard" in self.roles and self.mesh.mesh_dim_names is not None:
+            return self.mesh[self.mesh.mesh_dim_names[self.roles.index("shard")]]
+        pg = self.shard.pg
+        if "shard" not in self.roles:
+            assert self.replicate.pg is not None
+            pg = compat.subgroup(self.replicate.pg, [self.replicate.rank], self.device, "alone")
+        assert pg is not None
+        return DeviceMesh.from_group(pg, self.mesh.device_type)
 
     @property
     def num_ranks(self) -> int:

@@ -301,6 +301,8 @@ class Param:
 
     def make_full_over(self, full: Tensor) -> None:
         """Make the full parameter over a tensor of another class, which its own protocol has made."""
+        if self._inner is not None:
+            full = compat.make_dtensor(full, self._inner_spec(full.dtype))
         self.full = nn.Parameter(full.detach(), requires_grad=self.sharded.requires_grad)
         for name, value in self.attributes.items():
             vars(self.full).setdefault(name, value)
@@ -311,13 +313,16 @@ class Param:
         """A parameter over ``data`` of the class and, for a DTensor, of the placements of the original."""
         wants_grad = self.sharded.requires_grad
         if self._inner is not None:
-            inner = self._inner
-            shape = torch.Size(self.sharded.shape)
-            spec = compat.sharded_spec(inner.mesh, inner.placements, shape, data.dtype)
-            return nn.Parameter(compat.make_dtensor(data, spec), wants_grad)
+            return nn.Parameter(compat.make_dtensor(data, self._inner_spec(data.dtype)), wants_grad)
         if self._full_class in (nn.Parameter, ShardedAway):
             return nn.Parameter(data, wants_grad)
         return compat.as_subclass_of_parameter(self._full_class, data, wants_grad)
+
+    def _inner_spec(self, dtype: torch.dtype) -> Any:
+        """Of the full parameter, as tensor parallelism has it."""
+        assert self._inner is not None
+        shape = torch.Size(self.sharded.shape)
+        return compat.sharded_spec(self._inner.mesh, self._inner.placements, shape, dtype)
 
     def as_seen_in_graphs(self, full: Tensor) -> Tensor:
         """``full`` as modules see it: a DTensor where the original is one."""

@@ -72,6 +72,7 @@ class Casts:
     """The casts of one module's forward: of its inputs, and of its outputs."""
 
     def __init__(self, policy: Any) -> None:
+        self.policy = policy
         casts_inputs = getattr(policy, "cast_forward_inputs", True)
         self._input = policy.param_dtype if policy is not None and casts_inputs else None
         self._output = getattr(policy, "output_dtype", None)

@@ -233,6 +233,7 @@ class Schedule:
         channel = 0
         for group in self.groups:
             group.attach(self._lanes)
+            group.follow_protocols()
             for bucket in group.buckets:
                 axis = bucket.mesh.shard
                 bucket.use_channel(channel)

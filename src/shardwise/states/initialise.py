@@ -13,7 +13,6 @@ from shardwise.module import sharded_members
 from shardwise.naming import clean
 from shardwise.runtime import compat
 from shardwise.runtime.agreement import together
-from shardwise.runtime.extension import ExtensionBucket
 from shardwise.runtime.group import Group, State, meta_message
 from shardwise.runtime.mesh import Axis, axes_of, highest_over
 from shardwise.runtime.replicas import (
@@ -59,7 +58,8 @@ def materialize(
 
     Values that are there already are left alone. Parameters stay the same objects, so that an optimizer may
     have been built before. Parameters that were not contiguous on the meta device are drawn as if they were,
-    once they are sharded.
+    once they are sharded. A parameter of a class that gathers itself is drawn plainly, too, and takes its
+    part of the values by ``copy_``.
 
     All ranks draw from the random state of the first, on the CPU and on ``device``. A rank that had the same
     goes on from where it ends, as one process would; any other has its own again afterwards. Random numbers
@@ -85,7 +85,6 @@ def materialize(
             about what has no values; a forward, a backward or ``unsharded`` is running. What raises in an
             init comes through with a note that names the module; it has no values then, and modules before it
             do.
-        NotImplementedError: a parameter is of a class that gathers itself.
 
     Example::
 
@@ -217,14 +216,6 @@ def _check_arguments(model: Any, init_fn: Any, device: Any) -> torch.device | No
 def _check_group(group: Group) -> None:
     group.refuse_if_lent("materialize()")
     group.refuse_open_ties()
-    for bucket in group.buckets:
-        for param in bucket.params if isinstance(bucket, ExtensionBucket) else ():
-            if param.sharded.is_meta:
-                raise NotImplementedError(
-                    f"materialize: {param.fqn} is a {type(compat.local_tensor(param.sharded)).__name__}, "
-                    "which gathers itself; plain values cannot be made into one. Give it values before "
-                    "fully_shard, or load a checkpoint."
-                )
 
 
 # --- the random state -----------------------------------------------------------------------------
