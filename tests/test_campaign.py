@@ -333,7 +333,9 @@ def shard(model: Model, draw: Draw) -> None:
         "shard_placement_fn": fn,
         "mp_policy": MixedPrecisionPolicy(**PRECISIONS[draw["precision"]][0]),
         "offload_policy": OffloadPolicy() if draw["offload"] is None else CPUOffloadPolicy(draw["offload"]),
-        "comm_policy": CommPolicy(draw["packing"], draw["prefetch"], part_bytes=draw["parts"]),
+        "comm_policy": CommPolicy(
+            packing_limit_bytes=draw["packing"], prefetch=draw["prefetch"], part_bytes=draw["parts"]
+        ),
     }
     for index, group in enumerate(groups_of(model, draw)):
         fully_shard(group, **options, reshard_after_forward=reshard_choice(draw, index))

@@ -141,3 +141,9 @@ gather gather wait mm gather wait mm gather wait mm wait mm
 mm gather gather wait mm reduce wait mm wait sum gather wait reduce wait mm wait sum wait reduce mm
 wait sum wait reduce wait sum wait""",
     )
+
+
+def test_megabytes_are_those_of_shard_model() -> None:
+    options = shardwise.compile_options(bucket_cap_mb=25)
+    size = options["bucket_all_gathers_fx_bucket_size_determinator"](0)
+    assert size * 2**20 == 25e6  # torch's passes count in 2^20 bytes

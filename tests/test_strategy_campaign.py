@@ -260,8 +260,8 @@ def precision_of(name: str | None) -> MixedPrecisionPolicy:
 
 def comm_policy_of(draw: Draw) -> CommPolicy:
     return CommPolicy(
-        draw["packing"],
-        draw["prefetch"],
+        packing_limit_bytes=draw["packing"],
+        prefetch=draw["prefetch"],
         backward_prefetch=draw["backward_prefetch"],
         max_gathers=draw["max_gathers"],
         part_bytes=draw["parts"],
@@ -340,7 +340,7 @@ def overrides_of(model: Net, draw: Draw, wrap: Any, ignored: set[int]) -> dict[A
         if each["precision"] is not None:
             change["mp_policy"] = precision_of(each["precision"])
         if each["comm"]:
-            change["comm_policy"] = CommPolicy(0, 2, backward_prefetch="after")
+            change["comm_policy"] = CommPolicy(packing_limit_bytes=0, prefetch=2, backward_prefetch="after")
         key: Any = known[module]
         if each["by"] == "class":
             key = type(module)
@@ -915,7 +915,7 @@ class Run:
         mine = self.rank in who or not self.is_sharded
         outputs: list[Tensor | None] = []
         count = counts[self.rank] if self.is_sharded else max(counts)
-        context = inference(self.model, action["budget"]) if self.is_sharded else torch.no_grad()
+        context = inference(self.model, budget_bytes=action["budget"]) if self.is_sharded else torch.no_grad()
         was_training = self.model.training
         with suppress(Failure), context:
             if action["warm"]:
