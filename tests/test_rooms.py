@@ -22,7 +22,7 @@ ORDER = [
     "states.partial_loads", "states.names", "states.named_state", "states.inventory", "states.meta_memory", "states.initialise",
     "states.loading", "states.model_files", "states.optimizer_state", "states.full_state", "states.full_load", "checkpoints.folders", "states.export",
     "states.ema", "checkpoints.consensus",
-    "checkpoints.manifest", "checkpoints.beside", "checkpoints.optimizer_plan", "checkpoints.pending",
+    "checkpoints.coverage", "checkpoints.metadata_file", "checkpoints.digests", "checkpoints.manifest", "checkpoints.reading", "checkpoints.beside", "checkpoints.optimizer_plan", "checkpoints.pending",
     "checkpoints.writing", "checkpoints.checkpoint",
 ]  # fmt: skip
 

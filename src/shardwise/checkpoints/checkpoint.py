@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import torch
@@ -33,9 +34,19 @@ from shardwise.checkpoints.beside import (
     tensor_places,
 )
 from shardwise.checkpoints.consensus import Team
-from shardwise.checkpoints.manifest import Manifest, by_first, check_model, is_extra_state, nested
+from shardwise.checkpoints.manifest import (
+    HAS_DIGESTS,
+    INFO,
+    Manifest,
+    Place,
+    by_first,
+    check_model,
+    is_extra_state,
+    nested,
+)
 from shardwise.checkpoints.optimizer_plan import OptimizerPlan, check_optimizers, saved_groups
 from shardwise.checkpoints.pending import PendingSave, saves_of, team_of_all
+from shardwise.checkpoints.reading import check_records, read, read_objects
 from shardwise.checkpoints.writing import write
 from shardwise.states.meta_memory import give_memory, is_on_meta, refuse_lost
 from shardwise.states.named_state import (
@@ -46,12 +57,10 @@ from shardwise.states.named_state import (
     staged,
     state_of,
 )
-from shardwise.states.names import entries_of
+from shardwise.states.names import entries_of, listed
 from shardwise.states.partial_loads import clear_partly_loaded, mark_partly_loaded, why_partly_loaded
 
 OptimizerOrMany = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
-
-INFO = "shardwise"  # the key under which a checkpoint says who wrote it
 
 
 @contextmanager
@@ -114,7 +123,8 @@ def save_checkpoint(
             scheduler of the learning rate, a gradient scaler. Their DTensors are written as the model's are,
             and may be loaded by any number of ranks; all else in their states is the same on all ranks.
         shared: what is the same on all ranks: a step, a position in the data. Values are tensors or anything
-            that pickles, and no DTensors; rank 0's are written.
+            that pickles, and no DTensors; rank 0's are written. What is neither a tensor nor plain (numbers,
+            texts, lists, dicts) is loaded with `trust=True` only.
         per_rank: what differs by rank: states of random generators. Comes back where as many ranks load.
         asynchronous: copy everything to host memory and return; write in the background, while training goes
             on. Costs host memory for this rank's shards.
@@ -198,7 +208,8 @@ def _state(
     for what in state:
         refuse_unreadable(what, state[what])
     state["shared"] = _extras("shared", shared)
-    state[INFO] = {"world_size": team.size, "optimizers": [type(each).__name__ for each in optimizers]}
+    kinds = [type(each).__name__ for each in optimizers]
+    state[INFO] = {"world_size": team.size, "optimizers": kinds, HAS_DIGESTS: True}
     if per_rank is not None:
         state["per_rank"] = {str(team.rank): {"": team.rank} | _extras("per_rank", per_rank)}
     return state
@@ -257,12 +268,17 @@ def load_checkpoint(
     states: dict[str, Any] | None = None,
     strict: bool = True,
     convert_dtype: bool = False,
+    verify: bool = True,
+    trust: bool = False,
 ) -> Loaded:
     """Load a checkpoint of any number of ranks and any way of sharding into a model of any other.
 
-    Collective over all ranks of the default process group. Everything that names, shapes, dtypes and sizes of
-    files can tell is checked before anything changes. Objects in a checkpoint are pickles: load none that you
-    do not trust.
+    Collective over all ranks of the default process group. Everything is checked before anything changes:
+    names, shapes and dtypes, that each tensor is there as a whole, that all ranks see the same save, and that
+    what this rank reads is what was written.
+
+    A checkpoint may come from anywhere: loading it runs none of its code, and opens no file outside of its
+    folder. Values in it that are neither tensors nor plain (numbers, texts, lists, dicts) need `trust=True`.
 
     Args:
         path: a folder that :func:`save_checkpoint` or torch's recipe wrote,
@@ -275,14 +291,18 @@ def load_checkpoint(
         strict: False lets names be missing on either side, and reports them. Objects in `states` that the
             checkpoint does not have stay as they are.
         convert_dtype: let tensors be converted that the checkpoint has in another dtype.
+        verify: compare what is read with the digests that were written with it (with the sums in torch's
+            records where torch wrote it, which has no digests). Each rank reads its part twice, the second
+            time mostly from the memory of the operating system. False leaves that out.
+        trust: make objects of any class. That can run any code that whoever wrote the checkpoint has put in.
 
     Returns:
         A :class:`Loaded`.
 
     Raises:
         FileNotFoundError: there is no checkpoint at `path`.
-        ValueError: the checkpoint is damaged, or not one of this model, optimizer or states. Nothing has
-            changed.
+        ValueError: the checkpoint is damaged, not the same on all hosts, not one of this model, optimizer or
+            states, or holds objects that only `trust=True` makes. Nothing has changed.
         RuntimeError: reading failed half-way. The model refuses to run until a load has succeeded.
 
     Every rank reads its own part, into its shards. At most one written piece of a parameter is in memory
@@ -300,16 +320,20 @@ def load_checkpoint(
         last.end_before_next()
     optimizers = team.together(lambda: as_optimizers(optimizer))
     told = {"path": str(folders.absolute(path)), "strict": strict, "convert_dtype": convert_dtype}
+    told |= {"verify": verify, "trust": trust}
     beside = team.together(lambda: check_objects(states))
     told |= {"optimizer": bool(optimizers), "states": list(beside)}
     _same_everywhere(team, "load_checkpoint", told)
-    manifest = team.together(lambda: _opened(folders.absolute(path)))
-    team.on_first(manifest.check_files)
+    manifest = team.together(lambda: _opened(folders.absolute(path), verify, trust))
+    _refuse_other_saves(team, manifest)
+    team.on_first(manifest.check)
     names = parameter_names(model)
     ties = {name: tied for tied in names.values() for name in tied}
     wanted = team.together(lambda: get_model_state_dict(model))
     all_names = {name for each in team.distinct(list(wanted), list(wanted)) for name in each}
-    values = team.together(lambda: _small_values(manifest, team.rank, beside))
+    values = team.together(
+        lambda: read_objects(manifest, _small_keys(manifest, team.rank, beside), verify, trust)
+    )
     info = _dict_at(manifest, values, INFO)
     loaded = _loaded(manifest, team, values, info.get("world_size"))
 
@@ -330,13 +354,13 @@ def load_checkpoint(
     state_plans, left = team.together(
         lambda: plan_states(manifest, beside, own, everywhere, strict, convert_dtype)
     )
+    reading = Reading(manifest, model, wanted, optimizers, plans, state_plans, values, convert_dtype, missing)
+    team.together(lambda: reading.prepare(verify, trust))
     if any(team.gather(is_on_meta(model))):
         team.together(lambda: refuse_lost(model, "load_checkpoint", _kept(model, wanted)))
-        plans = _planned_on_meta(team, model, plan)
-        wanted = team.together(lambda: get_model_state_dict(model))
-    _fill(
-        team, Reading(manifest, model, wanted, optimizers, plans, state_plans, values, convert_dtype, missing)
-    )
+        reading.plans = _planned_on_meta(team, model, plan)
+        reading.wanted = team.together(lambda: get_model_state_dict(model))
+    _fill(team, reading)
     missing += tuple(f"{STATES}.{name}" for name in left)
     return replace(loaded, missing=missing, unexpected=unexpected)
 
@@ -362,15 +386,29 @@ def _planned_on_meta(
         raise
 
 
-def _opened(path: Path) -> Manifest:
+def _opened(path: Path, verify: bool, trust: bool) -> Manifest:
     place = folders.found(path)
     if place is None:
         raise FileNotFoundError(f"{path} is not a checkpoint: {folders.why_not_a_checkpoint(path)}.")
-    return Manifest.read(place)
+    return Manifest.read(place, verify, trust)
 
 
-def _small_values(manifest: Manifest, rank: int, states: Iterable[str]) -> dict[str, Any]:
-    """By key: all but tensors of the model, the optimizer and `states`. Read before anything changes."""
+def _refuse_other_saves(team: Team, manifest: Manifest) -> None:
+    """Ranks that found different saves at the same path would put halves of two models together."""
+    seen = team.gather((manifest.identity, str(manifest.path), gethostname()))
+    if len({identity for identity, _, _ in seen}) == 1:
+        return
+    lines = [f"rank {rank} on {host} has {path}, save {save}" for rank, (save, path, host) in enumerate(seen)]
+    firsts = [line for rank, line in enumerate(lines) if seen[rank][0] not in [s for s, _, _ in seen[:rank]]]
+    raise ValueError(
+        f"ranks see different checkpoints: {listed(firsts)}. Each would load its part of another model. The "
+        "path is on disks of the hosts' own, or one of them sees an old state of a shared one. Put "
+        "checkpoints where all hosts see the same, or copy one of these to all hosts. Nothing was loaded."
+    )
+
+
+def _small_keys(manifest: Manifest, rank: int, states: Iterable[str]) -> list[str]:
+    """All but tensors of the model, the optimizer and `states`."""
     keys = [
         *manifest.under("shared").values(),
         *manifest.under("per_rank", str(rank)).values(),
@@ -379,18 +417,7 @@ def _small_values(manifest: Manifest, rank: int, states: Iterable[str]) -> dict[
     ]
     for name in states:
         keys += [key for key in manifest.under(STATES, name).values() if manifest.tensor(key) is None]
-    targets: dict[str, Any] = {}
-    for key in keys:
-        md = manifest.tensor(key)
-        targets[key] = None if md is None else torch.empty(md.size, dtype=md.properties.dtype)
-    try:
-        _read(manifest, targets)
-    except Exception as error:
-        raise ValueError(
-            f"{manifest.path} cannot be read: {_cause(error)}. It is damaged, or holds objects of classes "
-            "that are not to be found here. Nothing was loaded."
-        ) from error
-    return targets
+    return keys
 
 
 def _dict_at(manifest: Manifest, values: dict[str, Any], *start: str) -> dict[str, Any]:
@@ -410,19 +437,6 @@ def _loaded(manifest: Manifest, team: Team, values: dict[str, Any], world_size: 
     return Loaded(manifest.path, _dict_at(manifest, values, "shared"), own if was_given else None, world_size)
 
 
-def _read(manifest: Manifest, targets: dict[str, Any]) -> None:
-    """Read the keys of `targets` into its tensors; other values are put in their place."""
-    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-
-    reader = FileSystemReader(manifest.path)
-    planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
-    planner.set_up_planner(targets, manifest.metadata, True)
-    reader.set_up_storage_reader(manifest.metadata, True)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    plan = planner.finish_plan(reader.prepare_global_plan(planner.create_global_plan([plan]))[0])
-    reader.read_data(plan, planner).wait()
-
-
 @dataclass
 class Reading:
     """All that is known once nothing but reading is left: what goes where."""
@@ -437,26 +451,43 @@ class Reading:
     convert_dtype: bool
     missing: tuple[str, ...]
 
+    def prepare(self, verify: bool, trust: bool) -> None:
+        """Read what is no tensor, and verify all that is: the last that may fail before anything changes."""
+        targets = self._targets()
+        objects = [key for key, target in targets.items() if target is None]
+        self.values = self.values | read_objects(self.manifest, objects, verify, trust)
+        check_records(self.manifest, {k: t for k, t in targets.items() if t is not None}, verify)
+
     def run(self) -> None:
         """Read, and hand everything to whom it belongs."""
-        saved = by_first(self.manifest.under("model"))
+        targets = self._targets()
+        tensors = {key: target for key, target in targets.items() if target is not None}
+        with _trying("reading its tensors failed", ". Files may have been damaged since they were written"):
+            read(self.manifest, tensors, trust=False)
+        values = {key: self.values[key] for key in targets.keys() - tensors} | tensors
+        with _trying("the model did not take what was read"):
+            _give_model(self.model, {n: each for n, each in self._saved.items() if n in self.wanted}, values)
+        for optimizer, plan in zip(self.optimizers, self.plans, strict=True):
+            with _trying(f"{type(optimizer).__name__} did not take what was read"):
+                _give_optimizer(optimizer, plan, values, self.convert_dtype)
+        for state_plan in self.state_plans:
+            with _trying(f"states[{state_plan.name!r}].load_state_dict did not take what was read"):
+                state_plan.give(self.values | values)
+
+    def _targets(self) -> dict[str, Tensor | None]:
+        """By key: what is read into; None for what is no tensor."""
         targets = {
-            key: self._target(name, key) for name in self.wanted for key in saved.get(name, {}).values()
+            key: self._target(name, key) for name in self.wanted for key in self._saved.get(name, {}).values()
         }
         for plan in self.plans:
             targets |= plan.blanks
         for state_plan in self.state_plans:
             targets |= state_plan.targets
-        with _trying("reading its tensors failed", ". Files may have been damaged since they were written"):
-            _read(self.manifest, targets)
-        with _trying("the model did not take what was read"):
-            _give_model(self.model, {n: saved[n] for n in self.wanted if n in saved}, targets)
-        for optimizer, plan in zip(self.optimizers, self.plans, strict=True):
-            with _trying(f"{type(optimizer).__name__} did not take what was read"):
-                _give_optimizer(optimizer, plan, targets, self.convert_dtype)
-        for state_plan in self.state_plans:
-            with _trying(f"states[{state_plan.name!r}].load_state_dict did not take what was read"):
-                state_plan.give(self.values | targets)
+        return targets
+
+    @cached_property
+    def _saved(self) -> dict[str, dict[Place, str]]:
+        return by_first(self.manifest.under("model"))
 
     def _target(self, name: str, key: str) -> Tensor | None:
         """The model's own tensor; memory for what has any length; None for a value."""

@@ -103,7 +103,9 @@ def forget_previous(path: Path) -> None:
 
 def _is_remains(path: Path) -> bool:
     """Whether the folder `path` holds nothing but files of a checkpoint whose removal did not end."""
-    return path.is_dir() and all(re.fullmatch(r"__\d+_\d+\.distcp", each.name) for each in path.iterdir())
+    return path.is_dir() and all(
+        re.fullmatch(r"__\d+_\d+\.distcp|\.digests", each.name) for each in path.iterdir()
+    )
 
 
 def remove(path: Path) -> None:

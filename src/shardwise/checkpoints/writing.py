@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from shardwise.checkpoints import folders
 from shardwise.checkpoints.consensus import Team
+from shardwise.checkpoints.digests import SummingFileSystem, write_digests
+from shardwise.checkpoints.folders import METADATA, sync
 from shardwise.checkpoints.manifest import Manifest
 
 
@@ -19,7 +21,7 @@ def write(team: Team, path: Path, state: dict[str, Any], keep: int | None, is_st
     team.on_first(lambda: folders.prepare(path), explain)
     try:
         _write_files(team, folders.partial_of(path), state, is_staged, explain)
-        team.on_first(lambda: Manifest.read(folders.partial_of(path)).check_files(), explain)
+        team.on_first(lambda: Manifest.read(folders.partial_of(path)).check(), explain)
         team.on_first(lambda: folders.publish(path), explain)
     except Exception:
         if team.is_first:
@@ -46,6 +48,8 @@ def _write_files(
 
     planner = DefaultSavePlanner()
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0 if is_staged else 10_000_000)
+    files = SummingFileSystem(writer.fs)
+    writer.fs = cast(Any, files)
 
     def plan_locally() -> Any:
         planner.set_up_planner(state, writer.storage_meta(), team.is_first)
@@ -59,13 +63,19 @@ def _write_files(
         return writer.prepare_global_plan(joint), metadata
 
     def write_own() -> Any:
-        return writer.write_data(planner.finish_plan(plan), planner).wait()
+        return writer.write_data(planner.finish_plan(plan), planner).wait(), files.sums
+
+    def finish() -> None:
+        writer.finish(metadata, [written for written, _ in results])
+        sync(folder / METADATA)
+        sums = {name: each for _, of_rank in results for name, each in of_rank.items()}
+        write_digests(folder, writer.save_id, (folder / METADATA).read_bytes(), sums)
 
     plans = team.gather_at_first(team.together(plan_locally))
     all_plans, metadata = team.together(plan_globally)
     plan = team.scatter(all_plans)
     results: Any = team.gather_at_first(team.together(write_own, explain, says_rank=False))
-    team.on_first(lambda: writer.finish(metadata, results), explain)
+    team.on_first(finish, explain)
 
 
 def _why_not_tidied(path: Path, error: Exception) -> str:

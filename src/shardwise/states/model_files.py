@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from contextlib import ExitStack
 from os import PathLike
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from shardwise.naming import clean
 from shardwise.runtime.boxes import Box
 from shardwise.states.loading import Facts, Whole
+from shardwise.states.names import listed
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -133,10 +134,26 @@ def _files_of(source: Paths) -> dict[Path, list[str] | None]:
     return _files_of_index(path) if path.suffix == ".json" else {path: None}
 
 
+def leaves_folder(name: Any) -> bool:
+    """Whether a file name that an index gives would lead out of the index's own folder.
+
+    As it is written: links that somebody has put into the folder are followed.
+    """
+    if not isinstance(name, str) or not name or "\0" in name:
+        return True
+    of_any_system = (PurePosixPath(name), PureWindowsPath(name))
+    return any(path.anchor or ".." in path.parts for path in of_any_system)
+
+
 def _files_of_index(index: Path) -> dict[Path, list[str] | None]:
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
         files: dict[Path, list[str] | None] = {}
+        if outside := sorted({repr(file) for file in weight_map.values() if leaves_folder(file)}):
+            raise BadFile(
+                f"{index} names files outside of its folder: {listed(outside)}. Files of a model are beside "
+                "their index; put them there and name them so."
+            )
         for name, file in weight_map.items():
             names = files.setdefault(index.parent / file, [])
             assert names is not None
