@@ -90,7 +90,7 @@ def test_f49_an_index_runs_nothing(tmp_path: Path, kind: Any, where: str) -> Non
     assert not (tmp_path / "marker").exists()
     assert "RUN/x/.metadata is not read: it asks for " in text
     assert "pass trust=True" in text
-    with contextlib.suppress(ValueError):  # what the attack leaves is no index, in most places
+    with contextlib.suppress(ValueError, TypeError):  # what the attack leaves is no index, in most places
         load_checkpoint(path, nn.Linear(4, 4), trust=True)
     assert (tmp_path / "marker").exists(), "the attack is none"
 
