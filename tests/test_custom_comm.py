@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from shardwise import FSDPModule
+from shardwise.runtime import compat
 
 # --- custom collectives ---------------------------------------------------------------------------
 
@@ -623,22 +624,50 @@ def memory_after_custom(model: Any, setter: str, comm: Any) -> None:
     model.set_allocate_memory_from_process_group_for_comm(True)
 
 
-def custom_after_memory(model: Any, setter: str, comm: Any) -> None:
-    model.set_allocate_memory_from_process_group_for_comm(True)
-    getattr(model, setter)(comm(returns_work=True))
-
-
-@pytest.mark.parametrize("act", [memory_after_custom, custom_after_memory])
 @pytest.mark.parametrize(
     ("setter", "comm"),
     [("set_custom_all_gather", AllGather), ("set_custom_reduce_scatter", ReduceScatter)],
 )
-def test_memory_comes_from_a_custom_collective_or_the_group_not_both(
-    world1: World, act: Any, setter: str, comm: Any
+def test_a_custom_collective_stays_where_memory_of_the_group_is_asked_for(
+    world1: World, setter: str, comm: Any
 ) -> None:
-    """What was set first stays in force."""
-    (text,) = world1.run(error_of, partial(act, setter=setter, comm=comm))
+    (text,) = world1.run(error_of, partial(memory_after_custom, setter=setter, comm=comm))
     assert_says(text, "set_allocate_memory_from_process_group_for_comm", setter)
+
+
+def custom_after_memory(side: Side, setter: str, comm: type[Comm], ends: bool) -> None:
+    """Of a back end that has an allocator; ``ends``: its memory is let go of afterwards."""
+    model: Any = side.shard_tower(built(even_tower))
+    custom = comm(returns_work=True)
+    if side.is_sharded:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compat, "can_allocate", lambda pg, device: True)
+            patch.setattr(compat, "allocate_from_group", memory_of_any_group)
+            model.set_allocate_memory_from_process_group_for_comm(True)
+            getattr(model, setter)(custom)
+            if ends:
+                model.set_allocate_memory_from_process_group_for_comm(False)
+            optimizer = adamw(model)
+            side.step(model, optimizer, 0)
+            assert custom.calls
+    else:
+        side.step(model, adamw(model), 0)
+    side.note_parameters(model)
+
+
+def memory_of_any_group(pg: Any, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize(
+    ("setter", "comm"),
+    [("set_custom_all_gather", AllGather), ("set_custom_reduce_scatter", ReduceScatter)],
+)
+def test_a_custom_collective_takes_the_place_of_memory_of_the_group(
+    world2: World, setter: str, comm: Any, ends: bool
+) -> None:
+    assert_same(world2, custom_after_memory, setter, comm, ends)
 
 
 def error_of(act: Callable[[nn.Module], None]) -> str:

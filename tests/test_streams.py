@@ -2,8 +2,11 @@
 recording stand-in for torch's streams, since it can be checked anywhere; that the real ones train right
 is checked where there is a GPU."""
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,59 +15,26 @@ from expecttest import assert_expected_inline
 from harness import World
 from models import even_tower, random_batch
 from reference import Recipe, assert_same_record, plain_run, sharded_run
+from simulated_device import Device, Event, Stream, install
 
-from shardwise.runtime import buffers, streams
+from shardwise.runtime import buffers
 from shardwise.runtime.buffers import buffer_for, typed_stretch
 from shardwise.runtime.collectives import Part, Reduce, SingleRank
 from shardwise.runtime.layout import Entry, Layout, plan_layout
 from shardwise.runtime.reduction import Destination, Reduction, Replicas
-from shardwise.runtime.streams import DeviceLane, HostLane, Lanes, Ticket, in_stream
+from shardwise.runtime.streams import DeviceLane, HostLane, Lanes, Ticket, in_stream, is_of_device
 
 CPU = torch.device("cpu")
 
 
-class RecordedEvent:
-    """Writes down who waits for it."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
-
-    def synchronize(self) -> None:
-        self.log.append(f"the host waits for the event of {self.name}")
-
-
-class RecordedStream:
-    """Writes down what a stream is asked to do."""
-
-    log: list[str]
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
-
-    def __enter__(self) -> None:
-        self.log.append(f"{self.name} is current")
-
-    def __exit__(self, *_: object) -> None:
-        self.log.append(f"{self.name} is left")
-
-    def record_event(self) -> RecordedEvent:
-        self.log.append(f"{self.name} records")
-        return RecordedEvent(self.name, self.log)
-
-    def wait_event(self, event: RecordedEvent) -> None:
-        self.log.append(f"{self.name} waits for the event of {event.name}")
-
-    def wait_stream(self, other: "RecordedStream") -> None:
-        self.log.append(f"{self.name} waits for all of {other.name}")
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return install(monkeypatch)
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    log: list[str] = []
-    computing = RecordedStream("computing", log)
-    monkeypatch.setattr(streams.torch, "Stream", lambda *_, **__: RecordedStream("lane", log))
-    monkeypatch.setattr(streams.torch.accelerator, "current_stream", lambda _: computing)
-    return log
+def log(device: Device) -> list[str]:
+    return device.log
 
 
 def work(log: list[str]) -> Any:
@@ -166,14 +136,67 @@ def test_a_device_lane_that_follows_another_is_queued_behind_it_and_nobody_waits
     assert log == ["replicate waits for all of reduce"]
 
 
-def test_a_device_lane_may_follow_an_event_of_the_computation_instead_of_all_of_it(log: list[str]) -> None:
-    DeviceLane(torch.device("cuda")).follow_compute(RecordedEvent("optimizer", log))  # type: ignore[arg-type]
+def test_a_device_lane_may_follow_an_event_of_the_device_instead_of_all_of_the_computation(
+    log: list[str],
+) -> None:
+    """With a generic ``torch.Stream`` it would wait for nothing, silently."""
+    DeviceLane(torch.device("cuda")).follow_compute(Event("optimizer", log))
     assert log == ["lane waits for the event of optimizer"]
 
 
-def test_a_function_in_a_stream_runs_between_what_comes_before_and_after(log: list[str]) -> None:
-    side: Any = RecordedStream("side", log)
-    tensor = torch.zeros(2)
+def test_all_that_the_optimizer_reads_or_writes_waits_for_its_event(log: list[str]) -> None:
+    lanes = named_lanes()
+    lanes.follow_optimizer()
+    log.append("-- it ran on a stream of its own")
+    lanes.follow_optimizer(Event("optimizer", log))
+    lanes.compute_waits_for(Event("optimizer", log))
+    assert_expected_inline(
+        "\n".join(log),
+        """\
+gather waits for all of computing
+-- it ran on a stream of its own
+gather waits for the event of optimizer
+reduce waits for the event of optimizer
+replicate waits for the event of optimizer
+computing waits for the event of optimizer""",
+    )
+
+
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("thing", "kind", "where", "is_of_it"),
+    [
+        (torch.Event("cpu"), "Event", CPU, True),
+        (torch.cpu.Stream(), "Stream", CPU, True),
+        (torch.Stream("cpu"), "Stream", CPU, True),
+        (None, "Event", CPU, False),
+        (threading.Event(), "Event", CPU, False),
+        (torch.Event("cpu"), "Stream", CPU, False),
+        (torch.Event("cpu"), "Event", GPU, False),
+        (torch.cpu.Stream(), "Stream", GPU, False),
+        (torch.Stream("cpu"), "Stream", GPU, False),
+        (None, "Event", GPU, False),
+        (threading.Event(), "Event", GPU, False),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__module__,
+)
+def test_streams_and_events_of_a_device_are_told_from_others(
+    thing: Any, kind: str, where: torch.device, is_of_it: bool
+) -> None:
+    assert is_of_device(thing, kind, where) is is_of_it
+
+
+def test_streams_and_events_of_the_device_are_of_its_own_module(device: Device) -> None:
+    assert is_of_device(Event(), "Event", GPU)
+    assert not is_of_device(Stream("side", device), "Event", GPU)
+
+
+def test_a_function_in_a_stream_runs_between_what_comes_before_and_after(device: Device) -> None:
+    log = device.log
+    side = Stream("side", device)
+    tensor: Any = SimpleNamespace(device=GPU)
     run = in_stream(lambda given: log.append("function") if given is tensor else None, side)
     log.append("before")
     run(tensor)
@@ -268,6 +291,16 @@ def replicas(log: list[str]) -> Replicas:
     return Replicas(frozenset({0}), sum_up, hook=lambda _: log.append("hook"))
 
 
+def allocator(log: list[str], name: str = "") -> Callable[[], torch.Tensor]:
+    """Memory for sums; the log tells when it is asked for."""
+
+    def allocate() -> torch.Tensor:
+        log.append(f"sums{name} are allocated")
+        return buffer_for(WIDE, CPU, is_filled=True)
+
+    return allocate
+
+
 def reduction_of(
     log: list[str], lanes: Lanes, replicas: Replicas, where: torch.device = CPU, name: str = ""
 ) -> Reduction:
@@ -275,7 +308,7 @@ def reduction_of(
     gradients = [torch.ones(4, dtype=torch.float64)]
     tell(log, f"gradients{name}", gradients[0])
     reduce: Any = LoggedReduce(log, name)
-    made = Reduction(reduce, WIDE, 2.0, lanes, buffer_for(WIDE, CPU, is_filled=True), is_filled=True)
+    made = Reduction(reduce, WIDE, 2.0, lanes, allocator(log, name), is_filled=True)
     made.send(WHOLE, gradients)
     made.close(replicas, Destination(NARROW, where, is_pinned=False))
     return made
@@ -292,6 +325,7 @@ def test_on_a_device_both_stages_are_queued_at_once_and_nothing_is_freed_before_
         """\
 reduce waits for all of computing
 reduce is current
+sums are allocated
 sum over shards starts
 sum over shards ends
 reduce records
@@ -338,7 +372,7 @@ def test_without_a_second_stage_the_third_lane_stays_idle(log: list[str]) -> Non
     gradients = [torch.ones(4, dtype=torch.float64)]
     tell(log, "gradients", gradients[0])
     reduce: Any = LoggedReduce(log)
-    made = Reduction(reduce, WIDE, 2.0, named_lanes(), buffer_for(WIDE, CPU, is_filled=True), is_filled=True)
+    made = Reduction(reduce, WIDE, 2.0, named_lanes(), allocator(log), is_filled=True)
     made.send(WHOLE, gradients)
     made.close(Replicas(None, None, None), Destination(WIDE, CPU, is_pinned=False))
     del gradients
@@ -351,6 +385,7 @@ def test_without_a_second_stage_the_third_lane_stays_idle(log: list[str]) -> Non
         """\
 reduce waits for all of computing
 reduce is current
+sums are allocated
 sum over shards starts
 sum over shards ends
 reduce records
@@ -375,7 +410,9 @@ def test_on_the_host_one_group_goes_over_the_replicas_while_the_next_goes_over_t
     assert_expected_inline(
         "\n".join(log),
         """\
+sums 1 are allocated
 sum over shards 1 starts
+sums 2 are allocated
 sum over shards 2 starts
 sum over shards 1 ends
 sum over replicas starts beside the computation
@@ -416,8 +453,8 @@ def test_what_no_gradient_fills_is_zero(has_gradient: bool, monkeypatch: pytest.
     padded = layout_of(torch.float64, numel=3)
     gradients = [torch.ones(3, dtype=torch.float64)] if has_gradient else [None]
     reduce = Reduce(SingleRank(), padded, CPU)
-    output = buffer_for(padded, CPU, is_filled=has_gradient)
-    made = Reduction(reduce, padded, 1.0, Lanes(CPU), output, is_filled=has_gradient)
+    allocate = partial(buffer_for, padded, CPU, is_filled=has_gradient)
+    made = Reduction(reduce, padded, 1.0, Lanes(CPU), allocate, is_filled=has_gradient)
     for part in reduce.parts:
         made.send(part, gradients)
     made.close(Replicas(None, None, None), Destination(padded, CPU, is_pinned=False))

@@ -27,7 +27,7 @@ from shardwise.runtime.custom import (
 from shardwise.runtime.group import Group
 from shardwise.runtime.hooks import wrap_method
 from shardwise.runtime.schedule import Member
-from shardwise.runtime.streams import in_stream
+from shardwise.runtime.streams import has_streams, in_stream, is_of_device
 
 _MEMBER = "_shardwise_member"
 
@@ -217,7 +217,7 @@ class FSDPModule:
         All parameters of the group then travel in one call, and are copied out of the buffer after it.
         """
         _check_comm("set_custom_all_gather", comm)
-        _check_choice(self, "set_custom_all_gather", _MEMORY)
+        _check_choice(self, "set_custom_all_gather", ["set_symm_mem_for_comm"])
         _communicate(self, "set_custom_all_gather", make_gather=partial(_made, CustomAllGather, comm))
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
@@ -230,7 +230,7 @@ class FSDPModule:
         ``op`` is always a sum; the division comes after it.
         """
         _check_comm("set_custom_reduce_scatter", comm)
-        _check_choice(self, "set_custom_reduce_scatter", (*_MEMORY, "register_comm_hook"))
+        _check_choice(self, "set_custom_reduce_scatter", ["set_symm_mem_for_comm", "register_comm_hook"])
         _communicate(self, "set_custom_reduce_scatter", make_reduce=partial(_made, CustomReduceScatter, comm))
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
@@ -242,7 +242,8 @@ class FSDPModule:
 
         Args:
             hook: the function.
-            stream: a stream to run it in; only without replicas in the mesh, which have a stream.
+            stream: a stream of the mesh's device to run it in; only without replicas in the mesh, which have
+                a stream. One of ``torch.cpu``, where there are none, changes nothing.
         """
         if not callable(hook):
             raise TypeError(
@@ -255,7 +256,10 @@ class FSDPModule:
                     "set_all_reduce_hook: stream was given, but the mesh has replicas, whose all-reduce "
                     "runs in a stream of its own; the hook runs there as well. Leave stream out."
                 )
-            hook = in_stream(hook, stream)
+            why = "the hook would not be ordered behind the reduction"
+            _check_of_device("set_all_reduce_hook", "Stream", stream, group.device, why)
+            if has_streams(group.device):
+                hook = in_stream(hook, stream)
         group.all_reduce_hook = hook
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -268,7 +272,8 @@ class FSDPModule:
         """Take buffers to send from and receive into from the allocator of the process group, if it has one.
 
         All parameters of this module's group then travel packed, in one call and with a copy, instead of
-        straight from where they lie to where they belong.
+        straight from where they lie to where they belong. A collective of the caller's own
+        (``set_custom_all_gather``, ``set_custom_reduce_scatter``) that is set afterwards takes its place.
         """
         _check_bool("set_allocate_memory_from_process_group_for_comm", "enable", enable)
         method = "set_allocate_memory_from_process_group_for_comm"
@@ -280,7 +285,9 @@ class FSDPModule:
                 _communicate(self, method, make_gather=_with_memory, make_reduce=_with_memory)
             group.choices.add(method)
         elif method in group.choices:
-            _communicate(self, method, make_gather=None, make_reduce=None)
+            comms = group.buckets[0].comms  # alike in all of them
+            made = {name: getattr(comms, name) for name in ("make_gather", "make_reduce")}
+            _communicate(self, method, **{name: None for name in made if made[name] is _with_memory})
             group.choices.discard(method)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
@@ -329,17 +336,32 @@ class FSDPModule:
             group.max_reductions = max_input_buffers
         _member(self).schedule.prepare_anew()
 
-    def set_post_optim_event(self, event: torch.Event) -> None:
+    def set_post_optim_event(self, event: Any) -> None:
         """Have the gathers of the next forward wait for ``event`` only, recorded after the optimizer's step.
 
         Without it they wait for all that the computing stream has been given. For the root module; used once.
-        On the host it is needless and does nothing.
+
+        Args:
+            event: an event of the mesh's device: a ``torch.cuda.Event`` for a mesh of CUDA, or a
+                ``torch.Event`` of that device. On the host it is needless and does nothing, and may be None,
+                which is what ``torch.cpu.current_stream().record_event()`` returns.
+
+        Raises:
+            TypeError: ``event`` is no event of the mesh's device, which the gathers would not wait for.
+
+        Example::
+
+            with torch.cuda.stream(side):
+                optimizer.step()
+            model.set_post_optim_event(side.record_event())
+            optimizer.zero_grad()
         """
-        if not callable(getattr(event, "wait", None)):
-            raise TypeError(
-                f"set_post_optim_event: event is {event!r}, a {type(event).__name__}; pass an Event."
-            )
-        _member(self).schedule.post_optim_event = event
+        member = _member(self)
+        device = member.group.device
+        if event is not None or has_streams(device):
+            why = "gathers would not wait for the optimizer"
+            _check_of_device("set_post_optim_event", "Event", event, device, why)
+        member.schedule.post_optim_event = event
 
     def reset_iter_state(self) -> None:
         """Forget what a failed iteration left behind, gradients that wait to be reduced included.
@@ -641,6 +663,16 @@ def _check_comm(caller: str, comm: Any) -> None:
         raise TypeError(
             f"{caller}: comm is {comm!r}; pass an object with a method allocate(size, *, dtype, device) that "
             "can be called with the tensors and the process group."
+        )
+
+
+def _check_of_device(caller: str, kind: str, value: Any, device: torch.device, why: str) -> None:
+    """``value`` is a stream or an event, as ``kind`` says, of ``device``; ``why`` that matters."""
+    if not is_of_device(value, kind, device):
+        found = f"{value!r} ({type(value).__module__}.{type(value).__qualname__})"
+        raise TypeError(
+            f"{caller}: {kind.lower()} is {found}, not one of '{device.type}', the device of the mesh: "
+            f"{why}. Pass a torch.{device.type}.{kind}."
         )
 
 

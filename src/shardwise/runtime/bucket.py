@@ -452,11 +452,11 @@ class Bucket:
     def open_reduction(self, lanes: Lanes, divisor: float, *, is_filled: bool) -> Reduction:
         """A reduction of which nothing has been sent yet. ``is_filled``: all gradients will come."""
         if self.kept is self.reduced and not self.is_offloaded:
-            output = self.landing.lend(is_filled=is_filled)
+            allocate = partial(self.landing.lend, is_filled=is_filled)
         else:
-            output = buffer_for(self.reduced, self.mesh.device, is_filled=is_filled)
+            allocate = partial(buffer_for, self.reduced, self.mesh.device, is_filled=is_filled)
         divisor = 1.0 if self.averages_itself else divisor
-        return Reduction(self._reduce, self.reduced, divisor, lanes, output, is_filled=is_filled)
+        return Reduction(self._reduce, self.reduced, divisor, lanes, allocate, is_filled=is_filled)
 
     def close_reduction(self, reduction: Reduction, all_reduces: bool, hook: Hook | None) -> None:
         """All gradients that there are have been sent: go on to the replicas, if that is wanted now."""

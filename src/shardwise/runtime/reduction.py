@@ -82,8 +82,11 @@ class Shipment:
 class Reduction:
     """The gradients of one bucket on their way, sent in one or several parts, and closed after the last.
 
-    ``output``: memory for this rank's sums, with zeros wherever none will be written. ``is_filled``: every
-    parameter will have a gradient.
+    ``allocate`` makes the memory for this rank's sums, with zeros wherever none will be written. It is called
+    on the stream that reduces: what the optimizer reads is given back to that stream's memory, which is
+    allocated from in later reductions only, and those come after the optimizer. The computing stream may be
+    far ahead of an optimizer that runs on a stream of its own. ``is_filled``: every parameter will have a
+    gradient.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class Reduction:
         layout: Layout,
         divisor: float,
         lanes: Lanes,
-        output: Tensor,
+        allocate: Callable[[], Tensor],
         *,
         is_filled: bool,
     ) -> None:
@@ -100,8 +103,8 @@ class Reduction:
         self._layout = layout
         self._divisor = divisor
         self._lanes = lanes
-        self._device = output.device
-        self.output = output
+        self._allocate = allocate
+        self.output: Tensor  # made when the first part is sent
         self.shipments: list[Shipment] = []
         self._is_filled = is_filled
         self.present = [is_filled] * len(layout.slots)
@@ -116,21 +119,25 @@ class Reduction:
         """Begin to sum the gradients in ``part``; ``gradients`` has a place for every parameter."""
         lane = self._lanes.reduce
         lane.follow_compute()
-        start = partial(self._reduce.start, lane, part, gradients, self.output, self._divisor)
         if not self._is_filled:
             for index in part.indices:
                 self.present[index] = self.present[index] or gradients[index] is not None
         num_bytes = part.num_bytes * self._reduce.room_to_reduce
-        shipment = Shipment(gradients, num_bytes, lane.submit(start))
+        shipment = Shipment(gradients, num_bytes, lane.submit(partial(self._start, part, gradients)))
         self.shipments.append(shipment)
         return shipment
+
+    def _start(self, part: Part, gradients: Sequence[Tensor | None]) -> Finish:
+        if not self.shipments:
+            self.output = self._allocate()
+        return self._reduce.start(self._lanes.reduce, part, gradients, self.output, self._divisor)
 
     def close(self, replicas: Replicas, destination: Destination) -> None:
         """All that there is to send has been sent; say what becomes of the sums."""
         self._replicas = replicas
         self._destination = destination
         self._is_closed = True
-        self.lands_on_host = destination.device != self._device
+        self.lands_on_host = destination.device != self.output.device
         self._needs_move = destination.layout is not self._layout or self.lands_on_host
         if self._lanes.are_streams:
             self.advance()

@@ -144,7 +144,7 @@ class Schedule:
         self._part_axes: dict[tuple[dist.ProcessGroup, int], Axis] = {}
         self._parents: dict[Group, Group] = {}
         self._optionals: dict[Group, list[Group]] | None = None  # found again when asked for
-        self.post_optim_event: torch.Event | None = None
+        self.post_optim_event: Any = None  # of the device's own module; see follow_optimizer
         self._inference: Inference | None = None
         self._order_outside = Order()
         self._landing: list[Group] = []  # reductions whose results are on their way to the host
@@ -320,7 +320,7 @@ class Schedule:
     def unshard_for_caller(self, group: Group) -> None:
         """Begin a gather that lasts until forward has used it, or ``reshard_for_caller``."""
         self._prepare()
-        self._lanes.gather.follow_compute()  # the optimizer may just have written the shards
+        self._lanes.follow_optimizer(self.post_optim_event)  # which the next forward waits for as well
         if group.state is PARTLY:
             self._release(group)
         self._free_stale([group])
@@ -353,7 +353,9 @@ class Schedule:
         if self._inference is not None:
             raise RuntimeError(f"{caller}: {group.name} is kept gathered by inference(). Leave that first.")
         self._prepare()
-        self.post_optim_event = None  # recorded before what the caller is about to do
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is not None:
+            self._lanes.compute_waits_for(event)  # and what comes after it is the caller's own work
         self._lanes.gather.follow_compute()
         self._release(group)
 
@@ -376,7 +378,7 @@ class Schedule:
             if taken + group.gathered_bytes <= budget:
                 kept.append(group)
                 taken += group.gathered_bytes
-        self._lanes.gather.follow_compute()
+        self._lanes.follow_optimizer(self.post_optim_event)
         for group in self.groups:
             self._release(group)  # what was kept from before may be stale
         for group in kept:
@@ -500,9 +502,8 @@ class Schedule:
             self._inference.make_good(self._play)
             self._inference.check_weights()
             self._inference.begin_forward()
-        # The optimizer may just have written the shards that gathers are going to read.
         event, self.post_optim_event = self.post_optim_event, None
-        self._lanes.gather.follow_compute(event)
+        self._lanes.follow_optimizer(event)
         self._forward_order.rewind()
         self._entered, self._exited = [], []
         self._has_run.clear()
@@ -973,6 +974,8 @@ class Schedule:
         kept = [group for group in kept if group.state is GATHERED]
         if not kept:
             return
+        if self.post_optim_event is not None:
+            self._lanes.compute_waits_for(self.post_optim_event)  # it is about to read the shards
         flags = torch.tensor([group.is_stale() for group in kept], dtype=torch.int32, device=self._device)
         highest_over(flags, axes_of(kept))
         for group, is_stale in zip(kept, flags.tolist(), strict=True):

@@ -7,13 +7,17 @@ and the caller later lets the computing stream wait for an event. On the host th
 needed.
 
 Memory on a device follows one rule: a gathered or scratch buffer is allocated and freed with its lane
-current,
-after that lane has waited for the event that marks the buffer's last use. ``record_stream`` is never
-used.
+current, after that lane has waited for the event that marks the buffer's last use. ``record_stream`` is
+never used.
+
+Streams and events are those of the device's own module, such as ``torch.cuda``. A generic ``torch.Stream``
+does not wait for a ``torch.cuda.Event``: it reads the base of the event, which CUDA's leaves empty. A
+stream of ``torch.cuda`` waits for both kinds.
 """
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -129,7 +133,7 @@ class HostLane:
         """Let what is submitted next begin after the work of ``ticket``: here it is waited for."""
         ticket.wait()
 
-    def follow_compute(self, event: torch.Event | None = None) -> None:
+    def follow_compute(self, event: Any = None) -> None:
         """Host computation that was called is done: nothing to wait for."""
 
     def synchronize(self) -> None:
@@ -144,29 +148,27 @@ class DeviceLane:
     """Work on a stream of its own."""
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
-        self._device = device
-        self._stream = torch.Stream(device, priority=priority)
+        self._current = partial(_own(device, "current_stream", torch.accelerator), device)
+        self._stream = _own(device, "Stream", torch)(device, priority=priority)
 
     def submit(self, start: Start) -> Ticket:
         """Queue the whole work on the lane; ``wait`` makes the computing stream wait for it."""
         with self._stream:
             start()()
             done = self._stream.record_event()
-        return Ticket(
-            lambda: torch.accelerator.current_stream(self._device).wait_event(done), done.synchronize
-        )
+        return Ticket(lambda: self._current().wait_event(done), done.synchronize)
 
     def follow(self, other: "Lane", ticket: Ticket) -> None:
         """Order everything submitted later behind what ``other`` has been given."""
         assert isinstance(other, DeviceLane)
         self._stream.wait_stream(other._stream)
 
-    def follow_compute(self, event: torch.Event | None = None) -> None:
+    def follow_compute(self, event: Any = None) -> None:
         """Order everything submitted later behind what the computing stream has been given, or ``event``."""
         if event is not None:
             self._stream.wait_event(event)
         else:
-            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+            self._stream.wait_stream(self._current())
 
     def synchronize(self) -> None:
         """Hold up the host until all that was submitted has ended."""
@@ -187,13 +189,11 @@ class DeviceLane:
 Lane = HostLane | DeviceLane
 
 
-def in_stream(
-    function: Callable[[torch.Tensor], None], stream: torch.Stream
-) -> Callable[[torch.Tensor], None]:
+def in_stream(function: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:
     """``function``, run in ``stream``, between what comes before and after it on the current one."""
 
     def run(tensor: torch.Tensor) -> None:
-        current = torch.accelerator.current_stream(tensor.device)
+        current = current_stream(tensor.device)
         stream.wait_stream(current)
         with stream:
             function(tensor)
@@ -202,11 +202,40 @@ def in_stream(
     return run
 
 
+def has_streams(device: torch.device) -> bool:
+    """Whether work on ``device`` is queued on streams; on the host it is done when it was called."""
+    return device.type not in ("cpu", "meta")
+
+
+def is_of_device(thing: Any, kind: str, device: torch.device) -> bool:
+    """True if ``thing`` is a stream or an event (``kind`` is "Stream" or "Event") of ``device``.
+
+    The module of the device has a class for each; the generic ones of torch say which device they are of.
+    """
+    generic = getattr(torch, kind)
+    if type(thing) is generic:
+        return thing.device is not None and thing.device.type == device.type
+    own = _own(device, kind, torch)
+    return own is not generic and isinstance(thing, own)
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream that the caller computes on."""
+    return _own(device, "current_stream", torch.accelerator)(device)
+
+
+def _own(device: torch.device, name: str, generic: Any) -> Any:
+    """``name`` of the device's own module, or of ``generic`` where that module has none."""
+    module = torch.get_device_module(device) if has_streams(device) else torch.cpu
+    return getattr(module, name, None) or getattr(generic, name)
+
+
 class Lanes:
     """The lanes of one module tree: gathers on one, reductions on another, those over replicas on a third."""
 
     def __init__(self, device: torch.device) -> None:
-        self.are_streams = device.type not in ("cpu", "meta")
+        self._device = device
+        self.are_streams = has_streams(device)
         """Whether work may be queued behind other work without waiting for it."""
         if not self.are_streams:
             self.gather: Lane = HostLane()
@@ -217,3 +246,20 @@ class Lanes:
             self.gather = DeviceLane(device, priority=-1)
             self.reduce = DeviceLane(device, priority=-1)
             self.replicate = DeviceLane(device, priority=-1)
+
+    def follow_optimizer(self, event: Any = None) -> None:
+        """Order gathers behind the optimizer, which has written the shards: behind the computing stream, or
+        behind ``event``, recorded on another one.
+
+        Reductions follow the event as well: the memory of gradients that the optimizer reads there may have
+        been given back to them. What follows the computing stream they follow anyhow.
+        """
+        self.gather.follow_compute(event)
+        if event is not None:
+            self.reduce.follow_compute(event)
+            self.replicate.follow_compute(event)
+
+    def compute_waits_for(self, event: Any) -> None:
+        """Let the computing stream wait for ``event``."""
+        if self.are_streams:
+            current_stream(self._device).wait_event(event)

@@ -1,0 +1,219 @@
+"""An optimizer that steps on a stream of its own, while the computing stream goes on.
+
+Its event (``set_post_optim_event``) is all that tells when shards have been written and gradients read. The
+device is simulated: what counts is which stream waits for it, and from whose memory gradients come.
+"""
+
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from harness import World
+from models import even_tower, random_batch
+from simulated_device import Event, streams_on_the_host
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise
+from shardwise import MixedPrecisionPolicy, fully_shard
+from shardwise.runtime import bucket, buffers, landing, reduction
+
+
+def sharded_tower(shape: tuple[int, ...] | None = None, policy: Any = None) -> Any:
+    model: Any = even_tower().double()
+    mesh = init_device_mesh("cpu", shape or (dist.get_world_size(),))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
+    return model
+
+
+def step(model: nn.Module) -> None:
+    model(random_batch(0, 4)).sum().backward()
+    model.zero_grad()
+
+
+# --- whose memory gradients are -------------------------------------------------------------------
+
+
+def streams_that_allocate_gradients(shape: tuple[int, ...], computes_in: torch.dtype | None) -> list[str]:
+    found: set[str] = set()
+    with streams_on_the_host() as device, pytest.MonkeyPatch.context() as patch:
+
+        def noted(*args: Any, **kwargs: Any) -> torch.Tensor:
+            found.add(device.current[-1].name)
+            return buffers.buffer_for(*args, **kwargs)
+
+        for where in (bucket, landing, reduction):
+            patch.setattr(where, "buffer_for", noted)
+        model = sharded_tower(shape, MixedPrecisionPolicy(param_dtype=computes_in))
+        step(model)
+        step(model)
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("shape", "computes_in", "expected"),
+    [
+        ((2,), None, ["reduce"]),
+        ((2, 1), None, ["reduce"]),
+        ((2,), torch.bfloat16, ["reduce", "replicate"]),  # the sums, and what they are cast to
+    ],
+)
+def test_gradients_lie_in_memory_of_the_streams_that_reduce(
+    world2: World, shape: tuple[int, ...], computes_in: torch.dtype | None, expected: list[str]
+) -> None:
+    """What ``zero_grad()`` gives back is allocated again only behind the optimizer, which may yet read it."""
+    assert world2.run(streams_that_allocate_gradients, shape, computes_in) == [expected] * 2
+
+
+# --- who waits ------------------------------------------------------------------------------------
+
+
+def a_forward(model: Any) -> None:
+    model(random_batch(0, 4))
+
+
+def a_forward_after_unshard(model: Any) -> None:
+    model.unshard()
+    a_forward(model)
+
+
+def a_forward_of_what_was_kept(model: Any) -> None:
+    a_forward(model)
+
+
+def a_forward_in_inference(model: Any) -> None:
+    with shardwise.inference(model):
+        a_forward(model)
+
+
+def full_parameters(model: Any) -> None:
+    with shardwise.unsharded(model):
+        pass
+
+
+def waits_for_the_event(act: Callable[[Any], None]) -> list[str]:
+    """Who waits for the event, in order, before the first gather, or the first look at shards."""
+    with streams_on_the_host() as device:
+        model = sharded_tower()
+        if act is a_forward_of_what_was_kept:
+            model.set_reshard_after_backward(False)
+        step(model)
+        model.set_post_optim_event(Event("optimizer", device.log))
+        device.log.clear()
+        act(model)
+    first_gather = device.log.index("gather is current") if "gather is current" in device.log else None
+    return [line for line in device.log[:first_gather] if "optimizer" in line]
+
+
+OTHERS = ["reduce waits for the event of optimizer", "replicate waits for the event of optimizer"]
+GATHER, COMPUTING = "gather waits for the event of optimizer", "computing waits for the event of optimizer"
+
+
+@pytest.mark.parametrize(
+    ("act", "expected"),
+    [
+        (a_forward, [GATHER, *OTHERS]),
+        (a_forward_after_unshard, [GATHER, *OTHERS]),
+        (a_forward_in_inference, [GATHER, *OTHERS]),
+        (a_forward_of_what_was_kept, [COMPUTING, GATHER, *OTHERS]),  # it compares shards with what was kept
+        (full_parameters, [COMPUTING]),  # the rest is the caller's own work on that stream
+    ],
+)
+def test_nobody_touches_the_shards_before_the_optimizer_is_done(
+    world2: World, act: Callable[[Any], None], expected: list[str]
+) -> None:
+    assert world2.run(waits_for_the_event, act) == [expected] * 2
+
+
+# --- whose event ----------------------------------------------------------------------------------
+
+
+def answers_on_a_device(device: str) -> list[str]:
+    """What the root says to things that may be meant as events and streams, and what it waits for after."""
+    model = sharded_tower()
+    model._shardwise_member.group.device = torch.device(device)
+    schedule = model._shardwise_member.schedule
+    answers = []
+    for thing in (None, torch.Event("cpu"), torch.cpu.Event(), threading.Event(), "now"):
+        try:
+            model.set_post_optim_event(thing)
+            answers.append("accepted")
+        except TypeError as error:
+            assert schedule.post_optim_event is None
+            answers.append(re.sub(r" is (<.* at 0x.*?>|torch.Event .*?) \(", " is ... (", str(error)))
+        schedule.post_optim_event = None
+    for thing in (torch.cpu.Stream(), "side"):
+        try:
+            model.set_all_reduce_hook(print, stream=thing)
+            answers.append("accepted")
+        except TypeError as error:
+            answers.append(re.sub(r" is (<.* at 0x.*?>|torch.Event .*?) \(", " is ... (", str(error)))
+    return answers
+
+
+def test_a_device_waits_for_events_of_its_own_only(world1: World) -> None:
+    (answers,) = world1.run(answers_on_a_device, "cuda")
+    assert_expected_inline(
+        "\n".join(answers),
+        """\
+set_post_optim_event: event is None (builtins.NoneType), not one of 'cuda', the device of the mesh: gathers would not wait for the optimizer. Pass a torch.cuda.Event.
+set_post_optim_event: event is ... (torch.Event), not one of 'cuda', the device of the mesh: gathers would not wait for the optimizer. Pass a torch.cuda.Event.
+set_post_optim_event: event is ... (torch.cpu.Event), not one of 'cuda', the device of the mesh: gathers would not wait for the optimizer. Pass a torch.cuda.Event.
+set_post_optim_event: event is ... (threading.Event), not one of 'cuda', the device of the mesh: gathers would not wait for the optimizer. Pass a torch.cuda.Event.
+set_post_optim_event: event is 'now' (builtins.str), not one of 'cuda', the device of the mesh: gathers would not wait for the optimizer. Pass a torch.cuda.Event.
+set_all_reduce_hook: stream is ... (torch.cpu.Stream), not one of 'cuda', the device of the mesh: the hook would not be ordered behind the reduction. Pass a torch.cuda.Stream.
+set_all_reduce_hook: stream is 'side' (builtins.str), not one of 'cuda', the device of the mesh: the hook would not be ordered behind the reduction. Pass a torch.cuda.Stream.""",
+    )
+
+
+def test_the_host_takes_what_its_streams_record_and_nothing_else(world1: World) -> None:
+    (answers,) = world1.run(answers_on_a_device, "cpu")
+    assert_expected_inline(
+        "\n".join(answers),
+        """\
+accepted
+accepted
+accepted
+set_post_optim_event: event is ... (threading.Event), not one of 'cpu', the device of the mesh: gathers would not wait for the optimizer. Pass a torch.cpu.Event.
+set_post_optim_event: event is 'now' (builtins.str), not one of 'cpu', the device of the mesh: gathers would not wait for the optimizer. Pass a torch.cpu.Event.
+accepted
+set_all_reduce_hook: stream is 'side' (builtins.str), not one of 'cpu', the device of the mesh: the hook would not be ordered behind the reduction. Pass a torch.cpu.Stream.""",
+    )
+
+
+def train_with_what_the_host_has() -> list[list[float]]:
+    """The lines of a script for any device, with a hook on a stream and an event, and without."""
+    results = []
+    for uses_streams in (True, False):
+        torch.manual_seed(0)
+        model = sharded_tower()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        streams = torch.get_device_module("cpu")
+        model.set_all_reduce_hook(halve, stream=streams.Stream() if uses_streams else None)
+        losses = []
+        for number in range(3):
+            loss = model(random_batch(number, 4)).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            if uses_streams:
+                model.set_post_optim_event(streams.current_stream().record_event())
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        results.append(losses)
+    return results
+
+
+def halve(gradient: torch.Tensor) -> None:
+    gradient.mul_(0.5)
+
+
+def test_streams_and_events_of_the_host_change_nothing(world2: World) -> None:
+    for with_them, without in world2.run(train_with_what_the_host_has):
+        assert with_them == without
+        assert len(set(without)) == 3  # it trains
