@@ -68,10 +68,8 @@ class GatheredBuffer:
     def __init__(self, layout: Layout, device: torch.device, alias: Tensor | None = None) -> None:
         """``alias``: the buffer of shards, where it serves as it is."""
         self._num_bytes = layout.gathered_bytes
-        self._is_alias = alias is not None
-        self._keeps_memory = self._is_alias or (
-            device.type == "cpu" and self._num_bytes <= KEPT_ON_HOST_BYTES
-        )
+        self.is_alias = alias is not None
+        self._keeps_memory = self.is_alias or (device.type == "cpu" and self._num_bytes <= KEPT_ON_HOST_BYTES)
         if alias is not None:
             self.bytes = alias
         else:
@@ -89,8 +87,8 @@ class GatheredBuffer:
             self._storage.resize_(0)
 
     def holds(self, address: int) -> bool:
-        """True if ``free`` takes away what lies there."""
-        return not self._is_alias and 0 <= address - self.bytes.data_ptr() < self._num_bytes
+        """True if it is an address of full parameters."""
+        return 0 <= address - self.bytes.data_ptr() < self._num_bytes
 
     def slot(self, slot: Slot) -> Tensor:
         """The bytes of one parameter's slot."""

@@ -96,6 +96,8 @@ class _Gathered:
     Storages of tensors, emptied between uses.
     """
 
+    is_alias = False
+
     def __init__(self) -> None:
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
 

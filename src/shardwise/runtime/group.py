@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import accumulate
-from operator import attrgetter, methodcaller
+from operator import attrgetter, is_, methodcaller
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -185,8 +185,8 @@ class Group:
         self.replicates = any(not bucket.mesh.replicate.is_alone for bucket in self.buckets)
         self._watch: ShardWatch | None = None  # made when the shards are first looked at
         self._versions: list[int] = [0] * len(self.params)
-        self._freed = (FREED,) * len(self.params)
         self._fulls: tuple[nn.Parameter, ...] = ()
+        self._freed: tuple[nn.Parameter, ...] = ()  # those that lose their contents when they are freed
         self._full_watch = FullWatch((), ())
         self._reductions: list[Reduction | None] = [None] * len(self.buckets)
         # Whether some parameters may remember unreduced gradients.
@@ -437,6 +437,11 @@ class Group:
         """What its full parameters take, as they are computed with."""
         return sum(bucket.computed.gathered_bytes for bucket in self.buckets)
 
+    @property
+    def computes_on_shards(self) -> bool:
+        """True if the full parameters are the shards themselves, as where a rank is alone."""
+        return bool(self._fulls) and not self._freed
+
     def follow_versions(self) -> None:
         """Let kept full parameters carry the versions of their shards, which have the same contents."""
         self._versions = [param.version() for param in self.params]
@@ -553,10 +558,17 @@ class Group:
         return [t for own in with_tensors for t in own.values() if type(t) is Tensor and t.requires_grad]
 
     def owns(self, tensor: Tensor) -> bool:
-        """True if ``tensor`` lies in a gathered buffer, so that freeing would take its contents."""
+        """True if ``tensor`` is a full parameter that is gathered, or shares memory with one.
+
+        Where a rank is alone, freeing takes nothing, but the caller is handed a copy there as everywhere.
+        """
+        if self.state is not GATHERED:
+            return False
+        if any(map(partial(is_, tensor), self._fulls)):
+            return True
         if isinstance(tensor, DTensor):
             tensor = compat.local_tensor(tensor)
-        if self.state is not GATHERED or type(tensor) not in (Tensor, nn.Parameter):
+        if type(tensor) not in (Tensor, nn.Parameter):
             return False
         address = tensor.data_ptr()
         return any(map(methodcaller("holds", address), map(_gathered, self.buckets)))
@@ -585,7 +597,7 @@ class Group:
 
     def _free(self, state: State) -> None:
         self.hide()
-        compat.set_versions(self._fulls, self._freed)
+        compat.set_versions(self._freed, (FREED,) * len(self._freed))
         lane = self._lanes.gather
         lane.follow_compute()
         with lane.memory():
@@ -602,6 +614,7 @@ class Group:
             for bucket in self.buckets:
                 bucket.make_full_parameters()
         self._fulls = tuple(full for bucket in self.buckets for full in bucket.fulls)
+        self._freed = tuple(full for b in self.buckets if not b.gathered.is_alias for full in b.fulls)
         self._full_watch = FullWatch(self.params, self._fulls)
         self._watch_gradients()
 
@@ -672,6 +685,8 @@ class Group:
         """Autograd has put the gradient of one full parameter in place."""
         departures = self._departures
         if self.gradient_state is not PENDING:
+            if not self._freed:
+                self._refuse_changed_shards()
             self.on_gradient(self)
             if self.gradient_state is REDUCING:
                 self.finish_reduce()
@@ -687,6 +702,15 @@ class Group:
             self.on_complete(self)
         elif departures is not None and departures.arrive(index):
             self.on_part(self)
+
+    def _refuse_changed_shards(self) -> None:
+        """Shards may have changed on which a graph was computed that nothing has announced."""
+        if changed := self.changed_since_gather():
+            raise RuntimeError(
+                f"{', '.join(changed)}: changed in place between the forward that used it and this backward "
+                f"(group '{self.name}'), so that the gradient would be that of other weights. Run backward "
+                "before the weights are changed, as by an optimizer's step."
+            )
 
     @property
     def leaves_in_parts(self) -> bool:

@@ -7,6 +7,7 @@ place on the view replaces the view's node, and the base's then stands in the gr
 """
 
 import sys
+from collections.abc import Iterable
 from functools import partial, wraps
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from shardwise.runtime import compat, traced
-from shardwise.runtime.group import State
+from shardwise.runtime.group import Group, State
 from shardwise.runtime.outputs import NotAContainer, find_tensors, map_tensors, replace_tensors
 from shardwise.runtime.schedule import ANNOUNCED, FAILED, NO_BACKWARD, UNANNOUNCED, Call, Member, Outcome
 
@@ -86,11 +87,17 @@ def _before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) -
     if is_dynamo_compiling():
         return traced.before_forward(member, module, args, kwargs)
     group = member.group
-    is_outermost = member.schedule.enter_forward(group, module)
-    if is_outermost and group.device.type != "cpu":
+    call = member.schedule.enter_forward(group, module)
+    is_moved = call.is_outermost and group.device.type != "cpu"
+    if is_moved:
         args, kwargs = map_tensors((args, kwargs), lambda t: t.to(group.device, non_blocking=True))
-        return group.casts.inputs(args, kwargs) or (args, kwargs)
-    return group.casts.inputs(args, kwargs)
+    cast = group.casts.inputs(args, kwargs)
+    if cast is not None:
+        args, kwargs = cast
+    if torch.is_grad_enabled():
+        given = [value for value in (*args, *kwargs.values()) if value is not None]
+        call.given = _nodes_of((*given, *_inside(given)))
+    return (args, kwargs) if is_moved else cast
 
 
 def _after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -111,28 +118,31 @@ def _after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, ou
 
 
 def _announce(member: Member, call: Call, inputs: Any, output: Any) -> tuple[Any, Outcome]:
-    """Hook the outputs' nodes; the output, with copies in place of raw parameters, and the outcome."""
+    """Hook the outputs' nodes; the output, with copies in place of raw parameters, and the outcome.
+
+    Tensors that forward has put into what it was given (a list to append to, a cache) are outputs as well.
+    """
     group = call.group
     member.schedule.refuse_added(group)
     output = group.casts.output(output)
-    if isinstance(output, Tensor):  # the common case, and the quick one
-        tensors = [output]
-    else:
-        tensors = find_tensors(output)
-    raw = [t for t in tensors if group.owns(t)]
-    if raw:
-        copies = {id(t): t.clone() for t in raw}
-        output = _replace(output, copies, group.name)
-        tensors = [copies.get(id(t), t) for t in tensors]
+    tensors = [output] if isinstance(output, Tensor) else find_tensors(output)
+    given = [value for value in inputs if value is not None]
+    inside = _inside(given)
+    if _may_be_raw(inside):
+        _refuse_hidden_parameters(group, inside)
+    if _may_be_raw(tensors):
+        owners = member.schedule.freed_by_exit(call)
+        raw = [t for t in tensors if any(owner.owns(t) for owner in owners)]
+        if raw:
+            copies = {id(t): t.clone() for t in raw}
+            output = _replace(output, copies, group.name)
+            tensors = [copies.get(id(t), t) for t in tensors]
     if not torch.is_grad_enabled():
         return output, NO_BACKWARD
-    nodes: dict[int, Any] = {}
-    for tensor in tensors:
-        if tensor.requires_grad:
-            _collect_nodes(tensor, nodes)
-    _leave_out(inputs, nodes)
-    for tensor in group.side_tensors():
-        _collect_nodes(tensor, nodes)
+    # Inputs anew: what was changed in place has another node now.
+    nodes = _nodes_of((*tensors, *group.side_tensors(), *given, *inside))
+    for node in call.given:  # handed on: of calls before this one
+        nodes.pop(node, None)
     if nodes:
         announce = partial(_before_backward, member, call)
         for node in nodes.values():
@@ -141,6 +151,38 @@ def _announce(member: Member, call: Call, inputs: Any, output: Any) -> tuple[Any
     if tensors or not group.is_trainable:
         return output, NO_BACKWARD
     return output, UNANNOUNCED
+
+
+def _inside(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors inside of containers among ``values``."""
+    return [t for value in values if not isinstance(value, Tensor) for t in find_tensors(value)]
+
+
+def _may_be_raw(tensors: Iterable[Tensor]) -> bool:
+    """False if all of ``tensors`` have memory of their own, for an operation has made them."""
+    return any(t.grad_fn is None or t._is_view() for t in tensors)
+
+
+def _refuse_hidden_parameters(group: Group, inside: Iterable[Tensor]) -> None:
+    """No parameter of ``group`` may be in what the caller gave to forward: no copy can take its place."""
+    if len(group.modules) > 1:
+        return  # another module of the group may have handed it over
+    for tensor in inside:
+        if group.owns(tensor):
+            raise TypeError(
+                f"{group.name}: forward has put one of its own parameters, of shape {tuple(tensor.shape)}, "
+                "into a container that it was given. The parameter's memory is freed after forward. Put "
+                "parameter.clone() there."
+            )
+
+
+def _nodes_of(values: Iterable[Any]) -> dict[int, Any]:
+    """The graph nodes of the tensors among ``values``, by id: their own as long as they are held."""
+    nodes: dict[int, Any] = {}
+    for tensor in values:
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            _collect_nodes(tensor, nodes)
+    return nodes
 
 
 def _collect_nodes(tensor: Tensor, nodes: dict[int, Any]) -> None:
@@ -152,14 +194,6 @@ def _collect_nodes(tensor: Tensor, nodes: dict[int, Any]) -> None:
         node = None if base is None else base.grad_fn
         if node is not None:
             nodes[id(node)] = node
-
-
-def _leave_out(inputs: Any, nodes: dict[int, Any]) -> None:
-    """Drop the nodes of inputs that were handed on: they belong to calls before this one."""
-    for value in inputs:
-        for tensor in (value,) if isinstance(value, Tensor) else find_tensors(value):
-            if tensor.requires_grad:
-                nodes.pop(id(tensor.grad_fn), None)
 
 
 def _before_backward(member: Member, call: Call, gradients: Any) -> None:

@@ -30,7 +30,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from operator import attrgetter
@@ -75,8 +75,14 @@ class Call:
     enter: int
     parent: "Call | None"
     exit: int = 0
+    given: dict[int, Any] = field(default_factory=dict)  # graph nodes of its inputs, while it runs
     frame: FrameType | None = None  # of the outermost call: whether it still runs
     handled: BaseException | None = None  # what was being handled when it was entered
+
+    @property
+    def is_outermost(self) -> bool:
+        """True where nothing sharded has called it."""
+        return self.parent is None
 
 
 class Outcome(Enum):
@@ -418,18 +424,14 @@ class Schedule:
 
     # --- forward ----------------------------------------------------------------------------------
 
-    def enter_forward(self, group: Group, module: nn.Module) -> bool:
-        """``module`` is about to run: have the full parameters of its group in place.
-
-        Returns True for the outermost module of a forward.
-        """
+    def enter_forward(self, group: Group, module: nn.Module) -> Call:
+        """``module`` is about to run: have the full parameters of its group in place."""
         if compat.current_graph_task_id() != -1:
-            self._enter_recomputation(group, module)
-            return False
+            return self._enter_recomputation(group, module)
         self._forget_interrupted()
         if not self._running:
             self._begin_forward()
-        self._open_call(group, module)
+        call = self._open_call(group, module)
         if not group.may_be_unused:
             self._forward_order.enter(group)
             self._entered.append(group)
@@ -440,7 +442,7 @@ class Schedule:
         self._prefetch(group.forward_prefetch, self._forward_order, group)
         group.wait()
         self._tell("forward", group)
-        return len(self._running) == 1
+        return call
 
     def current_call(self, module: nn.Module) -> Call | None:
         """The innermost running call of ``module``; None if it never got to run."""
@@ -448,6 +450,12 @@ class Schedule:
             if call.module is module:
                 return call
         return None
+
+    def freed_by_exit(self, call: Call) -> Sequence[Group]:
+        """The groups whose full parameters may go when ``call`` is over, or before the caller's next one."""
+        if call.is_outermost:
+            return tuple(self._held)
+        return (call.group, *self._optional(call.group))
 
     def exit_forward(self, call: Call, outcome: Outcome) -> None:
         """The module of ``call`` has run."""
@@ -642,6 +650,7 @@ class Schedule:
         while self._running and self._running.pop() is not call:
             pass
         call.frame = call.handled = None
+        call.given = {}
 
     # --- backward ---------------------------------------------------------------------------------
 
@@ -704,13 +713,15 @@ class Schedule:
         if group is self._kept_for_backward:
             group.follow_versions()
             self._forget_kept(group)
+        elif group.computes_on_shards and group.state is GATHERED and group.changed_since_gather():
+            group.follow_versions()
 
     def _forget_kept(self, group: Group) -> None:
         """``group`` is no longer kept for a backward only, if it was."""
         if group is self._kept_for_backward:
             self._kept_for_backward = self._kept_before = None
 
-    def _enter_recomputation(self, group: Group, module: nn.Module) -> None:
+    def _enter_recomputation(self, group: Group, module: nn.Module) -> Call:
         """Activation checkpointing runs a module again inside backward."""
         session = self._session()
         call = self._open_call(group, module)
@@ -720,6 +731,7 @@ class Schedule:
             session.active[group] = RUNNING
         self._gather_for_backward(group)
         self._tell("recompute", group)
+        return call
 
     def _exit_recomputation(self, group: Group) -> None:
         session = self._session()
