@@ -115,7 +115,9 @@ class DataParallelMeshDims:
     """Which dimensions of a mesh of all dimensions are data-parallel.
 
     Args:
-        shard: name of the dimension to shard over, or a tuple of names, which are flattened into one.
+        shard: name of the dimension to shard over, or a tuple of names, which are flattened into one. The
+            first flattening makes process groups, for which torch needs all ranks of the root mesh: where
+            some of them shard nothing, let all flatten it before (``mesh[names]._flatten()``).
         replicate: name or names of the dimensions to replicate over; with ``shard=None`` this is pure data
             parallelism.
     """

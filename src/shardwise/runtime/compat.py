@@ -5,10 +5,11 @@ Everything else in this library uses documented APIs. Supported: torch 2.11 to 2
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, wraps
 from operator import attrgetter
+from threading import Lock
 from typing import Any
 
 import torch
@@ -381,6 +382,8 @@ def subgroup(
 
     ``dist.new_group`` takes the name from how many groups a rank is in, so ranks that are in different
     numbers of them wait for each other for ever. Here the name says what the group is.
+
+    No communication yet: see ``connect``.
     """
     c10d = dist.distributed_c10d
     all_ranks = dist.get_process_group_ranks(parent)
@@ -394,17 +397,53 @@ def subgroup(
     except (RuntimeError, AttributeError):
         timeout = c10d.default_pg_timeout
     make: Any = c10d._new_process_group_helper
-    pg, _ = make(
-        len(ranks),
-        own,
-        ranks,
-        c10d.Backend(backend or backend_name(parent, device)),
-        job_store(),
-        name,
-        timeout=timeout,
-    )
+    with _world_stays_whole():
+        pg, _ = make(
+            len(ranks),
+            own,
+            ranks,
+            c10d.Backend(backend or backend_name(parent, device)),
+            job_store(),
+            name,
+            timeout=timeout,
+        )
     c10d._world.pg_group_ranks[pg] = {rank: index for index, rank in enumerate(ranks)}
     return pg
+
+
+_BOUND_DEVICE_LOCK = Lock()  # a checkpoint in the background makes a group of its own
+
+
+@contextmanager
+def _world_stays_whole() -> Iterator[None]:
+    """Inside, process groups are made without splitting the communicator of the whole world.
+
+    After ``init_process_group(device_id=...)`` torch makes the communicator of a group by such a split, at
+    the first collective. All ranks of the world have to take part in it, also those that are not in the group
+    and do not even know of it: other stages of a pipeline, ranks without a sharded model. Torch reads whether
+    to split from the device that the default group is bound to; nothing public says so.
+    """
+    world = dist.group.WORLD
+    if world is None or getattr(world, "bound_device_id", None) is None:
+        yield
+        return
+    with _BOUND_DEVICE_LOCK:
+        device, world.bound_device_id = world.bound_device_id, None
+        try:
+            yield
+        finally:
+            world.bound_device_id = device
+
+
+def connect(pg: dist.ProcessGroup, device: torch.device) -> None:
+    """Have the members of ``pg`` connect now, once. Back ends such as NCCL do so at the first collective
+    otherwise, which may be in the midst of other communication; there is no public way to ask for it."""
+    try:
+        backend = pg._get_backend(device)
+    except (RuntimeError, AttributeError, TypeError):  # a process group that is written in Python
+        return
+    if getattr(backend, "supports_splitting", False):  # as torch asks: those that have a communicator
+        backend.eager_connect_single_device(device)
 
 
 def job_store() -> dist.Store:

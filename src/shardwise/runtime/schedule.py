@@ -28,7 +28,7 @@ import math
 import sys
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
@@ -148,6 +148,7 @@ class Schedule:
         self._lanes: Lanes  # made when the first gather needs them
         self._reduce_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         self._part_axes: dict[tuple[dist.ProcessGroup, int], Axis] = {}
+        self._unconnected: list[dist.ProcessGroup] = []  # of these two, in the order they were made
         self._parents: dict[Group, Group] = {}
         self._optionals: dict[Group, list[Group]] | None = None  # found again when asked for
         self.post_optim_event: Any = None  # of the device's own module; see follow_optimizer
@@ -195,6 +196,7 @@ class Schedule:
         if member.schedule is not self:
             self._part_axes.update(member.schedule._part_axes)
             self._reduce_groups.update(member.schedule._reduce_groups)
+            self._unconnected += [pg for pg in member.schedule._unconnected if pg not in self._unconnected]
         group.on_gradient = self._gradient_came
         group.on_part = self._part_complete
         group.on_complete = self._gradients_complete
@@ -304,7 +306,7 @@ class Schedule:
         if wanted is None and compat.backend_name(pg, self._device) != "nccl":
             return None
         if pg not in self._reduce_groups:
-            self._reduce_groups[pg] = compat.subgroup(pg, range(pg.size()), self._device, "reduce")
+            self._reduce_groups[pg] = self._subgroup(pg, range(pg.size()), "reduce")
         return self._reduce_groups[pg]
 
     def _part_axis(self, axis: Axis, world: int | None) -> Axis | None:
@@ -317,9 +319,22 @@ class Schedule:
             return None
         if (axis.pg, world) not in self._part_axes:
             first = axis.rank // world * world
-            pg = compat.subgroup(axis.pg, range(first, first + world), self._device, "part")
+            pg = self._subgroup(axis.pg, range(first, first + world), "part")
             self._part_axes[axis.pg, world] = Axis(pg, world, axis.rank - first)
         return self._part_axes[axis.pg, world]
+
+    def _subgroup(self, pg: dist.ProcessGroup, members: Iterable[int], purpose: str) -> dist.ProcessGroup:
+        made = compat.subgroup(pg, members, self._device, purpose)
+        self._unconnected.append(made)
+        return made
+
+    def _connect(self) -> None:
+        """Have new process groups connect before a backward needs them, in an order that all ranks have.
+
+        Not before there is gradient to come: a model that only infers is spared their memory.
+        """
+        while self._unconnected:
+            compat.connect(self._unconnected.pop(0), self._device)
 
     # --- what the caller asks ---------------------------------------------------------------------
 
@@ -492,6 +507,8 @@ class Schedule:
 
     def _begin_forward(self) -> None:
         self._prepare()
+        if torch.is_grad_enabled():
+            self._connect()
         self._compare_replicas()
         if self._sessions:  # no backward is running now, whatever still holds on to one
             self._abandon_backward()
@@ -862,6 +879,7 @@ class Schedule:
                 "which keeps full parameters whose gradients nobody reduces. Train outside of it."
             )
         self._prepare()
+        self._connect()
         for group in self.groups:
             group.drop_cleared()
         self._lanes.gather.follow_compute()

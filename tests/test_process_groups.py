@@ -1,0 +1,166 @@
+"""Process groups that are made beside those of the mesh: for reductions, and for what is kept in parts.
+
+Where the default group is bound to a device (``init_process_group(device_id=...)``), torch would split the
+communicator of the whole world for each, and wait for ranks that do not come. gloo has no communicator to
+split; what is tested is that torch is not asked to.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from harness import World
+from models import even_tower, random_batch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise import fully_shard
+from shardwise.runtime import compat, schedule
+
+GPU = torch.device("cuda", 0)
+
+
+@contextmanager
+def world_bound_to_a_device() -> Iterator[list[str]]:
+    """As after ``init_process_group(device_id=...)``; what is made and connected then is written down."""
+    log: list[str] = []
+    world: Any = dist.group.WORLD
+    make: Any = dist.distributed_c10d._new_process_group_helper
+    connect = compat.connect
+
+    def noted_make(size: int, own: int, ranks: list[int], *args: Any, **kwargs: Any) -> Any:
+        whose = "whole" if world.bound_device_id is None else "split"
+        log.append(f"ranks {ranks} make a group, the world stays {whose}")
+        return make(size, own, ranks, *args, **kwargs)
+
+    def noted_connect(pg: dist.ProcessGroup, device: torch.device) -> None:
+        log.append(f"ranks {compat.ranks_of(pg)} connect")
+        connect(pg, device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_new_process_group_helper", noted_make)
+        patch.setattr(schedule.compat, "connect", noted_connect)
+        world.bound_device_id = GPU
+        try:
+            yield log
+            assert world.bound_device_id == GPU  # for groups of the caller's own
+        finally:
+            world.bound_device_id = None
+
+
+def train(mesh: DeviceMesh, log: list[str], keep: bool | int = True) -> None:
+    """A forward without gradients, and two steps, with a group for reductions."""
+    model: Any = even_tower().double()
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=keep)
+    model.set_separate_reduce_scatter_group(True)
+    with torch.no_grad():
+        model(random_batch(0, 4))
+    log.append("-- forward without gradients")
+    for number in range(2):
+        loss = model(random_batch(number, 4)).sum()
+        log.append("-- forward")
+        loss.backward()
+        log.append("-- backward")
+
+
+def stages_of_which_one_is_sharded() -> list[str]:
+    """Two stages of a pipeline, over two ranks each. The second has no sharded model."""
+    stages = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
+    with world_bound_to_a_device() as log:
+        if stages.get_local_rank("stage") == 0:
+            train(stages["shard"], log)
+    return log
+
+
+def test_only_the_ranks_of_the_mesh_take_part_in_its_process_groups(world4: World) -> None:
+    first, second, *others = world4.run(stages_of_which_one_is_sharded)
+    assert first == second
+    assert others == [[], []]
+    assert_expected_inline(
+        "\n".join(first),
+        """\
+ranks [0, 1] make a group, the world stays whole
+-- forward without gradients
+ranks [0, 1] connect
+-- forward
+-- backward
+-- forward
+-- backward""",
+    )
+
+
+def kept_in_parts() -> list[str]:
+    with world_bound_to_a_device() as log:
+        train(init_device_mesh("cpu", (4,)), log, keep=2)
+    return log
+
+
+def test_groups_are_made_in_one_order_and_connect_before_the_first_backward(world4: World) -> None:
+    first, second, third, fourth = world4.run(kept_in_parts)
+    assert first == second
+    assert third == fourth == [line.replace("ranks [0, 1] ", "ranks [2, 3] ") for line in first]
+    assert_expected_inline(
+        "\n".join(first),
+        """\
+ranks [0, 1, 2, 3] make a group, the world stays whole
+ranks [0, 1] make a group, the world stays whole
+-- forward without gradients
+ranks [0, 1, 2, 3] connect
+ranks [0, 1] connect
+-- forward
+-- backward
+-- forward
+-- backward""",
+    )
+
+
+def bound_device_after_failure() -> bool:
+    """Whether the world is bound as before where a group could not be made."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no route to host")
+
+    world: Any = dist.group.WORLD
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_new_process_group_helper", fail)
+        world.bound_device_id = GPU
+        try:
+            with pytest.raises(OSError, match="no route"):
+                compat.subgroup(world, range(2), torch.device("cpu"), "test")
+            return world.bound_device_id == GPU
+        finally:
+            world.bound_device_id = None
+
+
+def test_the_world_is_bound_as_before_where_a_group_could_not_be_made(world2: World) -> None:
+    assert world2.run(bound_device_after_failure) == [True, True]
+
+
+class Backend:
+    """Of a process group; counts what it is asked."""
+
+    def __init__(self, has_communicator: bool) -> None:
+        self.supports_splitting = has_communicator
+        self.connected: list[torch.device] = []
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.connected.append(device)
+
+
+class Group:
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def _get_backend(self, device: torch.device) -> Backend:
+        return self.backend
+
+
+@pytest.mark.parametrize("has_communicator", [True, False])
+def test_what_has_a_communicator_is_told_to_connect_with_its_device(has_communicator: bool) -> None:
+    group: Any = Group(Backend(has_communicator))
+    compat.connect(group, GPU)
+    assert group.backend.connected == [GPU] * has_communicator
