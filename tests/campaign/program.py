@@ -143,6 +143,9 @@ def settled(program: Program) -> Program:
     program = copy.deepcopy(program)
     for step in program["steps"]:
         step["micro"][-1]["sync"] = True
+        for micro in step["micro"]:
+            # Nothing runs the discriminator again, so that its gradients would wait for ever.
+            micro["sync"] |= micro["call"] == "gan"
     if any(call in calls_in(program) for call in DOUBLE_BACKWARD):
         # torch has no second derivative of these on the host, and reentrant checkpoints no autograd.grad.
         _replace(program, {"lstm": "linear", "bag": "linear", "attention": "norm", "reentrant": "chain"})
