@@ -389,16 +389,27 @@ def test_state_that_was_looked_at_stays_where_it_is(world2: World) -> None:
 
 
 def memory_while_state_is_replaced() -> bool:
-    """State that was shown and replaced, as one does to bring it to the host, frees the flat one."""
+    """State that was shown and replaced, as one does to bring it to the host, frees the flat one.
+
+    What this rank has is looked at and not the whole: after a collective, threads of gloo hold its inputs for a
+    moment longer.
+    """
+
+    def local_state() -> dict[str, Any]:
+        shown = (values for values in optimizer.state.values())
+        return {
+            f"{i} {k}": compat.plain(v).clone() for i, values in enumerate(shown) for k, v in values.items()
+        }
+
     run = Kind("AdamW").run(build=Even)
     model, optimizer = run.start(1)
     run.train(model, optimizer, 0)
-    before = everything(model, optimizer)
+    before = local_state()
     for values in optimizer.state.values():
         for key in values:
             values[key] = values[key].clone()
     is_freed = not optimizer._shown_views and not optimizer._flat_state and optimizer._plan is None
-    assert_same([everything(model, optimizer)], before, 0.0)
+    assert_same([local_state()], before, 0.0)
     return is_freed
 
 
