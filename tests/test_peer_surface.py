@@ -377,3 +377,10 @@ def test_the_root_has_one_name(world1: World) -> None:
     assert world1.run(names_of_the_root) == [
         {"type": "FSDPTower", "print": "FSDPTower", "explain": "Tower", "events": "Tower", "error": "Tower"}
     ]
+
+
+def test_names_of_mesh_dims_are_given_as_tuples_as_the_peer_does() -> None:
+    for fields in ({"shard": "a"}, {"replicate": "r"}, {"shard": ("a", "b"), "replicate": ("r",)}):
+        ours, peers = shardwise.DataParallelMeshDims(**fields), peer.DataParallelMeshDims(**fields)
+        assert ours.shard_names == peers.shard_names
+        assert ours.replicate_names == peers.replicate_names

@@ -130,6 +130,20 @@ class DataParallelMeshDims:
         if self.shard is None and self.replicate is None:
             raise ValueError("DataParallelMeshDims: set shard, replicate or both; neither names a dimension.")
 
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The names in ``shard``; none where it is None."""
+        return _as_names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The names in ``replicate``; none where it is None."""
+        return _as_names(self.replicate)
+
+
+def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names or ())
+
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
