@@ -134,8 +134,10 @@ def unsharded(
 def inference(model: nn.Module, *, budget_bytes: int | None = None) -> Iterator[None]:
     """Keep full parameters gathered between forwards: for decode loops, and evaluation of many batches.
 
-    Runs without gradients. What is kept are the full parameters as they are computed with; between forwards
-    the modules show their shards all the same. Weights must not be changed inside.
+    Runs without gradients. What is kept are the full parameters as they are computed with. They are gathered
+    on entry, and modules show them until the end, so that methods that call parts of the model, such as a
+    ``generate`` that begins with the encoder, find them; ``parameters()`` and ``state_dict()`` show the
+    shards. Weights must not be changed inside.
 
     Ranks may call ``model`` different numbers of times, as they do where they generate different numbers of
     tokens: a rank that leaves first takes part in the gathers of the others until all have left. With all

@@ -333,12 +333,12 @@ class Group:
         """The shards are in their places again."""
         self.state = self._next(STATES, self.state, "take_back")
 
-    def refuse_if_lent(self, what: str) -> None:
+    def refuse_if_lent(self, what: str, instead: str = "Leave the context first.") -> None:
         """Inside ``unsharded()`` the caller has the parameters."""
         if self.state is LENT:
             raise RuntimeError(
                 f"{self.name}: {what} is not possible inside unsharded(), which has put full parameters in "
-                "place of the shards that its group works with. Leave the context first."
+                f"place of the shards that its group works with. {instead}"
             )
 
     def refuse_partly_loaded(self) -> None:
@@ -386,7 +386,7 @@ class Group:
     def _gather(self) -> None:
         if self.state is GATHERED or self.state is GATHERING:
             return
-        self.refuse_if_lent("gathering for a forward, a backward or unshard()")
+        self.refuse_if_lent("gathering for a forward, a backward or unshard()", _FOR_FORWARDS)
         if self.state is SHARDED:
             assert self._watch is not None
             self._versions = self._watch.versions()
@@ -509,10 +509,21 @@ class Group:
         versions = self._full_watch.versions()
         if versions != self._versions:
             rows = zip(self.params, versions, self._versions, strict=True)
-            changed += [param.fqn for param, now, before in rows if now != before]
+            moved = [param for param, now, before in rows if now != before]
+            # Of a frozen embedding each forward renormalises anew, which gives what doing it once would.
+            changed += [p.fqn for p in moved if p.sharded.requires_grad or not _is_renormalised(p)]
         return changed
 
     def _refuse_changes(self, changed: list[str]) -> NoReturn:
+        renormalised = [p.fqn for p in self.params if p.fqn in changed and _is_renormalised(p)]
+        if renormalised:
+            raise RuntimeError(
+                f"{', '.join(renormalised)}: nn.Embedding(max_norm=...) renormalises rows of its weight in "
+                f"place in each forward, here those of a gathered copy (group '{self.name}'). The shard "
+                "would keep the rows as they were, and training would go another way than in plain PyTorch. "
+                "Set max_norm to None and renormalise the shard after each optimizer step, under "
+                "torch.no_grad(). A frozen weight is allowed: requires_grad_(False)."
+            )
         raise RuntimeError(
             f"{', '.join(changed)}: changed in place while gathered (group '{self.name}'). Inside "
             "forward a module sees a gathered copy, which is now freed, so the change would be "
@@ -1024,6 +1035,14 @@ def axes_of(groups: Sequence[Group]) -> list[Axis]:
     return sorted(axes.values(), key=lambda axis: -axis.world)
 
 
+def _is_renormalised(param: Param) -> bool:
+    """True if an embedding writes to the weight in forward: ``max_norm``."""
+    return any(
+        isinstance(site.module, (nn.Embedding, nn.EmbeddingBag)) and site.module.max_norm is not None
+        for site in param.sites
+    )
+
+
 @torch.no_grad()
 def _average(gradients: list[Tensor], axis: Axis) -> None:
     """Average tensors over the ranks of ``axis``, in place, all of one dtype together."""
@@ -1052,6 +1071,11 @@ _ADRIFT: list[Any] = []
 """Communication of groups that died before it ended."""
 
 _NO_CONTEXT = nullcontext()
+
+_FOR_FORWARDS = (
+    "Leave the context first. To run forwards with parameters that stay gathered, as generation does, use "
+    "inference()."
+)
 
 
 @contextmanager

@@ -32,15 +32,19 @@ class Inference:
         self._plan: list[Group] | None = None  # as the last forward went
         self._issued: list[Group] | None = None  # by the forward that runs, or failed
         self._announces = False
+        self._refusal: str | None = None  # the full parameters are no longer to be used
 
     def check_weights(self) -> None:
-        """Refuse to go on with full parameters whose shards have changed, as far as versions tell."""
-        for group in self.kept:
-            if changed := group.changed_since_gather():
-                raise RuntimeError(
+        """Refuse to go on with full parameters that are not those of their shards, by their versions."""
+        for group in self.kept if self._refusal is None else ():
+            if changed := group.changed_since_gather() or group.changed_in_place():
+                group.follow_versions()  # it is told here, and not once more when the group is freed
+                self._refusal = (
                     f"{changed[0]}: changed inside inference(), where the full parameters that were gathered "
                     "before are used. Leave the context, change weights, and enter it again."
                 )
+        if self._refusal is not None:
+            raise RuntimeError(self._refusal)
 
     def begin_forward(self) -> None:
         """This rank is about to run one."""

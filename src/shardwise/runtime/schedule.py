@@ -406,7 +406,6 @@ class Schedule:
             self._gather(group)
         for group in kept:
             group.wait()
-            group.hide()
         self._inference = Inference(self.groups, groups, set(kept))
         # Ranks may run different numbers of forwards: what they learn from them is forgotten afterwards.
         self._order_outside, self._forward_order = self._forward_order, Order()
@@ -559,9 +558,10 @@ class Schedule:
             self._lanes.gather.synchronize()
 
     def _hide_kept(self) -> None:
-        """Between passes the modules show their shards, whatever is kept in memory."""
+        """Between passes modules show their shards, whatever is kept in memory, but for ``inference()``."""
+        shown = set() if self._inference is None else self._inference.kept
         for group in self._held:
-            if group.state is GATHERED and group not in self._kept_by_caller:
+            if group.state is GATHERED and group not in self._kept_by_caller and group not in shown:
                 group.hide()
 
     def _frees_after(self, call: Call, outcome: Outcome) -> bool:

@@ -1,0 +1,123 @@
+"""Encoder-decoder models that generate, and embeddings that write to their weights in forward."""
+
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from harness import World
+from models import WIDTH, Block
+from scenario import Side, assert_same
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise import fully_shard, inference, unsharded
+
+
+class EncoderDecoder(nn.Module):
+    """As T5: one embedding for both halves and the head; `generate` calls the encoder first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Embedding(16, WIDTH)
+        self.encoder, self.decoder = (nn.ModuleList(Block(WIDTH, 13) for _ in range(2)) for _ in range(2))
+
+    def encode(self, tokens: Tensor) -> Tensor:
+        x = self.shared(tokens)
+        for block in self.encoder:
+            x = block(x)
+        return x.mean(1, keepdim=True)
+
+    def forward(self, tokens: Tensor, encoded: Tensor) -> Tensor:
+        x = self.shared(tokens) + encoded
+        for block in self.decoder:
+            x = block(x)
+        return x @ self.shared.weight.T
+
+    def generate(self, tokens: Tensor) -> Tensor:
+        encoded = self.encode(tokens)
+        made = tokens[:, :1]
+        for _ in range(3):
+            made = torch.cat([made, self(made, encoded)[:, -1:].argmax(-1)], dim=1)
+        return made
+
+
+def generated(side: Side) -> None:
+    torch.manual_seed(2)
+    model: Any = EncoderDecoder()
+    side.shard(*model.encoder, *model.decoder, model)
+    tokens = torch.arange(24).view(4, 6) % 16
+    if not side.is_sharded:
+        with torch.no_grad():
+            side.note("tokens", model.generate(tokens))
+            side.note("encoded", model.encode(tokens))
+        return
+    with inference(model):
+        side.note("tokens", model.generate(tokens))
+        side.note("encoded", model.encode(tokens))
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        assert type(model.shared.weight) is nn.Parameter
+    side.assert_settled(model)
+
+
+def test_a_method_that_begins_with_a_part_of_the_model_finds_full_parameters(world2: World) -> None:
+    assert_same(world2, generated)
+
+
+def forward_while_lent() -> str:
+    model = fully_shard(nn.Linear(4, 4))
+    with unsharded(model), pytest.raises(RuntimeError) as caught:
+        model(torch.ones(1, 4))
+    return str(caught.value)
+
+
+def test_a_forward_inside_unsharded_is_told_of_inference(world2: World) -> None:
+    first, second = world2.run(forward_while_lent)
+    assert first == second
+    assert_expected_inline(
+        first,
+        """Linear: gathering for a forward, a backward or unshard() is not possible inside unsharded(), which has put full parameters in place of the shards that its group works with. Leave the context first. To run forwards with parameters that stay gathered, as generation does, use inference().""",
+    )
+
+
+# --- max_norm -------------------------------------------------------------------------------------
+
+
+def renormalised(side: Side) -> None:
+    """A frozen embedding is trained around, and evaluated."""
+    torch.manual_seed(3)
+    embedding = nn.Embedding(16, WIDTH, max_norm=1.0).double()
+    embedding.weight.requires_grad_(False)
+    model = nn.Sequential(embedding, nn.Linear(WIDTH, 3).double())
+    side.shard(model[0], model, reshard_after_forward=True)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        tokens = side.part(torch.arange(12) + step) % 16
+        loss = model(tokens).pow(2).mean()
+        loss.backward()
+        side.note_mean("loss", loss)
+        side.note("gradient", model[1].weight.grad)
+        optimizer.step()
+    with torch.no_grad():
+        side.note_rows("evaluation", model(side.part(torch.arange(12))))
+
+
+def test_max_norm_is_allowed_where_renormalising_again_changes_nothing(world2: World) -> None:
+    assert_same(world2, renormalised)
+
+
+def trained_with_max_norm() -> str:
+    model = fully_shard(nn.Sequential(nn.Embedding(16, WIDTH, max_norm=1.0), nn.Linear(WIDTH, 3)))
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.arange(4)).sum().backward()
+    return str(caught.value)
+
+
+def test_training_an_embedding_that_renormalises_itself_is_refused(world2: World) -> None:
+    first, second = world2.run(trained_with_max_norm)
+    assert first == second
+    assert_expected_inline(
+        first,
+        """0.weight: nn.Embedding(max_norm=...) renormalises rows of its weight in place in each forward, here those of a gathered copy (group 'Sequential'). The shard would keep the rows as they were, and training would go another way than in plain PyTorch. Set max_norm to None and renormalise the shard after each optimizer step, under torch.no_grad(). A frozen weight is allowed: requires_grad_(False).""",
+    )
