@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.runtime import compat
@@ -39,6 +40,43 @@ def test_hooks_on_nodes_are_told_which_node_they_are_called_for() -> None:
     node.register_hook(lambda *_: seen.append(compat.current_node()))
     y.sum().backward()
     assert seen == [node, node]
+
+
+def test_transforms_can_be_left_and_looked_into() -> None:
+    weight, x = torch.ones(3, requires_grad=True), torch.arange(3.0)
+
+    def inside(y: Tensor) -> Tensor:
+        out = y * weight
+        assert compat.is_in_transform()
+        with compat.without_transforms():
+            assert not compat.is_in_transform()
+            weight.detach().view(torch.uint8)  # has memory
+        with compat.in_transform_of(weight):
+            assert not compat.is_in_transform()
+        with compat.in_transform_of(out):
+            tangent = compat.tangent(out)
+        assert compat.is_in_forward_mode() == (tangent is not None)
+        assert compat.is_wrapped(out)
+        assert not compat.is_wrapped(compat.unwrapped(out))
+        assert compat.unwrapped(out).grad_fn is not None
+        return out
+
+    for transform in (torch.func.vmap(inside), torch.func.grad(lambda y: inside(y).sum())):
+        transform(x)
+    torch.func.jvp(inside, (x,), (x,))
+    assert not compat.is_in_transform()
+    assert not compat.is_in_forward_mode()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, 2 * x)
+        with compat.in_transform_of(dual):
+            assert torch.equal(compat.tangent(dual), 2 * x)
+
+
+def test_what_make_fx_records_is_told() -> None:
+    told: list[bool] = []
+    make_fx(lambda x: (told.append(compat.is_recorded()), x + 1)[1])(torch.ones(2))
+    assert told == [True]
+    assert not compat.is_recorded()
 
 
 def test_the_end_of_backward_comes_after_all_gradients_and_dies_with_a_failure() -> None:

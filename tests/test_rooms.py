@@ -12,7 +12,7 @@ import shardwise
 SOURCE = Path(shardwise.__file__).parent
 # A room may import only rooms to its left.
 ORDER = [
-    "policy", "naming", "wrap", "runtime.compat", "runtime.layout", "runtime.boxes", "runtime.mesh", "runtime.agreement", "runtime.spread",
+    "policy", "naming", "wrap", "runtime.compat", "runtime.transforms", "runtime.layout", "runtime.boxes", "runtime.mesh", "runtime.agreement", "runtime.spread",
     "runtime.replicas", "runtime.disagreement", "runtime.streams", "runtime.outputs", "runtime.deferred",
     "runtime.precision", "runtime.buffers", "runtime.collectives", "runtime.transfer", "runtime.custom",
     "runtime.quantized", "runtime.comm_hook", "runtime.reduction", "runtime.param", "runtime.watch", "runtime.landing",

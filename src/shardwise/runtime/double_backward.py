@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shardwise.runtime import compat
 from shardwise.runtime.group import Group
+from shardwise.runtime.transforms import with_layers
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -58,7 +59,10 @@ def _follow(marker: Marker, node: Any) -> None:
 def _has_run(marker: Marker, gradients: Sequence[Tensor | None], _outputs: Any) -> None:
     if not torch.is_grad_enabled():
         return  # another backward through a graph that was retained
-    created: list[Any] = [g.grad_fn for g in gradients if g is not None and g.grad_fn is not None]
+    made = [gradient for gradient in gradients if gradient is not None]
+    if compat.is_in_transform_or_forward_mode():
+        made = with_layers(made)
+    created: list[Any] = [gradient.grad_fn for gradient in made if gradient.grad_fn is not None]
     unmarked = [node for node in created if (marker, "marked") not in node.metadata]
     if unmarked:
         before = partial(_is_about_to_run, marker, marker.mark())

@@ -32,6 +32,7 @@ from shardwise.runtime.param import FREED, Param, Site, refresh_flat_weights, sh
 from shardwise.runtime.precision import Casts
 from shardwise.runtime.reduction import Hook, Reduction, Shipment
 from shardwise.runtime.streams import Finish, Lanes, Ticket
+from shardwise.runtime.transforms import innermost, outside_transforms
 from shardwise.runtime.watch import FullWatch, ShardWatch, are_all_there, take_gradients
 
 
@@ -581,7 +582,7 @@ class Group:
             tensor = compat.local_tensor(tensor)
         if type(tensor) not in (Tensor, nn.Parameter):
             return False
-        address = tensor.data_ptr()
+        address = innermost(tensor).data_ptr()
         return any(map(methodcaller("holds", address), map(_gathered, self.buckets)))
 
     def wait_if_unsharded(self) -> None:
@@ -692,6 +693,7 @@ class Group:
 
     # --- gradients --------------------------------------------------------------------------------
 
+    @outside_transforms
     def arrived(self, index: int) -> None:
         """Autograd has put the gradient of one full parameter in place."""
         departures = self._departures

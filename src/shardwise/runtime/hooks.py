@@ -19,6 +19,7 @@ from shardwise.runtime import compat, traced
 from shardwise.runtime.group import Group, State
 from shardwise.runtime.outputs import NotAContainer, find_tensors, map_tensors, replace_tensors
 from shardwise.runtime.schedule import ANNOUNCED, FAILED, NO_BACKWARD, UNANNOUNCED, Call, Member, Outcome
+from shardwise.runtime.transforms import with_layers
 
 _WRAPPED = "_shardwise_methods"
 
@@ -179,8 +180,9 @@ def _refuse_hidden_parameters(group: Group, inside: Iterable[Tensor]) -> None:
 def _nodes_of(values: Iterable[Any]) -> dict[int, Any]:
     """The graph nodes of the tensors among ``values``, by id: their own as long as they are held."""
     nodes: dict[int, Any] = {}
-    for tensor in values:
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    for tensor in with_layers(tensors) if compat.is_in_transform_or_forward_mode() else tensors:
+        if tensor.requires_grad:
             _collect_nodes(tensor, nodes)
     return nodes
 

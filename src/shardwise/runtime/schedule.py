@@ -64,6 +64,7 @@ from shardwise.runtime.order import Order
 from shardwise.runtime.reduction import Shipment
 from shardwise.runtime.replicas import refuse_unequal
 from shardwise.runtime.streams import Lanes
+from shardwise.runtime.transforms import outside_transforms
 
 
 @dataclass(eq=False, slots=True)
@@ -438,6 +439,7 @@ class Schedule:
 
     # --- forward ----------------------------------------------------------------------------------
 
+    @outside_transforms
     def enter_forward(self, group: Group, module: nn.Module) -> Call:
         """``module`` is about to run: have the full parameters of its group in place."""
         if compat.current_graph_task_id() != -1:
@@ -471,6 +473,7 @@ class Schedule:
             return tuple(self._held)
         return (call.group, *self._optional(call.group))
 
+    @outside_transforms
     def exit_forward(self, call: Call, outcome: Outcome) -> None:
         """The module of ``call`` has run."""
         self._close_call(call)
@@ -505,6 +508,12 @@ class Schedule:
         self._has_compared = True
 
     def _begin_forward(self) -> None:
+        if compat.is_recorded():
+            raise RuntimeError(
+                f"{self._name}: make_fx, which torch.func.linearize uses, records what forward computes, "
+                "with the full parameters as constants. They are freed after forward, so that the program "
+                "would read memory that is gone. Use torch.func.jvp or vjp, which compute anew."
+            )
         self._prepare()
         if torch.is_grad_enabled():
             self._connect()
@@ -671,6 +680,7 @@ class Schedule:
 
     # --- backward ---------------------------------------------------------------------------------
 
+    @outside_transforms
     def enter_backward(self, call: Call) -> None:
         """Gradients of the outputs of ``call`` are there: its group is needed."""
         group = call.group
@@ -700,6 +710,7 @@ class Schedule:
             session.last_mark = Mark(groups, session.last_mark)
         return session.last_mark
 
+    @outside_transforms
     def enter_created(self, mark: Mark) -> None:
         """A node that an earlier backward created comes up: what it was created with is needed.
 
@@ -886,6 +897,7 @@ class Schedule:
         self._backward_order.rewind()
         self._reduced.clear()
 
+    @outside_transforms
     def _end_session(self, session: Session, token: _Token) -> None:
         session.last_mark = session.last_created = None
         if len(self._sessions) > 1:  # a nested backward: the outer one has gradients yet to come

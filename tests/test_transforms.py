@@ -1,0 +1,201 @@
+"""`torch.func` over sharded models: `grad`, `vjp`, `jvp`, `vmap` and what is made of them."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from failure_models import built
+from harness import World
+from models import even_tower
+from reference import mean_of_squares
+from scenario import Side, assert_same
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+
+with warnings.catch_warnings():  # torch deprecates what it uses here itself
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import torch._decomp.decompositions_for_jvp
+
+Transform = Callable[[nn.Module, Tensor], Any]
+
+
+def squares(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: model(x).pow(2).sum()
+
+
+def one_row(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda row: model(row[None])[0]
+
+
+def with_jvp(model: nn.Module, x: Tensor) -> Any:
+    return jvp(model, (x,), (torch.cos(x),))
+
+
+def with_vjp(model: nn.Module, x: Tensor) -> Any:
+    output, pull = vjp(model, x)
+    return output, pull(torch.ones_like(output))[0], pull(output)[0]
+
+
+def with_grad(model: nn.Module, x: Tensor) -> Any:
+    return grad(squares(model))(x)
+
+
+def with_grad_of_grad(model: nn.Module, x: Tensor) -> Any:
+    return grad(lambda y: grad(squares(model))(y).pow(2).sum())(x)
+
+
+def with_vmap(model: nn.Module, x: Tensor) -> Any:
+    return vmap(model)(x)
+
+
+def with_gradients_of_each_row(model: nn.Module, x: Tensor) -> Any:
+    return vmap(grad(lambda row: one_row(model)(row).sum()))(x)
+
+
+def with_jacobians_of_each_row(model: nn.Module, x: Tensor) -> Any:
+    return vmap(jacrev(one_row(model)))(x), vmap(jacfwd(one_row(model)))(x)
+
+
+def with_hessians_of_each_row(model: nn.Module, x: Tensor) -> Any:
+    return vmap(hessian(lambda row: one_row(model)(row).sum()))(x)
+
+
+def with_forward_over_reverse(model: nn.Module, x: Tensor) -> Any:
+    return jvp(grad(squares(model)), (x,), (torch.cos(x),))[1]
+
+
+def with_forward_over_forward(model: nn.Module, x: Tensor) -> Any:
+    return vmap(jacfwd(jacfwd(one_row(model))))(x)
+
+
+def with_dual_numbers(model: nn.Module, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return tuple(forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.cos(x)))))
+
+
+def with_its_own_parameters(model: nn.Module, x: Tensor) -> Any:
+    return grad(lambda y: functional_call(model, dict(model.named_parameters()), (y,)).pow(2).sum())(x)
+
+
+def with_one_block(model: nn.Module, x: Tensor) -> Any:
+    block = model.blocks[1]
+    return grad(squares(block))(x)  # type: ignore[arg-type]
+
+
+TRANSFORMS: list[Transform] = [
+    *(with_jvp, with_vjp, with_grad, with_grad_of_grad, with_vmap, with_gradients_of_each_row),
+    *(with_jacobians_of_each_row, with_hessians_of_each_row, with_forward_over_reverse),
+    *(with_forward_over_forward, with_dual_numbers, with_its_own_parameters, with_one_block),
+]
+
+
+def trained_through(side: Side, reshard: bool | None) -> None:
+    """What a transform comes to may be part of the loss; the first comes before anything was gathered."""
+    for transform in TRANSFORMS:
+        model = built(even_tower)
+        side.shard_tower(model, reshard_after_forward=reshard)
+        with torch.no_grad():
+            found = torch.utils._pytree.tree_leaves(transform(model, side.inputs(0)))
+        for step in range(2):
+            x = side.inputs(step)
+            results = torch.utils._pytree.tree_leaves(transform(model, x))
+            for result in (*results, *(found if step == 0 else ())):
+                side.note_rows(transform.__name__, result)
+            loss = mean_of_squares(model, side.inputs(2))
+            loss = loss + sum(result.pow(2).sum() for result in results) / len(x)
+            loss.backward()
+            side.note_gradients(model)
+            side.assert_settled(model)
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+def test_f44_transforms_and_training_through_them(world2: World, reshard: bool | None) -> None:
+    assert_same(world2, trained_through, reshard)
+
+
+class Forces(nn.Module):
+    """A forward that takes the gradient of a block by its input, by a transform."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tower = even_tower()
+        self.inlet, self.blocks, self.outlet = tower.inlet, tower.blocks, tower.outlet
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        forces = grad(lambda y: self.blocks[1](self.blocks[0](y)).pow(2).sum())(x)
+        return self.outlet(self.blocks[2](torch.tanh(forces)) + x)
+
+
+def forward_with_a_transform(side: Side) -> None:
+    model = side.shard_tower(built(Forces))
+    side.steps(model, torch.optim.AdamW(model.parameters(), lr=0.01), range(3))
+
+
+def test_f44_a_forward_may_hold_a_transform(world2: World) -> None:
+    assert_same(world2, forward_with_a_transform)
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+class Unexpected(Exception):
+    """Raised inside a transform."""
+
+
+def failing(transform: Callable[..., Any], model: nn.Module, x: Tensor) -> None:
+    def fails(y: Tensor) -> Tensor:
+        model(y)
+        raise Unexpected
+
+    with pytest.raises(Unexpected):
+        transform(fails, *([(x,), (x,)] if transform is jvp else [x]))
+
+
+def failed_transforms(side: Side) -> None:
+    model = side.shard_tower(built(even_tower))
+    x = side.inputs(0)
+    for transform in (vjp, jvp, lambda f, y: grad(f)(y), lambda f, y: vmap(f)(y)):
+        failing(transform, model, x)
+        with pytest.raises(RuntimeError, match="scalar"):
+            grad(model)(x)
+        side.step(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    handle = model.blocks[1].register_forward_hook(lambda *_: failing(vjp, model.blocks[0], x))
+    with pytest.raises(ValueError, match="inside"):
+        vmap(lambda row: _raise(ValueError("inside"), model(row[None])))(x)
+    handle.remove()
+    side.steps(model, torch.optim.SGD(model.parameters(), lr=0.1), [2])
+
+
+def _raise(error: Exception, _after: Any) -> None:
+    raise error
+
+
+def test_f44_a_failed_transform_leaves_the_model_usable(world2: World) -> None:
+    assert_same(world2, failed_transforms)
+
+
+def linearized() -> tuple[str, bool]:
+    side = Side(is_sharded=True)
+    model = side.shard_tower(built(even_tower))
+    x = side.inputs(0)
+    try:
+        linearize(model, x)
+    except RuntimeError as error:
+        text = str(error)
+    mean_of_squares(model, x).backward()
+    return text, all(param.grad is not None for param in model.parameters())
+
+
+def test_f44_recorded_programs_are_refused_since_their_constants_are_freed(world2: World) -> None:
+    for text, trains in world2.run(linearized):
+        assert text == (
+            "Tower: make_fx, which torch.func.linearize uses, records what forward computes, with the full "
+            "parameters as constants. They are freed after forward, so that the program would read memory "
+            "that is gone. Use torch.func.jvp or vjp, which compute anew."
+        )
+        assert trains
