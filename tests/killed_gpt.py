@@ -106,10 +106,10 @@ def watch(plan: Plan) -> None:
         plan.reached("writing", step_of(Path(self.path)), lambda: halve_files(Path(self.path)))
         return written
 
-    def watched_publish(path: Path) -> None:
-        plan.reached("publishing", step_of(path))
-        publish(path)
-        plan.reached("published", step_of(path))
+    def watched_publish(save: folders.Save) -> None:
+        plan.reached("publishing", step_of(save.path))
+        publish(save)
+        plan.reached("published", step_of(save.path))
 
     train_gpt.Checkpoints.resume = watched_resume
     train_gpt.learning_rate = watched_learning_rate
@@ -120,8 +120,8 @@ def watch(plan: Plan) -> None:
 
 
 def step_of(checkpoint: Path) -> int:
-    """12 of 'step-00000012', also of '.step-00000012.partial'."""
-    return int("".join(filter(str.isdigit, checkpoint.name)))
+    """12 of 'step-00000012', also of a hidden folder that is going to be called so."""
+    return int(checkpoint.name.lstrip(".").removeprefix("step-").partition(".")[0])
 
 
 def halve_files(folder: Path) -> None:

@@ -301,6 +301,7 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: there is no checkpoint at `path`.
+        PermissionError: this process may not read it.
         ValueError: the checkpoint is damaged, not the same on all hosts, not one of this model, optimizer or
             states, or holds objects that only `trust=True` makes. Nothing has changed.
         RuntimeError: reading failed half-way. The model refuses to run until a load has succeeded.
@@ -387,6 +388,7 @@ def _planned_on_meta(
 
 
 def _opened(path: Path, verify: bool, trust: bool) -> Manifest:
+    folders.refuse_forbidden(path / folders.METADATA)
     place = folders.found(path)
     if place is None:
         raise FileNotFoundError(f"{path} is not a checkpoint: {folders.why_not_a_checkpoint(path)}.")

@@ -184,6 +184,7 @@ class Manifest:
             if not file.is_file():
                 wrong.append(f"{name} is missing")
                 continue
+            folders.refuse_forbidden(file)
             size = file.stat().st_size
             if size < length:
                 wrong.append(f"{name} has {size} bytes, of at least {length}")

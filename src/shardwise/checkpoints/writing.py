@@ -8,7 +8,7 @@ from typing import Any, cast
 from shardwise.checkpoints import folders
 from shardwise.checkpoints.consensus import Team
 from shardwise.checkpoints.digests import SummingFileSystem, write_digests
-from shardwise.checkpoints.folders import METADATA, sync
+from shardwise.checkpoints.folders import METADATA, Save, sync
 from shardwise.checkpoints.manifest import Manifest
 
 
@@ -17,23 +17,27 @@ def write(team: Team, path: Path, state: dict[str, Any], keep: int | None, is_st
 
     `is_staged`: all of `state` is in host memory already.
     """
-    explain = partial(_why_not_written, path, team.rank)
-    team.on_first(lambda: folders.prepare(path), explain)
-    try:
-        _write_files(team, folders.partial_of(path), state, is_staged, explain)
-        team.on_first(lambda: Manifest.read(folders.partial_of(path)).check(), explain)
-        team.on_first(lambda: folders.publish(path), explain)
-    except Exception:
-        if team.is_first:
-            folders.discard(path)
-        raise
+    save = Save(path, team.broadcast(folders.new_token() if team.is_first else None, 0))
+    explain = partial(_why_not_written, save, team.rank)
+    made = team.together(lambda: folders.missing_parents(path))
+    with folders.running(save.token):
+        try:
+            team.on_first(lambda: folders.prepare(save), explain)
+            _write_files(team, save.partial, state, is_staged, explain)
+            team.on_first(lambda: Manifest.read(save.partial).check(), explain)
+            team.on_first(lambda: folders.publish(save), explain)
+        except Exception:
+            # On each rank: where hosts have disks of their own, each has written to its own.
+            folders.discard(save, made)
+            raise
 
-    def tidy() -> None:
-        folders.forget_previous(path)
-        if keep is not None:
-            folders.remove_older(path, keep)
+        def tidy() -> None:
+            folders.forget_previous(save)
+            folders.sweep(path.parent)
+            if keep is not None:
+                folders.remove_older(save, keep)
 
-    team.on_first(tidy, partial(_why_not_tidied, path))
+        team.on_first(tidy, partial(_why_not_tidied, path))
 
 
 def _write_files(
@@ -82,15 +86,14 @@ def _why_not_tidied(path: Path, error: Exception) -> str:
     return f"{path} is saved, but what it replaces could not be removed: {type(error).__name__}: {error}"
 
 
-def _why_not_written(path: Path, rank: int, error: Exception) -> str:
+def _why_not_written(save: Save, rank: int, error: Exception) -> str:
     if isinstance(error, FileExistsError) and error.errno is None:
         return str(error)
-    partial_path = folders.partial_of(path)
     cause = f"{type(error).__name__}: {error}"
     if error.__context__ is not None and not isinstance(error, OSError):
         cause += f" (after {type(error.__context__).__name__}: {error.__context__})"
     return (
-        f"rank {rank} could not write the checkpoint {path} (into {partial_path}): {cause}. The file system "
-        f"has {folders.free_bytes(partial_path)} bytes free. A checkpoint that was there before is still "
-        "there."
+        f"rank {rank} could not write the checkpoint {save.path} (into {save.partial}): {cause}. The file "
+        f"system has {folders.free_bytes(save.partial)} bytes free. A checkpoint that was there before is "
+        "still there."
     )
