@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.checks import (
     PLACE,
     Place,
+    check_flags,
     check_ignored,
     check_modules,
     check_offload,
@@ -24,7 +25,15 @@ from shardwise.checks import (
     describe,
     storage_of,
 )
-from shardwise.collect import Found, Meshes, make_buckets, make_param, modules_to_manage, names_below
+from shardwise.collect import (
+    Found,
+    Meshes,
+    joined,
+    make_buckets,
+    make_param,
+    modules_to_manage,
+    names_below,
+)
 from shardwise.module import ShardedModule, original_class, set_member, sharded_class, sharded_members
 from shardwise.policy import (
     CommPolicy,
@@ -36,6 +45,7 @@ from shardwise.policy import (
     ShardPlacementFn,
 )
 from shardwise.runtime import compat
+from shardwise.runtime.equal_start import note_starts, send_starts_around
 from shardwise.runtime.group import Group
 from shardwise.runtime.hooks import install_hooks
 from shardwise.runtime.mesh import resolve_mesh
@@ -59,6 +69,8 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDimsLike | None = ...,
     comm_policy: CommPolicy | None = ...,
+    sync_module_states: bool = ...,
+    check_equal_weights: bool = ...,
 ) -> ShardedModule: ...
 
 
@@ -74,6 +86,8 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDimsLike | None = ...,
     comm_policy: CommPolicy | None = ...,
+    sync_module_states: bool = ...,
+    check_equal_weights: bool = ...,
 ) -> list[ShardedModule]: ...
 
 
@@ -88,6 +102,8 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDimsLike | None = None,
     comm_policy: CommPolicy | None = None,
+    sync_module_states: bool = False,
+    check_equal_weights: bool = True,
 ) -> Any:
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
 
@@ -122,6 +138,15 @@ def fully_shard(
         dp_mesh_dims: ``mesh`` is the mesh of all dimensions, and this says which of them to shard and to
             replicate over; parameters may be DTensors on all of it, replicated on these dimensions.
         comm_policy: how the parameters travel; see :class:`CommPolicy`.
+        sync_module_states: True has all ranks begin with the parameters and buffers that the first rank of
+            the mesh has, for weights that were loaded or drawn there alone. Ranks that receive may have
+            theirs on the meta device. Collective; sends every byte once along each mesh dimension. Ignored
+            parameters stay as they are.
+        check_equal_weights: True has each rank note a checksum of every parameter before it is cut. They are
+            compared at the first forward with gradients, which raises if ranks cut parts of different
+            values, unless the parts were given other values meanwhile. False spares the time, about that
+            of copying the model once, for large models that are known to be equal; copies that replicas
+            keep are then not compared either.
 
     Returns:
         ``module`` itself. Its class is now a subclass of its former class and of
@@ -134,8 +159,13 @@ def fully_shard(
         RuntimeError: there is no process group.
         NotImplementedError: a parameter is of a kind that is not supported.
 
-    After an error nothing has changed. Costs no communication; each rank keeps 1 / world of every
-    parameter. Every rank keeps its own rows: ranks must start from equal weights.
+    After an error nothing has changed. Costs no communication unless ``sync_module_states``; each rank keeps
+    1 / world of every parameter. Every rank keeps its own rows: ranks must start from equal weights.
+    Parameters on the meta device are not compared.
+
+    At the first forward with gradients, and when the plan has changed since (frozen weights, settings), all
+    ranks compare what they are about to do: names, shapes, dtypes, groups, meshes, policies. Where ranks
+    differ, all of them raise, with the first difference.
 
     Example::
 
@@ -151,6 +181,7 @@ def fully_shard(
     ignored = check_ignored(ignored_params)
     if comm_policy is not None and not isinstance(comm_policy, CommPolicy):
         raise TypeError(f"fully_shard: comm_policy is a {type(comm_policy).__name__}, not a CommPolicy.")
+    check_flags("fully_shard", sync_module_states=sync_module_states, check_equal_weights=check_equal_weights)
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise TypeError(
             f"fully_shard: shard_placement_fn is {describe(shard_placement_fn)}; pass a function of a "
@@ -172,7 +203,12 @@ def fully_shard(
     group = Group(name, modules, managed, buckets, meshes.default, policy, Casts(mp_policy))
     group.reshard_after_forward = reshards
     group.ignored = [p for p in found.ignored if p.is_floating_point() or p.is_complex()]
+    for param in params:
+        param.compares = check_equal_weights
+    if sync_module_states:
+        send_starts_around(params, _buffers_of(managed, found.names), meshes.default)
     shards = group.plan()
+    note_starts(group.params, shards)
     if any(param.requires_grad for param in group.ignored):  # here, since a warning may be an error
         warnings.warn(_message_about_ignored(group, found), stacklevel=2)
 
@@ -233,6 +269,15 @@ def _mix_in(modules: list[nn.Module], classes: list[type]) -> None:
             f"fully_shard: the class {class_name(failed)} cannot be extended ({error}). Its memory "
             "layout is fixed, perhaps by __slots__; shard the module around it instead."
         ) from None
+
+
+def _buffers_of(managed: list[nn.Module], names: dict[nn.Module, str]) -> list[tuple[str, nn.Module, str]]:
+    return [
+        (joined(names[module], name), module, name)
+        for module in managed
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
 
 
 def _move_buffers(managed: list[nn.Module], device: torch.device, dtype: torch.dtype | None) -> None:

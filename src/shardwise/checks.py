@@ -172,6 +172,13 @@ def check_offload(policy: Any) -> bool:
     return hasattr(policy, "pin_memory")
 
 
+def check_flags(caller: str, **flags: Any) -> None:
+    """Refuse what is neither True nor False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{caller}: {name} is {value!r}, a {type(value).__name__}; pass True or False.")
+
+
 def check_ignored(ignored_params: Any) -> set[int]:
     """The ids of the parameters to leave alone."""
     if ignored_params is None:

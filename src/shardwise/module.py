@@ -122,6 +122,7 @@ class FSDPModule:
         An empty list turns prefetching off for this module. All ranks must choose the same.
         """
         _member(self).group.forward_prefetch = _groups_of(modules, "set_modules_to_forward_prefetch")
+        _member(self).schedule.plan_changed()
 
     def set_modules_to_backward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
         """Choose what this module's backward gathers ahead, in order, in place of the recorded order.
@@ -129,6 +130,7 @@ class FSDPModule:
         An empty list turns prefetching off for this module. All ranks must choose the same.
         """
         _member(self).group.backward_prefetch = _groups_of(modules, "set_modules_to_backward_prefetch")
+        _member(self).schedule.plan_changed()
 
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = True) -> None:
         """Divide the sum of the ranks' gradients by ``factor`` instead of the world size."""
@@ -204,6 +206,7 @@ class FSDPModule:
         """
         _check_bool("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
         _member(self).group.unshard_in_backward = unshard_in_backward
+        _member(self).schedule.plan_changed()
 
     # --- the caller's own communication -----------------------------------------------------------
 
@@ -261,6 +264,7 @@ class FSDPModule:
             if has_streams(group.device):
                 hook = in_stream(hook, stream)
         group.all_reduce_hook = hook
+        _member(self).schedule.plan_changed()
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Have the back end sum only, never average, for this module's group; the division comes after it."""
@@ -603,10 +607,16 @@ def _member(module: Any) -> Member:
     return module.__dict__[_MEMBER]
 
 
+_MOMENTARY = ("set_requires_gradient_sync", "set_requires_all_reduce", "set_reshard_after_backward")
+"""What callers set from one microbatch to the next, and ranks do not compare each time."""
+
+
 def _groups(module: Any, recurse: bool, caller: str) -> Iterator[Group]:
     """What a setter acts on."""
     _check_bool(caller, "recurse", recurse)
     members = sharded_members(module) if recurse else [_member(module)]
+    for member in members if caller not in _MOMENTARY else ():
+        member.schedule.plan_changed()
     return (member.group for member in members)
 
 

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.api import fully_shard
 from shardwise.checks import (
     PLACE,
+    check_flags,
     check_ignored,
     check_modules,
     check_offload,
@@ -104,11 +105,13 @@ def shard_model(
     ignored_modules: Iterable[nn.Module] | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     comm_policy: CommPolicy | None = None,
+    sync_module_states: bool = False,
+    check_equal_weights: bool = True,
 ) -> ShardedModule:
     """Shard a model by a named strategy: its blocks first, then what is left.
 
-    From equal weights on all ranks (nothing is broadcast), every strategy gives the same training and the
-    same checkpoint. They differ in what each of N ranks holds and sends. With P bytes of parameters, G of
+    From equal weights on all ranks (see ``sync_module_states``), every strategy gives the same training and
+    the same checkpoint. They differ in what each of N ranks holds and sends. With P bytes of parameters, G of
     gradients and S of optimizer state, and a backward for each optimizer step:
 
     ================  =======================  ==============================================
@@ -149,6 +152,9 @@ def shard_model(
         ignored_modules: modules whose parameters, and those of modules inside them, are left as they are.
         shard_placement_fn: the dim to shard each parameter on.
         comm_policy: how parameters travel.
+        sync_module_states: have all ranks begin with what the first rank of the mesh has; collective.
+        check_equal_weights: compare at the first forward with gradients what ranks have cut; see
+            :func:`fully_shard`.
 
     Returns:
         ``model`` itself.
@@ -169,6 +175,7 @@ def shard_model(
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard_model: expected an nn.Module, got {describe(model)}.")
     check_modules(model)
+    check_flags("shard_model", sync_module_states=sync_module_states, check_equal_weights=check_equal_weights)
     left_alone = _check_ignored_modules(ignored_modules)
     ignored = _ignored_params(ignored_params, left_alone)
     taken = {p for m in model.modules() if PLACE in m.__dict__ for p in m.parameters(recurse=False)}
@@ -194,7 +201,13 @@ def shard_model(
     for modules in everything:
         kind, arguments = plan[modules[0]]
         together: Any = modules if len(modules) > 1 else modules[0]
-        fully_shard(together, ignored_params=ignored, **arguments)
+        fully_shard(
+            together,
+            ignored_params=ignored,
+            sync_module_states=sync_module_states,
+            check_equal_weights=check_equal_weights,
+            **arguments,
+        )
         if not kind.reshard_after_backward:
             sharded_members(modules[0])[0].group.reshard_after_backward = False
     return cast(ShardedModule, model)

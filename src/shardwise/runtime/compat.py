@@ -7,6 +7,7 @@ Everything else in this library uses documented APIs. Supported: torch 2.11 to 2
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from functools import cache, wraps
 from operator import attrgetter
 from threading import Lock
@@ -458,10 +459,7 @@ def subgroup(
     name = f"shardwise_{purpose}_{parent.group_name}_{'_'.join(map(str, ranks))}"
     while name in c10d._world.pg_names.values():  # of an earlier model: made as often on all ranks
         name += "'"
-    try:
-        timeout = parent._get_backend(device).options._timeout
-    except (RuntimeError, AttributeError):
-        timeout = c10d.default_pg_timeout
+    timeout = timeout_of(parent, device)
     make: Any = c10d._new_process_group_helper
     with _world_stays_whole():
         pg, _ = make(
@@ -510,6 +508,15 @@ def connect(pg: dist.ProcessGroup, device: torch.device) -> None:
         return
     if getattr(backend, "supports_splitting", False):  # as torch asks: those that have a communicator
         backend.eager_connect_single_device(device)
+
+
+def timeout_of(pg: dist.ProcessGroup | None, device: torch.device) -> timedelta:
+    """How long collectives of ``pg`` may take; nothing public tells."""
+    try:
+        assert pg is not None
+        return pg._get_backend(device).options._timeout  # type: ignore[no-any-return]
+    except (RuntimeError, AttributeError, TypeError, AssertionError):
+        return dist.distributed_c10d.default_pg_timeout
 
 
 def job_store() -> dist.Store:

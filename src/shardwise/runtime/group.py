@@ -146,6 +146,9 @@ class Group:
         self.on_gradient: Callable[[Group], None] = _ignore
         self.on_part: Callable[[Group], None] = _ignore
         self.on_complete: Callable[[Group], None] = _ignore
+        # The parameters are others, or trained otherwise; and such changes have been followed in a pass.
+        self.on_new_plan: Callable[[Group], None] = _ignore
+        self.on_followed: Callable[[Group], None] = _ignore
         # What the caller may set through FSDPModule.
         self.reshard_after_forward: bool | int | None = None
         self.reshard_after_backward = True
@@ -181,6 +184,7 @@ class Group:
 
     def _take_stock(self) -> None:
         """Begin anew with the parameters that the buckets have now, none of them gathered."""
+        self.on_new_plan(self)
         self.params = [param for bucket in self.buckets for param in bucket.params]
         self._is_tensor_parallel = any(param.is_tensor_parallel for param in self.params)
         self.replicates = any(not bucket.mesh.replicate.is_alone for bucket in self.buckets)
@@ -359,6 +363,7 @@ class Group:
         """Begin to gather the full parameters, if they are not there or on their way."""
         if self.state is SHARDED:
             if self._follow_changes():
+                self.on_followed(self)
                 self._lanes.gather.follow_compute()  # which is where the shards were just moved
             if len(self._fulls) != len(self.params):
                 self._make_full_parameters()
@@ -375,6 +380,7 @@ class Group:
             return
         if not self._watch.is_as_trainable() and self.gradient_state is not PENDING:
             self._follow_freezing()
+            self.on_followed(self)
         self._gather()
 
     def unshard_ahead(self) -> None:
@@ -646,6 +652,7 @@ class Group:
         for param in self.params:
             if param.full is not None and param.full.requires_grad != param.sharded.requires_grad:
                 param.full.requires_grad_(param.sharded.requires_grad)
+                self.on_new_plan(self)
         self._watch_gradients()
         self._watch = ShardWatch(self.params)
 

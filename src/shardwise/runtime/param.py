@@ -23,7 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from shardwise.naming import clean
 from shardwise.runtime import compat
@@ -48,6 +50,17 @@ class Site:
     def registered(self) -> Tensor | None:
         """What is registered there now."""
         return self.module._parameters.get(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Checksums of what a parameter was when it was cut: of the whole, and of this rank's part.
+
+    None: it had no values, or none that can be compared.
+    """
+
+    whole: Tensor
+    part: Tensor
 
 
 class Param:
@@ -90,6 +103,8 @@ class Param:
         self.original_post_hooks = compat.post_accumulate_hooks(original)
         self._deferred: DeferredGradient | None = None
         self._shows_deferred = False  # .grad is the unreduced gradient itself
+        self.compares = True  # with other ranks, before training begins
+        self.start: Start | None = None
 
     def content(self) -> Tensor:
         """The tensor that is to be sharded, before it is."""
@@ -113,6 +128,16 @@ class Param:
             for s in self.sites
         ]
         self._sign()
+
+    @property
+    def joint_mesh(self) -> DeviceMesh:
+        """The mesh of the shard: of data parallelism, and of what the original was spread over before."""
+        return self._place[0]
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """How the shard is placed on it."""
+        return self._place[1]
 
     @property
     def is_tensor_parallel(self) -> bool:

@@ -44,6 +44,7 @@ from torch import nn
 from shardwise.runtime import compat
 from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.double_backward import Mark, follow_graph
+from shardwise.runtime.equal_start import refuse_unequal_starts
 from shardwise.runtime.group import (
     DEFERRED,
     EMPTY,
@@ -61,8 +62,8 @@ from shardwise.runtime.group import (
 from shardwise.runtime.inference import Inference
 from shardwise.runtime.mesh import Axis, highest_over
 from shardwise.runtime.order import Order
+from shardwise.runtime.plan_check import PlanCheck
 from shardwise.runtime.reduction import Shipment
-from shardwise.runtime.replicas import refuse_unequal
 from shardwise.runtime.streams import Lanes
 from shardwise.runtime.transforms import outside_transforms
 
@@ -157,7 +158,9 @@ class Schedule:
         self._order_outside = Order()
         self._landing: list[Group] = []  # reductions whose results are on their way to the host
         self._is_ready = False
-        self._has_compared = False  # copies of parameters
+        self._plan_check = PlanCheck(device)
+        self._is_agreed = False  # on the plan as it is known now
+        self._has_compared = False  # what parameters begin with
 
         self._clock = 0
         self._running: list[Call] = []  # calls of the running forward, outermost first
@@ -201,6 +204,8 @@ class Schedule:
         group.on_gradient = self._gradient_came
         group.on_part = self._part_complete
         group.on_complete = self._gradients_complete
+        group.on_new_plan = self.plan_changed
+        group.on_followed = self._agree_within
         if group is member.schedule._kept_for_backward:
             self._kept_for_backward = group
         if group.state is not SHARDED:
@@ -219,8 +224,8 @@ class Schedule:
         for group in self.groups:
             group.observer = observer
 
-    def _prepare(self) -> None:
-        """Once, before anything runs: check that parameters have values, make lanes."""
+    def _refuse_unfit(self) -> None:
+        """Once, before anything runs: check that the model can run as it is."""
         if self._is_ready:
             return
         for group in self.groups:
@@ -238,6 +243,12 @@ class Schedule:
                     "run by all ranks, with which it could be gathered. Call fully_shard on the module "
                     "around it."
                 )
+
+    def _prepare(self) -> None:
+        """Once, before anything runs: check the model, make lanes and process groups."""
+        if self._is_ready:
+            return
+        self._refuse_unfit()
         self._prepare_lanes()
         channel = 0
         for group in self.groups:
@@ -279,6 +290,7 @@ class Schedule:
         """Look again at what the caller has chosen for the groups, before the next forward."""
         self._is_ready = False
         self._optionals = None
+        self.plan_changed()
 
     def reset(self) -> None:
         """Forget the running iteration, whatever it has come to, and all gradients that wait."""
@@ -494,18 +506,37 @@ class Schedule:
         if not self._running:
             self._end_forward(outcome)
 
-    def _compare_replicas(self) -> None:
-        """Once, before training: ranks that hold copies must begin with equal ones.
+    def plan_changed(self, _group: Group | None = None) -> None:
+        """Compare the plan again, if it is another, before the next forward with gradients."""
+        self._is_agreed = False
 
-        Collective over the replicas. Not where gradients are off: there, replicas may run forwards that
-        others do not, such as a dry run on one rank.
+    def _agree(self) -> None:
+        """Before training: the ranks have the same plan.
+
+        Collective, unless this was agreed before. Not where gradients are off: there, ranks that keep copies
+        may run forwards that others do not, such as a dry run on one rank.
         """
-        if self._has_compared or not torch.is_grad_enabled():
+        if not self._is_agreed and torch.is_grad_enabled():
+            self._plan_check.run(self.groups)
+            self._is_agreed = True
+
+    def _compare_starts(self) -> None:
+        """Once, before training: ranks begin with the same weights, and keep equal copies. Collective."""
+        if not self._has_compared and torch.is_grad_enabled():
+            refuse_unequal_starts([param for group in self.groups for param in group.params], self._device)
+            self._has_compared = True
+
+    def _agree_within(self, _group: Group) -> None:
+        """In a pass, a group has followed what the caller changed: before it communicates, the ranks agree.
+
+        They all come here at the same group.
+        """
+        if self._is_agreed or not self._has_compared:
             return
-        params = [param for group in self.groups for param in group.params]
-        named = [(param.fqn, param.sites[0].registered()) for param in params]
-        refuse_unequal([(name, tensor) for name, tensor in named if tensor is not None], self._device)
-        self._has_compared = True
+        self._plan_check.look(self.groups)
+        if torch.is_grad_enabled() or compat.current_graph_task_id() != -1:
+            self._plan_check.run(self.groups)
+            self._is_agreed = True
 
     def _begin_forward(self) -> None:
         if compat.is_recorded():
@@ -514,10 +545,12 @@ class Schedule:
                 "with the full parameters as constants. They are freed after forward, so that the program "
                 "would read memory that is gone. Use torch.func.jvp or vjp, which compute anew."
             )
+        self._refuse_unfit()
+        self._agree()
         self._prepare()
         if torch.is_grad_enabled():
             self._connect()
-        self._compare_replicas()
+        self._compare_starts()
         if self._sessions:  # no backward is running now, whatever still holds on to one
             self._abandon_backward()
         for group in self.groups:

@@ -1,0 +1,175 @@
+"""Facts that several ranks must have in common, compared through the store of the job.
+
+Not by collectives: ranks that disagree may do so about their process groups, and collectives that do not fit
+each other end the process. Each rank tells the first of them a digest of its facts and waits for a verdict;
+only where digests differ are the facts themselves exchanged.
+
+    rank 1    post/1 = "<nonce> <digest>"                                      waits for verdict/<nonce>
+    rank 0    takes post/1 ... post/n away, compares, sets verdict/<nonce> for each
+
+So every rank has a few operations, and the first a few for each of the others. All ranks come to the same
+verdict. A nonce stands for one comparison of one rank: what a comparison that failed has left behind is
+never taken for an answer.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from hashlib import blake2b
+
+import torch.distributed as dist
+
+Facts = Mapping[tuple[str, str], str]
+"""By where and what, in an order that ranks have in common as far as they have the same facts."""
+
+_LONGEST_PAUSE_S = 0.2
+_MOST_SHOWN = 8
+"""So many different sets of facts are looked at, to name who differs."""
+
+
+class Unequal(RuntimeError):
+    """Ranks have different facts, or some have not come to compare theirs."""
+
+
+def digest_of(facts: Facts) -> str:
+    """Equal for equal facts in the same order."""
+    return blake2b(repr(list(facts.items())).encode(), digest_size=16).hexdigest()
+
+
+class Comparison:
+    """One comparison among ``ranks``, which all of them enter; ``own`` is this one.
+
+    ``while_waiting`` is called now and then, and may raise.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        ranks: Sequence[int],
+        own: int,
+        timeout: timedelta,
+        while_waiting: Callable[[], None],
+    ) -> None:
+        named = blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()
+        self._store = store
+        self._prefix = f"shardwise/plan/{named}"
+        self._ranks = list(ranks)
+        self._own = own
+        self._deadline = time.monotonic() + timeout.total_seconds()
+        self._while_waiting = while_waiting
+
+    def run(self, facts: Facts) -> None:
+        """Raise Unequal, on all ranks alike, unless all have the same ``facts``."""
+        if self._own == self._ranks[0]:
+            self._lead(facts)
+        else:
+            self._follow(facts)
+
+    # --- the first rank ---------------------------------------------------------------------------
+
+    def _lead(self, facts: Facts) -> None:
+        nonces: dict[int, str] = {}
+        by_digest = {digest_of(facts): [self._own]}
+        try:
+            for rank in self._ranks[1:]:
+                nonce, digest = self._take(f"post/{rank}").split()
+                nonces[rank] = nonce
+                by_digest.setdefault(digest, []).append(rank)
+            text = "" if len(by_digest) == 1 else self._explain(facts, list(by_digest.values()), nonces)
+        except BaseException as error:
+            missing = [rank for rank in self._ranks[1:] if rank not in nonces]
+            self._judge(
+                nonces, f"rank {self._own} could not compare ({error}); {_listed(missing)} had not come"
+            )
+            raise
+        self._judge(nonces, text)
+        if text:
+            raise Unequal(text)
+
+    def _explain(self, facts: Facts, groups: list[list[int]], nonces: Mapping[int, str]) -> str:
+        told = {self._own: dict(facts)}
+        shown = groups[:_MOST_SHOWN]
+        for ranks in shown:
+            if ranks[0] != self._own:
+                self._store.set(f"{self._prefix}/verdict/{nonces[ranks[0]]}", "tell")
+        for ranks in shown:
+            if ranks[0] != self._own:
+                rows = json.loads(self._take(f"text/{nonces[ranks[0]]}"))
+                told[ranks[0]] = {(where, what): value for where, what, value in rows}
+        return first_difference([(ranks, told[ranks[0]]) for ranks in shown])
+
+    def _judge(self, nonces: Mapping[int, str], text: str) -> None:
+        for nonce in nonces.values():
+            self._store.set(f"{self._prefix}/final/{nonce}", text or "equal")
+
+    # --- the others -------------------------------------------------------------------------------
+
+    def _follow(self, facts: Facts) -> None:
+        nonce = uuid.uuid4().hex
+        self._store.set(f"{self._prefix}/post/{self._own}", f"{nonce} {digest_of(facts)}")
+        ask, final = f"verdict/{nonce}", f"final/{nonce}"
+        try:
+            if self._wait(ask, final) == ask:
+                self._store.delete_key(f"{self._prefix}/{ask}")
+                rows = [(where, what, value) for (where, what), value in facts.items()]
+                self._store.set(f"{self._prefix}/text/{nonce}", json.dumps(rows))
+            text = self._take(final)
+        except BaseException:
+            self._store.delete_key(f"{self._prefix}/post/{self._own}")
+            raise
+        if text != "equal":
+            raise Unequal(text)
+
+    # --- the store --------------------------------------------------------------------------------
+
+    def _take(self, key: str) -> str:
+        """What is set there, once it is; it is gone afterwards."""
+        self._wait(key)
+        value = self._store.get(f"{self._prefix}/{key}").decode()
+        self._store.delete_key(f"{self._prefix}/{key}")
+        return value
+
+    def _wait(self, *keys: str) -> str:
+        """The first of ``keys`` that is set. Asked for in short intervals: a wait of the store's own blocks
+        it for other threads, and writes to stderr when it ends without a result."""
+        pause_s = 0.0002
+        while True:
+            for key in keys:
+                if self._store.check([f"{self._prefix}/{key}"]):
+                    return key
+            if time.monotonic() > self._deadline:
+                raise Unequal(
+                    f"Not all of {_listed(self._ranks)} came to compare their plans within the timeout of "
+                    "the process group"
+                )
+            self._while_waiting()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def first_difference(told: Sequence[tuple[Sequence[int], Facts]]) -> str:
+    """The first fact that differs, and what which ranks have."""
+    keys = list(dict.fromkeys(key for _, facts in told for key in facts))
+    differing = [key for key in keys if len({facts.get(key) for _, facts in told}) > 1]
+    if not differing:
+        return "the plans list the same facts in different orders"
+    where, what = differing[0]
+    by_value: dict[str | None, list[int]] = {}
+    for ranks, facts in told:
+        by_value.setdefault(facts.get(differing[0]), []).extend(ranks)
+    sides = ", ".join(
+        f"{value if value is not None else 'missing'} on {_listed(sorted(ranks))}"
+        for value, ranks in by_value.items()
+    )
+    more = f" ({len(differing) - 1} more differences follow)" if len(differing) > 1 else ""
+    return f"{where}: {what} is {sides}{more}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > _MOST_SHOWN:
+        return f"ranks {ranks[0]}, {ranks[1]}, ... {ranks[-1]} ({len(ranks)} ranks)"
+    return "ranks " + ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"
