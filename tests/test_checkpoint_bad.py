@@ -6,10 +6,12 @@ All ranks raise the same, and name the file and the key.
 import errno
 import os
 import pickle
+import re
 import resource
 import shutil
 import subprocess
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +28,7 @@ from harness import World
 from meshed import refusal
 from torch import nn
 
-from shardwise import EMA, fully_shard
+from shardwise import EMA, fully_shard, save_safetensors
 from shardwise.checkpoints.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from shardwise.states.partial_loads import mark_partly_loaded, why_partly_loaded
 
@@ -618,7 +620,7 @@ def test_ranks_that_disagree_are_told(world2: World, tmp_path: Path) -> None:
     text = message(world2.run(by_clock, path)).replace(str(tmp_path), "RUN")
     assert_expected_inline(
         text,
-        """ValueError: save_checkpoint: ranks disagree on path: rank 0 has 'RUN/step-0', rank 1 has 'RUN/step-1'. All ranks are to call it with the same; derive paths from the step, not from the clock.""",
+        """ValueError: save_checkpoint: ranks disagree on path: rank 0 has 'RUN/step-0', rank 1 has 'RUN/step-1'. Pass the same on all ranks.""",
     )
     for act in (save_checkpoint, load_checkpoint):
         text = message(world2.run(with_optimizer_on_some, path, act))
@@ -648,6 +650,102 @@ TypeError: shared is to be a dict with names as keys, not [1]
 ValueError: keep=0 of step-1: keep counts from 1, and needs names that end in a number, as step-100
 TypeError: optimizer is a str; pass a torch.optim.Optimizer, or a list of them""",
     )
+
+
+class NotWritten:
+    """Nobody can send it to another rank."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("this stays here")
+
+
+def on_one_rank_alone(path: str) -> list[str]:
+    """Rank 1 alone passes something else than rank 0."""
+    model = fully_shard(nn.Linear(2, 2))
+    save_checkpoint(path, model, keep=3)
+    alone = dist.get_rank() == 1
+
+    def told(act: Callable[..., Any], *args: Any, **bad: Any) -> str:
+        good = {"path": path, "model": model, "directory": path + "-st"}
+        taken = ("model", "directory") if act is save_safetensors else ("path", "model")
+        return refusal(act, **{name: good[name] for name in taken} | (bad if alone else {}))
+
+    seen = [
+        told(load_checkpoint, path=None),
+        told(load_checkpoint, path=3),
+        told(load_checkpoint, model=None),
+        told(load_checkpoint, optimizer="SGD"),
+        told(load_checkpoint, states=[model]),
+        told(load_checkpoint, strict=NotWritten()),
+        told(load_checkpoint, strict=False),
+        told(load_checkpoint, verify=None),
+        told(load_checkpoint, trust=True),
+        told(save_checkpoint, path=None),
+        told(save_checkpoint, model=None),
+        told(save_checkpoint, keep="all"),
+        told(save_checkpoint, keep=1),
+        told(save_checkpoint, asynchronous=NotWritten()),
+        told(save_checkpoint, shared=[1]),
+        told(save_checkpoint, states={"ema": EMA(model)} if alone else None),
+        told(save_safetensors, directory=None),
+        told(save_safetensors, directory=path),
+        told(save_safetensors, max_shard_bytes=4),
+        told(save_safetensors, metadata=[1]),
+        told(save_safetensors, dtype=torch.float16),
+    ]
+    save_checkpoint(path, model)  # nobody waits for anybody
+    load_checkpoint(path, model)
+    return [text.replace(os.path.dirname(path), "RUN") for text in seen]
+
+
+def test_f50_what_one_rank_alone_passes_is_refused_by_all(world2: World, tmp_path: Path) -> None:
+    first, second = world2.run(on_one_rank_alone, str(tmp_path / "step-1"))
+    assert first == second
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-1"]
+    assert_expected_inline(
+        "\n".join(re.sub("0x[0-9a-f]+", "0x", text) for text in first),
+        """\
+TypeError: rank 1: load_checkpoint: path is None. That is what latest_checkpoint returns where it finds no checkpoint: the folder does not exist on this host, or has none yet. Ask on one rank, tell the others what it found, and load only if that is a path; and have checkpoints on a file system that all hosts share.
+TypeError: rank 1: load_checkpoint: path is 3; pass the folder of a checkpoint, as a str or a Path.
+TypeError: rank 1: load_checkpoint: model is NoneType; pass an nn.Module.
+TypeError: rank 1: optimizer is a str; pass a torch.optim.Optimizer, or a list of them
+TypeError: rank 1: states is to be a dict with names as keys, not [FSDPLinear(in_features=2, out_features=2, bias=True)]
+TypeError: rank 1: load_checkpoint: strict is <test_checkpoint_bad.NotWritten object at 0x>; pass True or False.
+ValueError: load_checkpoint: ranks disagree on strict: rank 0 has True, rank 1 has False. Pass the same on all ranks.
+TypeError: rank 1: load_checkpoint: verify is None; pass True or False.
+ValueError: load_checkpoint: ranks disagree on trust: rank 0 has False, rank 1 has True. Pass the same on all ranks.
+TypeError: rank 1: save_checkpoint: path is None; pass the folder of a checkpoint, as a str or a Path.
+TypeError: rank 1: save_checkpoint: model is NoneType; pass an nn.Module.
+TypeError: rank 1: save_checkpoint: keep is 'all'; pass how many checkpoints to keep, or None.
+ValueError: save_checkpoint: ranks disagree on keep: rank 0 has None, rank 1 has 1. Pass the same on all ranks.
+TypeError: rank 1: save_checkpoint: asynchronous is <test_checkpoint_bad.NotWritten object at 0x>; pass True or False.
+TypeError: rank 1: shared is to be a dict with names as keys, not [1]
+ValueError: save_checkpoint: ranks disagree on states: rank 0 has [], rank 1 has ['ema']. Pass the same on all ranks.
+TypeError: rank 1: save_safetensors: directory is None; pass a folder, as a str or a Path.
+ValueError: save_safetensors: ranks disagree on directory: rank 0 has 'RUN/step-1-st', rank 1 has 'RUN/step-1'. Pass the same on all ranks.
+ValueError: save_safetensors: ranks disagree on max_shard_bytes: rank 0 has 1073741824, rank 1 has 4. Pass the same on all ranks.
+ValueError: rank 1: save_safetensors: metadata is [1]; names and values have to be strings.
+ValueError: save_safetensors: ranks disagree on dtype: rank 0 has None, rank 1 has torch.float16. Pass the same on all ranks.""",
+    )
+
+
+class Several(torch.optim.SGD):
+    """One stage of a pipeline, whose param groups hold what no other rank may have."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        if dist.get_rank() == 1:
+            self.param_groups[0]["mine"] = NotWritten()
+
+
+def with_groups_that_stay(path: str) -> str:
+    model = nn.Sequential(OrderedDict({f"stage{dist.get_rank()}": nn.Linear(2, 2)}))
+    return refusal(save_checkpoint, path, model, Several(model.parameters()))
+
+
+def test_param_groups_that_cannot_travel_are_told_by_all_ranks(world2: World, tmp_path: Path) -> None:
+    text = message(world2.run(with_groups_that_stay, str(tmp_path / "x")))
+    assert text == "TypeError: rank 1: this stays here"
 
 
 # --- a failure that nobody asks for ---------------------------------------------------------------

@@ -194,5 +194,5 @@ def test_f49_objects_are_made_only_where_they_are_trusted(world2: World, tmp_pat
 ValueError: RUN/shared: shared.it holds objects of posix.system. Making such an object can run any code, so only tensors and plain values are read. If you trust whoever wrote it, pass trust=True, or name the classes in torch.serialization.add_safe_globals. Nothing was loaded.
 ValueError: rank 0: RUN/per_rank: per_rank.0.it holds objects of posix.system. Making such an object can run any code, so only tensors and plain values are read. If you trust whoever wrote it, pass trust=True, or name the classes in torch.serialization.add_safe_globals. Nothing was loaded. (ranks 0, 1 failed)
 ValueError: RUN/extra_state: model._extra_state holds objects of pathlib.PosixPath. Making such an object can run any code, so only tensors and plain values are read. If you trust whoever wrote it, pass trust=True, or name the classes in torch.serialization.add_safe_globals. Nothing was loaded.
-ValueError: load_checkpoint: ranks disagree on trust: rank 0 has False, rank 1 has True. All ranks are to call it with the same; derive paths from the step, not from the clock.""",
+ValueError: load_checkpoint: ranks disagree on trust: rank 0 has False, rank 1 has True. Pass the same on all ranks.""",
     )

@@ -157,10 +157,16 @@ def save_checkpoint(
     saves = saves_of(team)
     if saves.last is not None:
         saves.last.end_before_next()
-    place = team.together(lambda: folders.absolute(path))
+    flags = {"asynchronous": asynchronous}
+    place = team.together(lambda: _check_call("save_checkpoint", path, model, flags))
     state = team.together(lambda: _state(team, place, model, optimizer, states, shared, per_rank, keep))
-    told = {"path": str(place), "keep": keep, "asynchronous": asynchronous, "optimizer": "optimizer" in state}
-    _same_everywhere(team, "save_checkpoint", told | {"states": list(state[STATES])})
+    told = {
+        "path": str(place),
+        "keep": keep,
+        "optimizer": "optimizer" in state,
+        "states": list(state[STATES]),
+    }
+    team.agree("save_checkpoint", told | flags)
     if "optimizer" in state:
         _join_optimizers(team, state)
     if not team.is_first:  # rank 0's are written
@@ -193,6 +199,8 @@ def _state(
 
     if not path.name or path.name.startswith("."):
         raise ValueError(f"{path}: a checkpoint needs a name that does not start with a dot")
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int)):
+        raise TypeError(f"save_checkpoint: keep is {keep!r:.80}; pass how many checkpoints to keep, or None.")
     if keep is not None and (keep < 1 or folders.numbered(path.name) is None):
         raise ValueError(
             f"keep={keep} of {path.name}: keep counts from 1, and needs names that end in a number, as "
@@ -224,16 +232,29 @@ def _extras(name: str, extras: dict[str, Any] | None) -> dict[str, Any]:
     return {key: as_whole(value) for key, value in extras.items()}
 
 
-def _same_everywhere(team: Team, function: str, told: dict[str, Any]) -> None:
-    """Ranks that were told different things would use different folders, or wait for each other for ever."""
-    first, *others = team.gather(told)
-    for rank, other in enumerate(others, start=1):
-        for name in (name for name in first if first[name] != other[name]):
-            raise ValueError(
-                f"{function}: ranks disagree on {name}: rank 0 has {first[name]!r}, rank {rank} has "
-                f"{other[name]!r}. All ranks are to call it with the same; derive paths from the step, not "
-                "from the clock."
-            )
+def _check_call(caller: str, path: Any, model: Any, flags: dict[str, Any]) -> Path:
+    """The folder that a call is about; what it was given is of the right kinds.
+
+    Raises:
+        TypeError: something is not.
+    """
+    if path is None and caller == "load_checkpoint":
+        raise TypeError(
+            "load_checkpoint: path is None. That is what latest_checkpoint returns where it finds no "
+            "checkpoint: the folder does not exist on this host, or has none yet. Ask on one rank, tell the "
+            "others what it found, and load only if that is a path; and have checkpoints on a file system "
+            "that all hosts share."
+        )
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(
+            f"{caller}: path is {path!r:.80}; pass the folder of a checkpoint, as a str or a Path."
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller}: model is {type(model).__name__}; pass an nn.Module.")
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{caller}: {name} is {value!r:.80}; pass True or False.")
+    return folders.absolute(path)
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
@@ -319,13 +340,16 @@ def load_checkpoint(
     team = team_of_all()
     if (last := saves_of(team).last) is not None:
         last.end_before_next()
-    optimizers = team.together(lambda: as_optimizers(optimizer))
-    told = {"path": str(folders.absolute(path)), "strict": strict, "convert_dtype": convert_dtype}
-    told |= {"verify": verify, "trust": trust}
-    beside = team.together(lambda: check_objects(states))
-    told |= {"optimizer": bool(optimizers), "states": list(beside)}
-    _same_everywhere(team, "load_checkpoint", told)
-    manifest = team.together(lambda: _opened(folders.absolute(path), verify, trust))
+    flags = {"strict": strict, "convert_dtype": convert_dtype, "verify": verify, "trust": trust}
+
+    def check() -> tuple[Path, Optimizers, dict[str, Any]]:
+        place = _check_call("load_checkpoint", path, model, flags)
+        return place, as_optimizers(optimizer), check_objects(states)
+
+    place, optimizers, beside = team.together(check)
+    told = {"path": str(place), "optimizer": bool(optimizers), "states": list(beside)}
+    team.agree("load_checkpoint", told | flags)
+    manifest = team.together(lambda: _opened(place, verify, trust))
     _refuse_other_saves(team, manifest)
     team.on_first(manifest.check)
     names = parameter_names(model)
@@ -552,8 +576,9 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint in `directory`; None if it has none, or does not exist.
 
     Newest is the highest number at the end of a name: step-90 before step-100, whatever the dates of files.
-    What a save that did not end has left behind is passed by. Wait for a save with ``keep`` that is still
-    going on: it removes older ones.
+    What a save that did not end has left behind is passed by. Not collective: each rank looks for itself, and
+    hosts of a file system that shows old states may find different ones, which load_checkpoint refuses. Wait
+    for a save with ``keep`` that is still going on: it removes older ones.
 
     Args:
         directory: where the folders `step-10`, `step-20` and so on are.

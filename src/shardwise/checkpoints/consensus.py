@@ -4,6 +4,7 @@ Each step that may fail on one rank alone is followed by a word from every rank 
 runtime/agreement.py.
 """
 
+import pickle
 from collections.abc import Callable
 from hashlib import sha256
 from typing import Any, TypeVar
@@ -70,7 +71,15 @@ class Team:
         if len(set(digests)) == 1:
             return [value]
         firsts = [rank for rank, each in enumerate(digests) if digests.index(each) == rank]
-        return [self.broadcast(value, rank) for rank in firsts]
+        pickled = self.together(lambda: pickle.dumps(value))  # what cannot be is told by all ranks
+        return [pickle.loads(self.broadcast(pickled, rank)) for rank in firsts]
+
+    def agree(self, caller: str, arguments: dict[str, Any]) -> None:
+        """Refuse `arguments` of the public function `caller` that differ from rank to rank.
+
+        Ranks that were told different things would use different folders, or wait for each other for ever.
+        """
+        together(self._axes, self._device, lambda: None, caller=caller, same=arguments)
 
     def together(
         self, act: Callable[[], T], explain: Callable[[Exception], str] = str, says_rank: bool = True

@@ -62,10 +62,11 @@ def save_safetensors(
     Raises:
         FileExistsError: there are safetensors files in ``directory``.
         ImportError: the package ``safetensors`` is missing (``pip install 'shardwise[safetensors]'``).
-        TypeError: a tensor is of a dtype that the format has not.
-        ValueError: ``max_shard_bytes`` is not above 0, or ``dtype`` not of floating-point numbers.
-        RuntimeError: called in a forward or backward, inside ``unsharded`` or on the meta device; or a rank
-            could not write: all raise alike, and nothing of the model is left in ``directory``.
+        TypeError: a tensor is of a dtype that the format has not, or ``directory`` is no path.
+        ValueError: ranks disagree on the arguments, ``max_shard_bytes`` is not above 0, or ``dtype`` not of
+        floating-point numbers. RuntimeError: called in a forward or backward, inside ``unsharded`` or on the
+            meta device; or a rank could not write: all raise alike, and nothing of the model is left in
+            ``directory``.
 
     Collective.
 
@@ -77,7 +78,7 @@ def save_safetensors(
 
     def planned() -> tuple[dict[str, Tensor], list[_File]]:
         check_at_rest(model, "save_safetensors")
-        _check_arguments(max_shard_bytes, dtype, metadata)
+        _check_arguments(directory, max_shard_bytes, dtype, metadata)
         import_safetensors()
         tensors = _tensors_of(model)
         dtypes = [dtype if dtype and t.is_floating_point() else t.dtype for t in tensors.values()]
@@ -85,6 +86,9 @@ def save_safetensors(
         return tensors, _plan(tensors, dtypes, max_shard_bytes)
 
     tensors, files = together(axes, device, planned)
+    told = {"directory": os.fspath(directory), "max_shard_bytes": max_shard_bytes, "dtype": dtype}
+    told["metadata"] = sorted((metadata or {}).items())
+    together(axes, device, lambda: None, caller="save_safetensors", same=told)
     ranks = ranks_of_model(model)
     job = _Job(Path(directory), axes, device)
     header = {**(metadata or {}), "format": "pt"}
@@ -116,15 +120,20 @@ class _File:
     num_bytes: int
 
 
-def _check_arguments(max_shard_bytes: Any, dtype: Any, metadata: Any) -> None:
+def _check_arguments(directory: Any, max_shard_bytes: Any, dtype: Any, metadata: Any) -> None:
+    if not isinstance(directory, (str, PathLike)):
+        raise TypeError(
+            f"save_safetensors: directory is {directory!r:.80}; pass a folder, as a str or a Path."
+        )
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes <= 0:
         raise ValueError(
             f"save_safetensors: max_shard_bytes is {max_shard_bytes!r}; pass a number of bytes above 0."
         )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"save_safetensors: dtype is {dtype!r}; pass a floating-point dtype, or None.")
-    texts = [text for pair in (metadata or {}).items() for text in pair]
-    if not all(isinstance(text, str) for text in texts):
+    if not isinstance(metadata, Mapping | None) or not all(
+        isinstance(text, str) for pair in (metadata or {}).items() for text in pair
+    ):
         raise ValueError(f"save_safetensors: metadata is {metadata!r}; names and values have to be strings.")
 
 
