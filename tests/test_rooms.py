@@ -13,7 +13,7 @@ SOURCE = Path(shardwise.__file__).parent
 # A room may import only rooms to its left.
 ORDER = [
     "policy", "naming", "wrap", "runtime.compat", "runtime.transforms", "runtime.layout", "runtime.boxes", "runtime.mesh", "runtime.agreement", "runtime.spread",
-    "runtime.replicas", "runtime.disagreement", "runtime.comparison", "runtime.streams", "runtime.outputs", "runtime.deferred",
+    "runtime.replicas", "runtime.notes", "runtime.disagreement", "runtime.relay", "runtime.comparison", "runtime.streams", "runtime.outputs", "runtime.deferred",
     "runtime.precision", "runtime.buffers", "runtime.collectives", "runtime.transfer", "runtime.custom",
     "runtime.quantized", "runtime.comm_hook", "runtime.reduction", "runtime.param", "runtime.equal_start", "runtime.watch", "runtime.landing",
     "runtime.filling", "runtime.departures", "runtime.additions", "runtime.bucket", "runtime.extension", "runtime.group", "runtime.double_backward", "runtime.inference", "runtime.lending",

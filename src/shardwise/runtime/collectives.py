@@ -254,7 +254,7 @@ class GlooExchange:
             works += self._swap([(pieces[rank], source) for rank in self._others], source, 0)
             own.append((pieces[self._rank], source))
         self._place_own(own)
-        return waiting_for(works)
+        return partial(self._wait_for, works)
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
         """Each rank sends every other one its piece, and sums what it receives."""
@@ -268,7 +268,7 @@ class GlooExchange:
             received.append(landing)
 
         def finish() -> None:
-            waiting_for(works)()
+            self._wait_for(works)
             for output, source, landing in zip(outputs, inputs, received, strict=True):
                 self._sum(output, source.view(self._world, -1), landing, divisor)
 
@@ -278,6 +278,16 @@ class GlooExchange:
         """The part of an all-gather that stays on this rank, which every back end has to copy too."""
         for piece, source in pairs:
             piece.copy_(source)
+
+    def _wait_for(self, works: list[Any]) -> None:
+        """Wait for exchanges; an error says which rank the failed one was with."""
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            member = self._others[works.index(work) % len(self._others)]
+            error.peer = compat.ranks_of(self._pg)[member]  # type: ignore[attr-defined]
+            raise
 
     def _swap(self, pairs: list[tuple[Tensor, Tensor]], in_shard: Tensor, kind: int) -> list[Any]:
         """Receive into and send from each (landing, source), one pair a rank of ``_others``."""

@@ -6,7 +6,7 @@ Everything else in this library uses documented APIs. Supported: torch 2.11 to 2
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cache, wraps
 from operator import attrgetter
@@ -522,6 +522,59 @@ def timeout_of(pg: dist.ProcessGroup | None, device: torch.device) -> timedelta:
 def job_store() -> dist.Store:
     """The key-value store of the job; no public function gives it."""
     return dist.distributed_c10d._get_default_store()
+
+
+def job_store_client() -> dist.Store:
+    """The same with a connection of its own, which no other thread's waiting holds up.
+
+    Stores that cannot be cloned (in memory, in a file) have no connections.
+    """
+    store: Any = job_store()
+    with suppress(RuntimeError, AttributeError, NotImplementedError):
+        store = store.clone()
+    return store
+
+
+def is_fake(pg: dist.ProcessGroup) -> bool:
+    """True where a back end only pretends to communicate, as in plans for more ranks than there are."""
+    return "fake" in str(dist.get_backend(pg)).lower()
+
+
+_TAG_OF_NOTHING = 0x59FFFFFF
+
+
+def end_waits(pg: dist.ProcessGroup) -> None:
+    """Have every wait of this process in ``pg`` raise now. The process group is of no use afterwards.
+
+    gloo's ``abort`` does not end waits (seen on 2.13), but a receive that times out closes the connections
+    of its process group, upon which all waits in it raise, on both sides.
+    """
+    for kind in group_devices(pg):
+        device = torch.device(kind)
+        name = backend_name(pg, device)
+        if name == "gloo":
+            for peer in set(range(pg.size())) - {pg.rank()}:  # some may have closed theirs already
+                with suppress(RuntimeError):
+                    work = pg.recv([torch.empty(1)], peer, _TAG_OF_NOTHING)
+                    work.wait(timedelta(milliseconds=1))
+        elif name in ("nccl", "xccl"):  # not run here
+            with suppress(RuntimeError, AttributeError):
+                pg._get_backend(device).abort()
+
+
+def is_timeout(error: Exception) -> bool:
+    """Whether the timeout of the process group has passed: back ends say so in the text alone."""
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text
+
+
+def is_communication_error(error: Exception) -> bool:
+    """Whether a back end has raised it. gloo raises plain RuntimeErrors, with its file names in them."""
+    if isinstance(error, dist.DistError):
+        return True
+    return type(error) is RuntimeError and any(
+        each in str(error) for each in ("gloo", "pair closure", "Operation timed out!")
+    )
 
 
 def ranks_of(pg: dist.ProcessGroup) -> list[int]:

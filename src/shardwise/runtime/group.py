@@ -25,12 +25,12 @@ from shardwise.runtime import compat
 from shardwise.runtime.additions import ModuleWatch
 from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.departures import Departure, Departures
-from shardwise.runtime.disagreement import explain_failure
 from shardwise.runtime.extension import check_protocol, has_methods, split_off
 from shardwise.runtime.mesh import Axis, ShardMesh
 from shardwise.runtime.param import FREED, Param, Site, refresh_flat_weights, sharded_before
 from shardwise.runtime.precision import Casts
 from shardwise.runtime.reduction import Hook, Reduction, Shipment
+from shardwise.runtime.relay import SILENT, Relay, Wait, relay_of_job
 from shardwise.runtime.streams import Finish, Lanes, Ticket
 from shardwise.runtime.transforms import innermost, outside_transforms
 from shardwise.runtime.watch import FullWatch, ShardWatch, are_all_there, take_gradients
@@ -165,6 +165,9 @@ class Group:
         self.backward_prefetch: list[Group] | None = None
 
         self._gathering: Ticket | None = None
+        self._relay: Relay = SILENT
+        self._gather_wait = Wait("gather", name, list)
+        self._reduction_wait = Wait("reduction", name, list)
         self.is_shown = False
         self._take_stock()
 
@@ -220,6 +223,10 @@ class Group:
     def attach(self, lanes: Lanes) -> None:
         """Tell the group where its communication runs."""
         self._lanes = lanes
+        self._relay = relay_of_job()
+        for wait in (self._gather_wait, self._reduction_wait):
+            wait.name, wait.axes = self.name, self.all_axes
+            self._relay.waits.add(wait)
 
     def replan(self, change: Callable[[Bucket], None], only: Bucket | None = None) -> None:
         """Let ``change`` plan buckets anew, while nothing is gathered."""
@@ -279,6 +286,11 @@ class Group:
     def axes(self) -> list[Axis]:
         """The axes along which its shards are spread, the longest first."""
         axes = {id(axis.pg): axis for b in self.buckets for axis in b.mesh.axes() if axis is b.mesh.shard}
+        return sorted(axes.values(), key=lambda axis: -axis.world)
+
+    def all_axes(self) -> list[Axis]:
+        """Those, and the axes along which there are copies."""
+        axes = {id(axis.pg): axis for bucket in self.buckets for axis in bucket.mesh.axes()}
         return sorted(axes.values(), key=lambda axis: -axis.world)
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
@@ -399,7 +411,11 @@ class Group:
             self._versions = self._watch.versions()
         self._tell("gather")
         with self._label("gather"):
-            self._gathering = self._lanes.gather.submit(self._start_gather)
+            try:
+                self._gathering = self._lanes.gather.submit(self._start_gather)
+            except RuntimeError as error:
+                self._raise_explained(error, self._gather_wait)
+        self._relay.issue(self._gather_wait)
         self.state = self._next(STATES, self.state, "unshard")
 
     def _start_gather(self) -> Finish:
@@ -420,10 +436,7 @@ class Group:
             return
         state = self._next(STATES, self.state, "wait")
         assert self._gathering is not None
-        try:
-            self._gathering.wait()
-        except RuntimeError as error:
-            raise explain_failure(error, "gather", self.name, self.axes()) from error
+        self._await(self._gathering.wait, self._gather_wait)
         self._gathering = None
         for bucket in self.buckets:
             bucket.drop_part()
@@ -541,7 +554,7 @@ class Group:
         """Return to SHARDED from any state, after a failed iteration."""
         if self.state is GATHERING:
             assert self._gathering is not None
-            self._gathering.wait()
+            self._await(self._gathering.wait, self._gather_wait)
             self._gathering = None
         if self.state is PARTLY:
             self._drop_parts()
@@ -740,8 +753,9 @@ class Group:
     def send_ready(self) -> list[Shipment]:
         """Begin to reduce the parts of the gradients that may leave before the others."""
         assert self._departures is not None
+        departures = self._departures
         with _without_graph(), self._label("reduce"):
-            return self._send(self._departures.leave())
+            return self._issue_reduction(lambda: self._send(departures.leave()))
 
     def reduce(self) -> list[Shipment]:
         """Begin to reduce the full gradients that are there; all that is in flight now."""
@@ -750,17 +764,28 @@ class Group:
         with _without_graph(), self._label("reduce"):
             if not self._fulls:  # it has not run here
                 self._departures = self._plan_departures()
-            if self._departures is None:
-                shipments = self._send_all()
-            else:
-                if self.gradient_state is not PENDING:
-                    self._departures.begin()
-                shipments = self._send(self._departures.rest())
+            shipments = self._issue_reduction(self._send_rest)
             for bucket, reduction in zip(self.buckets, self._reductions, strict=True):
                 self._close(bucket, reduction)
         self.gradient_state = state
         self._tell("reduce")
         return shipments
+
+    def _issue_reduction(self, send: Callable[[], list[Shipment]]) -> list[Shipment]:
+        try:
+            shipments = send()
+        except RuntimeError as error:
+            self._raise_explained(error, self._reduction_wait)
+        self._relay.issue(self._reduction_wait)
+        return shipments
+
+    def _send_rest(self) -> list[Shipment]:
+        """All gradients that have not left yet."""
+        if self._departures is None:
+            return self._send_all()
+        if self.gradient_state is not PENDING:
+            self._departures.begin()
+        return self._send(self._departures.rest())
 
     def _send_all(self) -> list[Shipment]:
         """The gradients of each bucket, all together."""
@@ -836,7 +861,7 @@ class Group:
     def advance_reduce(self) -> None:
         """Let the reduction go on to the replicas."""
         for reduction in self._in_flight():
-            reduction.advance()
+            self._await(reduction.advance, self._reduction_wait)
 
     @property
     def lands_on_host(self) -> bool:
@@ -845,13 +870,24 @@ class Group:
 
     def release_shipment(self, shipment: Shipment) -> None:
         """Free the full gradients of one shipment, as soon as they have been summed."""
-        try:
-            shipment.release()
-        except RuntimeError as error:
-            raise self._explained(error) from error
+        self._await(shipment.release, self._reduction_wait)
 
-    def _explained(self, error: RuntimeError) -> RuntimeError:
-        return explain_failure(error, "reduction", self.name, self.axes())
+    def _await(self, finish: Finish, wait: Wait) -> None:
+        """Run ``finish``, which waits for other ranks; say why where it fails."""
+        relay = self._relay
+        around, relay.waiting = relay.waiting, wait
+        try:
+            finish()
+        except RuntimeError as error:
+            self._raise_explained(error, wait)
+        finally:
+            relay.waiting = around
+
+    def _raise_explained(self, error: RuntimeError, wait: Wait) -> NoReturn:
+        """Raise the failure behind ``error``, if that comes from communicating."""
+        if not compat.is_communication_error(error):
+            raise error
+        raise self._relay.explained(error, wait.event, self.name, self.all_axes()) from error
 
     def _in_flight(self) -> Iterator[Reduction]:
         return filter(None, self._reductions)
@@ -859,7 +895,7 @@ class Group:
     def release_gradients(self) -> None:
         """Free the full gradients of a reduction in flight."""
         for reduction in self._in_flight():
-            reduction.release()
+            self._await(reduction.release, self._reduction_wait)
 
     def finish_reduce(self) -> None:
         """Wait for the reduction and add its result to ``.grad`` of the shards."""
@@ -877,10 +913,7 @@ class Group:
         """Wait for the sums of one bucket; True if they wait for those over replicas."""
         bucket, reduction = self.buckets[number], self._reductions[number]
         assert reduction is not None
-        try:
-            reduction.finish()
-        except RuntimeError as error:
-            raise self._explained(error) from error
+        self._await(reduction.finish, self._reduction_wait)
         self._reductions[number] = None
         self._watch = self._watch or ShardWatch(self.params)
         return bucket.land(
@@ -939,7 +972,7 @@ class Group:
     def drop_gradients(self) -> None:
         """Forget full gradients, in flight or not."""
         for reduction in self._in_flight():
-            reduction.drop()
+            self._await(reduction.drop, self._reduction_wait)
         self._reductions = [None] * len(self.buckets)
         for full in self._fulls:
             full.grad = None

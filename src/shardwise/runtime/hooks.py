@@ -107,6 +107,7 @@ def _after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, ou
         return traced.after_forward(member, module, output)
     call = member.schedule.current_call(module)
     if call is None:
+        member.schedule.tell_failed_forward()
         return None  # the hook before forward had failed
     outcome = FAILED
     try:
@@ -116,6 +117,8 @@ def _after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, ou
         return output
     finally:
         member.schedule.exit_forward(call, outcome)
+        if outcome is FAILED:
+            member.schedule.tell_failed_forward()
 
 
 def _announce(member: Member, call: Call, inputs: Any, output: Any) -> tuple[Any, Outcome]:

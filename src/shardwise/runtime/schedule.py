@@ -28,7 +28,7 @@ import math
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
@@ -64,6 +64,7 @@ from shardwise.runtime.mesh import Axis, highest_over
 from shardwise.runtime.order import Order
 from shardwise.runtime.plan_check import PlanCheck
 from shardwise.runtime.reduction import Shipment
+from shardwise.runtime.relay import relay_of_job
 from shardwise.runtime.streams import Lanes
 from shardwise.runtime.transforms import outside_transforms
 
@@ -108,9 +109,19 @@ class Member:
 
 
 class _Token:
-    """Held by autograd alone, through the callback at the end of a backward."""
+    """Held by autograd alone, through the callback at the end of a backward.
 
-    __slots__ = ("__weakref__",)
+    Where it goes before that has been called, ``on_failure`` is: the backward has failed.
+    """
+
+    __slots__ = ("__weakref__", "on_failure")
+
+    def __init__(self, on_failure: Callable[[], None]) -> None:
+        self.on_failure: Callable[[], None] | None = on_failure
+
+    def __del__(self) -> None:
+        if self.on_failure is not None:
+            self.on_failure()
 
 
 class Session:
@@ -539,6 +550,7 @@ class Schedule:
             self._is_agreed = True
 
     def _begin_forward(self) -> None:
+        relay_of_job().begin()
         if compat.is_recorded():
             raise RuntimeError(
                 f"{self._name}: make_fx, which torch.func.linearize uses, records what forward computes, "
@@ -903,13 +915,14 @@ class Schedule:
                 return session
         if not self._sessions:
             self._begin_backward()
-        token = _Token()
+        token = _Token(self._tell_failed_backward)
         session = Session(task, token)
         self._sessions.append(session)
         compat.queue_end_of_backward(partial(self._end_session, session, token))
         return session
 
     def _begin_backward(self) -> None:
+        relay_of_job().begin()
         if compat.is_autograd_compiled():
             raise RuntimeError(
                 f"{self._name}: compiled autograd runs its backward and does not say when that ends, so that "
@@ -940,6 +953,7 @@ class Schedule:
         else:
             self._end_backward()
         self._sessions.remove(session)  # last: if this failed, the session tells so
+        token.on_failure = None
 
     def _end_backward(self) -> None:
         """The outermost backward has ended: nothing more will come."""
@@ -987,6 +1001,25 @@ class Schedule:
                 group.average_ignored()
 
     # --- after a failure --------------------------------------------------------------------------
+
+    def tell_failed_forward(self) -> None:
+        """The exception that is being handled leaves the outermost forward: other ranks wait for this one.
+
+        Not where forwards of ranks may differ, and those that run one alone have nobody waiting: a rank that
+        fails inside of ``inference()`` makes good what it owes.
+        """
+        error = sys.exc_info()[1]
+        if error is None or self._running or self._inference is not None:
+            return
+        if compat.current_graph_task_id() == -1:
+            relay_of_job().report(error, f"the forward of {self._label}")
+
+    def _tell_failed_backward(self) -> None:
+        relay_of_job().report_backward(f"the backward of {self._label}")
+
+    @property
+    def _label(self) -> str:
+        return "the model" if self._name == "the model" else f"'{self._name}'"
 
     def _recover(self) -> None:
         """Make good what a failed backward left behind: its session is gone without having ended.

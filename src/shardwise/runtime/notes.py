@@ -1,0 +1,110 @@
+"""What ranks tell each other through the key-value store of the job, which works where collectives do not.
+
+    shardwise/failures         how many failures there have been
+    shardwise/failures/3       the third: which rank, what it raised, and whether it has gone on since
+    shardwise/waits/PG/1       what rank 1 was waiting for when communication in the process group PG failed
+    shardwise/stuck/1          what rank 1 waits for now, and what it has issued, while a wait takes long
+
+Nothing is written while all goes well. Knows no process groups and no models.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+_FAILURES, _WAITS, _STUCK = "shardwise/failures", "shardwise/waits", "shardwise/stuck"
+
+
+@dataclass(frozen=True)
+class Note:
+    """A failure of one rank.
+
+    ``issued``: how many collectives that rank had issued before; ``ordinal``: which failure after that number
+    it is. ``is_over``: the rank has gone on. ``is_vague``: what was raised is not known yet.
+    """
+
+    rank: int
+    where: str
+    error: str
+    issued: int
+    ordinal: int = 1
+    is_over: bool = False
+    is_vague: bool = False
+    between: tuple[int, ...] = ()  # nobody has raised anything: these ranks wait for each other
+    key: int = 0
+
+    def over(self) -> "Note":
+        """The same, of a rank that has gone on."""
+        return replace(self, is_over=True)
+
+    def completed(self, error: str) -> "Note":
+        """The same, now that it is known what was raised."""
+        return replace(self, error=error, is_vague=False)
+
+
+class Notes:
+    """The notes of a job, as one rank reads and writes them."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._read = 0
+        self._active: dict[int, Note] = {}
+
+    def post(self, note: Note) -> Note:
+        """Write a new one, or write one with a ``key`` anew."""
+        if note.key == 0:
+            note = replace(note, key=self._store.add(_FAILURES, 1))
+        self._store.set(f"{_FAILURES}/{note.key}", json.dumps(asdict(note)))
+        return note
+
+    def active(self) -> list[Note]:
+        """The failures of ranks that have not gone on since, the first one first."""
+        while (new := self._get(self._read + 1)) is not None:
+            self._read += 1
+            self._active[self._read] = new
+        for key, note in list(self._active.items()):
+            note = self._get(key) or note
+            if note.is_over:
+                del self._active[key]
+            else:
+                self._active[key] = note
+        return list(self._active.values())
+
+    def _get(self, key: int) -> Note | None:
+        found = self._value(f"{_FAILURES}/{key}")
+        if found is None:
+            return None
+        return Note(**found | {"between": tuple(found["between"])})
+
+    # --- waits --------------------------------------------------------------------------------------
+
+    def tell_wait(self, group: str, rank: int, what: str) -> None:
+        """What ``rank`` was waiting for when its wait in a process group failed."""
+        self._store.set(f"{_WAITS}/{group}/{rank}", json.dumps(what))
+
+    def waits(self, group: str, ranks: Iterable[int]) -> dict[int, str | None]:
+        """What ranks have told so; None: nothing."""
+        return {rank: self._value(f"{_WAITS}/{group}/{rank}") for rank in ranks}
+
+    def tell_stuck(self, rank: int, what: Mapping[str, Any]) -> None:
+        """What ``rank`` waits for, and what it has issued."""
+        self._store.set(f"{_STUCK}/{rank}", json.dumps(what))
+
+    def no_longer_stuck(self, rank: int) -> None:
+        """``rank`` has gone on."""
+        self._store.set(f"{_STUCK}/{rank}", json.dumps(None))
+
+    def stuck(self, ranks: Iterable[int]) -> dict[int, Mapping[str, Any]] | None:
+        """What all of ``ranks`` have told so; None if any of them has not."""
+        found: dict[int, Mapping[str, Any]] = {}
+        for rank in ranks:
+            if (told := self._value(f"{_STUCK}/{rank}")) is None:
+                return None
+            found[rank] = told
+        return found
+
+    def _value(self, key: str) -> Any:
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
