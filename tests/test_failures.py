@@ -199,6 +199,7 @@ from shardwise import fully_shard
 port, rank, failing = map(int, sys.argv[1:])
 store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+torch.manual_seed(0)
 model = fully_shard(nn.Linear(4, 4))
 for step in range(3):
     if step == 2 and rank == failing:
