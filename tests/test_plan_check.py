@@ -180,13 +180,14 @@ def test_f17_plans_that_come_apart_later_are_refused(world2: World) -> None:
     first, second = world2.run(changes_after_steps)
     assert [text.split("On rank")[0] for text in first] == [text.split("On rank")[0] for text in second]
     assert_expected_inline(
-        "\n".join(wrapped(text.split("fit together. ")[1].split(" Build")[0]) for text in first), """\
+        "\n".join(wrapped(text.split("fit together. ")[1].split(" Build")[0]) for text in first),
+        """\
 blocks.1.up.bias: requires_grad is True on rank 0, False on rank 1 (1
 more differences follow). On rank 0 the plan has changed since they
 last agreed: blocks.1.down.bias: requires_grad was True and is False.
 Tower: divide_factor is 2.0 on rank 0, 4.0 on rank 1 (3 more
 differences follow). On rank 0 the plan has changed since they last
-agreed: Tower: divide_factor was None and is 2.0 and 3 more changes."""
+agreed: Tower: divide_factor was None and is 2.0 and 3 more changes.""",
     )
 
 

@@ -17,8 +17,10 @@ from contextlib import contextmanager
 # torch's own noise, which no test can avoid: (category, start of the message as a regex).
 # Whoever adds one says which torch says it, and when.
 KNOWN_NOISE: list[tuple[type[Warning], str]] = [
-    # Importing Inductor, up to 2.13: it defines its MKL-DNN modules in TorchScript.
+    # Importing Inductor, up to 2.13: it defines its MKL-DNN modules in TorchScript. The first use of forward mode:
+    # decompositions of its own; a FutureWarning from 2.14 on.
     (DeprecationWarning, "`torch.jit.script"),
+    (FutureWarning, "`torch.jit.script"),
     # Entering torch.profiler.profile(), once per process, whatever its arguments.
     (UserWarning, "Warning: Profiler clears events at the end of each cycle"),
 ]
