@@ -1,5 +1,6 @@
 """Modules and parameters that cannot be sharded are refused, in words that help, and stay as they were."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed.fsdp as peer
 from expecttest import assert_expected_inline
 from harness import World
 from models import Tower, random_batch
+from reference import full
 from refusals import (
     SHARDED,
     assert_says,
@@ -256,13 +258,36 @@ def apply_torchs_replicate(model: nn.Module) -> None:
     ("act", "words"),
     [
         (apply_torchs_fully_shard, "fully_shard has already been applied"),
-        (apply_torchs_replicate, "already managed by `fully_shard`"),
+        (apply_torchs_replicate, "replicate has already been applied"),
     ],
 )
 def test_torch_refuses_what_we_have_sharded(world1: World, act: Any, words: str) -> None:
     (told,) = world1.run(refuse, act, build=sharded_tower, **SHARDED)
     assert words in told.text
     assert told.trains == "as the plain model"
+
+
+def gradients_inside_torchs() -> dict[str, bool]:
+    """Of a block that is sharded here, in a model that torch's APIs are applied to."""
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    apis = {"fully_shard": lambda module: peer.fully_shard(module, mesh=mesh), "replicate": replicate}
+    batch = torch.arange(16, dtype=torch.float64).view(4, 4) / 16
+    found = {}
+    for name, apply in apis.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4)).double()
+        plain = copy.deepcopy(model)
+        fully_shard(model[0], mesh=mesh)
+        apply(model)
+        plain(batch).sum().backward()
+        (2 * model(batch[2 * rank :][:2]).sum()).backward()
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        found[name] = all(torch.allclose(full(ours.grad), want.grad) for ours, want in pairs)
+    return found
+
+
+def test_torchs_apis_around_it_leave_alone_what_is_sharded_here(world2: World) -> None:
+    assert world2.run(gradients_inside_torchs) == [{"fully_shard": True, "replicate": True}] * 2
 
 
 # --- parameters -----------------------------------------------------------------------------------

@@ -630,12 +630,14 @@ def applied_apis(module: nn.Module) -> list[str]:
 
 
 def register_api(module: nn.Module) -> None:
-    """Enter ``fully_shard`` in torch's record of composable APIs.
+    """Enter this library in torch's record of composable APIs, under both names that torch asks for.
 
-    torch's own ``fully_shard`` and ``replicate`` then refuse the module with a clear message instead of
-    sharding it twice.
+    ``fully_shard``: torch's own ``fully_shard`` and ``replicate`` refuse the module instead of sharding it
+    twice. ``replicate``: torch's ``fully_shard`` of a module around this one leaves it as it is (seen on 2.11
+    to 2.15); otherwise it takes the shards for full parameters.
     """
-    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+    for name in ("fully_shard", "replicate"):
+        module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
 
 
 def is_managed_by_torch(module: nn.Module) -> bool:
