@@ -11,7 +11,7 @@ from harness import World
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -449,3 +449,19 @@ def test_a_refused_graph_says_why_or_breaks() -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"a\.b: cannot\. Do something else\."):
         torch.compile(refused, backend="eager", fullgraph=True)(torch.ones(2))
     assert torch.equal(torch.compile(refused, backend="eager")(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def complex_views() -> list[bool]:
+    compat.keep_views_of_complex_sharded()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    are_views = []
+    for shape in [(4,), (5,), (1,), (3, 2), (1, 3)]:
+        sharded = distribute_tensor(torch.ones(shape, dtype=torch.complex64), mesh, [Shard(0)])
+        torch.view_as_real(sharded).mul_(2)
+        are_views.append(torch.equal(sharded.full_tensor(), torch.full(shape, 2 + 0j)))
+    return are_views
+
+
+def test_views_of_complex_dtensors_are_views(world2: World) -> None:
+    for are_views in world2.run(complex_views):
+        assert all(are_views)

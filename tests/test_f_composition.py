@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from failure_models import Branching, Chain, PartlyUsed, block, built
 from harness import World
 from models import (
@@ -87,6 +88,56 @@ def test_f04_an_optimizer_made_before_sharding_trains_or_says_why_not(
             continue
         for name, value in expected.items():
             torch.testing.assert_close(got[name], value, rtol=0, atol=1e-10, msg=f"{name} was not trained")
+
+
+class KeepsWeights(nn.Module):
+    """Its forward finds weights in a list, a dict or an attribute that nobody has registered."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        tower = even_tower()
+        self.inlet, self.blocks, self.outlet = tower.inlet, tower.blocks, tower.outlet
+        weight: Any = self.blocks[1].down.weight
+        self.place = place
+        self.listed, self.named = [weight], {"weight": weight}
+        self.__dict__["alone"] = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.blocks:
+            x = each(self.inlet(x))
+        weights = {"list": self.listed[0], "dict": self.named["weight"], "attribute": self.alone}
+        if self.place == "stack":
+            return self.outlet(x) + torch.stack([self.listed[0], torch.zeros(8, 16).double()]).sum()
+        if self.place == "method":
+            return self.outlet(x) + self.listed[0].unbind()[0].sum()
+        return self.outlet(torch.tanh(F.linear(x, weights[self.place].t())) @ weights[self.place].t())
+
+
+def weights_kept_elsewhere() -> tuple[list[str], list[bool]]:
+    texts, are_same = [], []
+    for place in ("list", "dict", "attribute", "stack", "method"):
+        model = built(KeepsWeights, place)
+        plain = [param.detach().clone() for param in model.parameters()]
+        kept = model.listed[0]
+        shard_tower(model)
+        try:
+            model(random_batch(0, 4))
+        except RuntimeError as error:
+            texts.append(str(error))
+        with torch.no_grad():
+            model(random_batch(0, 4))
+            are_same.append(torch.equal(kept + 0, next(p for p in plain if torch.equal(p, kept))))
+        model.zero_grad()
+        are_same.append(bool((kept.detach() * 2).isfinite().all()))
+    return texts, are_same
+
+
+def test_f04_weights_that_are_kept_in_a_list_are_not_computed_with_untrained(world2: World) -> None:
+    for texts, are_same in world2.run(weights_kept_elsewhere):
+        assert len(texts) == 5
+        for text in texts:
+            assert_says(text, "blocks.1.down.weight", "plain list, dict or attribute", "detach()")
+        assert all(are_same)
 
 
 # --- F07 ------------------------------------------------------------------------------------------

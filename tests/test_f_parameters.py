@@ -4,6 +4,7 @@ Scripts run plainly and sharded (scenario.py). Where computing in low precision,
 the whole batch: the mean of equal numbers is exact, so that even bfloat16 agrees to the bit.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -488,6 +489,43 @@ def test_f22_complex_parameters_train_beside_real_ones(
     world2: World, packing_limit_bytes: int | None
 ) -> None:
     assert_same(world2, complex_numbers, packing_limit_bytes)
+
+
+class Filters(nn.Module):
+    """Complex weights whose rows do not come out even, are fewer than the ranks, or are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = [(5,), (1,), (1, 5), (3, 5), ()]
+        self.blocks = nn.ModuleList()
+        self.weights = nn.ParameterList(torch.randn(shape, dtype=torch.complex128) for shape in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(torch.complex128)[:, :5]
+        for weight in self.weights:
+            x = x * (weight.sum(0) if weight.dim() > 1 else weight)
+        return torch.view_as_real(x).flatten(1).sum(1, keepdim=True)
+
+
+COMPLEX_OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
+    lambda params: torch.optim.Adam(params, lr=1e-2, weight_decay=0.1, foreach=True),
+    lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True, foreach=False),
+    lambda params: torch.optim.Adagrad(params, lr=1e-2),
+    lambda params: torch.optim.RMSprop(params, lr=1e-2, momentum=0.5),
+    lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.5),
+]
+
+
+def complex_steps(side: Side) -> None:
+    for optimizer in COMPLEX_OPTIMIZERS:
+        torch.manual_seed(0)
+        model = side.shard_tower(Filters())
+        side.steps(model, optimizer(model.parameters()), range(3))
+
+
+@pytest.mark.parametrize("world", [2, 3], indirect=True)
+def test_f22_optimizers_update_complex_parameters_with_uneven_rows(world: World) -> None:
+    assert_same(world, complex_steps)
 
 
 # --- F30 ------------------------------------------------------------------------------------------

@@ -282,6 +282,32 @@ def make_dtensor(local: Tensor, spec: DTensorSpec, cls: type[DTensor] = DTensor)
     return DTensor.__new__(cls, local, spec, requires_grad=False)
 
 
+@cache
+def keep_views_of_complex_sharded() -> None:
+    """Have ``torch.view_as_real`` of any DTensor be a view, as it is of plain tensors.
+
+    Where rows are uneven, or fewer than the ranks, torch 2.13 gathers first. Its optimizers update complex
+    parameters through ``view_as_real``, so that all but weight decay goes to a copy and is lost. There is a
+    public way to register how an operator shards, but it leaves out tensors with fewer rows than ranks.
+    """
+    from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy
+
+    def as_given(schema: OpSchema) -> OpStrategy:
+        given: Any = schema.args_schema[0]
+        specs = [strategy.output_spec for strategy in given.strategies]
+        return OpStrategy(
+            [
+                OpSpec(
+                    DTensorSpec(spec.mesh, spec.placements), input_specs=(spec,), redistribute_cost=[[0.0]]
+                )
+                for spec in specs
+            ]
+        )
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagator.register_op_strategy(torch.ops.aten.view_as_real.default, as_given)
+
+
 def own_attributes(tensor: Tensor) -> dict[str, Any]:
     """What was set on ``tensor``, but for what is in the memory of a tensor subclass."""
     inside = vars(tensor.detach())

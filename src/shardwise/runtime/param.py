@@ -31,6 +31,7 @@ from shardwise.naming import clean
 from shardwise.runtime import compat
 from shardwise.runtime.deferred import DeferredGradient, deferred_gradient
 from shardwise.runtime.mesh import ShardMesh
+from shardwise.runtime.outputs import find_tensors
 from shardwise.runtime.precision import Precision
 
 FREED = 2**31 - 1
@@ -93,6 +94,8 @@ class Param:
         self.local: Tensor = self.content()
         self._precision_for = precision_for
         self.precision = precision_for(original.dtype)
+        if original.is_complex():
+            compat.keep_views_of_complex_sharded()
         self._place = mesh.place(original, dim, where)
         self._spec = self._make_spec(original.shape, original.dtype)
         self.gradient_spec = self._spec
@@ -506,8 +509,19 @@ def give_up_full(full: nn.Parameter, fqn: str) -> None:
 class ShardedAway(nn.Parameter):
     """What a parameter becomes whose shard has taken its place, for whoever still holds it.
 
-    An optimizer that was built before ``fully_shard`` does: it would train nothing, silently.
+    Nothing that is computed with it trains the shard. Its values may be read: an optimizer that was built
+    before ``fully_shard`` and code that keeps weights outside of their modules are told.
     """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """As for any parameter, but no graph may lead to it."""
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if torch.is_grad_enabled() and any(tensor.grad_fn is not None for tensor in find_tensors(result)):
+            _refuse_sharded_away((args, kwargs))
+        return result
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
@@ -523,6 +537,18 @@ class ShardedAway(nn.Parameter):
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
             raise RuntimeError(f"{getattr(self, _NAME, 'a parameter')} was sharded: set .grad of its shard.")
+
+
+def _refuse_sharded_away(arguments: Any) -> None:
+    for value in find_tensors(arguments):
+        if isinstance(value, ShardedAway) and value.requires_grad:
+            raise RuntimeError(
+                f"{getattr(value, _NAME, 'a parameter')}: this is the full parameter, as it was before "
+                "fully_shard or inside unsharded(). Its shard stands in the module now, and what is computed "
+                "with this tensor would not train it. Does the module keep weights in a plain list, dict or "
+                "attribute? Read them from the modules that own them in each forward (self.layer.weight), or "
+                "keep the modules in an nn.ModuleList. To compute with the old values, detach() them."
+            )
 
 
 def sharded_before(param: nn.Parameter) -> str | None:
