@@ -7,6 +7,7 @@ whose length says how many steps are done. The learning rate follows from the st
 """
 
 import argparse
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -85,13 +86,22 @@ class Checkpoints:
         if dist.get_rank() == 0:
             print(f"resumed at step {self.progress.steps_done} from {loaded.path}", flush=True)
 
-    def save_if_due(self) -> None:
+    def stop_signal(self) -> contextlib.AbstractContextManager[Any]:
+        """Note SIGTERM, which ends a job that is preempted, instead of dying of it; None without a folder."""
+        if self.settings.checkpoint_dir is None:
+            return contextlib.nullcontext()
+        from shardwise import StopSignal
+
+        return StopSignal()
+
+    def save_if_due(self, stopping: bool) -> None:
         """Save every `checkpoint_every` steps and after the last one, while training goes on.
 
         A save that dies with its process leaves the one before it in place.
         """
         settings, done = self.settings, self.progress.steps_done
-        if settings.checkpoint_dir is None or (done % settings.checkpoint_every and done != settings.steps):
+        is_due = stopping or done % settings.checkpoint_every == 0 or done == settings.steps
+        if settings.checkpoint_dir is None or not is_due:
             return
         from shardwise import save_checkpoint
 

@@ -13,6 +13,9 @@ given with another --nproc-per-node, --strategy or --compile:
 
     torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --checkpoint-dir runs/saved --resume
 
+Told to end by SIGTERM, as schedulers do it with jobs that make place for others, it saves at that step and
+exits; the same command goes on from there.
+
 Runs on CPUs (gloo) and on CUDA GPUs (nccl), needs no data but the Python installation itself,
 and takes about two minutes with the defaults on two CPU cores. The one part that is about
 sharding is `shard_by_name`, and what is saved and put back is in resume.py; the rest is what a training
@@ -62,6 +65,11 @@ def main() -> None:
     corpus = read_corpus()
     model = build_sharded_model(settings, shard)
     history = train(model, corpus, settings)
+    if (done := len(history.train_loss)) < settings.steps:
+        if dist.get_rank() == 0:
+            print(f"told to stop: saved at step {done} of {settings.steps}; --resume goes on", flush=True)
+        dist.destroy_process_group()
+        return
     # All ranks take part: a forward gathers weights. It draws the same bytes on each of them.
     with sampling(model, settings):
         sample = generate(model, SAMPLE_PROMPT, SAMPLE_BYTES, settings.seed)
@@ -176,26 +184,30 @@ def train(model: GPT, corpus: Corpus, settings: argparse.Namespace) -> History:
     quiet, first = dist.get_rank() != 0, progress.steps_done
     steps = range(first, settings.steps)
     bar = tqdm(steps, initial=first, total=settings.steps, unit="step", disable=quiet, dynamic_ncols=True)
-    for step in bar:
-        began = time.perf_counter()
-        offsets = draw_offsets(corpus.train, settings.context, settings.batch, generator)
-        windows = windows_at(corpus.train, rows_of_this_rank(offsets), settings.context)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, settings.lr, settings.steps)
-        loss = train_step(model, optimizer, windows, settings)
-        history.train_loss.append(loss)
-        history.step_seconds.append(time.perf_counter() - began)
-        history.memory_mb.append(memory_mb(settings.device))
-        if not math.isfinite(loss):
-            raise FloatingPointError(f"step {step + 1}: the loss is {loss}; try a smaller --lr")
+    with checkpoints.stop_signal() as stop:
+        for step in bar:
+            began = time.perf_counter()
+            offsets = draw_offsets(corpus.train, settings.context, settings.batch, generator)
+            windows = windows_at(corpus.train, rows_of_this_rank(offsets), settings.context)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, settings.lr, settings.steps)
+            loss = train_step(model, optimizer, windows, settings)
+            history.train_loss.append(loss)
+            history.step_seconds.append(time.perf_counter() - began)
+            history.memory_mb.append(memory_mb(settings.device))
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"step {step + 1}: the loss is {loss}; try a smaller --lr")
 
-        done = step + 1
-        if done % settings.eval_every == 0 or done == settings.steps:
-            history.val_steps.append(done)
-            history.val_loss.append(evaluate(model, validation, settings))
-        show_progress(bar, history, settings)
-        checkpoints.save_if_due()
-    checkpoints.wait()
+            done = step + 1
+            if done % settings.eval_every == 0 or done == settings.steps:
+                history.val_steps.append(done)
+                history.val_loss.append(evaluate(model, validation, settings))
+            show_progress(bar, history, settings)
+            stopping = stop is not None and stop.requested()
+            checkpoints.save_if_due(stopping)
+            if stopping:
+                break
+        checkpoints.wait()
     return history
 
 

@@ -6,6 +6,7 @@ PLAN is a JSON file:
 
     kills    [[rank, moment, step], ...] yet to come. One dies per attempt: the first of the list, which is
              struck off before, so that it happens once, however often torchrun starts over.
+    term     [rank, moment, step, whom], or null: when a rank sends SIGTERM to itself ("rank") or to "torchrun".
     starts   how many steps were done already when each attempt began. Filled in here.
     dropout  whether torch's random state, another one on each rank, is to show in the losses.
 
@@ -49,7 +50,9 @@ class Plan:
         self.start = 0  # of this attempt
 
     def reached(self, moment: str, step: int, last_words: Callable[[], None] = lambda: None) -> None:
-        """Die, if this is where the plan says so. Never returns then."""
+        """Die, if this is where the plan says so, and never return then; or tell whom it says to stop."""
+        if (term := self.content["term"]) and term[:3] == [RANK, moment, step]:
+            os.kill(os.getpid() if term[3] == "rank" else os.getppid(), signal.SIGTERM)
         if self.next_kill == [RANK, moment, step]:
             last_words()
             self.content["kills"].pop(0)

@@ -52,11 +52,12 @@ def run(
     saves: bool = True,
     dropout: bool = True,
     options: tuple[str, ...] = (),
+    term: tuple[int, str, int, str] | None = None,
 ) -> Run:
     """Train in `folder`, and go on from what is there. A restart for each kill unless told otherwise."""
     folder.mkdir(exist_ok=True)
     plan = folder / "plan.json"
-    plan.write_text(json.dumps({"kills": kills, "starts": [], "dropout": dropout}))
+    plan.write_text(json.dumps({"kills": kills, "starts": [], "dropout": dropout, "term": term}))
     restarts = len(kills) if max_restarts is None else max_restarts
     command = [sys.executable]
     if processes > 1:
@@ -67,7 +68,7 @@ def run(
         command += ["--resume", f"--checkpoint-dir={folder / 'saved'}", f"--checkpoint-every={EVERY}"]
     return_code, output = wait_for([*command, *options], folder, TIME_TO_HANG * (restarts + 1))
     losses = None
-    if return_code == 0:
+    if return_code == 0 and (folder / "metrics.json").exists():
         metrics = json.loads((folder / "metrics.json").read_text())
         losses = {name: metrics[name] for name in ("train_loss", "val_loss")}
     after = json.loads(plan.read_text())
@@ -183,6 +184,21 @@ def test_f43_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
     # float32 has 6e-8; means over two processes are rounded otherwise than over one, and Adam divides by them.
     for name, losses in losses_of(ended).items():
         assert losses == pytest.approx(whole[name], rel=1e-5, abs=0.0), name
+
+
+@pytest.mark.parametrize(("whom", "code"), [("rank", 0), pytest.param("torchrun", 1, marks=pytest.mark.slow)])
+def test_f43_told_to_stop(tmp_path: Path, unbroken: Losses, whom: str, code: int) -> None:
+    """By a scheduler that needs the place: one rank hears of it, or torchrun, which tells all of its."""
+    stopped = run(tmp_path, 2, [], term=(1, "backward", 6, whom))
+    assert (stopped.return_code != 0) == bool(code), stopped.output
+    assert stopped.losses is None
+    (saved,) = (each.name for each in (tmp_path / "saved").iterdir() if each.name != "step-00000004")
+    step = int(saved.removeprefix("step-"))
+    assert 6 <= step <= 8, "in that step or soon after it"
+    assert f"told to stop: saved at step {step} of {STEPS}" in stopped.output
+    ended = run(tmp_path, 2, [])
+    assert losses_of(ended) == unbroken
+    assert ended.starts == [step]
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ ORDER = [
     "states.loading", "states.model_files", "states.optimizer_state", "states.full_state", "states.full_load", "checkpoints.folders", "states.export",
     "states.ema", "checkpoints.consensus",
     "checkpoints.coverage", "checkpoints.metadata_file", "checkpoints.digests", "checkpoints.manifest", "checkpoints.reading", "checkpoints.beside", "checkpoints.optimizer_plan", "checkpoints.pending",
-    "checkpoints.writing", "checkpoints.checkpoint",
+    "checkpoints.writing", "checkpoints.checkpoint", "stopping",
 ]  # fmt: skip
 
 

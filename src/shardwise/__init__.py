@@ -30,6 +30,7 @@ from shardwise.states.full_state import full_state_dict, iter_full_parameters
 from shardwise.states.initialise import check_replicas, materialize, sync_module_states
 from shardwise.states.loading import LoadReport
 from shardwise.states.optimizer_state import load_full_optimizer_state_dict, rekey_optimizer_state_dict
+from shardwise.stopping import StopSignal
 from shardwise.strategy import shard_model
 from shardwise.wrap import WrapBySize, WrapClasses, WrapRecursively, WrapRepeated, WrapWhere
 
@@ -52,6 +53,7 @@ __all__ = [
     "QuantizedGather",
     "QuantizedReduction",
     "ShardPlacementResult",
+    "StopSignal",
     "UnshardHandle",
     "WrapBySize",
     "WrapClasses",
