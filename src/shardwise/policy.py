@@ -239,7 +239,8 @@ class CommPolicy:
         backward_prefetch: when backward begins the gathers ahead. "before": before it computes the gradients
             of the group in use, which overlaps them most. "after": when those gradients are complete and are
             being reduced, and the group in use is freed; takes less memory, and needs a group whose
-            parameters are all trainable. None: not at all.
+            parameters are all trainable and of which no part is recomputed by a nested backward (reentrant
+            checkpointing), which its first backward shows: other groups are freed later. None: not at all.
         max_gathers: the most groups that may be gathered ahead or on their way at once, whatever else asks
             for more, ``set_modules_to_forward_prefetch`` too. None: as many as are asked for.
         quantized_gather: send parameters in fewer bytes; see :class:`QuantizedGather`. None: as they are.

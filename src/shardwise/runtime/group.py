@@ -729,6 +729,8 @@ class Group:
                 departures.begin()
         elif departures is not None and index in departures.gone:
             self._finish_sent()  # a sum of its own: this gradient is of another nested backward
+        elif self.policy.backward_prefetch == "after":
+            self.on_gradient(self)  # it may be of a nested backward, which decides when the group is freed
         self._awaited.discard(index)
         if not self._awaited:
             self._awaited = set(self._trainable)  # of a call that a nested backward has yet to come to

@@ -192,6 +192,8 @@ class Schedule:
         self._shipments: deque[tuple[Group, Shipment]] = deque()  # of groups whose gradients leave in parts
         self._room_for_shipments = 0.0
         self._reduced: set[Group] = set()  # in the running backward
+        self._has_reduced: set[Group] = set()  # in an earlier one
+        self._recomputes: set[Group] = set()  # whose gradients have come in nested backwards
 
     # --- the tree ---------------------------------------------------------------------------------
 
@@ -847,18 +849,26 @@ class Schedule:
 
     def _gradient_came(self, group: Group) -> None:
         self._session()
+        if len(self._sessions) > 1:
+            self._recomputes.add(group)
 
     def _gradients_complete(self, group: Group) -> None:
         # Where ranks differ in what they use, they reduce at a moment that they have in common.
         if group.requires_gradient_sync and not (group.zeros_for_unused or group.may_be_unused):
             self._reduce(group)
         if group.backward_prefetch is None and group.policy.backward_prefetch == "after":
-            # What is trainable throughout has no use left once its gradients are complete, but where
-            # checkpointed parts inside are yet to be recomputed.
-            is_over = group.is_all_trainable and group is not self.root and len(self._sessions) == 1
-            if is_over and not group.may_be_unused:
+            if self._is_over_once_complete(group):
                 self._release_after_backward(group)
             self._prefetch(None, self._backward_order, group)
+
+    def _is_over_once_complete(self, group: Group) -> bool:
+        """True if nothing will use ``group`` again in this backward, once all its gradients are there.
+
+        Not so where parts inside are recomputed by nested backwards, which add to complete gradients.
+        Nothing announces these: a group's first backward shows whether it has any.
+        """
+        is_plain = group.is_all_trainable and group is not self.root and not group.may_be_unused
+        return is_plain and group in self._has_reduced and group not in self._recomputes
 
     def _part_complete(self, group: Group) -> None:
         """Some large gradients of a group are in, all that there will be of them: they need not wait."""
@@ -959,6 +969,7 @@ class Schedule:
         """The outermost backward has ended: nothing more will come."""
         for group in self.groups:
             self._settle_gradients(group)
+        self._has_reduced |= self._reduced
         while self._reducing:
             self._finish_oldest_reduction()
         self._shipments.clear()

@@ -1,0 +1,59 @@
+"""``backward_prefetch="after"`` frees a group once its gradients are complete: not before parts inside of it
+have been recomputed, which nested backwards do (reentrant checkpointing).
+
+Scripts run plainly and sharded (scenario.py) in float64.
+"""
+
+from typing import Any
+
+import torch
+from failure_models import Chain, built
+from harness import World
+from models import WIDTH
+from reference import adamw
+from scenario import Side, assert_same
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise import CommPolicy
+
+
+class PartRecomputed(nn.Module):
+    """Uses ``first`` in a checkpointed part; ``mixed``: both layers inside and outside of several."""
+
+    def __init__(self, mixed: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mixed = mixed
+
+    def forward(self, x: Tensor) -> Any:
+        if self.mixed:
+            x = checkpoint(lambda h: torch.tanh(self.second(self.first(h))), x, use_reentrant=True)
+        x = checkpoint(lambda h: torch.tanh(self.first(h)), x, use_reentrant=True)
+        return torch.tanh(self.second(self.first(x) if self.mixed else x))
+
+
+class Calls(Chain):
+    """Calls its blocks in a given order, some of them twice."""
+
+    def __init__(self, order: tuple[int, ...], mixed: bool) -> None:
+        super().__init__(*[lambda: PartRecomputed(mixed)] * 3)
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for index in self.order:
+            x = self.blocks[index](x)
+        return self.outlet(x)
+
+
+def training(side: Side) -> None:
+    for order, mixed in (((0, 1, 1, 2, 0), False), ((0, 1, 2), True), ((0, 0), True)):
+        model = side.shard_tower(
+            built(Calls, order, mixed), comm_policy=CommPolicy(backward_prefetch="after")
+        )
+        side.steps(model, adamw(model), range(3))
+
+
+def test_f01_a_group_is_not_freed_while_parts_of_it_are_yet_to_be_recomputed(world2: World) -> None:
+    assert_same(world2, training)
