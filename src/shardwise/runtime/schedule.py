@@ -908,8 +908,18 @@ class Schedule:
             group.finish_reduce()
 
     def _release_after_backward(self, group: Group) -> None:
-        if group.reshard_after_backward and not any(session.last_created for session in self._sessions):
+        if not group.reshard_after_backward or self._is_used_around(group):
+            return
+        if not any(session.last_created for session in self._sessions):
             self._release(group)
+
+    def _is_used_around(self, group: Group) -> bool:
+        """True if a forward that runs, or a backward around the running one, has yet to use ``group``.
+
+        A forward may run a backward of its own, also where it is recomputed, and a backward a nested one.
+        """
+        outer = self._sessions[:-1]
+        return any(group in s.active for s in outer) or group in map(_group_of, self._running)
 
     # --- sessions ---------------------------------------------------------------------------------
 
