@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
@@ -183,12 +184,53 @@ def test_f17_plans_that_come_apart_later_are_refused(world2: World) -> None:
         "\n".join(wrapped(text.split("fit together. ")[1].split(" Build")[0]) for text in first),
         """\
 blocks.1.up.bias: requires_grad is True on rank 0, False on rank 1 (1
-more differences follow). On rank 0 the plan has changed since they
-last agreed: blocks.1.down.bias: requires_grad was True and is False.
+more differences follow). On rank 0 the plan has changed since the
+ranks last agreed on it (blocks.1.down.bias: requires_grad was True
+and is False).
 Tower: divide_factor is 2.0 on rank 0, 4.0 on rank 1 (3 more
-differences follow). On rank 0 the plan has changed since they last
-agreed: Tower: divide_factor was None and is 2.0 and 3 more changes.""",
+differences follow). On rank 0 the plan has changed since the ranks
+last agreed on it (Tower: divide_factor was None and is 2.0, and 3
+more changes).""",
     )
+
+
+def changes_on_one_rank_alone(change: Callable[[Any], None]) -> list[str]:
+    model = blocks_first(tower())
+    step(model)
+    change(model)
+    return [refusal(step, model)]
+
+
+def freeze(model: Any) -> None:
+    model.blocks[1].down.bias.requires_grad_(not is_other())
+
+
+def freeze_elsewhere(model: Any) -> None:
+    """Noticed by the other rank later, which it never comes to."""
+    model.blocks[1 if is_other() else 2].down.bias.requires_grad_(False)
+
+
+def set_divisor(model: Any) -> None:
+    if is_other():
+        model.set_gradient_divide_factor(3.0)
+
+
+@pytest.mark.parametrize("change", [freeze, freeze_elsewhere, set_divisor])
+def test_f17_a_plan_that_changes_on_one_rank_alone_ends_in_an_error_on_all(change: Any) -> None:
+    world = World(2)  # its connections are closed
+    try:
+        first, second = world.run(changes_on_one_rank_alone, change)
+    finally:
+        world.close()
+    alone = "on rank 1 the plan has changed since the ranks last agreed on it ("
+    what = {
+        freeze: alone + "blocks.1.down.bias: requires_grad was True and is False)",
+        freeze_elsewhere: "blocks.1.down.bias: requires_grad is True on rank 0, False on rank 1",
+        set_divisor: alone + "Tower: divide_factor was None and is 3.0, and 3 more changes)",
+    }[change]
+    for text in (first[0], second[0]):
+        assert what in text, text
+        assert "configure the model alike on all ranks." in text
 
 
 def comparisons() -> list[int]:

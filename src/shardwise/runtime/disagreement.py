@@ -116,6 +116,12 @@ def deadlock(stuck: Mapping[int, Mapping[str, Any]]) -> str | None:
         key = f"{own['event']} {own['name']}"
         if all(other["issued"].get(key, 0) >= own["count"] for other in stuck.values()):
             return None
-    return disagreement_text(
-        {rank: f"the {each['event']} of '{each['name']}'" for rank, each in stuck.items()}
-    )
+    waits = {rank: f"the {each['event']} of '{each['name']}'" for rank, each in stuck.items()}
+    reasons = [f"on rank {rank} {each['reason']}" for rank, each in stuck.items() if each["reason"]]
+    if reasons:
+        return (
+            f"{'; '.join(reasons)}. The other ranks have met no such change: "
+            f"{'; '.join(f'rank {rank} waits for {wait}' for rank, wait in waits.items())}. Freeze and "
+            "configure the model alike on all ranks."
+        )
+    return disagreement_text(waits)

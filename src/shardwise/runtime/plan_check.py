@@ -15,7 +15,9 @@ from shardwise.runtime import compat
 from shardwise.runtime.comparison import Comparison, Facts, Unequal, digest_of
 from shardwise.runtime.fingerprint import plan_of
 from shardwise.runtime.group import Group
+from shardwise.runtime.mesh import Axis
 from shardwise.runtime.param import Param
+from shardwise.runtime.relay import Wait, relay_of_job
 from shardwise.runtime.replicas import are_silent
 
 
@@ -26,6 +28,8 @@ class PlanCheck:
         self._device = device
         self._trained: dict[Param, bool] = {}
         self._agreed: dict[tuple[int, ...], tuple[str, Facts]] = {}  # by ranks
+        self._axes: list[Axis] = []
+        self._wait = Wait("comparison of plans", "", lambda: self._axes)
 
     def look(self, groups: Sequence[Group]) -> None:
         """Look at which parameters are trained now.
@@ -35,8 +39,10 @@ class PlanCheck:
         """
         self._trained = {param: param.sharded.requires_grad for group in groups for param in group.params}
 
-    def run(self, groups: Sequence[Group]) -> None:
-        """Raise on all ranks alike if their plans differ. Collective where the plan has changed.
+    def run(self, name: str, groups: Sequence[Group]) -> None:
+        """Raise on all ranks alike if their plans for the model ``name`` differ.
+
+        Collective where the plan has changed since it was agreed on.
 
         Raises:
             RuntimeError: with the first difference and the ranks on either side.
@@ -44,6 +50,7 @@ class PlanCheck:
         axes = [axis for group in groups for bucket in group.buckets for axis in bucket.mesh.axes()]
         if not axes or are_silent(axes, self._device):
             return
+        self._wait.name, self._axes = name, list({id(axis.pg): axis for axis in axes}.values())
         if not self._trained:
             self.look(groups)
         timeout = compat.timeout_of(axes[0].pg, self._device)
@@ -57,19 +64,28 @@ class PlanCheck:
             self._agreed[ranks] = digest, facts
 
     def _compare(self, ranks: tuple[int, ...], facts: Facts, timeout: timedelta) -> None:
-        comparison = Comparison(compat.job_store(), ranks, dist.get_rank(), timeout, _nothing)
+        self._wait.reason = self._change(ranks, facts)
+        relay, wait = relay_of_job(), self._wait
+
+        def refuse_failed() -> None:
+            if relay.failure is not None:
+                raise relay.explained(RuntimeError(), wait.event, wait.name, self._axes)
+
+        comparison = Comparison(compat.job_store(), ranks, dist.get_rank(), timeout, refuse_failed)
         try:
-            comparison.run(facts)
+            with relay.exchange(wait):
+                comparison.run(facts)
         except Unequal as error:
             self._trained = {}  # what is mended is looked at anew
+            change = f"On rank {dist.get_rank()} {wait.reason}. " if wait.reason else ""
             raise RuntimeError(
                 f"The ranks have different plans for the model, so that they would communicate what does not "
-                f"fit together. {error}. {self._changes(ranks, facts)}Build, shard, freeze and configure the "
-                "model alike on all ranks."
+                f"fit together. {error}. {change}Build, shard, freeze and configure the model alike on all "
+                "ranks."
             ) from None
 
-    def _changes(self, ranks: tuple[int, ...], facts: Facts) -> str:
-        """What has changed here since the ranks agreed."""
+    def _change(self, ranks: tuple[int, ...], facts: Facts) -> str:
+        """What has changed here since the ranks agreed, as a clause; empty where they have not yet."""
         if ranks not in self._agreed:
             return ""
         before = self._agreed[ranks][1]
@@ -77,12 +93,8 @@ class PlanCheck:
         if not changed:
             return ""
         where, what = changed[0]
-        more = f" and {len(changed) - 1} more changes" if len(changed) > 1 else ""
+        more = f", and {len(changed) - 1} more changes" if len(changed) > 1 else ""
         return (
-            f"On rank {dist.get_rank()} the plan has changed since they last agreed: {where}: {what} was "
-            f"{before.get(changed[0], 'missing')} and is {facts.get(changed[0], 'missing')}{more}. "
+            f"the plan has changed since the ranks last agreed on it ({where}: {what} was "
+            f"{before.get(changed[0], 'missing')} and is {facts.get(changed[0], 'missing')}{more})"
         )
-
-
-def _nothing() -> None:
-    """Nobody asks this rank for anything while it waits."""

@@ -57,7 +57,8 @@ class Wait:
     """What this rank waits for: an event of something, over and over.
 
     ``number`` is that of the collective that is waited for, among all that this rank has issued; ``count``
-    counts those of this kind. A public call may compute as well as wait.
+    counts those of this kind. A public call may compute as well as wait. ``reason``: why this rank waits,
+    where others may have no reason to.
     """
 
     event: str
@@ -65,6 +66,7 @@ class Wait:
     axes: Callable[[], Sequence[Axis]]
     number: int = 0
     count: int = 0
+    reason: str = ""
 
 
 class Relay:
@@ -111,6 +113,19 @@ class Relay:
         """A collective has been issued that ``wait`` will wait for."""
         self.issued = wait.number = self.issued + 1
         wait.count += 1
+
+    @contextmanager
+    def exchange(self, wait: Wait) -> Iterator[None]:
+        """Around an exchange between ranks that is no collective of a back end; counts as one at its end."""
+        wait.number = self.issued + 1
+        wait.count += 1
+        self.waits.add(wait)
+        around, self.waiting = self.waiting, wait
+        try:
+            yield
+            self.issued += 1
+        finally:
+            self.waiting = around
 
     def report(self, error: BaseException, where: str) -> None:
         """An exception leaves ``where`` on this rank. Never raises."""
@@ -236,6 +251,7 @@ class Relay:
         if not self._is_stuck:
             self._is_stuck = True
             told = {"event": waiting.event, "name": waiting.name, "count": waiting.count}
+            told |= {"reason": waiting.reason}
             self._notes.tell_stuck(self.rank, told | {"number": waiting.number, "issued": issued})
         ranks = sorted(_ranks_along(waiting.axes()))
         if ranks[:1] != [self.rank]:

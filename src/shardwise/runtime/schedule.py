@@ -530,7 +530,7 @@ class Schedule:
         may run forwards that others do not, such as a dry run on one rank.
         """
         if not self._is_agreed and torch.is_grad_enabled():
-            self._plan_check.run(self.groups)
+            self._plan_check.run(self._name, self.groups)
             self._is_agreed = True
 
     def _compare_starts(self) -> None:
@@ -548,7 +548,7 @@ class Schedule:
             return
         self._plan_check.look(self.groups)
         if torch.is_grad_enabled() or compat.current_graph_task_id() != -1:
-            self._plan_check.run(self.groups)
+            self._plan_check.run(self._name, self.groups)
             self._is_agreed = True
 
     def _begin_forward(self) -> None:
