@@ -163,6 +163,12 @@ def fully_shard(
     1 / world of every parameter. Every rank keeps its own rows: ranks must start from equal weights.
     Parameters on the meta device are not compared.
 
+    Forward hooks on ``module`` see full parameters, also those registered later; what is put before all
+    others (``prepend=True``) sees shards. Hooks on a sharded parameter run when its reduced gradient has
+    come. Where the loss uses the sharded parameter itself as well (a penalty on ``model.parameters()``),
+    autograd adds that gradient apart, and what ``register_post_accumulate_grad_hook`` has registered runs
+    twice in one backward: ``.grad`` is complete the second time.
+
     At the first forward with gradients, and when the plan has changed since (frozen weights, settings), all
     ranks compare what they are about to do: names, shapes, dtypes, groups, meshes, policies. Where ranks
     differ, all of them raise, with the first difference.

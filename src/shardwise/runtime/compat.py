@@ -650,6 +650,16 @@ def call_through(module: nn.Module, call: Callable[..., Any]) -> None:
         module.__dict__["_compiled_call_impl"] = call
 
 
+def put_last(module: nn.Module, hook: int) -> None:
+    """Have the forward hook with the id ``hook`` run after the others of ``module``.
+
+    Torch can put a hook first (``prepend=True``), but not keep one last.
+    """
+    hooks = module._forward_hooks
+    if len(hooks) > 1 and next(reversed(hooks)) != hook and hook in hooks:
+        hooks[hook] = hooks.pop(hook)
+
+
 def applied_apis(module: nn.Module) -> list[str]:
     """Which of torch's composable APIs that exclude ours were applied to ``module`` itself."""
     return [name for name in ("fully_shard", "replicate") if name in module.__dict__.get(REGISTRY_KEY, ())]

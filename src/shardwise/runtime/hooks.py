@@ -27,13 +27,16 @@ _WRAPPED = "_shardwise_methods"
 def install_hooks(member: Member) -> None:
     """Drive the group of ``member`` by the forwards of its modules.
 
-    Our hook before forward is the first, and the one after it the last: the caller's own hooks see
-    full parameters. The latter runs after an exception as well.
+    Our hook before forward is the first, and the one after it the last, also among those registered later:
+    the caller's own hooks see full parameters, and what they return is what backward is announced by. The
+    latter runs after an exception as well.
     """
-    before, after = partial(_before_forward, member), partial(_after_forward, member)
     for module in member.group.modules:
+        after = module.register_forward_hook(
+            partial(_after_forward, member), with_kwargs=True, always_call=True
+        )
+        before = partial(_before_forward, member, after.id)
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        module.register_forward_hook(after, with_kwargs=True, always_call=True)
         module.register_load_state_dict_pre_hook(partial(_before_load, member))
         module.register_load_state_dict_post_hook(partial(_after_load, member))
 
@@ -63,7 +66,7 @@ def wrap_method(module: nn.Module, name: str, member: Member) -> None:
 
     @wraps(method)
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _before_forward(member, module, args, kwargs) or (args, kwargs)
+        args, kwargs = _before_forward(member, None, module, args, kwargs) or (args, kwargs)
         try:
             output = method(*args, **kwargs)
         except Exception:
@@ -83,10 +86,17 @@ def wrapped_methods(module: nn.Module) -> set[str]:
     return module.__dict__.get(_WRAPPED, set())
 
 
-def _before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Gather, and bring inputs to the device and dtype of the computation; None: they stay as they are."""
+def _before_forward(
+    member: Member, after: int | None, module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any] | None:
+    """Gather, and bring inputs to the device and dtype of the computation; None: they stay as they are.
+
+    ``after``: the id of our hook after forward; None for a method of the caller's.
+    """
     if is_dynamo_compiling():
         return traced.before_forward(member, module, args, kwargs)
+    if after is not None:
+        compat.put_last(module, after)
     group = member.group
     call = member.schedule.enter_forward(group, module)
     is_moved = call.is_outermost and group.device.type != "cpu"
