@@ -41,6 +41,7 @@ BEYOND: dict[str, str] = {
     "LoadReport": "what load_full_state_dict returns",
     "Loaded": "what load_checkpoint returns",
     "PendingSave": "what save_checkpoint returns",
+    "StopSignal": "the peer leaves it to the training script, whose ranks are told at different times",
     "check_replicas": "the peer never compares them",
     "full_state_dict": "a state of FSDP1's; the peer leaves it to torch.distributed.checkpoint, as the next four",
     "iter_full_parameters": "for export and inference engines, in buckets",
