@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as peer
+from expecttest import assert_expected_inline
 from harness import World
 from meshed import gradients_of, parameters_of, part, tensors_of, whole
 from models import even_tower, language_model, next_token_loss, random_batch, token_batch, uneven_tower
@@ -887,6 +888,81 @@ def test_chosen_parameters_stay_in_full_precision_in_the_same_group(
         assert seen["up"] == [BF16, BF16, BF16]
         assert seen["output"] == BF16
         assert all(gradient is not None for gradient in gradients.values())
+
+
+# --- param_dtype_override_fn ----------------------------------------------------------------------
+
+
+def keeps_router(param: nn.Parameter) -> torch.dtype | None:
+    return param.dtype if hasattr(param, "is_gate") else None
+
+
+def asks_for_both(param: nn.Parameter) -> torch.dtype | None:
+    return param.dtype if hasattr(param, "is_gate") else BF16
+
+
+def overridden(
+    override: Any, reduce_dtype: torch.dtype | None
+) -> tuple[dict[str, Any], list[int], dict[str, Any]]:
+    """Dtypes that modules met, how often each parameter was asked about, and how its gradient was reduced."""
+    torch.manual_seed(1234)
+    model = Selective()
+    model.router.gate.is_gate = True  # type: ignore[attr-defined]
+    asked: dict[int, int] = {}
+
+    def counting(param: nn.Parameter) -> torch.dtype | None:
+        asked[id(param)] = asked.get(id(param), 0) + 1
+        return override(param)  # type: ignore[no-any-return]
+
+    policy = MixedPrecisionPolicy(
+        param_dtype=BF16, reduce_dtype=reduce_dtype, param_dtype_override_fn=counting
+    )
+    fully_shard(model, mp_policy=policy)
+    params = {p.fqn: p.precision for p in model._shardwise_member.group.params}  # type: ignore[union-attr]
+    model(random_batch(0, 4).float()).float().pow(2).mean().backward()
+    seen = {"up": model.up.seen, "router": model.router.seen}
+    assert all(param.dtype == param.grad.dtype == F32 for param in model.parameters())
+    return seen, list(asked.values()), {name: (p.computed, p.reduced) for name, p in params.items()}
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, F32, BF16])
+@pytest.mark.parametrize("override", [keeps_router, asks_for_both])
+def test_a_function_chooses_what_is_computed_with_in_its_own_dtype(
+    world2: World, override: Any, reduce_dtype: torch.dtype | None
+) -> None:
+    """Its gradient is reduced as the policy says, and inputs are cast as without it."""
+    for seen, asked, dtypes in world2.run(overridden, override, reduce_dtype):
+        assert seen == {"up": [BF16, BF16, BF16], "router": F32}
+        assert asked == [1] * 6
+        assert dtypes.pop("router.gate") == (F32, reduce_dtype or F32)
+        assert set(dtypes.values()) == {(BF16, reduce_dtype or BF16)}
+
+
+def answers_to_overrides() -> list[str]:
+    answers = []
+    for returned in (F16, "bfloat16", 16):
+        model = Selective()
+        before = dict(model.named_parameters())
+        policy = MixedPrecisionPolicy(
+            param_dtype=BF16, param_dtype_override_fn=lambda _, returned=returned: returned
+        )
+        try:
+            fully_shard(model, mp_policy=policy)
+        except (TypeError, ValueError) as error:
+            answers.append(f"{type(error).__name__}: {error}")
+        assert all(param is before[name] for name, param in model.named_parameters())  # left as it was
+    return answers
+
+
+def test_other_dtypes_are_refused_by_the_name_of_the_parameter(world1: World) -> None:
+    (answers,) = world1.run(answers_to_overrides)
+    assert_expected_inline(
+        "\n".join(answers),
+        """\
+ValueError: fully_shard: mp_policy.param_dtype_override_fn returned torch.float16 for norm.weight, which is of torch.float32, under a policy of param_dtype=torch.bfloat16: a parameter is computed with in its own dtype or in that of the policy. Return torch.float32 or None.
+TypeError: fully_shard: mp_policy.param_dtype_override_fn returned 'bfloat16' for norm.weight, a str. Return a torch.dtype, or None.
+TypeError: fully_shard: mp_policy.param_dtype_override_fn returned 16 for norm.weight, a int. Return a torch.dtype, or None.""",
+    )
 
 
 class Normed(nn.Module):

@@ -17,7 +17,7 @@ ORDER = [
     "runtime.precision", "runtime.buffers", "runtime.collectives", "runtime.transfer", "runtime.custom",
     "runtime.quantized", "runtime.comm_hook", "runtime.reduction", "runtime.param", "runtime.equal_start", "runtime.watch", "runtime.landing",
     "runtime.filling", "runtime.departures", "runtime.additions", "runtime.bucket", "runtime.extension", "runtime.group", "runtime.double_backward", "runtime.inference", "runtime.lending",
-    "runtime.functional", "runtime.order", "runtime.fingerprint", "runtime.plan_check", "runtime.schedule", "runtime.traced", "runtime.overlap", "runtime.hooks", "runtime.outside", "runtime.copying", "module", "checks", "collect",
+    "runtime.functional", "runtime.order", "runtime.fingerprint", "runtime.plan_check", "runtime.finalization", "runtime.schedule", "runtime.traced", "runtime.overlap", "runtime.hooks", "runtime.outside", "runtime.copying", "module", "checks", "collect",
     "ties", "api", "offload", "norms", "gradients", "scaler", "flat_runs", "flat_optimizer", "contexts", "comm_hooks", "compiling", "strategy", "explain", "observe",
     "states.partial_loads", "states.names", "states.named_state", "states.inventory", "states.meta_memory", "states.initialise",
     "states.loading", "states.model_files", "states.optimizer_state", "states.full_state", "states.full_load", "checkpoints.folders", "states.export",

@@ -9,7 +9,13 @@ from shardwise.contexts import inference, no_sync, unsharded
 from shardwise.explain import explain
 from shardwise.flat_optimizer import FlatOptimizer
 from shardwise.gradients import clip_grad_norm_, grad_norms_by_module
-from shardwise.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from shardwise.module import (
+    FSDPModule,
+    GradientReductionHandle,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from shardwise.offload import offload_optimizer_state
 from shardwise.policy import (
     CommPolicy,
@@ -44,6 +50,7 @@ __all__ = [
     "FSDPModule",
     "FlatOptimizer",
     "GradScaler",
+    "GradientReductionHandle",
     "LoadReport",
     "Loaded",
     "LowPrecisionReduction",

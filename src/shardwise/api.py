@@ -50,7 +50,7 @@ from shardwise.runtime.group import Group
 from shardwise.runtime.hooks import install_hooks
 from shardwise.runtime.mesh import resolve_mesh
 from shardwise.runtime.outside import explain_calls
-from shardwise.runtime.precision import Casts, FullPrecisionRule, cast_around, precision_of
+from shardwise.runtime.precision import Casts, PrecisionRule, cast_around, precision_of
 from shardwise.runtime.schedule import Member, Schedule
 from shardwise.ties import leave_ties, resolve_ties
 
@@ -197,10 +197,11 @@ def fully_shard(
     reshards = check_reshard(reshard_after_forward, meshes.default)
     managed = modules_to_manage(modules)
     found = Found(modules, managed, names_below(modules), ignored)
-    rule = FullPrecisionRule(getattr(mp_policy, "full_precision", None), managed)
-    make = partial(make_param, meshes, shard_placement_fn, mp_policy, rule, modules)
+    rule = PrecisionRule(mp_policy, managed)
+    make = partial(make_param, meshes, shard_placement_fn, rule, modules)
     params = [make(param, sites) for param, sites in found.params.items()]
     moves = resolve_ties(modules, found, meshes.default)
+    own_policies = [rule.policy_for([(s.fqn, s.module) for s in m.sites], m.param.sharded) for m in moves]
     classes = [sharded_class(type(m)) for m in modules]
     policy = comm_policy or CommPolicy()
     storage = storage_of(offload_policy if is_offloaded else None, meshes.default.device)
@@ -221,11 +222,10 @@ def fully_shard(
     _mix_in(modules, classes)
     _move_buffers(managed, meshes.default.device, getattr(mp_policy, "buffer_dtype", None))
     group.install(shards)
-    for move in moves:
-        is_full = any(rule.keeps(s.fqn, s.module, move.param.sharded) for s in move.sites)
+    for move, own_policy in zip(moves, own_policies, strict=True):
         move.apply(
             group,
-            partial(precision_of, policy=mp_policy, is_full=is_full),
+            partial(precision_of, policy=own_policy),
             lambda param: make_buckets([param], meshes, policy, storage, mp_policy)[0],
         )
         move.param.rename(found.names)

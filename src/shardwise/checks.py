@@ -145,6 +145,12 @@ def check_precision(policy: Any) -> None:
             raise TypeError(
                 f"fully_shard: mp_policy.{field} is {value!r}, a {type(value).__name__}; pass True or False."
             )
+    override = getattr(policy, "param_dtype_override_fn", None)
+    if override is not None and not callable(override):
+        raise TypeError(
+            f"fully_shard: mp_policy.param_dtype_override_fn is {override!r}, a {type(override).__name__}; "
+            "pass a function (parameter) -> dtype or None."
+        )
     rule = getattr(policy, "full_precision", None)
     classes = rule if isinstance(rule, (tuple, list)) else (rule,)
     is_function = callable(rule) and not isinstance(rule, type)

@@ -20,7 +20,7 @@ from shardwise.runtime.extension import ExtensionBucket, check_protocol, is_exte
 from shardwise.runtime.group import Tie
 from shardwise.runtime.mesh import ShardMesh, resolve_mesh
 from shardwise.runtime.param import Param, Site, sharded_before
-from shardwise.runtime.precision import FullPrecisionRule, precision_of
+from shardwise.runtime.precision import PrecisionRule, precision_of
 
 
 def modules_to_manage(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -163,8 +163,7 @@ def _named_dims(mesh: DeviceMesh, info: Any) -> DataParallelMeshDims | None:
 def make_param(
     meshes: Meshes,
     placement_fn: Callable[[nn.Parameter], Any] | None,
-    mp_policy: Any,
-    rule: FullPrecisionRule,
+    rule: PrecisionRule,
     modules: list[nn.Module],
     param: nn.Parameter,
     sites: list[Site],
@@ -175,8 +174,8 @@ def make_param(
     placement, mesh = choice, meshes.default
     if hasattr(choice, "placement") and hasattr(choice, "mesh_info"):
         placement, mesh = choice.placement, meshes.resolve(choice.mesh_info, where)
-    is_full = rule.keeps(sites[0].fqn, sites[0].module, param)
-    precision_for = partial(precision_of, policy=mp_policy, is_full=is_full)
+    own_policy = rule.policy_for([(sites[0].fqn, sites[0].module)], param)
+    precision_for = partial(precision_of, policy=own_policy)
     return Param(param, sites, mesh, _shard_dim(placement, param, where), precision_for, where)
 
 

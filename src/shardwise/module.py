@@ -24,6 +24,7 @@ from shardwise.runtime.custom import (
     SymmetricMemory,
     WithMemory,
 )
+from shardwise.runtime.finalization import GradientReductionHandle
 from shardwise.runtime.group import Group
 from shardwise.runtime.hooks import wrap_method
 from shardwise.runtime.schedule import Member
@@ -208,6 +209,67 @@ class FSDPModule:
         _member(self).group.unshard_in_backward = unshard_in_backward
         _member(self).schedule.plan_changed()
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether full parameters keep their memory after they are resharded.
+
+        True: their data pointers stay the same from the first gather on, as CUDA graphs need, for as long as
+        dtypes, devices and collectives of the group stay what they are. Costs the memory of all full
+        parameters of these modules at once. By default it is given back.
+        """
+        _check_bool("set_keep_unsharded_storage", "keep", keep)
+        for group in _groups(self, recurse, "set_keep_unsharded_storage"):
+            group.keep_unsharded_storage(keep)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether the caller ends a backward, by :meth:`finalize_backward`. For the root module.
+
+        For schedules in which the reduction of gradients is a step of its own. What backward reduces with
+        synchronisation is in ``.grad`` when it returns, as ever; left to the caller's call are gradients of
+        passes without synchronisation, and what ranks reduce at a moment that they have in common: modules of
+        ``set_reduce_scatter_unused_params`` and ``set_may_be_unused``, and ``set_reduce_ignored_params``.
+
+        Raises:
+            RuntimeError: this is not the root module, a pass is running, or one was not finalized.
+        """
+        _check_bool("set_manual_backward_finalization", "enabled", enabled)
+        member = _root_member(self, "set_manual_backward_finalization")
+        member.schedule.finalize_by_hand(member.group, enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce the gradients that backward passes have left, for groups that synchronise now.
+
+        After ``set_manual_backward_finalization(True)``, once for all backward passes of an iteration, and
+        before gradients are read or cleared. Collective: all ranks of the mesh call it. Before the first
+        forward it does nothing.
+
+        Args:
+            async_op: return at once; the caller waits with the handle before gradients are used and before
+                the next pass.
+
+        Returns:
+            None, or the handle where ``async_op`` is True.
+
+        Raises:
+            RuntimeError: this is not the root module, it ends its backwards by itself, a pass is running, or
+                nobody has waited for the handle of an earlier call.
+
+        Example::
+
+            model.set_manual_backward_finalization(True)
+            model.set_requires_gradient_sync(False)
+            for batch in microbatches:
+                model(batch).sum().backward()
+            model.set_requires_gradient_sync(True)
+            model.finalize_backward()
+        """
+        _check_bool("finalize_backward", "async_op", async_op)
+        member = _root_member(self, "finalize_backward")
+        handle = member.schedule.finalize_backward(member.group)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
     # --- the caller's own communication -----------------------------------------------------------
 
     def set_custom_all_gather(self, comm: Any) -> None:
@@ -376,13 +438,7 @@ class FSDPModule:
         Raises:
             RuntimeError: this is not the root module.
         """
-        member = _member(self)
-        if member.schedule.root is not member.group:
-            raise RuntimeError(
-                f"reset_iter_state: {member.group.name} is not the root, but inside a sharded module that "
-                "drives it. Call it on the outermost sharded module."
-            )
-        member.schedule.reset()
+        _root_member(self, "reset_iter_state").schedule.reset()
 
 
 if TYPE_CHECKING:
@@ -609,6 +665,17 @@ def _member(module: Any) -> Member:
 
 _MOMENTARY = ("set_requires_gradient_sync", "set_requires_all_reduce", "set_reshard_after_backward")
 """What callers set from one microbatch to the next, and ranks do not compare each time."""
+
+
+def _root_member(module: Any, caller: str) -> Member:
+    """The member of ``module``, which has to be the root."""
+    member = _member(module)
+    if member.schedule.root is not member.group:
+        raise RuntimeError(
+            f"{caller}: {member.group.name} is not the root, but inside a sharded module that drives it. "
+            "Call it on the outermost sharded module."
+        )
+    return member
 
 
 def _groups(module: Any, recurse: bool, caller: str) -> Iterator[Group]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
+ParamDtypeOverride = Callable[[nn.Parameter], torch.dtype | None]
 FullPrecision = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module, nn.Parameter], bool]
 
 
@@ -67,6 +68,10 @@ class MixedPrecisionPolicy:
         reduce_dtype: dtype in which gradients are summed over ranks. None: that of the full gradients.
         output_dtype: floating-point outputs of forward are cast to it. None: left as they are.
         cast_forward_inputs: cast floating-point inputs of forward to ``param_dtype``.
+        param_dtype_override_fn: a function of a parameter that returns the parameter's own dtype to compute
+            with it in that, and None or ``param_dtype`` otherwise. Asked once a parameter, by
+            ``fully_shard``; it must answer alike on all ranks. Gradients are reduced as without it, inputs
+            are cast as without it.
         accumulate_dtype: dtype in which full gradients add up, within a backward and over microbatches
             without synchronisation. None: ``reduce_dtype``, or the dtype of the full parameter. Costs
             full gradients of this dtype while they wait.
@@ -84,6 +89,7 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: ParamDtypeOverride | None = field(default=None, kw_only=True)
     accumulate_dtype: torch.dtype | None = field(default=None, kw_only=True)
     buffer_dtype: torch.dtype | None = field(default=None, kw_only=True)
     keep_low_precision_grads: bool = field(default=False, kw_only=True)

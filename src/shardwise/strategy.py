@@ -53,7 +53,7 @@ from shardwise.policy import (
     ShardPlacementFn,
 )
 from shardwise.runtime.mesh import default_device_type, resolve_mesh
-from shardwise.runtime.precision import FullPrecisionRule
+from shardwise.runtime.precision import PrecisionRule
 from shardwise.wrap import Wrap, as_policy, chosen, merged
 
 Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2"]
@@ -473,10 +473,10 @@ def _rehearse(
         _, arguments = plan[module]
         policy = arguments["mp_policy"]
         meshes = Meshes(resolve_mesh(arguments["mesh"], arguments.get("dp_mesh_dims")))
-        rule = FullPrecisionRule(getattr(policy, "full_precision", None), modules)
+        rule = PrecisionRule(policy, modules)
         found = Found([model], modules, names, ignored)
         for param, sites in found.params.items():
-            make_param(meshes, arguments["shard_placement_fn"], policy, rule, [model], param, sites)
+            make_param(meshes, arguments["shard_placement_fn"], rule, [model], param, sites)
             places.setdefault(param, []).extend((module, site.fqn) for site in sites)
     for found_at in places.values():
         if len({module for module, _ in found_at}) > 1:

@@ -6,6 +6,7 @@ Buffers of bytes; each parameter sees its own stretch under its own dtype. Who m
 - the gathered buffer has one storage for ever. Tensors that autograd saved point at that storage, so
   it is emptied by resizing it to nothing and refilled in place, never replaced;
 - in a world of one, where nothing is cast, the gathered buffer *is* the shard and is never emptied;
+- where the caller wants its addresses to stay (``set_keep_unsharded_storage``), it keeps its memory;
 - on the host, a small one keeps its memory: giving it back and faulting its pages in again would cost
   several times the copy into it.
 """
@@ -69,7 +70,8 @@ class GatheredBuffer:
         """``alias``: the buffer of shards, where it serves as it is."""
         self._num_bytes = layout.gathered_bytes
         self.is_alias = alias is not None
-        self._keeps_memory = self.is_alias or (device.type == "cpu" and self._num_bytes <= KEPT_ON_HOST_BYTES)
+        self._always_keeps = self.is_alias or (device.type == "cpu" and self._num_bytes <= KEPT_ON_HOST_BYTES)
+        self._keeps_memory = self._always_keeps
         if alias is not None:
             self.bytes = alias
         else:
@@ -80,6 +82,10 @@ class GatheredBuffer:
         """Get memory for the full parameters; their contents are undefined until gathered."""
         if not self._keeps_memory and self._storage.nbytes() == 0:
             self._storage.resize_(self._num_bytes)
+
+    def keep_memory(self, keep: bool) -> None:
+        """Whether ``free`` leaves the memory, and with it the addresses of all that lies there."""
+        self._keeps_memory = keep or self._always_keeps
 
     def free(self) -> None:
         """Give the memory back. The tensors over it stay, without contents."""

@@ -50,6 +50,7 @@ def fill_copies(members: Sequence[Member], memo: Memo) -> None:
     for member, copy in zip(members, copies, strict=True):
         _fill_group(member.group, memo)
         Member.__init__(copy, memo[id(member.group)], schedule)
+    schedule.finalization.is_manual = members[0].schedule.finalization.is_manual
     schedule.adopt(copies, copies[0])
     for copy in copies:
         explain_calls(copy.group)

@@ -100,6 +100,7 @@ class _Gathered:
 
     def __init__(self) -> None:
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        self._keeps_memory = False
 
     def add(self, tensors: Sequence[Tensor]) -> None:
         """Take charge of the memory of ``tensors``, which are in use."""
@@ -113,9 +114,13 @@ class _Gathered:
             if storage.nbytes() == 0:
                 storage.resize_(num_bytes)
 
+    def keep_memory(self, keep: bool) -> None:
+        """Whether ``free`` leaves the memory."""
+        self._keeps_memory = keep
+
     def free(self) -> None:
         """Give the memory back."""
-        for storage, _ in self._storages.values():
+        for storage, _ in () if self._keeps_memory else self._storages.values():
             storage.resize_(0)
 
     def holds(self, address: int) -> bool:
@@ -223,6 +228,8 @@ class ExtensionBucket(Bucket):
 
     @property
     def _param_dtype(self) -> torch.dtype:
+        if self._param.local.dtype.is_floating_point:
+            return self._param.precision.computed
         asked = None if self.mp_policy is None else self.mp_policy.param_dtype
         return asked or self._param.local.dtype
 

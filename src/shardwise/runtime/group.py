@@ -155,6 +155,7 @@ class Group:
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
         self.unshard_in_backward = True
+        self.keeps_unsharded_storage = False
         self.zeros_for_unused = False
         self.may_be_unused = False
         self.divide_factor: float | None = None
@@ -174,7 +175,13 @@ class Group:
     _SETTINGS = (
         *("reshard_after_forward", "reshard_after_backward", "requires_gradient_sync", "requires_all_reduce"),
         *("unshard_in_backward", "zeros_for_unused", "may_be_unused", "divide_factor", "max_reductions"),
-        *("separate_reduce_group", "all_reduce_hook", "averages_ignored", "partly_loaded"),
+        *(
+            "keeps_unsharded_storage",
+            "separate_reduce_group",
+            "all_reduce_hook",
+            "averages_ignored",
+            "partly_loaded",
+        ),
     )
 
     def take_settings(self, other: "Group") -> None:
@@ -637,6 +644,23 @@ class Group:
         self._tell("free")
         self.state = state
 
+    def keep_unsharded_storage(self, keep: bool) -> None:
+        """Whether full parameters keep their memory while nobody uses them."""
+        self.keeps_unsharded_storage = keep
+        if not self._fulls:
+            return
+        for bucket in self.buckets:
+            bucket.gathered.keep_memory(keep)
+        if self.state is not GATHERED and self.state is not GATHERING:
+            self._free_memory()
+
+    def _free_memory(self) -> None:
+        lane = self._lanes.gather
+        lane.follow_compute()
+        with lane.memory():
+            for bucket in self.buckets:
+                bucket.gathered.free()
+
     def _make_full_parameters(self) -> None:
         """Full parameters over gathered buffers. They stay the same objects from now on."""
         if names := self.meta_parameters():
@@ -644,6 +668,7 @@ class Group:
         with self._lanes.gather.memory(), torch.inference_mode(False), torch.no_grad():
             for bucket in self.buckets:
                 bucket.make_full_parameters()
+                bucket.gathered.keep_memory(self.keeps_unsharded_storage)
         self._fulls = tuple(full for bucket in self.buckets for full in bucket.fulls)
         self._freed = tuple(full for b in self.buckets if not b.gathered.is_alias for full in b.fulls)
         self._full_watch = FullWatch(self.params, self._fulls)

@@ -45,6 +45,7 @@ from shardwise.runtime import compat
 from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.double_backward import Mark, follow_graph
 from shardwise.runtime.equal_start import refuse_unequal_starts
+from shardwise.runtime.finalization import Finalization, GradientReductionHandle
 from shardwise.runtime.group import (
     DEFERRED,
     EMPTY,
@@ -65,7 +66,7 @@ from shardwise.runtime.order import Order
 from shardwise.runtime.plan_check import PlanCheck
 from shardwise.runtime.reduction import Shipment
 from shardwise.runtime.relay import relay_of_job
-from shardwise.runtime.streams import Lanes
+from shardwise.runtime.streams import Lanes, nothing
 from shardwise.runtime.transforms import outside_transforms
 
 
@@ -164,6 +165,7 @@ class Schedule:
         self._unconnected: list[dist.ProcessGroup] = []  # of these two, in the order they were made
         self._parents: dict[Group, Group] = {}
         self._optionals: dict[Group, list[Group]] | None = None  # found again when asked for
+        self.finalization = Finalization()
         self.post_optim_event: Any = None  # of the device's own module; see follow_optimizer
         self._inference: Inference | None = None
         self._order_outside = Order()
@@ -211,6 +213,7 @@ class Schedule:
     def _take_from(self, member: Member) -> None:
         group = member.group
         if member.schedule is not self:
+            self.finalization.is_manual |= member.schedule.finalization.is_manual
             self._part_axes.update(member.schedule._part_axes)
             self._reduce_groups.update(member.schedule._reduce_groups)
             self._unconnected += [pg for pg in member.schedule._unconnected if pg not in self._unconnected]
@@ -307,6 +310,7 @@ class Schedule:
 
     def reset(self) -> None:
         """Forget the running iteration, whatever it has come to, and all gradients that wait."""
+        self.finalization.drop()
         self._running.clear()
         self._abandon_backward()
         for group in self.groups:
@@ -381,19 +385,51 @@ class Schedule:
             raise RuntimeError(f"reshard: {group.name} is kept gathered by inference(). Leave that first.")
         self._release(group)
 
-    def refuse_at_work(self, caller: str, group: Group) -> None:
-        """``caller`` is for between passes only."""
+    def refuse_at_work(self, caller: str, group: Group, when: str = "before") -> None:
+        """``caller`` is for between passes only; ``when`` to call it instead."""
         self._forget_interrupted()
         is_in_backward = compat.current_graph_task_id() != -1 or any(s.is_running for s in self._sessions)
         if self._running or is_in_backward:
             raise RuntimeError(
                 f"{caller}: {group.name} is part of a model whose "
                 f"{'backward' if is_in_backward else 'forward'} is running, and that needs its parameters "
-                "and gradients as they are. Call it before."
+                f"and gradients as they are. Call it {when}."
             )
         self._recover()
         for each in self.groups:
             each.drop_cleared()
+
+    def finalize_by_hand(self, group: Group, is_manual: bool) -> None:
+        """Whether the caller ends backwards from now on."""
+        caller = "set_manual_backward_finalization"
+        if is_manual == self.finalization.is_manual:
+            return
+        self.refuse_at_work(caller, group)
+        self.finalization.refuse_pending(self._name, f"{caller}()")
+        if self.finalization.is_due:
+            raise RuntimeError(
+                f"{caller}: {self._name} has run a backward that was not finalized. Call "
+                "finalize_backward(), or reset_iter_state() to drop its gradients, before changing who ends "
+                "a backward."
+            )
+        self.finalization.is_manual = is_manual
+
+    def finalize_backward(self, group: Group) -> GradientReductionHandle:
+        """Begin to reduce what backwards have left to the caller's call."""
+        self.finalization.refuse_pending(self._name, "finalize_backward()")
+        if not self._clock:  # before the first forward
+            return GradientReductionHandle(nothing)
+        if not self.finalization.is_manual:
+            raise RuntimeError(
+                f"finalize_backward: {self._name} ends its backwards by itself, and their gradients are "
+                "complete. Call set_manual_backward_finalization(True) before forward, or leave this call "
+                "out."
+            )
+        self.refuse_at_work("finalize_backward", group, "afterwards")
+        for each in self.groups:
+            if each.requires_gradient_sync and (each.has_sums_to_reduce or self._joins_by_hand(each)):
+                self._reduce(each)
+        return self.finalization.begin(self._finish_reductions)
 
     def free_between_passes(self, group: Group, caller: str) -> None:
         """Have nothing of ``group`` gathered, for ``caller`` to change it."""
@@ -561,6 +597,7 @@ class Schedule:
             )
         self._refuse_unfit()
         self._agree()
+        self.finalization.refuse_pending(self._name, "a forward")
         self._prepare()
         if torch.is_grad_enabled():
             self._connect()
@@ -955,6 +992,7 @@ class Schedule:
                 f"{self._name}: a backward inside inference(), "
                 "which keeps full parameters whose gradients nobody reduces. Train outside of it."
             )
+        self.finalization.refuse_pending(self._name, "a backward")
         self._prepare()
         self._connect()
         for group in self.groups:
@@ -980,15 +1018,8 @@ class Schedule:
         for group in self.groups:
             self._settle_gradients(group)
         self._has_reduced |= self._reduced
-        while self._reducing:
-            self._finish_oldest_reduction()
-        self._shipments.clear()
-        for group in self._landing:
-            if group.gradient_state is REDUCING:
-                group.finish_reduce()
-        self._landing.clear()
-        self._let_host_write()
-        self._average_ignored()
+        self._finish_reductions(is_end=not self.finalization.is_manual)
+        self.finalization.is_due = self.finalization.is_manual
         running = {call.group for call in self._running}  # a forward may run a backward of its own
         for group in list(self._held):
             if group not in self._kept_by_caller and group not in running:
@@ -997,14 +1028,33 @@ class Schedule:
             self._hide_kept()
         self._first_enter.clear()
 
+    def _finish_reductions(self, is_end: bool = True) -> None:
+        """Wait for all reductions. ``is_end``: no more will come of this backward."""
+        while self._reducing:
+            self._finish_oldest_reduction()
+        self._shipments.clear()
+        for group in self._landing:
+            if group.gradient_state is REDUCING:
+                group.finish_reduce()
+        self._landing.clear()
+        self._let_host_write()
+        if is_end:
+            self._average_ignored()
+
     def _settle_gradients(self, group: Group) -> None:
-        """Reduce what is left of a group's gradients, or leave it for a later backward."""
+        """Reduce what is left of a group's gradients, or leave it for a later backward, or for the caller."""
         state = group.gradient_state
-        if not group.requires_gradient_sync:
+        if not group.requires_gradient_sync or self._joins_by_hand(group):
             if state is PENDING:
                 group.defer()
         elif state is PENDING or self._joins_anyway(group) or group.has_sums_to_reduce:
             self._reduce(group)
+
+    def _joins_by_hand(self, group: Group) -> bool:
+        """True if ranks that use different parameters reduce them where the caller ends the backward: once,
+        however many backwards each of them has run."""
+        joins = group.zeros_for_unused or group.may_be_unused
+        return self.finalization.is_manual and joins and group.is_trainable
 
     def _joins_anyway(self, group: Group) -> bool:
         """True if other ranks may have gradients for a group that has none here."""
