@@ -72,7 +72,6 @@ BEYOND: dict[str, str] = {
     "register_comm_hook": "a method of FSDP1's and DDP's",
     "shard_model": "strategies and wrapping, as FSDP1's constructor",
     "unsharded": "FSDP1's summon_full_params",
-    "StopSignal": "all ranks end at one step when the job is told to",
     "ShardPlacementResult": "the peer takes one of these from shard_placement_fn, and exports no name for it",
     "offload_optimizer_state": "the optimizer's state alone in host memory, which the peer has no call for",
 }
