@@ -1,18 +1,25 @@
 """Contexts: accumulate without communication, see full parameters, keep them gathered for inference."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from shardwise.module import is_sharded, sharded_members
+from shardwise.runtime.agreement import together
 from shardwise.runtime.group import Group
 from shardwise.runtime.lending import Lent, Terms, check_can_lend
+from shardwise.runtime.mesh import axes_of
+from shardwise.runtime.relay import relay_of_job
+from shardwise.runtime.replicas import are_silent
 from shardwise.runtime.schedule import Member, Schedule
+from shardwise.runtime.spread import axes_of_given, mesh_device
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -98,30 +105,38 @@ def unsharded(
             if dist.get_rank() == 0:
                 torch.save(model.state_dict(), "model.pt")
     """
-    for name, value in {
+    same = {
         "recurse": recurse,
         "writeback": writeback,
         "rank0_only": rank0_only,
-        "offload_to_cpu": offload_to_cpu,
         "with_grads": with_grads,
-    }.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"unsharded: {name} is {value!r}, a {type(value).__name__}; pass True or False.")
-    if rank0_only and writeback:
-        raise ValueError(
-            "unsharded: rank0_only=True with writeback=True: the other ranks would have nothing to write "
-            "back, and their shards would not follow what rank 0 changes. Pass writeback=False."
-        )
-    members = _members_to_change(module, "unsharded", recurse)
-    terms = {member: _terms(member, writeback, rank0_only, offload_to_cpu, with_grads) for member in members}
-    for member in members:
-        check_can_lend(member.group, terms[member])
+    }
+
+    def check() -> dict[Member, Terms]:
+        for name, value in {**same, "offload_to_cpu": offload_to_cpu}.items():
+            if not isinstance(value, bool):
+                raise TypeError(
+                    f"unsharded: {name} is {value!r}, a {type(value).__name__}; pass True or False."
+                )
+        if rank0_only and writeback:
+            raise ValueError(
+                "unsharded: rank0_only=True with writeback=True: the other ranks would have nothing to write "
+                "back, and their shards would not follow what rank 0 changes. Pass writeback=False."
+            )
+        members = _members_to_change(module, "unsharded", recurse)
+        terms = {each: _terms(each, writeback, rank0_only, offload_to_cpu, with_grads) for each in members}
+        for each in members:
+            check_can_lend(each.group, terms[each])
+        return terms
+
+    terms = _agreed("unsharded", module, check, same)
     lent: list[Lent] = []
     has_failed = True
     try:
-        for member in members:
-            member.schedule.free_between_passes(member.group, "unsharded")
-            lent.append(Lent(member.group, terms[member]))
+        with relay_of_job().call("unsharded", lambda: axes_of_given(module)):
+            for member in terms:
+                member.schedule.free_between_passes(member.group, "unsharded")
+                lent.append(Lent(member.group, terms[member]))
         yield
         has_failed = False
     finally:
@@ -161,16 +176,21 @@ def inference(model: nn.Module, *, budget_bytes: int | None = None) -> Iterator[
             while not done:
                 tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], dim=1)
     """
-    if budget_bytes is not None and (isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int)):
-        raise TypeError(
-            f"inference: budget_bytes is {budget_bytes!r}, a {type(budget_bytes).__name__}; pass a number of "
-            "bytes, or None for no limit."
-        )
-    if budget_bytes is not None and budget_bytes < 0:
-        raise ValueError(f"inference: budget_bytes is {budget_bytes}; it must be 0 or more.")
-    members = _members_to_change(model, "inference")
-    for member in members:
-        member.group.refuse_if_lent("inference()")
+
+    def check() -> list[Member]:
+        if budget_bytes is not None and (isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int)):
+            raise TypeError(
+                f"inference: budget_bytes is {budget_bytes!r}, a {type(budget_bytes).__name__}; pass a "
+                "number of bytes, or None for no limit."
+            )
+        if budget_bytes is not None and budget_bytes < 0:
+            raise ValueError(f"inference: budget_bytes is {budget_bytes}; it must be 0 or more.")
+        members = _members_to_change(model, "inference")
+        for member in members:
+            member.group.refuse_if_lent("inference()")
+        return members
+
+    members = _agreed("inference", model, check, {"budget_bytes": budget_bytes})
     left = math.inf if budget_bytes is None else budget_bytes
     with ExitStack() as stack:
         for schedule, groups in _by_schedule(members).items():
@@ -178,6 +198,18 @@ def inference(model: nn.Module, *, budget_bytes: int | None = None) -> Iterator[
             stack.callback(schedule.end_inference)
         with torch.no_grad():
             yield
+
+
+def _agreed(caller: str, module: Any, check: Callable[[], T], same: dict[str, Any]) -> T:
+    """What ``check`` returns, once it has passed on all ranks that share the module, with equal arguments.
+
+    Where nothing is sharded, the check says so, without the others.
+    """
+    params = list(module.parameters()) if isinstance(module, nn.Module) else []
+    device = mesh_device(module) if params else None
+    axes = [] if device is None or are_silent(axes_of(params), device) else axes_of(params)
+    with relay_of_job().call(caller, lambda: axes_of_given(module)):
+        return together(axes, device or torch.device("cpu"), check, caller=caller, same=same)
 
 
 def _members_to_change(module: Any, caller: str, recurse: bool = True) -> list[Member]:

@@ -1,7 +1,7 @@
 """Clipping by the norm of all gradients, and the norms by module. How they are measured: norms.py."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import is_
 from typing import Any
@@ -22,6 +22,8 @@ from shardwise.norms import (
     stacked,
 )
 from shardwise.runtime.param import sharded_before
+from shardwise.runtime.relay import relay_of_job, relayed
+from shardwise.runtime.spread import axes_of_given
 
 
 @torch.no_grad()
@@ -78,35 +80,12 @@ def clip_grad_norm_(
         norm = clip_grad_norm_(model, max_norm=1.0)
         optimizer.step()
     """
-    caller = "clip_grad_norm_"
-    limit = _check_max_norm(max_norm)
-    power = _check_norm_type(caller, norm_type)
-    if foreach is not None and not isinstance(foreach, bool):
-        raise TypeError(f"{caller}: foreach is {foreach!r}, {describe(foreach)}; pass True, False or None.")
-    given = _check_parameters(caller, model_or_parameters)
-    name_of = partial(_name_of, given)
-    is_module = isinstance(given, nn.Module)
-    gradients = (gradients_in if is_module else gradients_of)(given, caller, name_of)
-    plan = Plan(gradients, next(iter(given.parameters() if is_module else given), None))
-    own, runs = [], []
-    for column in plan.split(gradients.measured):
-        runs.append(merged(column))
-        norms = norms_of_pieces(runs[-1], power, foreach is not False)
-        pieces = [norm for of_one in norms for norm in of_one]
-        own.append(norm_of(stacked(pieces, plan.device), power).view(1))
-    total = plan.over_ranks(own, power)[0].to(_dtype_of_result(gradients))
-    if error_if_nonfinite and not total.isfinite():
-        if is_module:  # one by one, to be told apart
-            gradients = gradients_of(list(given.parameters()), caller, name_of)
-        of_each = norms_of_pieces(gradients.measured, power, foreach is not False)
-        raise RuntimeError(_message_about_nonfinite(total, power, gradients, of_each, name_of))
-    if limit < math.inf:
-        if not all(map(is_, gradients.locals, gradients.measured)):
-            runs = [merged(gradients.locals)]
-        _scale([tensor for run in runs for tensor in run], limit, total, foreach is not False)
-    return total
+    if isinstance(model_or_parameters, Iterator):  # read once more where a wait lasts long
+        model_or_parameters = list(model_or_parameters)
+    return _clip(model_or_parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
+@relayed
 @torch.no_grad()
 def grad_norms_by_module(model: nn.Module, *, norm_type: float | str = 2.0) -> dict[str, float]:
     """The norm of the gradients of all parameters inside each module of ``model``, by its name.
@@ -162,6 +141,41 @@ def grad_norms_by_module(model: nn.Module, *, norm_type: float | str = 2.0) -> d
         rows = [[i for i in indices if plan.column_of[i] == column] for indices in inside.values()]
         columns.append(torch.stack([norm_of(norms[row], power) for row in rows]).to(plan.device))
     return dict(zip(inside, plan.over_ranks(columns, power).tolist(), strict=True))
+
+
+def _clip(
+    model_or_parameters: Any, max_norm: Any, norm_type: Any, error_if_nonfinite: bool, foreach: Any
+) -> Tensor:
+    caller = "clip_grad_norm_"
+    with relay_of_job().call(caller, lambda: axes_of_given(model_or_parameters)):
+        limit = _check_max_norm(max_norm)
+        power = _check_norm_type(caller, norm_type)
+        if foreach is not None and not isinstance(foreach, bool):
+            raise TypeError(
+                f"{caller}: foreach is {foreach!r}, {describe(foreach)}; pass True, False or None."
+            )
+        given = _check_parameters(caller, model_or_parameters)
+        name_of = partial(_name_of, given)
+        is_module = isinstance(given, nn.Module)
+        gradients = (gradients_in if is_module else gradients_of)(given, caller, name_of)
+        plan = Plan(gradients, next(iter(given.parameters() if is_module else given), None))
+        own, runs = [], []
+        for column in plan.split(gradients.measured):
+            runs.append(merged(column))
+            norms = norms_of_pieces(runs[-1], power, foreach is not False)
+            pieces = [norm for of_one in norms for norm in of_one]
+            own.append(norm_of(stacked(pieces, plan.device), power).view(1))
+        total = plan.over_ranks(own, power)[0].to(_dtype_of_result(gradients))
+        if error_if_nonfinite and not total.isfinite():
+            if is_module:  # one by one, to be told apart
+                gradients = gradients_of(list(given.parameters()), caller, name_of)
+            of_each = norms_of_pieces(gradients.measured, power, foreach is not False)
+            raise RuntimeError(_message_about_nonfinite(total, power, gradients, of_each, name_of))
+        if limit < math.inf:
+            if not all(map(is_, gradients.locals, gradients.measured)):
+                runs = [merged(gradients.locals)]
+            _scale([tensor for run in runs for tensor in run], limit, total, foreach is not False)
+        return total
 
 
 # --- what comes of it -----------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.runtime import compat
 from shardwise.runtime.deferred import DeferredGradient
 from shardwise.runtime.mesh import axes_of, highest_over
+from shardwise.runtime.relay import relay_of_job
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -33,6 +34,12 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         """What all of torch's ways to look at gradients come down to: here on the local tensors."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
+        with relay_of_job().call("GradScaler", lambda: axes_of(params)):
+            return self._unscaled(params, inv_scale, found_inf, allow_fp16)
+
+    def _unscaled(
+        self, params: list[Tensor], inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor] = {}
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for param in params:

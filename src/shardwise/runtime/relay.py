@@ -30,6 +30,7 @@ from shardwise.runtime import compat
 from shardwise.runtime.disagreement import deadlock, explain_failure, relayed_text, subject_of
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.notes import Note, Notes
+from shardwise.runtime.spread import axes_of_given
 
 INTERVAL_S = 0.25
 """How often a process looks whether a wait still lasts."""
@@ -72,8 +73,9 @@ class Wait:
 class Relay:
     """One rank's part. Made by ``relay_of_job``; ``SILENT`` where there are no other ranks.
 
-    ``issued``: how many collectives this rank has begun; a public call that communicates counts as one once
-    it has succeeded. ``waiting``: what it waits for.
+    ``issued``: how many collectives of parameter groups this rank has begun; what other calls communicate is
+    not counted, since ranks may make such calls alone where they have nobody to communicate with.
+    ``waiting``: what it waits for.
     """
 
     def __init__(self, store: dist.Store | None, rank: int) -> None:
@@ -169,7 +171,6 @@ class Relay:
         self.waiting = Wait("call", caller, axes, self.issued + 1)
         try:
             yield
-            self.issued += 1
         except Exception as error:
             if compat.is_communication_error(error):
                 raise self.explained(error, "call", caller, axes()) from error
@@ -380,19 +381,17 @@ def _at_exit(own: "weakref.ref[Relay]", ended: threading.Event, thread: threadin
         relay.at_exit()
 
 
-def relayed(axes: Callable[..., Sequence[Axis]]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate a public function that communicates along ``axes`` of its first argument."""
+def relayed(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a public function that communicates between the ranks of its first argument: what it raises on
+    one rank is told to those that wait in it."""
 
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            relay = relay_of_job()
-            if relay is SILENT:
-                return function(*args, **kwargs)
-            first = args[0] if args else next(iter(kwargs.values()), None)
-            with relay.call(function.__name__, lambda: axes(first)):
-                return function(*args, **kwargs)
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        relay = relay_of_job()
+        if relay is SILENT:
+            return function(*args, **kwargs)
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        with relay.call(function.__name__, lambda: axes_of_given(first)):
+            return function(*args, **kwargs)
 
-        return call
-
-    return decorate
+    return call

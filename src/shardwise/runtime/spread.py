@@ -32,6 +32,14 @@ def axes_of_model(model: nn.Module) -> list[Axis]:
     return [] if pg.size() == 1 else [Axis(pg, pg.size(), pg.rank())]
 
 
+def axes_of_given(given: Any) -> list[Axis]:
+    """The axes of what a caller may pass: a module, or parameters; all ranks where it is neither."""
+    if isinstance(given, nn.Module):
+        return axes_of_model(given)
+    params = [given] if isinstance(given, Tensor) else given if isinstance(given, (list, tuple)) else []
+    return axes_of(params) or axes_of_model(nn.Module())
+
+
 def mesh_device(model: nn.Module) -> torch.device | None:
     """The device of the meshes that ``model`` lives on, None if it has none."""
     for param in model.parameters():

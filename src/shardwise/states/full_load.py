@@ -15,6 +15,7 @@ from torch import nn
 
 from shardwise.naming import clean
 from shardwise.runtime.agreement import together
+from shardwise.runtime.relay import relayed
 from shardwise.runtime.spread import Spread, axes_of_model, device_of_model
 from shardwise.runtime.transfer import BUCKET_BYTES, own_box
 from shardwise.states.loading import (
@@ -29,7 +30,7 @@ from shardwise.states.loading import (
 )
 from shardwise.states.meta_memory import give_memory, is_on_meta, refuse_lost
 from shardwise.states.model_files import ModelFiles, Paths
-from shardwise.states.names import Entry, check_idle, entries_of
+from shardwise.states.names import Entry, check_flags, check_idle, check_rank, entries_of
 from shardwise.states.partial_loads import clear_partly_loaded, mark_partly_loaded
 
 Source = Mapping[str, Any] | Iterable[tuple[str, Any]] | Paths | None
@@ -37,6 +38,7 @@ T = TypeVar("T")
 CALLER = "load_full_state_dict"
 
 
+@relayed
 @torch.inference_mode(False)
 @torch.no_grad()
 def load_full_state_dict(
@@ -90,7 +92,7 @@ def load_full_state_dict(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{CALLER}: model is a {type(model).__name__}, not an nn.Module.")
-    load = _Load(model, strict, convert_dtype)
+    load = _Load(model, src_rank, strict, convert_dtype)
     with ExitStack() as files:
         if src_rank is None:
             return load.everywhere(lambda: _opened(source, files))
@@ -173,10 +175,17 @@ def _check_pair(item: Any) -> None:
 class _Load:
     """One call of ``load_full_state_dict``."""
 
-    def __init__(self, model: nn.Module, strict: bool, converts: bool) -> None:
+    def __init__(self, model: nn.Module, src_rank: int | None, strict: bool, converts: bool) -> None:
         self.axes, self.device = axes_of_model(model), device_of_model(model)
         self._model = model
-        self._together(lambda: check_idle(model, CALLER))
+
+        def check() -> None:
+            check_idle(model, CALLER)
+            check_rank(CALLER, "src_rank", src_rank)
+            check_flags(CALLER, strict=strict, convert_dtype=converts)
+
+        told = {"src_rank": src_rank, "strict": strict, "convert_dtype": converts}
+        together(self.axes, self.device, check, caller=CALLER, same=told)
         self._targets = Targets(CALLER, self._entries(), strict, converts)
 
     def _entries(self) -> dict[str, Entry]:

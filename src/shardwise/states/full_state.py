@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.runtime.agreement import together
+from shardwise.runtime.relay import relayed
 from shardwise.runtime.spread import Spread, axes_of_model, device_of_model
 from shardwise.runtime.transfer import BUCKET_BYTES, STAGING_BYTES, batches, full_values, gather_full
-from shardwise.states.names import check_at_rest, entries_of, listed, parameters_of
+from shardwise.states.names import check_at_rest, check_flags, entries_of, listed, parameters_of
 from shardwise.states.optimizer_state import full_optimizer_state
 
 State = dict[str, Any]
@@ -27,6 +28,7 @@ def full_state_dict(
 ) -> tuple[State, State]: ...
 
 
+@relayed
 def full_state_dict(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -62,7 +64,13 @@ def full_state_dict(
         if dist.get_rank() == 0:
             torch.save(state, "model.pt")
     """
-    _check_together(model, lambda: check_at_rest(model, "full_state_dict"))
+
+    def check() -> None:
+        check_at_rest(model, "full_state_dict")
+        check_flags("full_state_dict", cpu=cpu, rank0_only=rank0_only)
+
+    told = {"rank0_only": rank0_only, "optimizer": "None" if optimizer is None else "an optimizer"}
+    _check_together(model, check, "full_state_dict", told)
     owner = _first_rank(model) if rank0_only else None
     entries = {entry.name: entry.value for entry in entries_of(model)}
     state = full_values(entries, owner, cpu)
@@ -71,6 +79,7 @@ def full_state_dict(
     return state, full_optimizer_state(model, optimizer, owner, cpu)
 
 
+@relayed
 def iter_full_parameters(
     model: nn.Module,
     *,
@@ -117,14 +126,23 @@ def iter_full_parameters(
             )
         return _chosen(model, names)
 
-    return _full_parameters(_check_together(model, check), bucket_bytes, dtype)
+    told = {"bucket_bytes": bucket_bytes, "dtype": dtype, "names": _told_names(names)}
+    chosen = _check_together(model, check, "iter_full_parameters", told)
+    return _full_parameters(chosen, bucket_bytes, dtype)
 
 
-def _check_together(model: Any, check: Callable[[], T]) -> T:
-    """Where one rank's check fails, all ranks raise; none of them waits."""
+def _check_together(model: Any, check: Callable[[], T], caller: str, same: dict[str, Any]) -> T:
+    """Where one rank's check fails, or ranks have different arguments, all raise; none of them waits."""
     if not isinstance(model, nn.Module):
         return check()  # which says so
-    return together(axes_of_model(model), device_of_model(model), check)
+    return together(axes_of_model(model), device_of_model(model), check, caller=caller, same=same)
+
+
+def _told_names(names: Any) -> Any:
+    """Which names were asked for, whatever collection they are in."""
+    if isinstance(names, Collection) and not isinstance(names, str):
+        return sorted(map(str, names))
+    return names
 
 
 def _chosen(model: nn.Module, names: Collection[str] | None) -> list[tuple[str, nn.Parameter]]:

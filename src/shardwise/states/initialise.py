@@ -15,6 +15,7 @@ from shardwise.runtime import compat
 from shardwise.runtime.agreement import together
 from shardwise.runtime.group import Group, State, meta_message
 from shardwise.runtime.mesh import Axis, axes_of, highest_over
+from shardwise.runtime.relay import relayed
 from shardwise.runtime.replicas import (
     Named,
     Place,
@@ -34,6 +35,7 @@ from shardwise.states.partial_loads import clear_partly_loaded, mark_partly_load
 _ModuleT = TypeVar("_ModuleT", bound=nn.Module)
 
 
+@relayed
 def materialize(
     model: _ModuleT,
     init_fn: Callable[[nn.Module], Any] | None = None,
@@ -104,7 +106,8 @@ def materialize(
             _check_group(group)
         return inventory
 
-    inventory = _agreed(axes_of_model(model), device_of_model(model), look)
+    told = {"init_fn": "None" if init_fn is None else "a function", "device": str(device).partition(":")[0]}
+    inventory = _agreed(axes_of_model(model), device_of_model(model), look, "materialize", told)
     all_fresh = all(filling.is_empty for filling in inventory.fillings.values() if filling.param is not None)
     with _one_random_state(model, inventory):
         for visit in inventory.visits():
@@ -115,6 +118,7 @@ def materialize(
     return model
 
 
+@relayed
 def sync_module_states(model: nn.Module, *, src: int = 0) -> None:
     """Have all ranks begin with the parameters and buffers, persistent or not, of rank ``src``.
 
@@ -153,7 +157,8 @@ def sync_module_states(model: nn.Module, *, src: int = 0) -> None:
     _check_module(model, "sync_module_states")
     axes = axes_of_model(model)
     comm_device = device_of_model(model)
-    _agreed(axes, comm_device, lambda: _check_syncable(model, src))
+    told = {"src": src}
+    _agreed(axes, comm_device, lambda: _check_syncable(model, src), "sync_module_states", told)
     spread = Spread(axes, src, comm_device)
     if not axes or are_silent(axes, comm_device):
         _refuse_meta(named_tensors(model), "sync_module_states")
@@ -167,6 +172,7 @@ def sync_module_states(model: nn.Module, *, src: int = 0) -> None:
         raise
 
 
+@relayed
 def check_replicas(model: nn.Module) -> None:
     """Raise if copies of a parameter differ between ranks that must hold the same.
 
@@ -270,9 +276,15 @@ def _set_random_states(states: list[Tensor], device: torch.device) -> None:
 T = TypeVar("T")
 
 
-def _agreed(axes: Sequence[Axis], device: torch.device, check: Callable[[], T]) -> T:
-    """What ``check()`` returns, once it has passed on all ranks that there are."""
-    return together([] if are_silent(axes, device) else axes, device, check)
+def _agreed(
+    axes: Sequence[Axis],
+    device: torch.device,
+    check: Callable[[], T],
+    caller: str = "",
+    same: dict[str, Any] | None = None,
+) -> T:
+    """What ``check()`` returns, once it has passed on all ranks that there are, with the same arguments."""
+    return together([] if are_silent(axes, device) else axes, device, check, caller=caller, same=same)
 
 
 def _check_module(model: Any, caller: str) -> None:

@@ -86,6 +86,21 @@ def check_at_rest(model: nn.Module, caller: str) -> None:
         )
 
 
+def check_flags(caller: str, **flags: Any) -> None:
+    """Refuse arguments that are to be True or False and are something else."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{caller}: {name} is {value!r}, a {type(value).__name__}; pass True or False.")
+
+
+def check_rank(caller: str, name: str, rank: Any) -> None:
+    """Refuse what is neither a global rank nor None."""
+    if isinstance(rank, bool) or not isinstance(rank, (int, type(None))):
+        raise TypeError(
+            f"{caller}: {name} is {rank!r}, a {type(rank).__name__}; pass a global rank, or None."
+        )
+
+
 def check_idle(model: nn.Module, caller: str) -> None:
     """Refuse a model in the middle of something."""
     if not isinstance(model, nn.Module):

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.naming import clean
 from shardwise.runtime.agreement import together
+from shardwise.runtime.relay import relayed
 from shardwise.runtime.spread import Spread, axes_of_model, device_of_model, own_rank
 from shardwise.runtime.transfer import BUCKET_BYTES, full_values
 from shardwise.states.loading import Facts, Targets, load_from_one
@@ -34,7 +35,7 @@ from shardwise.states.named_state import (
     scalar_keys,
     state_of,
 )
-from shardwise.states.names import Entry, check_at_rest, listed
+from shardwise.states.names import Entry, check_at_rest, check_rank, listed
 
 State = dict[str, Any]
 LOAD = "load_full_optimizer_state_dict"
@@ -63,6 +64,7 @@ def full_optimizer_state(
     return mapped(sharded, lambda place, _: full[place])
 
 
+@relayed
 @torch.inference_mode(False)
 @torch.no_grad()
 def load_full_optimizer_state_dict(
@@ -105,7 +107,12 @@ def load_full_optimizer_state_dict(
     if not isinstance(model, nn.Module):
         raise TypeError(f"{LOAD}: model is a {type(model).__name__}, not an nn.Module.")
     axes, device = axes_of_model(model), device_of_model(model)
-    together(axes, device, lambda: _check_call(model, optimizer))
+
+    def check() -> None:
+        _check_call(model, optimizer)
+        check_rank(LOAD, "src_rank", src_rank)
+
+    together(axes, device, check, caller=LOAD, same={"src_rank": src_rank})
     spread = Spread([], None, device) if src_rank is None else Spread(axes, src_rank, device)
     named = together(axes, device, lambda: _full_by_name(state, model, optimizer) if spread.holds else None)
     outline = spread.object(None if named is None else _outline(named))
