@@ -363,7 +363,7 @@ def wrong_on_one_rank() -> dict[str, str]:
 def test_what_one_rank_does_wrong_is_told_by_all(world2: World) -> None:
     first, second = world2.run(wrong_on_one_rank)
     assert first.keys() == second.keys()
-    assert "ranks 0 and 1 were both named" in first.pop("two sources")
+    assert "ranks disagree on src_rank: rank 0 has 0, rank 1 has 1" in first.pop("two sources")
     for what in first:
         assert first[what].partition(": ")[2] == second[what].partition(": ")[2], what
     assert "nowhere does not exist" in first["a path on one rank"]
