@@ -84,7 +84,7 @@ class Silent(dist.ProcessGroup):
         self._name = ""
 
     def getBackendName(self) -> str:
-        return "silent"
+        return "silent_fake"
 
     def setGroupName(self, name: str) -> None:
         self._name = name
@@ -106,8 +106,10 @@ class Silent(dist.ProcessGroup):
 
 def make_world(world: int) -> DeviceMesh:
     """Make this process rank 0 of so many."""
-    dist.Backend.register_backend("silent", lambda _s, rank, size, _t: Silent(rank, size), devices=["cpu"])
-    dist.init_process_group("silent", store=dist.HashStore(), rank=0, world_size=world)
+    dist.Backend.register_backend(
+        "silent_fake", lambda _s, rank, size, _t: Silent(rank, size), devices=["cpu"]
+    )
+    dist.init_process_group("silent_fake", store=dist.HashStore(), rank=0, world_size=world)
     return init_device_mesh("cpu", (world,))
 
 

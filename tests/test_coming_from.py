@@ -1140,6 +1140,9 @@ SHOWN_BY: dict[str, str] = {
         ),
         "optim_state_dict_to_load shard_full_optim_state_dict scatter_full_optim_state_dict "
         "flatten_sharded_optim_state_dict": "test_full_optimizer_state.test_a_plain_run_goes_on_sharded",
+        "lazy_bucket_allocation": (
+            "test_memory.test_two_groups_of_parameters_are_the_most_and_as_many_of_gradients_or_one"
+        ),
         "flatten_parameters gradient_as_bucket_view": (
             "test_a_groups_shards_and_gradients_are_views_of_one_buffer_each"
         ),
