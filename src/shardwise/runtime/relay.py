@@ -88,7 +88,7 @@ class Relay:
         self._lock = threading.RLock()  # a finalizer may report inside of it
         self._own: Note | None = None  # posted, and not over
         self._failed_at = (-1, 0)  # collectives issued, and how many failures there
-        self._seen: tuple[Wait | None, int] = (None, 0)
+        self._seen = (0, 0)  # the wait by its id: holding it would keep its model alive until the next look
         self._looks = 0
         self._suspect = 0
         self._heeded: set[int] = set()  # failures that were raised here
@@ -212,7 +212,7 @@ class Relay:
             self._find_exception()
             return _FINE_S
         waiting = self.waiting
-        now = (waiting, 0 if waiting is None else waiting.number)
+        now = (id(waiting), 0 if waiting is None else waiting.number)
         if waiting is None or now != self._seen:
             self._seen, self._looks, self._suspect = now, 0, 0
             if self._is_stuck:
