@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.module import FSDPModule, original_class, under_compile
+from shardwise.module import FSDPModule, check_bool, original_class, under_compile
 from shardwise.naming import clean, uncompiled
 from shardwise.runtime import additions, compat
 from shardwise.runtime.bucket import Storage
@@ -181,8 +181,7 @@ def check_offload(policy: Any) -> bool:
 def check_flags(caller: str, **flags: Any) -> None:
     """Refuse what is neither True nor False."""
     for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{caller}: {name} is {value!r}, a {type(value).__name__}; pass True or False.")
+        check_bool(caller, name, value)
 
 
 def check_ignored(ignored_params: Any) -> set[int]:

@@ -62,7 +62,7 @@ class FSDPModule:
         The full parameters stay until forward has used them, or ``reshard()``. Collective: all ranks
         of the mesh must call it in the same order.
         """
-        _check_bool("unshard", "async_op", async_op)
+        check_bool("unshard", "async_op", async_op)
         member = _member(self)
         member.schedule.unshard_for_caller(member.group)
         handle = UnshardHandle(member.group)
@@ -85,7 +85,7 @@ class FSDPModule:
         For accumulation over microbatches without communication: False for all but the last. Costs
         the memory of the full gradients. ``zero_grad()`` clears them as any other gradient.
         """
-        _check_bool("set_requires_gradient_sync", "requires_gradient_sync", requires_gradient_sync)
+        check_bool("set_requires_gradient_sync", "requires_gradient_sync", requires_gradient_sync)
         for group in _groups(self, recurse, "set_requires_gradient_sync"):
             group.requires_gradient_sync = requires_gradient_sync
 
@@ -95,7 +95,7 @@ class FSDPModule:
         False keeps them until backward. A forward without gradients has no backward to keep them
         for: they are freed at its end either way.
         """
-        _check_bool("set_reshard_after_forward", "reshard_after_forward", reshard_after_forward)
+        check_bool("set_reshard_after_forward", "reshard_after_forward", reshard_after_forward)
         for group in _groups(self, recurse, "set_reshard_after_forward"):
             group.reshard_after_forward = reshard_after_forward
 
@@ -105,7 +105,7 @@ class FSDPModule:
         While they are kept, the next forward compares the shards with what was gathered from them; if
         any rank's have changed, all gather anew.
         """
-        _check_bool("set_reshard_after_backward", "reshard_after_backward", reshard_after_backward)
+        check_bool("set_reshard_after_backward", "reshard_after_backward", reshard_after_backward)
         for group in _groups(self, recurse, "set_reshard_after_backward"):
             group.reshard_after_backward = reshard_after_backward
 
@@ -115,7 +115,7 @@ class FSDPModule:
         Every backward here ends with its reductions finished, so that ``.grad`` is complete and
         ``zero_grad()`` clears all of it, whether it is the last or not.
         """
-        _check_bool("set_is_last_backward", "is_last_backward", is_last_backward)
+        check_bool("set_is_last_backward", "is_last_backward", is_last_backward)
 
     def set_modules_to_forward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
         """Choose what this module's forward gathers ahead, in order, in place of the recorded order.
@@ -160,7 +160,7 @@ class FSDPModule:
         False: they are reduce-scattered over the shards only; the sums are kept, sharded, and join those of
         the next backward that all-reduces. ``zero_grad()`` clears them as any other gradient.
         """
-        _check_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
+        check_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
         for group in _groups(self, recurse, "set_requires_all_reduce"):
             group.requires_all_reduce = requires_all_reduce
 
@@ -174,7 +174,7 @@ class FSDPModule:
         parameter that no rank has used gets a gradient of zeros. The group then reduces at the end of
         backward, not as soon as its gradients are in.
         """
-        _check_bool(
+        check_bool(
             "set_reduce_scatter_unused_params", "reduce_scatter_unused_params", reduce_scatter_unused_params
         )
         for group in _groups(self, recurse, "set_reduce_scatter_unused_params"):
@@ -187,7 +187,7 @@ class FSDPModule:
         gradients are reduced at the end of backward, with zeros from ranks that have none. Costs the memory
         of its full parameters, and those of sharded modules inside it, for that long.
         """
-        _check_bool("set_may_be_unused", "may_be_unused", may_be_unused)
+        check_bool("set_may_be_unused", "may_be_unused", may_be_unused)
         for group in _groups(self, True, "set_may_be_unused"):
             group.may_be_unused = group.zeros_for_unused = may_be_unused
         _member(self).schedule.prepare_anew()
@@ -195,7 +195,7 @@ class FSDPModule:
     def set_reduce_ignored_params(self, reduce_ignored_params: bool, *, recurse: bool = True) -> None:
         """Average the gradients of ``ignored_params`` over the ranks at the end of each synchronised
         backward."""
-        _check_bool("set_reduce_ignored_params", "reduce_ignored_params", reduce_ignored_params)
+        check_bool("set_reduce_ignored_params", "reduce_ignored_params", reduce_ignored_params)
         for group in _groups(self, recurse, "set_reduce_ignored_params"):
             group.averages_ignored = reduce_ignored_params
 
@@ -205,7 +205,7 @@ class FSDPModule:
         False spares a gather; a backward that uses the parameters after all raises autograd's error about
         variables "modified by an inplace operation": their memory was freed.
         """
-        _check_bool("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
+        check_bool("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
         _member(self).group.unshard_in_backward = unshard_in_backward
         _member(self).schedule.plan_changed()
 
@@ -216,7 +216,7 @@ class FSDPModule:
         dtypes, devices and collectives of the group stay what they are. Costs the memory of all full
         parameters of these modules at once. By default it is given back.
         """
-        _check_bool("set_keep_unsharded_storage", "keep", keep)
+        check_bool("set_keep_unsharded_storage", "keep", keep)
         for group in _groups(self, recurse, "set_keep_unsharded_storage"):
             group.keep_unsharded_storage(keep)
 
@@ -231,7 +231,7 @@ class FSDPModule:
         Raises:
             RuntimeError: this is not the root module, a pass is running, or one was not finalized.
         """
-        _check_bool("set_manual_backward_finalization", "enabled", enabled)
+        check_bool("set_manual_backward_finalization", "enabled", enabled)
         member = _root_member(self, "set_manual_backward_finalization")
         member.schedule.finalize_by_hand(member.group, enabled)
 
@@ -262,7 +262,7 @@ class FSDPModule:
             model.set_requires_gradient_sync(True)
             model.finalize_backward()
         """
-        _check_bool("finalize_backward", "async_op", async_op)
+        check_bool("finalize_backward", "async_op", async_op)
         member = _root_member(self, "finalize_backward")
         handle = member.schedule.finalize_backward(member.group)
         if async_op:
@@ -330,7 +330,7 @@ class FSDPModule:
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Have the back end sum only, never average, for this module's group; the division comes after it."""
-        _check_bool("set_force_sum_reduction_for_comms", "enable", enable)
+        check_bool("set_force_sum_reduction_for_comms", "enable", enable)
         for bucket in _member(self).group.buckets:
             bucket.force_sums(enable)
 
@@ -341,7 +341,7 @@ class FSDPModule:
         straight from where they lie to where they belong. A collective of the caller's own
         (``set_custom_all_gather``, ``set_custom_reduce_scatter``) that is set afterwards takes its place.
         """
-        _check_bool("set_allocate_memory_from_process_group_for_comm", "enable", enable)
+        check_bool("set_allocate_memory_from_process_group_for_comm", "enable", enable)
         method = "set_allocate_memory_from_process_group_for_comm"
         group = _member(self).group
         if enable:
@@ -378,7 +378,7 @@ class FSDPModule:
         Without this call they have on NCCL, where they would wait for each other otherwise. Collective: the
         process group is made at the next forward.
         """
-        _check_bool("set_separate_reduce_scatter_group", "enable", enable)
+        check_bool("set_separate_reduce_scatter_group", "enable", enable)
         for group in _groups(self, recurse, "set_separate_reduce_scatter_group"):
             group.separate_reduce_group = enable
         _member(self).schedule.prepare_anew()
@@ -680,7 +680,7 @@ def _root_member(module: Any, caller: str) -> Member:
 
 def _groups(module: Any, recurse: bool, caller: str) -> Iterator[Group]:
     """What a setter acts on."""
-    _check_bool(caller, "recurse", recurse)
+    check_bool(caller, "recurse", recurse)
     members = sharded_members(module) if recurse else [_member(module)]
     for member in members if caller not in _MOMENTARY else ():
         member.schedule.plan_changed()
@@ -753,6 +753,7 @@ def _check_of_device(caller: str, kind: str, value: Any, device: torch.device, w
         )
 
 
-def _check_bool(caller: str, name: str, value: object) -> None:
+def check_bool(caller: str, name: str, value: object) -> None:
+    """Refuse what is neither True nor False."""
     if not isinstance(value, bool):
         raise TypeError(f"{caller}: {name} is {value!r}, a {type(value).__name__}; pass True or False.")

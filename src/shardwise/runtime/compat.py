@@ -669,8 +669,8 @@ def register_api(module: nn.Module) -> None:
     """Enter this library in torch's record of composable APIs, under both names that torch asks for.
 
     ``fully_shard``: torch's own ``fully_shard`` and ``replicate`` refuse the module instead of sharding it
-    twice. ``replicate``: torch's ``fully_shard`` of a module around this one leaves it as it is (seen on 2.11
-    to 2.15); otherwise it takes the shards for full parameters.
+    twice. ``replicate``: torch's ``fully_shard`` of a module around this one leaves it as it is (seen on
+    2.13); otherwise it takes the shards for full parameters.
     """
     for name in ("fully_shard", "replicate"):
         module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()

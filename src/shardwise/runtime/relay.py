@@ -282,9 +282,7 @@ class Relay:
                 self._look_for = None
             elif new or not looks:
                 text = _text_of(new[0]) if new else note.error
-                self._own = self._post(
-                    Note(note.rank, note.where, text, note.issued, note.ordinal, key=note.key)
-                )
+                self._own = self._post(note.completed(text))
                 self._look_for = None
 
     def at_exit(self) -> None:
