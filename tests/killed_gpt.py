@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.checkpoint import FileSystemWriter
 
-from shardwise.checkpoints import folders
+from shardwise.checkpoint import folders
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 

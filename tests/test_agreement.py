@@ -9,8 +9,8 @@ from expecttest import assert_expected_inline
 from harness import World
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise.runtime.agreement import together
-from shardwise.runtime.mesh import Axis
+from shardwise.layout.mesh import Axis
+from shardwise.ranks.agreement import together
 
 CPU = torch.device("cpu")
 

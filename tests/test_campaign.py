@@ -53,7 +53,7 @@ from shardwise import (
     ShardPlacementResult,
     fully_shard,
 )
-from shardwise.runtime import buffers
+from shardwise.comm import buffers
 
 Draw = dict[str, Any]
 TIMEOUT_S = float(os.environ.get("CAMPAIGN_TIMEOUT_S", 30))

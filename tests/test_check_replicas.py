@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
 
 from shardwise import CPUOffloadPolicy, fully_shard
-from shardwise.runtime import equal_start, replicas
-from shardwise.states.initialise import check_replicas, sync_module_states
+from shardwise.params import initial_values
+from shardwise.ranks import replicas
+from shardwise.state.initialise import check_replicas, sync_module_states
 
 SQUARE = Layout((2, 2))
 
@@ -175,7 +176,7 @@ def test_what_is_nobodys_copy_is_not_compared(world2: World) -> None:
 def num_checks() -> list[int]:
     model = shard(built(), mesh=SQUARE.mesh())
     found = []
-    with mock.patch.object(equal_start, "differing", wraps=equal_start.differing) as numbers:
+    with mock.patch.object(initial_values, "differing", wraps=initial_values.differing) as numbers:
         with torch.no_grad():
             forward(model)
         found.append(numbers.call_count)

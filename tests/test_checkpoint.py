@@ -44,7 +44,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
 from shardwise import fully_shard
-from shardwise.checkpoints.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from shardwise.checkpoint.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
 # --- from any world to any other ------------------------------------------------------------------
 

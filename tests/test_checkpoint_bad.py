@@ -29,8 +29,8 @@ from meshed import refusal
 from torch import nn
 
 from shardwise import EMA, fully_shard, save_safetensors
-from shardwise.checkpoints.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from shardwise.states.partial_loads import mark_partly_loaded, why_partly_loaded
+from shardwise.checkpoint.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from shardwise.state.partial_loads import mark_partly_loaded, why_partly_loaded
 
 
 def refused(run: Run, with_optimizer: bool = True, **options: Any) -> str:

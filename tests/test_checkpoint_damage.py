@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from shardwise import EMA
-from shardwise.checkpoints.checkpoint import load_checkpoint, save_checkpoint
-from shardwise.checkpoints.coverage import why_not_covered
-from shardwise.runtime.boxes import Box
+from shardwise.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from shardwise.checkpoint.coverage import why_not_covered
+from shardwise.layout.regions import Box
 
 
 def saved(path: str, by_torch: bool) -> None:

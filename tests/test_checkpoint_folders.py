@@ -19,10 +19,10 @@ from meshed import refusal
 from torch import nn
 
 from shardwise import fully_shard
-from shardwise.checkpoints import folders
-from shardwise.checkpoints.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from shardwise.checkpoints.consensus import Team
-from shardwise.checkpoints.writing import write
+from shardwise.checkpoint import folders
+from shardwise.checkpoint.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from shardwise.checkpoint.consensus import Team
+from shardwise.checkpoint.writing import write
 
 
 def saved(path: Path, value: float = 1.0, **options: Any) -> None:
@@ -91,7 +91,7 @@ def test_two_jobs_that_save_to_one_path_leave_one_whole_checkpoint(
 @pytest.fixture(scope="module")
 def dead_token() -> str:
     """Of a process that has ended."""
-    code = "from shardwise.checkpoints.folders import new_token; print(new_token())"
+    code = "from shardwise.checkpoint.folders import new_token; print(new_token())"
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.strip()

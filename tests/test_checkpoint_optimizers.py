@@ -24,7 +24,7 @@ from reference import OptimizerByName
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from shardwise.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 
 
 class Kind(OptimizerByName):

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from shardwise import fully_shard, load_checkpoint, load_full_state_dict, save_checkpoint, save_safetensors
-from shardwise.checkpoints.metadata_file import read_metadata
+from shardwise.checkpoint.metadata_file import read_metadata
 
 
 class Attack:

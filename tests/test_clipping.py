@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
 from shardwise import clip_grad_norm_, fully_shard, grad_norms_by_module
-from shardwise.runtime import compat
+from shardwise.torch_compat import dtensor
 
 INF = math.inf
 KINDS: list[Any] = [0.5, 1, 2.0, 3.5, INF, "inf"]
@@ -37,11 +37,11 @@ def noted(params: Any, kinds: list[Any], is_sharded: bool, limit: float = 0.05) 
     """The same gradients clipped by every kind of norm."""
     params = list(params)
     clip = clip_grad_norm_ if is_sharded else nn.utils.clip_grad_norm_
-    before = [compat.plain(param.grad).clone() for param in params]
+    before = [dtensor.plain(param.grad).clone() for param in params]
     notes: dict[str, Any] = {}
     for kind in kinds:
         for param, gradient in zip(params, before, strict=True):
-            compat.plain(param.grad).copy_(gradient)
+            dtensor.plain(param.grad).copy_(gradient)
         norm = notes[f"norm {kind}"] = clip(params, limit, norm_type=kind)
         assert type(norm) is Tensor
         assert norm.shape == ()
@@ -330,7 +330,7 @@ def lacking(kind: float) -> tuple[Tensor, list[Any]]:
     for index in ([0] if row == 0 else []) + ([1] if column == 1 else []) + [2 + column]:
         params[index].grad = None
     norm = clip_grad_norm_(params, 0.1, kind)
-    return norm, [None if param.grad is None else compat.plain(param.grad) for param in params]
+    return norm, [None if param.grad is None else dtensor.plain(param.grad) for param in params]
 
 
 @pytest.mark.parametrize("kind", [2.0, INF])
@@ -402,10 +402,10 @@ def clipped_and_not(limits: list[float]) -> list[tuple[float, float, bool]]:
     found = []
     for limit in limits:
         params = params_of([Given((5, 3), LINES[2], ROWS), Given((2,))])
-        before = [compat.plain(param.grad).clone() for param in params]
+        before = [dtensor.plain(param.grad).clone() for param in params]
         norm = clip_grad_norm_(params, limit)
         after = clip_grad_norm_(params, INF)
-        same = all(torch.equal(compat.plain(p.grad), b) for p, b in zip(params, before, strict=True))
+        same = all(torch.equal(dtensor.plain(p.grad), b) for p, b in zip(params, before, strict=True))
         found.append((norm.item(), after.item(), same))
     return found
 
@@ -429,7 +429,7 @@ def both_ways(kinds: list[Any]) -> list[list[Tensor]]:
         for kind in kinds:
             params = params_of(givens)
             results.append(clip_grad_norm_(params, 0.1, kind, foreach=foreach))
-            results += [compat.plain(param.grad) for param in params]
+            results += [dtensor.plain(param.grad) for param in params]
         found.append(results)
     return found
 
@@ -553,15 +553,15 @@ def infected(layout: Layout, rank: int, names: list[str], value: float, **how: A
     mean_of_squares(model, layout_inputs(layout, 0)).backward()
     if dist.get_rank() == rank:
         for name in names:
-            compat.local_tensor(model.get_parameter(name).grad)[0] = value
-    before = [compat.plain(param.grad).clone() for param in model.parameters()]
+            dtensor.local_tensor(model.get_parameter(name).grad)[0] = value
+    before = [dtensor.plain(param.grad).clone() for param in model.parameters()]
     try:
         norm = clip_grad_norm_(model, 1.0, **how)
     except RuntimeError as error:
         text = str(error)
     else:
         return repr(norm), False
-    after = [compat.plain(param.grad) for param in model.parameters()]
+    after = [dtensor.plain(param.grad) for param in model.parameters()]
     same = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(after, before, strict=True))
     return text, same
 
@@ -611,7 +611,7 @@ def nameless() -> str:
 def named_by_their_shards() -> str:
     model = tower(LINES[1], even_tower)
     mean_of_squares(model, layout_inputs(LINES[1], 0)).backward()
-    compat.local_tensor(model.blocks[1].up.weight.grad)[0] = INF
+    dtensor.local_tensor(model.blocks[1].up.weight.grad)[0] = INF
     return refusal(clip_grad_norm_, model.parameters(), 1.0, error_if_nonfinite=True)
 
 

@@ -11,18 +11,13 @@ import torch.distributed as dist
 from harness import World
 from torch import Tensor
 
-from shardwise.runtime.buffers import FlatShard, GatheredBuffer
-from shardwise.runtime.collectives import (
-    BackendCollectives,
-    Communicator,
-    Gather,
-    GlooExchange,
-    Reduce,
-    SingleRank,
-    make_communicator,
-)
-from shardwise.runtime.layout import Entry, Layout, plan_layout
-from shardwise.runtime.streams import HostLane
+from shardwise.comm.all_gather import Gather
+from shardwise.comm.buffers import FlatShard, GatheredBuffer
+from shardwise.comm.communicators import BackendCollectives, Communicator, SingleRank, make_communicator
+from shardwise.comm.gloo import GlooExchange
+from shardwise.comm.reduce_scatter import Reduce
+from shardwise.comm.streams import HostLane
+from shardwise.layout.slots import Entry, Layout, plan_layout
 
 CPU = torch.device("cpu")
 SHAPES: list[tuple[tuple[int, ...], torch.dtype, int]] = [  # and the dim to shard on

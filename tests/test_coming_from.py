@@ -45,7 +45,6 @@ from shardwise import (
     MixedPrecisionPolicy,
     WrapBySize,
     clip_grad_norm_,
-    explain,
     fully_shard,
     inference,
     no_sync,
@@ -53,6 +52,7 @@ from shardwise import (
     shard_model,
     unsharded,
 )
+from shardwise.strategies import explain
 
 TESTS = Path(__file__).parent
 README = TESTS.parent / "README.md"

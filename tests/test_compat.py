@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.runtime import compat
+from shardwise.torch_compat import autograd, c10d, dtensor, dynamo, functorch, nn_modules, tensor_impl
 
 
 def test_the_graph_task_is_numbered_inside_backward_only() -> None:
@@ -23,11 +23,11 @@ def test_the_graph_task_is_numbered_inside_backward_only() -> None:
     x = torch.ones(2, requires_grad=True)
     (x * 2).register_hook(lambda _: None)
     y = x * 2
-    y.register_hook(lambda _: inside.append(compat.current_graph_task_id()))
-    assert compat.current_graph_task_id() == -1
+    y.register_hook(lambda _: inside.append(autograd.current_graph_task_id()))
+    assert autograd.current_graph_task_id() == -1
     y.sum().backward()
     assert inside[0] >= 0
-    assert compat.current_graph_task_id() == -1
+    assert autograd.current_graph_task_id() == -1
 
 
 def test_hooks_on_nodes_are_told_which_node_they_are_called_for() -> None:
@@ -36,8 +36,8 @@ def test_hooks_on_nodes_are_told_which_node_they_are_called_for() -> None:
     node = y.grad_fn
     assert node is not None
     seen: list[Any] = []
-    node.register_prehook(lambda _: seen.append(compat.current_node()))
-    node.register_hook(lambda *_: seen.append(compat.current_node()))
+    node.register_prehook(lambda _: seen.append(autograd.current_node()))
+    node.register_hook(lambda *_: seen.append(autograd.current_node()))
     y.sum().backward()
     assert seen == [node, node]
 
@@ -47,36 +47,36 @@ def test_transforms_can_be_left_and_looked_into() -> None:
 
     def inside(y: Tensor) -> Tensor:
         out = y * weight
-        assert compat.is_in_transform()
-        with compat.without_transforms():
-            assert not compat.is_in_transform()
+        assert functorch.is_in_transform()
+        with functorch.without_transforms():
+            assert not functorch.is_in_transform()
             weight.detach().view(torch.uint8)  # has memory
-        with compat.in_transform_of(weight):
-            assert not compat.is_in_transform()
-        with compat.in_transform_of(out):
-            tangent = compat.tangent(out)
-        assert compat.is_in_forward_mode() == (tangent is not None)
-        assert compat.is_wrapped(out)
-        assert not compat.is_wrapped(compat.unwrapped(out))
-        assert compat.unwrapped(out).grad_fn is not None
+        with functorch.in_transform_of(weight):
+            assert not functorch.is_in_transform()
+        with functorch.in_transform_of(out):
+            tangent = functorch.tangent(out)
+        assert functorch.is_in_forward_mode() == (tangent is not None)
+        assert functorch.is_wrapped(out)
+        assert not functorch.is_wrapped(functorch.unwrapped(out))
+        assert functorch.unwrapped(out).grad_fn is not None
         return out
 
     for transform in (torch.func.vmap(inside), torch.func.grad(lambda y: inside(y).sum())):
         transform(x)
     torch.func.jvp(inside, (x,), (x,))
-    assert not compat.is_in_transform()
-    assert not compat.is_in_forward_mode()
+    assert not functorch.is_in_transform()
+    assert not functorch.is_in_forward_mode()
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, 2 * x)
-        with compat.in_transform_of(dual):
-            assert torch.equal(compat.tangent(dual), 2 * x)
+        with functorch.in_transform_of(dual):
+            assert torch.equal(functorch.tangent(dual), 2 * x)
 
 
 def test_what_make_fx_records_is_told() -> None:
     told: list[bool] = []
-    make_fx(lambda x: (told.append(compat.is_recorded()), x + 1)[1])(torch.ones(2))
+    make_fx(lambda x: (told.append(functorch.is_recorded()), x + 1)[1])(torch.ones(2))
     assert told == [True]
-    assert not compat.is_recorded()
+    assert not functorch.is_recorded()
 
 
 def test_the_end_of_backward_comes_after_all_gradients_and_dies_with_a_failure() -> None:
@@ -92,7 +92,7 @@ def test_the_end_of_backward_comes_after_all_gradients_and_dies_with_a_failure()
     def queue(_: object) -> None:
         kept = Kept()
         watched.append(weakref.ref(kept))
-        compat.queue_end_of_backward(lambda kept=kept: seen.append(x.grad is not None))  # type: ignore[misc]
+        autograd.queue_end_of_backward(lambda kept=kept: seen.append(x.grad is not None))  # type: ignore[misc]
 
     y = x * 2
     assert y.grad_fn is not None
@@ -122,10 +122,10 @@ def test_a_set_version_is_what_autograd_compares() -> None:
     weight = nn.Parameter(torch.eye(2))
     x = torch.ones(1, 2, requires_grad=True)
     y = x @ weight.t()  # saves a view of the weight
-    compat.set_versions([weight], [7])
+    autograd.set_versions([weight], [7])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-    compat.set_versions([weight], [0])
+    autograd.set_versions([weight], [0])
     (x @ weight.t()).sum().backward()
     assert weight._version == 0
 
@@ -138,11 +138,11 @@ def test_hooks_of_a_tensor_are_found() -> None:
         pass
 
     x = torch.ones(2, requires_grad=True)
-    assert not compat.gradient_hooks(x)
-    assert not compat.post_accumulate_hooks(x)
+    assert not autograd.gradient_hooks(x)
+    assert not autograd.post_accumulate_hooks(x)
     handle = x.register_hook(scaled)
     x.register_post_accumulate_grad_hook(after)
-    gradient_hooks, post_hooks = compat.gradient_hooks(x), compat.post_accumulate_hooks(x)
+    gradient_hooks, post_hooks = autograd.gradient_hooks(x), autograd.post_accumulate_hooks(x)
     assert gradient_hooks is not None
     assert post_hooks is not None
     assert list(gradient_hooks.values()) == [scaled]
@@ -154,18 +154,18 @@ def test_hooks_of_a_tensor_are_found() -> None:
 def dtensor_made_cheaply() -> None:
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(10.0).view(5, 2)
-    spec = compat.sharded_spec(mesh, (Shard(0),), whole.shape, whole.dtype)
+    spec = dtensor.sharded_spec(mesh, (Shard(0),), whole.shape, whole.dtype)
     local = whole[:3].clone() if dist.get_rank() == 0 else whole[3:].clone()
-    cheap = compat.make_dtensor(local, spec)
+    cheap = dtensor.make_dtensor(local, spec)
     assert type(cheap) is DTensor
     assert torch.equal(cheap.full_tensor(), whole)
     param = nn.Parameter(cheap)
-    elsewhere = compat.local_tensor(param).clone()
-    compat.set_local_tensor(param, elsewhere)
+    elsewhere = dtensor.local_tensor(param).clone()
+    dtensor.set_local_tensor(param, elsewhere)
     with torch.no_grad():
         param.add_(1)
     assert torch.equal(elsewhere, local + 1)
-    assert compat.local_tensor(param) is elsewhere
+    assert dtensor.local_tensor(param) is elsewhere
     assert (param.shape, param.stride(), param.dtype) == (whole.shape, whole.stride(), whole.dtype)
 
 
@@ -185,10 +185,10 @@ def split_over_tp_and_then_over_dp() -> None:
     mesh = plane()
     whole = torch.arange(16.0).view(8, 2)
     local = whole.chunk(2)[mesh.get_local_rank("tp")].chunk(2)[mesh.get_local_rank("dp")].clone()
-    placements = (compat.strided_shard(0, 2), Shard(0))
-    spec = compat.sharded_spec(mesh, placements, whole.shape, whole.dtype)
-    assert torch.equal(compat.make_dtensor(local, spec).full_tensor(), whole)
-    assert [compat.is_strided_shard(placement) for placement in placements] == [True, False]
+    placements = (dtensor.strided_shard(0, 2), Shard(0))
+    spec = dtensor.sharded_spec(mesh, placements, whole.shape, whole.dtype)
+    assert torch.equal(dtensor.make_dtensor(local, spec).full_tensor(), whole)
+    assert [dtensor.is_strided_shard(placement) for placement in placements] == [True, False]
 
 
 def test_a_strided_shard_is_what_later_dimensions_have_split_before(world4: World) -> None:
@@ -197,17 +197,17 @@ def test_a_strided_shard_is_what_later_dimensions_have_split_before(world4: Worl
 
 def meshes_from_parts() -> dict[str, Any]:
     mesh = plane()
-    turned = compat.concatenate_meshes([mesh["tp"], mesh["dp"]])
-    flat = compat.flatten_mesh(mesh)
+    turned = dtensor.concatenate_meshes([mesh["tp"], mesh["dp"]])
+    flat = dtensor.flatten_mesh(mesh)
     return {
         "turned": (turned.mesh_dim_names, turned.mesh.tolist()),
         "where this rank is": turned.get_coordinate() == mesh.get_coordinate()[::-1],
         "groups are those of the parts": turned.get_group("tp") is mesh.get_group("tp"),
-        "of one": compat.concatenate_meshes([mesh["tp"]]) == mesh["tp"],
+        "of one": dtensor.concatenate_meshes([mesh["tp"]]) == mesh["tp"],
         "flat": (flat.ndim, flat.mesh.tolist(), sorted(dist.get_process_group_ranks(flat.get_group()))),
-        "root of a slice": compat.root_mesh(mesh["dp"]) == mesh,
-        "root of a root": compat.root_mesh(mesh) == mesh,
-        "root of a concatenation": compat.root_mesh(turned) == mesh,
+        "root of a slice": dtensor.root_mesh(mesh["dp"]) == mesh,
+        "root of a root": dtensor.root_mesh(mesh) == mesh,
+        "root of a concatenation": dtensor.root_mesh(turned) == mesh,
     }
 
 
@@ -230,7 +230,7 @@ def test_meshes_are_turned_flattened_and_traced_to_their_root(world4: World) -> 
 
 def test_gradients_add_up_in_the_dtype_that_was_set() -> None:
     weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    compat.set_grad_dtype(weight, torch.float32)
+    tensor_impl.set_grad_dtype(weight, torch.float32)
     for factor in (256, 1):  # whose sum bfloat16 cannot hold
         (weight * factor).sum().backward()
     assert weight.grad is not None
@@ -248,7 +248,7 @@ class NeedsMore(nn.Parameter):
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_a_parameter_of_a_subclass_is_made_without_its_constructor(requires_grad: bool) -> None:
     data = torch.ones(3)
-    made = compat.as_subclass_of_parameter(NeedsMore, data, requires_grad)
+    made = tensor_impl.as_subclass_of_parameter(NeedsMore, data, requires_grad)
     assert type(made) is NeedsMore
     assert (made.requires_grad, made.is_leaf, made.data_ptr()) == (requires_grad, True, data.data_ptr())
     holder = nn.Module()
@@ -277,15 +277,15 @@ class Allocating:
 def test_only_a_back_end_that_says_so_can_allocate() -> None:
     cpu, meta = torch.device("cpu"), torch.device("meta")
     able: Any = Allocating(Allocating(None))
-    assert [compat.can_allocate(able, device) for device in (cpu, meta)] == [True, False]
+    assert [c10d.can_allocate(able, device) for device in (cpu, meta)] == [True, False]
     for backend in (RuntimeError("no back end for this device"), TypeError("written in Python"), object()):
         unable: Any = Allocating(backend)
-        assert not compat.can_allocate(unable, cpu)
+        assert not c10d.can_allocate(unable, cpu)
 
 
 def gloo_can_allocate() -> bool:
     assert dist.group.WORLD is not None
-    return compat.can_allocate(dist.group.WORLD, torch.device("cpu"))
+    return c10d.can_allocate(dist.group.WORLD, torch.device("cpu"))
 
 
 def test_gloo_cannot_allocate(world1: World) -> None:
@@ -294,10 +294,10 @@ def test_gloo_cannot_allocate(world1: World) -> None:
 
 def notes_of_a_pair() -> tuple[list[int], bytes]:
     pair = dist.new_group([1, 2])
-    ranks = compat.ranks_of(pair) if dist.get_rank() in (1, 2) else []
+    ranks = c10d.ranks_of(pair) if dist.get_rank() in (1, 2) else []
     if dist.get_rank() == 2:
-        compat.job_store().set("tests/test_compat.py", "a note of rank 2")
-    return ranks, compat.job_store().get("tests/test_compat.py")
+        c10d.job_store().set("tests/test_compat.py", "a note of rank 2")
+    return ranks, c10d.job_store().get("tests/test_compat.py")
 
 
 def test_all_ranks_of_the_job_read_one_store_and_a_group_knows_its_members(world3: World) -> None:
@@ -321,7 +321,7 @@ def test_a_call_goes_through_what_was_put_before_it_and_hooks_run_once() -> None
     module.register_forward_hook(lambda *_: hooked.append(1))
     before = module(torch.ones(2))
     through = Recording(module)
-    compat.call_through(module, through)
+    nn_modules.call_through(module, through)
     assert torch.equal(module(torch.ones(2)), before)
     assert (through.calls, len(hooked)) == (1, 2)
     module.forward(torch.ones(2))
@@ -334,7 +334,7 @@ def test_a_compiled_module_keeps_its_compiled_call(compiled_first: bool) -> None
     through = Recording(module)
     if compiled_first:
         module.compile(backend="eager")
-    compat.call_through(module, through)
+    nn_modules.call_through(module, through)
     if not compiled_first:
         module.compile(backend="eager")
     module(torch.ones(2))
@@ -347,7 +347,7 @@ def test_a_compiled_module_keeps_its_compiled_call(compiled_first: bool) -> None
 def test_what_stands_before_a_call_stays_with_the_original(twin: Any) -> None:
     module = nn.Linear(2, 2)
     through = Recording(module)
-    compat.call_through(module, through)
+    nn_modules.call_through(module, through)
     other = twin(module)
     assert torch.equal(other(torch.ones(2)), module(torch.ones(2)))
     assert through.calls == 1
@@ -355,12 +355,12 @@ def test_what_stands_before_a_call_stays_with_the_original(twin: Any) -> None:
 
 def devices_and_apis() -> tuple[set[str], str]:
     module = nn.Linear(2, 2)
-    compat.register_api(module)
+    nn_modules.register_api(module)
     from torch.distributed.fsdp import fully_shard
 
     with pytest.raises((AssertionError, RuntimeError, ValueError)) as refused:
         fully_shard(module)
-    return compat.group_devices(dist.group.WORLD), type(refused.value).__name__
+    return c10d.group_devices(dist.group.WORLD), type(refused.value).__name__
 
 
 def test_torch_refuses_a_module_that_is_registered_as_sharded(world1: World) -> None:
@@ -375,8 +375,8 @@ def test_a_parameter_becomes_another_and_keeps_attributes_and_hooks() -> None:
     seen: list[str] = []
     handle = param.register_hook(lambda gradient: seen.append("gradient"))
     param.register_post_accumulate_grad_hook(lambda _: seen.append("accumulated"))
-    assert compat.own_attributes(param) == {"is_marked": True}
-    compat.become(param, nn.Parameter(torch.ones(2)))
+    assert tensor_impl.own_attributes(param) == {"is_marked": True}
+    tensor_impl.become(param, nn.Parameter(torch.ones(2)))
     assert param.is_marked  # type: ignore[attr-defined]
     param.sum().backward()
     assert seen == ["gradient", "accumulated"]
@@ -391,7 +391,7 @@ def test_chunks_lie_side_by_side_as_torch_chunk_cuts_them(rows: int) -> None:
     tensors = [torch.randn(rows, 3), torch.randn(rows)]
     size = -(-rows // 4)
     out = torch.full((4, size * 4), float("nan"))
-    compat.chunk_cat(tensors, 4, out)
+    tensor_impl.chunk_cat(tensors, 4, out)
     wide, narrow = torch.zeros(4 * size, 3), torch.zeros(4 * size)
     wide[:rows], narrow[:rows] = tensors
     assert torch.equal(out, torch.cat([wide.view(4, -1), narrow.view(4, -1)], dim=1))
@@ -407,7 +407,7 @@ def test_a_marked_function_is_not_compiled_itself_but_traced_inside_a_graph() ->
     def marked(x: torch.Tensor) -> torch.Tensor:
         return inner(x)
 
-    compat.run_outside_graphs(marked)
+    dynamo.run_outside_graphs(marked)
     counter = CompileCounterWithBackend("eager")
     assert torch.equal(torch.compile(marked, backend=counter)(torch.ones(2)), torch.full((2,), 2.0))
     assert (seen, counter.frame_count) == ([False], 0)  # nor is what it calls
@@ -425,9 +425,9 @@ def test_what_shadows_a_parameter_in_a_graph_leaves_no_trace_on_the_module() -> 
     weight = module.weight
 
     def twice(x: torch.Tensor) -> torch.Tensor:
-        compat.allowed_in_checkpoints(compat.shadow_in_graph, module, "weight", weight * 2)
+        dynamo.allowed_in_checkpoints(dynamo.shadow_in_graph, module, "weight", weight * 2)
         y = module(x)
-        compat.allowed_in_checkpoints(compat.unshadow_in_graph, module, "weight", weight)
+        dynamo.allowed_in_checkpoints(dynamo.unshadow_in_graph, module, "weight", weight)
         return y
 
     def outer(x: torch.Tensor) -> torch.Tensor:
@@ -437,13 +437,13 @@ def test_what_shadows_a_parameter_in_a_graph_leaves_no_trace_on_the_module() -> 
     expected = 2 * torch.nn.functional.linear(x, weight * 2, module.bias)
     torch.testing.assert_close(torch.compile(outer, backend="eager", fullgraph=True)(x), expected)
     assert module._parameters["weight"] is weight
-    assert not compat.is_shadowed(module, "weight")
+    assert not dynamo.is_shadowed(module, "weight")
 
 
 def test_a_refused_graph_says_why_or_breaks() -> None:
     def refused(x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            compat.refuse_graph("a.b: cannot. Do something else.")
+            dynamo.refuse_graph("a.b: cannot. Do something else.")
         return x + 1
 
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"a\.b: cannot\. Do something else\."):
@@ -452,7 +452,7 @@ def test_a_refused_graph_says_why_or_breaks() -> None:
 
 
 def complex_views() -> list[bool]:
-    compat.keep_views_of_complex_sharded()
+    dtensor.keep_views_of_complex_sharded()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     are_views = []
     for shape in [(4,), (5,), (1,), (3, 2), (1, 3)]:

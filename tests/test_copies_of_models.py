@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise import full_state_dict
-from shardwise.runtime.transfer import full_values
+from shardwise.comm.full_tensors import full_values
 
 WAYS = [
     Way(1),

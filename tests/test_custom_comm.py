@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from shardwise import FSDPModule
-from shardwise.runtime import compat
+from shardwise.torch_compat import c10d
 
 # --- custom collectives ---------------------------------------------------------------------------
 
@@ -641,8 +641,8 @@ def custom_after_memory(side: Side, setter: str, comm: type[Comm], ends: bool) -
     custom = comm(returns_work=True)
     if side.is_sharded:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(compat, "can_allocate", lambda pg, device: True)
-            patch.setattr(compat, "allocate_from_group", memory_of_any_group)
+            patch.setattr(c10d, "can_allocate", lambda pg, device: True)
+            patch.setattr(c10d, "allocate_from_group", memory_of_any_group)
             model.set_allocate_memory_from_process_group_for_comm(True)
             getattr(model, setter)(custom)
             if ends:

@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import CommPolicy, fully_shard
-from shardwise.runtime.collectives import Part, Reduce, SingleRank
-from shardwise.runtime.departures import Departures
-from shardwise.runtime.group import Group
-from shardwise.runtime.layout import Entry, plan_layout
+from shardwise.comm.communicators import SingleRank
+from shardwise.comm.reduce_scatter import Part, Reduce
+from shardwise.engine.gradient_parts import Departures
+from shardwise.engine.group import Group
+from shardwise.layout.slots import Entry, plan_layout
 
 by_world = pytest.mark.parametrize("world", [1, 2, 3, 4], indirect=True)
 IN_PARTS = CommPolicy(packing_limit_bytes=0, part_bytes=0)

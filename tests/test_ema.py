@@ -12,7 +12,7 @@ from meshed import refusal
 from torch import Tensor, nn
 
 from shardwise import EMA, full_state_dict, fully_shard
-from shardwise.runtime.transfer import full_values
+from shardwise.comm.full_tensors import full_values
 
 STEPS, DECAY = 3, 0.7
 

@@ -14,9 +14,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardwise import DataParallelMeshDims, MixedPrecisionPolicy, ShardPlacementResult, explain, fully_shard
-from shardwise.module import sharded_members
-from shardwise.runtime.bucket import Storage
+from shardwise import DataParallelMeshDims, MixedPrecisionPolicy, ShardPlacementResult, fully_shard
+from shardwise.fsdp_module import sharded_members
+from shardwise.params.bucket import Storage
+from shardwise.strategies import explain
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 

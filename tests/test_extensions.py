@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwise import MixedPrecisionPolicy, fully_shard
-from shardwise.runtime import buffers
+from shardwise.comm import buffers
 
 any_world = pytest.mark.parametrize("world", [1, 2, 4], indirect=True)
 any_rows = pytest.mark.parametrize(

@@ -20,10 +20,10 @@ from harness import WorkerError, World
 from torch import Tensor, nn
 
 from shardwise import fully_shard
-from shardwise.runtime import relay
-from shardwise.runtime.relay import relay_of_job
+from shardwise.ranks import failures
+from shardwise.ranks.failures import relay_of_job
 
-SOON_S = 16 * relay.INTERVAL_S
+SOON_S = 16 * failures.INTERVAL_S
 """Two seconds are promised on a machine that does nothing else; the timeout is one minute."""
 
 
@@ -113,7 +113,7 @@ def raising_late_and_slow() -> tuple[list[str], int]:
     waited = threading.Event()
 
     def tell_when_stuck() -> None:
-        while own._looks < 2 * relay.STUCK_LOOKS and not waited.wait(0.01):
+        while own._looks < 2 * failures.STUCK_LOOKS and not waited.wait(0.01):
             pass
         store().set("rank 0 has waited", "")
 
@@ -212,7 +212,10 @@ for step in range(3):
     ("failing", "expected"),
     [
         (1, "because rank 1 has failed in its program: ValueError: batch 7 has no labels"),
-        (0, "rank 0 "),  # it holds the store, which ends with it sooner or later than it is asked what was raised
+        (
+            0,
+            "rank 0 ",
+        ),  # it holds the store, which ends with it sooner or later than it is asked what was raised
     ],
 )
 def test_what_ends_a_program_is_told_to_the_others(failing: int, expected: str) -> None:

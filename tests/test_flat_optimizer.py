@@ -44,8 +44,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import shardwise
 from shardwise import FlatOptimizer, fully_shard
-from shardwise.checks import groups_in
-from shardwise.runtime import compat
+from shardwise.setup.validation import groups_in
+from shardwise.torch_compat import dtensor
 
 
 def flat(name: str, params: Any, **options: Any) -> FlatOptimizer:
@@ -398,7 +398,7 @@ def memory_while_state_is_replaced() -> bool:
     def local_state() -> dict[str, Any]:
         shown = (values for values in optimizer.state.values())
         return {
-            f"{i} {k}": compat.plain(v).clone() for i, values in enumerate(shown) for k, v in values.items()
+            f"{i} {k}": dtensor.plain(v).clone() for i, values in enumerate(shown) for k, v in values.items()
         }
 
     run = Kind("AdamW").run(build=Even)
@@ -562,10 +562,10 @@ def gradients_in_memory_of_their_own(how: str) -> list[list[int]]:
             own = torch.from_dlpack(local)
             param.grad = DTensor.from_local(own, param.device_mesh, param.placements, run_check=False)
         elif how == "side by side, described as before":
-            param.grad = compat.make_dtensor(torch.from_dlpack(local), param.grad._spec)
+            param.grad = dtensor.make_dtensor(torch.from_dlpack(local), param.grad._spec)
         else:
             place = memory[index * 100 :][: local.numel()].view(local.shape)
-            param.grad = compat.make_dtensor(place.copy_(local), param.grad._spec)
+            param.grad = dtensor.make_dtensor(place.copy_(local), param.grad._spec)
     before = {name: full(param) for name, param in model.named_parameters()}
     optimizer.step()
     found.append(runs_of(optimizer))

@@ -18,13 +18,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.tensor import Shard
 
 import shardwise
-from shardwise import (
-    full_state_dict,
-    fully_shard,
-    iter_full_parameters,
-    load_full_state_dict,
-)
-from shardwise.runtime import transfer
+from shardwise import full_state_dict, fully_shard, iter_full_parameters, load_full_state_dict
+from shardwise.comm import full_tensors
 
 over_all_ways = pytest.mark.parametrize("way", WAYS, ids=str)
 
@@ -194,7 +189,7 @@ def loaded_from(way: Way, source: str, bucket_bytes: int, device: str) -> Any:
     try:
         report = load_full_state_dict(model, given, src_rank=src_rank)
     finally:
-        shardwise.states.full_load.BUCKET_BYTES = transfer.BUCKET_BYTES
+        shardwise.states.full_load.BUCKET_BYTES = full_tensors.BUCKET_BYTES
     assert report == shardwise.LoadReport()
     return full_state_dict(model, rank0_only=False)
 
@@ -487,7 +482,7 @@ def peaks(shape: tuple[int, ...], dim: int = 0) -> dict[str, float]:
         while next(pairs, None) is not None:  # a loop variable would hold on to the last one
             pass
 
-    shardwise.states.full_load.BUCKET_BYTES = transfer.BUCKET_BYTES = bucket
+    shardwise.states.full_load.BUCKET_BYTES = full_tensors.BUCKET_BYTES = bucket
     try:
         return {
             "iterating": peak_bytes(walk) / LAYER,
@@ -496,7 +491,7 @@ def peaks(shape: tuple[int, ...], dim: int = 0) -> dict[str, float]:
             "rows": peak_bytes(lambda: load_full_state_dict(model, state, src_rank=None)) / LAYER,
         }
     finally:
-        shardwise.states.full_load.BUCKET_BYTES = transfer.BUCKET_BYTES = 64 << 20
+        shardwise.states.full_load.BUCKET_BYTES = full_tensors.BUCKET_BYTES = 64 << 20
 
 
 @pytest.mark.parametrize(

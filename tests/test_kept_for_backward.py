@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard, inference, register_fsdp_forward_method
-from shardwise.module import sharded_members
-from shardwise.runtime.group import GATHERED
+from shardwise.engine.group import GATHERED
+from shardwise.fsdp_module import sharded_members
 
 
 class Path(nn.Module):

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardwise import FlatOptimizer, FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
-from shardwise.runtime.landing import _LARGEST_KEPT_BYTES, Landing
+from shardwise.params.sharded_gradients import _LARGEST_KEPT_BYTES, Landing
 
 by_world = pytest.mark.parametrize("world", [1, 2], indirect=True)
 

@@ -7,7 +7,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.runtime.layout import ALIGNMENT, Entry, Layout, plan_layout
+from shardwise.layout.slots import ALIGNMENT, Entry, Layout, plan_layout
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 

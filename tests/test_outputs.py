@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise.runtime.outputs import NotAContainer, find_tensors, replace_tensors
+from shardwise.layout.nested import NotAContainer, find_tensors, replace_tensors
 
 
 def tensors(count: int) -> list[Tensor]:

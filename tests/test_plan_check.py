@@ -16,8 +16,8 @@ from refusals import wrapped
 from torch import nn
 
 from shardwise import CommPolicy, MixedPrecisionPolicy, fully_shard, no_sync, shard_model
-from shardwise.runtime import plan_check
-from shardwise.runtime.comparison import first_difference
+from shardwise.engine import plan_check
+from shardwise.ranks.comparison import first_difference
 
 
 def tower(hidden: int = 16) -> Any:

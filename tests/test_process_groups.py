@@ -18,7 +18,8 @@ from models import even_tower, random_batch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import fully_shard
-from shardwise.runtime import compat, schedule
+from shardwise.engine import schedule
+from shardwise.torch_compat import c10d
 
 GPU = torch.device("cuda", 0)
 
@@ -29,7 +30,7 @@ def world_bound_to_a_device() -> Iterator[list[str]]:
     log: list[str] = []
     world: Any = dist.group.WORLD
     make: Any = dist.distributed_c10d._new_process_group_helper
-    connect = compat.connect
+    connect = c10d.connect
 
     def noted_make(size: int, own: int, ranks: list[int], *args: Any, **kwargs: Any) -> Any:
         whose = "whole" if world.bound_device_id is None else "split"
@@ -37,7 +38,7 @@ def world_bound_to_a_device() -> Iterator[list[str]]:
         return make(size, own, ranks, *args, **kwargs)
 
     def noted_connect(pg: dist.ProcessGroup, device: torch.device) -> None:
-        log.append(f"ranks {compat.ranks_of(pg)} connect")
+        log.append(f"ranks {c10d.ranks_of(pg)} connect")
         connect(pg, device)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -130,7 +131,7 @@ def bound_device_after_failure() -> bool:
         world.bound_device_id = GPU
         try:
             with pytest.raises(OSError, match="no route"):
-                compat.subgroup(world, range(2), torch.device("cpu"), "test")
+                c10d.subgroup(world, range(2), torch.device("cpu"), "test")
             return world.bound_device_id == GPU
         finally:
             world.bound_device_id = None
@@ -162,5 +163,5 @@ class Group:
 @pytest.mark.parametrize("has_communicator", [True, False])
 def test_what_has_a_communicator_is_told_to_connect_with_its_device(has_communicator: bool) -> None:
     group: Any = Group(Backend(has_communicator))
-    compat.connect(group, GPU)
+    c10d.connect(group, GPU)
     assert group.backend.connected == [GPU] * has_communicator

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shardwise import full_state_dict, fully_shard, load_full_state_dict, save_safetensors
-from shardwise.runtime import compat
-from shardwise.states.model_files import INDEX, SINGLE, ModelFiles
+from shardwise.state.model_files import INDEX, SINGLE, ModelFiles
+from shardwise.torch_compat import dtensor
 
 
 def world_of(way: Way, request: pytest.FixtureRequest) -> World:
@@ -217,7 +217,7 @@ class Fused(nn.Module):
         self.register_state_dict_post_hook(Fused.fuse)
 
     def fuse(self, state: dict[str, Tensor], prefix: str, _: Any) -> None:
-        q, k = (compat.plain(state.pop(f"{prefix}{name}.weight").detach()) for name in "qk")
+        q, k = (dtensor.plain(state.pop(f"{prefix}{name}.weight").detach()) for name in "qk")
         state[f"{prefix}qk"] = torch.cat([q, k])
 
     def forward(self, x: Tensor) -> Tensor:

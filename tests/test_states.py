@@ -12,7 +12,7 @@ from harness import World
 from torch import nn
 
 from shardwise import fully_shard
-from shardwise.runtime.group import GRADIENT_STATES, STATES, GradientState, State
+from shardwise.engine.group import GRADIENT_STATES, STATES, GradientState, State
 
 
 def printed(table: Mapping[tuple[Any, str], Any]) -> str:

@@ -64,7 +64,6 @@ from shardwise import (
     MixedPrecisionPolicy,
     WrapBySize,
     clip_grad_norm_,
-    explain,
     fully_shard,
     grad_norms_by_module,
     inference,
@@ -73,10 +72,12 @@ from shardwise import (
     shard_model,
     unsharded,
 )
-from shardwise.module import sharded_members
-from shardwise.runtime import buffers
-from shardwise.runtime.group import GradientState, State
-from shardwise.wrap import as_policy, chosen
+from shardwise.comm import buffers
+from shardwise.engine.group import GradientState, State
+from shardwise.fsdp_module import sharded_members
+from shardwise.strategies import explain
+from shardwise.strategies.wrap_policies import as_policy
+from shardwise.strategies.wrapping import chosen
 
 Draw = dict[str, Any]
 TIMEOUT_S = float(os.environ.get("STRATEGY_TIMEOUT_S", 30))

@@ -17,12 +17,13 @@ from models import even_tower, random_batch
 from reference import Recipe, assert_same_record, plain_run, sharded_run
 from simulated_device import Device, Event, Stream, install
 
-from shardwise.runtime import buffers
-from shardwise.runtime.buffers import buffer_for, typed_stretch
-from shardwise.runtime.collectives import Part, Reduce, SingleRank
-from shardwise.runtime.layout import Entry, Layout, plan_layout
-from shardwise.runtime.reduction import Destination, Reduction, Replicas
-from shardwise.runtime.streams import DeviceLane, HostLane, Lanes, Ticket, in_stream, is_of_device
+from shardwise.comm import buffers
+from shardwise.comm.buffers import buffer_for, typed_stretch
+from shardwise.comm.communicators import SingleRank
+from shardwise.comm.reduce_scatter import Part, Reduce
+from shardwise.comm.reduction import Destination, Reduction, Replicas
+from shardwise.comm.streams import DeviceLane, HostLane, Lanes, Ticket, in_stream, is_of_device
+from shardwise.layout.slots import Entry, Layout, plan_layout
 
 CPU = torch.device("cpu")
 

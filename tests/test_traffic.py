@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, offload_optimizer_state
-from shardwise.runtime import bucket, reduction
+from shardwise.comm import reduction
+from shardwise.params import bucket
 
 DEPTH = 5
 

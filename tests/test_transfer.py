@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as torchs_box
 from torch.distributed.tensor.placement_types import Partial, Placement, _StridedShard
 
-from shardwise.runtime import transfer
-from shardwise.runtime.boxes import Split, in_order
-from shardwise.runtime.transfer import gather_full, own_box, split_of, write_rows
+from shardwise.comm import full_tensors
+from shardwise.comm.full_tensors import gather_full, own_box, split_of, write_rows
+from shardwise.layout.regions import Split, in_order
 
 # --- arithmetic -----------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ def test_a_small_staging_buffer_takes_a_few_rows_at_a_time(world4: World, owner:
 
 def gathered_into_place(owner: int | None) -> list[str]:
     """As large tensors are: each by a message of its own, where it is its parts one behind the other."""
-    with mock.patch.object(transfer, "PACKED_BELOW", 0):
+    with mock.patch.object(full_tensors, "PACKED_BELOW", 0):
         return gathered_at(owner, 1 << 20, torch.float32)
 
 
@@ -141,7 +141,7 @@ def test_large_tensors_are_gathered_into_their_place(world4: World, owner: int |
 def takes_part(owner: int) -> bool:
     """Whether this rank sends or receives anything for `owner`, of a tensor with copies."""
     _, tensor = placed("hybrid")
-    with mock.patch.object(transfer, "gather_to", wraps=transfer.gather_to) as gathered:
+    with mock.patch.object(full_tensors, "gather_to", wraps=full_tensors.gather_to) as gathered:
         gather_full([tensor], owner)
     return gathered.called
 
@@ -183,7 +183,7 @@ def calls_for_many(count: int) -> int:
     """How many collectives `count` small tensors take."""
     mesh = device_mesh((2,), ("many",))
     tensors = [distribute_tensor(torch.ones(3, 5), mesh, [Shard(0)]) for _ in range(count)]
-    with mock.patch.object(transfer, "make_communicator", wraps=transfer.make_communicator) as made:
+    with mock.patch.object(full_tensors, "make_communicator", wraps=full_tensors.make_communicator) as made:
         gather_full(tensors)
     return made.call_count
 

@@ -24,7 +24,8 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from shardwise import WrapBySize, WrapClasses, WrapRecursively, WrapRepeated, WrapWhere, fully_shard
-from shardwise.wrap import as_policy, chosen, merged
+from shardwise.strategies.wrap_policies import as_policy
+from shardwise.strategies.wrapping import chosen, merged
 
 S, L = nn.Sequential, nn.Linear
 

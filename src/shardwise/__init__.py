@@ -1,23 +1,17 @@
 """shardwise: train PyTorch models that do not fit on one device."""
 
-from shardwise.api import fully_shard
-from shardwise.checkpoints.checkpoint import Loaded, latest_checkpoint, load_checkpoint, save_checkpoint
-from shardwise.checkpoints.pending import PendingSave
-from shardwise.comm_hooks import register_comm_hook
-from shardwise.compiling import compile_options
-from shardwise.contexts import inference, no_sync, unsharded
-from shardwise.explain import explain
-from shardwise.flat_optimizer import FlatOptimizer
-from shardwise.gradients import clip_grad_norm_, grad_norms_by_module
-from shardwise.module import (
-    FSDPModule,
-    GradientReductionHandle,
-    UnshardHandle,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
-from shardwise.offload import offload_optimizer_state
-from shardwise.policy import (
+from shardwise.checkpoint.checkpoint import Loaded, latest_checkpoint, load_checkpoint, save_checkpoint
+from shardwise.checkpoint.pending import PendingSave
+from shardwise.checkpoint.stopping import StopSignal
+from shardwise.compile.options import compile_options
+from shardwise.engine.finalization import GradientReductionHandle
+from shardwise.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from shardwise.fully_shard import fully_shard
+from shardwise.optim.clipping import clip_grad_norm_, grad_norms_by_module
+from shardwise.optim.flat_optimizer import FlatOptimizer
+from shardwise.optim.loss_scaling import GradScaler
+from shardwise.optim.offload import offload_optimizer_state
+from shardwise.policies import (
     CommPolicy,
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -28,17 +22,24 @@ from shardwise.policy import (
     QuantizedReduction,
     ShardPlacementResult,
 )
-from shardwise.scaler import GradScaler
-from shardwise.states.ema import EMA
-from shardwise.states.export import save_safetensors
-from shardwise.states.full_load import load_full_state_dict
-from shardwise.states.full_state import full_state_dict, iter_full_parameters
-from shardwise.states.initialise import check_replicas, materialize, sync_module_states
-from shardwise.states.loading import LoadReport
-from shardwise.states.optimizer_state import load_full_optimizer_state_dict, rekey_optimizer_state_dict
-from shardwise.stopping import StopSignal
-from shardwise.strategy import shard_model
-from shardwise.wrap import WrapBySize, WrapClasses, WrapRecursively, WrapRepeated, WrapWhere
+from shardwise.state.contexts import inference, no_sync, unsharded
+from shardwise.state.ema import EMA
+from shardwise.state.export import save_safetensors
+from shardwise.state.full_load import load_full_state_dict
+from shardwise.state.full_state import full_state_dict, iter_full_parameters
+from shardwise.state.initialise import check_replicas, materialize, sync_module_states
+from shardwise.state.loading import LoadReport
+from shardwise.state.optimizer_state import load_full_optimizer_state_dict, rekey_optimizer_state_dict
+from shardwise.strategies.comm_hooks import register_comm_hook
+from shardwise.strategies.explain import explain
+from shardwise.strategies.shard_model import shard_model
+from shardwise.strategies.wrap_policies import (
+    WrapBySize,
+    WrapClasses,
+    WrapRecursively,
+    WrapRepeated,
+    WrapWhere,
+)
 
 __version__ = "0.1.0"
 

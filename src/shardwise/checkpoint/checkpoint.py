@@ -1,0 +1,595 @@
+"""Sharded checkpoints: every rank writes its part, any number of ranks reads them.
+
+The format is that of `torch.distributed.checkpoint`, and its planners, writer and reader do the work: a
+folder that torch's own recipe reads, and that may have been written by it. What is added here is that a
+checkpoint is there whole or not at all, whatever ends the job; that all ranks raise alike; that a checkpoint
+which does not fit is refused before the model has changed; and that a save may go on beside training.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint import folders
+from shardwise.checkpoint.beside import (
+    STATES,
+    StatePlan,
+    as_whole,
+    check_objects,
+    copied,
+    original,
+    plan_states,
+    refuse_shards,
+    refuse_unreadable,
+    states_of,
+    tensor_places,
+)
+from shardwise.checkpoint.consensus import Team
+from shardwise.checkpoint.manifest import (
+    HAS_DIGESTS,
+    INFO,
+    Manifest,
+    Place,
+    by_first,
+    check_model,
+    is_extra_state,
+    nested,
+)
+from shardwise.checkpoint.optimizer_plan import OptimizerPlan, check_optimizers, saved_groups
+from shardwise.checkpoint.pending import PendingSave, saves_of, team_of_all
+from shardwise.checkpoint.reading import check_records, read, read_objects
+from shardwise.checkpoint.writing import write
+from shardwise.state.meta_memory import give_memory, is_on_meta, refuse_lost
+from shardwise.state.named_state import (
+    Optimizers,
+    as_optimizers,
+    load_into,
+    parameter_names,
+    staged,
+    state_of,
+)
+from shardwise.state.names import entries_of, listed
+from shardwise.state.partial_loads import clear_partly_loaded, mark_partly_loaded, why_partly_loaded
+
+OptimizerOrMany = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+
+
+@contextmanager
+def _in_plain_mode() -> Iterator[None]:
+    """Neither inference mode, where versions of tensors cannot be counted, nor gradients."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint held besides the model and the optimizer.
+
+    Attributes:
+        path: the folder that was read.
+        shared: what was the same on all ranks; empty for a checkpoint that another program wrote.
+        per_rank: what this rank has written; None if another number of ranks wrote the checkpoint, or
+            nothing.
+        world_size: how many ranks wrote it; None if it does not say.
+        missing: names that the model has and the checkpoint lacks, and `states.NAME` for an object; only
+            with `strict=False`.
+        unexpected: names that the checkpoint has and the model lacks; only with `strict=False`.
+    """
+
+    path: Path
+    shared: dict[str, Any]
+    per_rank: dict[str, Any] | None
+    world_size: int | None
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+# --- saving ---------------------------------------------------------------------------------------
+
+
+@_in_plain_mode()
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: OptimizerOrMany | None = None,
+    *,
+    states: dict[str, Any] | None = None,
+    shared: dict[str, Any] | None = None,
+    per_rank: dict[str, Any] | None = None,
+    asynchronous: bool = False,
+    keep: int | None = None,
+) -> PendingSave:
+    """Write a checkpoint; it is at `path` whole or not at all, whatever happens meanwhile.
+
+    Collective over all ranks of the default process group, also those that have no part of the model. It is
+    written beside `path`, synced to disk, and moved there when all ranks have written; what was there before
+    is found until then. The folder is one of `torch.distributed.checkpoint`, with the keys of torch's recipe,
+    `{"model": ..., "optimizer": ...}`.
+
+    Args:
+        path: a folder on a file system that all ranks see, the same path on all of them.
+        model: sharded or not.
+        optimizer: one, or several, whose state is saved by the names of parameters.
+        states: objects with `state_dict()` and `load_state_dict()`, by names: a :class:`shardwise.EMA`, a
+            scheduler of the learning rate, a gradient scaler. Their DTensors are written as the model's are,
+            and may be loaded by any number of ranks; all else in their states is the same on all ranks.
+        shared: what is the same on all ranks: a step, a position in the data. Values are tensors or anything
+            that pickles, and no DTensors; rank 0's are written. What is neither a tensor nor plain (numbers,
+            texts, lists, dicts) is loaded with `trust=True` only.
+        per_rank: what differs by rank: states of random generators. Comes back where as many ranks load.
+        asynchronous: copy everything to host memory and return; write in the background, while training goes
+            on. Costs host memory for this rank's shards.
+        keep: afterwards remove older checkpoints beside `path` whose names differ by the number at their end
+            only, such that this many are left. Nothing that is not a complete checkpoint is removed.
+
+    Returns:
+        A :class:`PendingSave`; without `asynchronous` it has ended. Wait for the last one before
+        `destroy_process_group`.
+
+    Raises:
+        ValueError: ranks disagree on the arguments, the optimizer's state cannot be saved, `shared` or
+            `per_rank` has DTensors, or something is of a tensor subclass that torch would not read again.
+        FileExistsError: `path` is something else than a checkpoint.
+        OSError: a rank could not write. All ranks raise the same, the checkpoint before is untouched, and
+            what was written is removed as far as possible.
+
+    Costs no memory beyond one parameter's shard at a time (see `asynchronous`), and a few collectives of
+    small objects. A save waits for the one before it.
+
+    Example::
+
+        beside = {"ema": ema, "scheduler": scheduler}
+        save_checkpoint(f"run/step-{step}", model, optimizer, states=beside, shared={"step": step}, keep=3)
+        ...
+        if (latest := latest_checkpoint("run")) is not None:
+            step = load_checkpoint(latest, model, optimizer, states=beside).shared["step"]
+    """
+    team = team_of_all()
+    saves = saves_of(team)
+    if saves.last is not None:
+        saves.last.end_before_next()
+    flags = {"asynchronous": asynchronous}
+    place = team.together(lambda: _check_call("save_checkpoint", path, model, flags))
+    state = team.together(lambda: _state(team, place, model, optimizer, states, shared, per_rank, keep))
+    told = {
+        "path": str(place),
+        "keep": keep,
+        "optimizer": "optimizer" in state,
+        "states": list(state[STATES]),
+    }
+    team.agree("save_checkpoint", told | flags)
+    if "optimizer" in state:
+        _join_optimizers(team, state)
+    if not team.is_first:  # rank 0's are written
+        del state["shared"], state[INFO]
+    pending = PendingSave(place)
+    if asynchronous:
+        team_there = saves.team_in_background(team)
+        in_host_memory = team.together(lambda: _copied(state))
+        saves.last = pending  # not before: if copying fails, nothing ends it
+        pending.run_beside(partial(write, team_there, place, in_host_memory, keep, is_staged=True))
+    else:
+        saves.last = pending
+        pending.run(partial(write, team, place, state, keep, is_staged=False))
+        pending.wait()
+    return pending
+
+
+def _state(
+    team: Team,
+    path: Path,
+    model: nn.Module,
+    optimizer: Any,
+    states: dict[str, Any] | None,
+    shared: dict[str, Any] | None,
+    per_rank: dict[str, Any] | None,
+    keep: int | None,
+) -> dict[str, Any]:
+    """What this rank brings to the checkpoint. Tensors are the model's own."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    if not path.name or path.name.startswith("."):
+        raise ValueError(f"{path}: a checkpoint needs a name that does not start with a dot")
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int)):
+        raise TypeError(f"save_checkpoint: keep is {keep!r:.80}; pass how many checkpoints to keep, or None.")
+    if keep is not None and (keep < 1 or folders.numbered(path.name) is None):
+        raise ValueError(
+            f"keep={keep} of {path.name}: keep counts from 1, and needs names that end in a number, as "
+            "step-100"
+        )
+    if why := why_partly_loaded(model):
+        raise ValueError(f"the model is not to be saved: {why}")
+    optimizers = as_optimizers(optimizer)
+    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    if optimizers:
+        state["optimizer"] = state_of(optimizers, parameter_names(model))
+    state[STATES] = states_of(check_objects(states))
+    for what in state:
+        refuse_unreadable(what, state[what])
+    state["shared"] = _extras("shared", shared)
+    kinds = [type(each).__name__ for each in optimizers]
+    state[INFO] = {"world_size": team.size, "optimizers": kinds, HAS_DIGESTS: True}
+    if per_rank is not None:
+        state["per_rank"] = {str(team.rank): {"": team.rank} | _extras("per_rank", per_rank)}
+    return state
+
+
+def _extras(name: str, extras: dict[str, Any] | None) -> dict[str, Any]:
+    """A caller's dict, such that its values come back as they were."""
+    extras = {} if extras is None else extras
+    if not isinstance(extras, dict) or not all(isinstance(key, str) and key for key in extras):
+        raise TypeError(f"{name} is to be a dict with names as keys, not {extras!r:.80}")
+    refuse_shards(name, extras)
+    return {key: as_whole(value) for key, value in extras.items()}
+
+
+def _check_call(caller: str, path: Any, model: Any, flags: dict[str, Any]) -> Path:
+    """The folder that a call is about; what it was given is of the right kinds.
+
+    Raises:
+        TypeError: something is not.
+    """
+    if path is None and caller == "load_checkpoint":
+        raise TypeError(
+            "load_checkpoint: path is None. That is what latest_checkpoint returns where it finds no "
+            "checkpoint: the folder does not exist on this host, or has none yet. Ask on one rank, tell the "
+            "others what it found, and load only if that is a path; and have checkpoints on a file system "
+            "that all hosts share."
+        )
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(
+            f"{caller}: path is {path!r:.80}; pass the folder of a checkpoint, as a str or a Path."
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller}: model is {type(model).__name__}; pass an nn.Module.")
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{caller}: {name} is {value!r:.80}; pass True or False.")
+    return folders.absolute(path)
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """`state` as it is now, in host memory, whatever becomes of the original."""
+    own = {name: staged(part) for name, part in state.items() if name in ("model", "optimizer")}
+    own[STATES] = copied(state[STATES])
+    return own | {name: deepcopy(part) for name, part in state.items() if name not in own}
+
+
+def _join_optimizers(team: Team, state: dict[str, Any]) -> None:
+    """The kinds and param groups of all ranks, each once: ranks of a pipeline have different ones."""
+    kinds: list[str] = []
+    groups: list[dict[str, Any]] = []
+    own_kinds, own = state[INFO]["optimizers"], state["optimizer"]["param_groups"]
+    key = own_kinds, [group["params"] for group in own]
+    for some_kinds, some_groups in team.distinct((own_kinds, own), key):
+        known = [group["params"] for group in groups]
+        groups += [group for group in some_groups if group["params"] not in known]
+        kinds += [kind for kind in some_kinds if kind not in kinds]
+    state[INFO]["optimizers"], state["optimizer"]["param_groups"] = kinds, groups
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+@_in_plain_mode()
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: OptimizerOrMany | None = None,
+    *,
+    states: dict[str, Any] | None = None,
+    strict: bool = True,
+    convert_dtype: bool = False,
+    verify: bool = True,
+    trust: bool = False,
+) -> Loaded:
+    """Load a checkpoint of any number of ranks and any way of sharding into a model of any other.
+
+    Collective over all ranks of the default process group. Everything is checked before anything changes:
+    names, shapes and dtypes, that each tensor is there as a whole, that all ranks see the same save, and that
+    what this rank reads is what was written.
+
+    A checkpoint may come from anywhere: loading it runs none of its code, and opens no file outside of its
+    folder. Values in it that are neither tensors nor plain (numbers, texts, lists, dicts) need `trust=True`.
+
+    Args:
+        path: a folder that :func:`save_checkpoint` or torch's recipe wrote,
+            `dcp.save({"model": ..., "optimizer": ...})`.
+        model: parameters on the meta device get memory first.
+        optimizer: one, or several, of the same kind as were saved; None leaves theirs in the checkpoint.
+            Hyperparameters come from the checkpoint, as with `optimizer.load_state_dict`.
+        states: objects whose states are loaded, by the names under which they were saved. Tensors that
+            `state_dict()` shows are read into; then `load_state_dict` is called.
+        strict: False lets names be missing on either side, and reports them. Objects in `states` that the
+            checkpoint does not have stay as they are.
+        convert_dtype: let tensors be converted that the checkpoint has in another dtype.
+        verify: compare what is read with the digests that were written with it (with the sums in torch's
+            records where torch wrote it, which has no digests). Each rank reads its part twice, the second
+            time mostly from the memory of the operating system. False leaves that out.
+        trust: make objects of any class. That can run any code that whoever wrote the checkpoint has put in.
+
+    Returns:
+        A :class:`Loaded`.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint at `path`.
+        PermissionError: this process may not read it.
+        ValueError: the checkpoint is damaged, not the same on all hosts, not one of this model, optimizer or
+            states, or holds objects that only `trust=True` makes. Nothing has changed.
+        RuntimeError: reading failed half-way. The model refuses to run until a load has succeeded.
+
+    Every rank reads its own part, into its shards. At most one written piece of a parameter is in memory
+    besides; pieces are as large as the shards of the ranks that wrote.
+
+    Example::
+
+        loaded = load_checkpoint("run/step-100", model, optimizer)
+        first_step = loaded.shared["step"] + 1
+    """
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    team = team_of_all()
+    if (last := saves_of(team).last) is not None:
+        last.end_before_next()
+    flags = {"strict": strict, "convert_dtype": convert_dtype, "verify": verify, "trust": trust}
+
+    def check() -> tuple[Path, Optimizers, dict[str, Any]]:
+        place = _check_call("load_checkpoint", path, model, flags)
+        return place, as_optimizers(optimizer), check_objects(states)
+
+    place, optimizers, beside = team.together(check)
+    told = {"path": str(place), "optimizer": bool(optimizers), "states": list(beside)}
+    team.agree("load_checkpoint", told | flags)
+    manifest = team.together(lambda: _opened(place, verify, trust))
+    _refuse_other_saves(team, manifest)
+    team.on_first(manifest.check)
+    names = parameter_names(model)
+    ties = {name: tied for tied in names.values() for name in tied}
+    wanted = team.together(lambda: get_model_state_dict(model))
+    all_names = {name for each in team.distinct(list(wanted), list(wanted)) for name in each}
+    values = team.together(
+        lambda: read_objects(manifest, _small_keys(manifest, team.rank, beside), verify, trust)
+    )
+    info = _dict_at(manifest, values, INFO)
+    loaded = _loaded(manifest, team, values, info.get("world_size"))
+
+    missing, unexpected = team.together(
+        lambda: check_model(manifest, wanted, ties, all_names, strict, convert_dtype)
+    )
+
+    def plan() -> list[OptimizerPlan]:
+        if not optimizers:
+            return []
+        groups, kinds = saved_groups(manifest, values), info.get("optimizers")
+        return check_optimizers(manifest, optimizers, names, groups, kinds, strict)
+
+    plans = team.together(plan)
+    own = team.together(lambda: {name: thing.state_dict() for name, thing in beside.items()})
+    places = tensor_places(own)
+    everywhere = {place for each in team.distinct(places, places) for place in each}
+    state_plans, left = team.together(
+        lambda: plan_states(manifest, beside, own, everywhere, strict, convert_dtype)
+    )
+    reading = Reading(manifest, model, wanted, optimizers, plans, state_plans, values, convert_dtype, missing)
+    team.together(lambda: reading.prepare(verify, trust))
+    if any(team.gather(is_on_meta(model))):
+        team.together(lambda: refuse_lost(model, "load_checkpoint", _kept(model, wanted)))
+        reading.plans = _planned_on_meta(team, model, plan)
+        reading.wanted = team.together(lambda: get_model_state_dict(model))
+    _fill(team, reading)
+    missing += tuple(f"{STATES}.{name}" for name in left)
+    return replace(loaded, missing=missing, unexpected=unexpected)
+
+
+def _kept(model: nn.Module, wanted: dict[str, Any]) -> list[Any]:
+    """The parameters and buffers that states have."""
+    return [entry.value for entry in entries_of(model) if entry.name in wanted]
+
+
+def _planned_on_meta(
+    team: Team, model: nn.Module, plan: Callable[[], list[OptimizerPlan]]
+) -> list[OptimizerPlan]:
+    """Memory first, then anew the plan, whose tensors are like the parameters; values come later."""
+
+    def act() -> list[OptimizerPlan]:
+        give_memory(model)
+        return plan()
+
+    try:
+        return team.together(act)
+    except Exception as error:
+        mark_partly_loaded(model, f"{error} Its parameters have memory and no values.")
+        raise
+
+
+def _opened(path: Path, verify: bool, trust: bool) -> Manifest:
+    folders.refuse_forbidden(path / folders.METADATA)
+    place = folders.found(path)
+    if place is None:
+        raise FileNotFoundError(f"{path} is not a checkpoint: {folders.why_not_a_checkpoint(path)}.")
+    return Manifest.read(place, verify, trust)
+
+
+def _refuse_other_saves(team: Team, manifest: Manifest) -> None:
+    """Ranks that found different saves at the same path would put halves of two models together."""
+    seen = team.gather((manifest.identity, str(manifest.path), gethostname()))
+    if len({identity for identity, _, _ in seen}) == 1:
+        return
+    lines = [f"rank {rank} on {host} has {path}, save {save}" for rank, (save, path, host) in enumerate(seen)]
+    firsts = [line for rank, line in enumerate(lines) if seen[rank][0] not in [s for s, _, _ in seen[:rank]]]
+    raise ValueError(
+        f"ranks see different checkpoints: {listed(firsts)}. Each would load its part of another model. The "
+        "path is on disks of the hosts' own, or one of them sees an old state of a shared one. Put "
+        "checkpoints where all hosts see the same, or copy one of these to all hosts. Nothing was loaded."
+    )
+
+
+def _small_keys(manifest: Manifest, rank: int, states: Iterable[str]) -> list[str]:
+    """All but tensors of the model, the optimizer and `states`."""
+    keys = [
+        *manifest.under("shared").values(),
+        *manifest.under("per_rank", str(rank)).values(),
+        *manifest.under(INFO).values(),
+        *manifest.under("optimizer", "param_groups").values(),
+    ]
+    for name in states:
+        keys += [key for key in manifest.under(STATES, name).values() if manifest.tensor(key) is None]
+    return keys
+
+
+def _dict_at(manifest: Manifest, values: dict[str, Any], *start: str) -> dict[str, Any]:
+    """What a caller gave as a dict, from the values that were read."""
+    found = by_first(manifest.under(*start))
+    return {
+        name: original(nested({place: values[k] for place, k in each.items()}))
+        for name, each in found.items()
+    }
+
+
+def _loaded(manifest: Manifest, team: Team, values: dict[str, Any], world_size: int | None) -> Loaded:
+    own: dict[str, Any] = {}
+    if world_size == team.size:
+        own = _dict_at(manifest, values, "per_rank", str(team.rank))
+    was_given = own.pop("", None) is not None
+    return Loaded(manifest.path, _dict_at(manifest, values, "shared"), own if was_given else None, world_size)
+
+
+@dataclass
+class Reading:
+    """All that is known once nothing but reading is left: what goes where."""
+
+    manifest: Manifest
+    model: nn.Module
+    wanted: dict[str, Any]
+    optimizers: Optimizers
+    plans: list[OptimizerPlan]
+    state_plans: list[StatePlan]
+    values: dict[str, Any]  # read before
+    convert_dtype: bool
+    missing: tuple[str, ...]
+
+    def prepare(self, verify: bool, trust: bool) -> None:
+        """Read what is no tensor, and verify all that is: the last that may fail before anything changes."""
+        targets = self._targets()
+        objects = [key for key, target in targets.items() if target is None]
+        self.values = self.values | read_objects(self.manifest, objects, verify, trust)
+        check_records(self.manifest, {k: t for k, t in targets.items() if t is not None}, verify)
+
+    def run(self) -> None:
+        """Read, and hand everything to whom it belongs."""
+        targets = self._targets()
+        tensors = {key: target for key, target in targets.items() if target is not None}
+        with _trying("reading its tensors failed", ". Files may have been damaged since they were written"):
+            read(self.manifest, tensors, trust=False)
+        values = {key: self.values[key] for key in targets.keys() - tensors} | tensors
+        with _trying("the model did not take what was read"):
+            _give_model(self.model, {n: each for n, each in self._saved.items() if n in self.wanted}, values)
+        for optimizer, plan in zip(self.optimizers, self.plans, strict=True):
+            with _trying(f"{type(optimizer).__name__} did not take what was read"):
+                _give_optimizer(optimizer, plan, values, self.convert_dtype)
+        for state_plan in self.state_plans:
+            with _trying(f"states[{state_plan.name!r}].load_state_dict did not take what was read"):
+                state_plan.give(self.values | values)
+
+    def _targets(self) -> dict[str, Tensor | None]:
+        """By key: what is read into; None for what is no tensor."""
+        targets = {
+            key: self._target(name, key) for name in self.wanted for key in self._saved.get(name, {}).values()
+        }
+        for plan in self.plans:
+            targets |= plan.blanks
+        for state_plan in self.state_plans:
+            targets |= state_plan.targets
+        return targets
+
+    @cached_property
+    def _saved(self) -> dict[str, dict[Place, str]]:
+        return by_first(self.manifest.under("model"))
+
+    def _target(self, name: str, key: str) -> Tensor | None:
+        """The model's own tensor; memory for what has any length; None for a value."""
+        md = self.manifest.tensor(key)
+        if is_extra_state(name) and md is not None:
+            return torch.empty(md.size, dtype=md.properties.dtype)
+        return self.wanted[name] if isinstance(self.wanted[name], Tensor) and md is not None else None
+
+
+@contextmanager
+def _trying(what: str, hint: str = "") -> Iterator[None]:
+    """An error inside says what was tried.
+
+    ``hint`` is its usual cause, which a warning that the caller's filters turn into an error does not have.
+    """
+    try:
+        yield
+    except Exception as error:
+        what += "" if isinstance(error, Warning) else hint
+        raise RuntimeError(f"{what}: {_cause(error)}") from error
+
+
+def _fill(team: Team, reading: Reading) -> None:
+    """Read into all of them. What fails from here on leaves them partly loaded."""
+    try:
+        team.together(reading.run, lambda error: f"{reading.manifest.path}: {error}")
+    except Exception as error:
+        why = f"{error}. The weights are partly those of the checkpoint and partly others; load another one."
+        mark_partly_loaded(reading.model, why)
+        raise RuntimeError(why) from error
+    if not reading.missing:  # else what a load before this one has left may still be there
+        clear_partly_loaded(reading.model)
+
+
+def _give_model(model: nn.Module, saved: dict[str, Any], values: dict[str, Any]) -> None:
+    """Tensors have been read into the model's own; this is for states of other kinds, and for hooks."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    state = {name: nested({place: values[k] for place, k in each.items()}) for name, each in saved.items()}
+    set_model_state_dict(model, state, options=StateDictOptions(strict=False))
+
+
+def _give_optimizer(
+    optimizer: torch.optim.Optimizer, plan: OptimizerPlan, values: dict[str, Any], convert_dtype: bool
+) -> None:
+    state = dict(plan.kept)
+    for number, states in plan.state.items():
+        state[number] = {
+            name: nested({place: values[key] for place, key in places.items()})
+            for name, places in states.items()
+        }
+    load_into(optimizer, {number: each for number, each in state.items() if each}, plan.groups, convert_dtype)
+
+
+def _cause(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint in `directory`; None if it has none, or does not exist.
+
+    Newest is the highest number at the end of a name: step-90 before step-100, whatever the dates of files.
+    What a save that did not end has left behind is passed by. Not collective: each rank looks for itself, and
+    hosts of a file system that shows old states may find different ones, which load_checkpoint refuses. Wait
+    for a save with ``keep`` that is still going on: it removes older ones.
+
+    Args:
+        directory: where the folders `step-10`, `step-20` and so on are.
+
+    Returns:
+        A path for :func:`load_checkpoint`. After a crash in the middle of replacing a checkpoint by one of
+        the same name this is the older one, under the name at which it was set aside.
+
+    Example::
+
+        path = latest_checkpoint("run")
+        first_step = 0 if path is None else load_checkpoint(path, model, optimizer).shared["step"]
+    """
+    return folders.newest(folders.absolute(directory))

@@ -1,0 +1,352 @@
+"""Where checkpoints lie on disk, so that at every moment a complete one is found.
+
+Paths only: what is in the files is not known here. A folder is complete when it has a `.metadata`, which is
+the last file that is written. A save of `step-20` over an older one, by the process that TOKEN names:
+
+    .step-20.TOKEN.partial     written here, and synced
+    step-20                 -> .step-20.TOKEN.previous      moved aside
+    .step-20.TOKEN.partial  -> step-20                      in place
+    .step-20.TOKEN.previous -> .step-20.TOKEN.removed       which is removed
+
+Tokens differ from save to save, so that two jobs that save to one path do not write into each other's files:
+the one that moves its folder last is found, whole. After a crash between the two moves, what was moved aside
+is found. What a crash leaves behind, the next save into the same folder removes, whatever its own name is;
+but only if the process that the token names has certainly ended, or nothing in it has changed for a day.
+"""
+
+import errno
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from uuid import uuid4
+
+from shardwise.state.disk import _hidden, sync
+
+METADATA = ".metadata"
+ABANDONED_S = 24 * 3600  # without a change, on a host whose processes are not seen from here
+
+_TOKEN = r"(?P<host>[0-9a-f]{8})-(?P<pid>[0-9a-f]+)-(?P<began>[0-9a-f]+)-[0-9a-f]{6}"
+_HIDDEN = re.compile(rf"\.(?P<name>.+?)(\.(?P<token>{_TOKEN}))?\.(?P<kind>partial|previous|removed)")
+_FILES = re.compile(r"__\d+_\d+\.distcp|\.digests|\.metadata(\.tmp)?")
+
+_running: set[str] = set()  # tokens of saves that go on in this process
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """`path` as one that has a name: 'run/..' has none of its own."""
+    return Path(os.path.abspath(path))
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save to `path`; all ranks have the same token."""
+
+    path: Path
+    token: str
+
+    @property
+    def partial(self) -> Path:
+        """Where it is written before it is moved to `path`."""
+        return _hidden(self.path, self.token, "partial")
+
+    @property
+    def previous(self) -> Path:
+        """Where the checkpoint that was at `path` waits until the new one is there."""
+        return _hidden(self.path, self.token, "previous")
+
+
+def new_token() -> str:
+    """A name that no other save has, and that says which process it is of."""
+    pid = os.getpid()
+    return f"{_this_host()}-{pid:x}-{_began(pid) or 0:x}-{uuid4().hex[:6]}"
+
+
+@contextmanager
+def running(token: str) -> Iterator[None]:
+    """Inside, nobody in this process takes what is called so for remains."""
+    _running.add(token)
+    try:
+        yield
+    finally:
+        _running.discard(token)
+
+
+def is_complete(path: Path) -> bool:
+    """Whether the folder `path` is a checkpoint that was written to its end."""
+    hidden = _HIDDEN.fullmatch(path.name)
+    return (path / METADATA).is_file() and (hidden is None or hidden["kind"] == "previous")
+
+
+def found(path: Path) -> Path | None:
+    """The complete checkpoint at `path`, also if a crash has left it aside; None: there is none."""
+    if is_complete(path):
+        return path
+    aside = [each for each, kind, name in _remains(path.parent) if (kind, name) == ("previous", path.name)]
+    complete = [each for each in aside if is_complete(each)]
+    return max(complete, key=lambda each: (each.stat().st_mtime, each.name), default=None)
+
+
+def refuse_forbidden(path: Path) -> None:
+    """Tell what may not be looked at, or read, from what is not there or damaged.
+
+    Raises:
+        PermissionError: in words.
+    """
+    try:
+        os.stat(path)
+        is_readable = os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids)
+    except PermissionError:
+        is_readable = False
+    except OSError:
+        return  # it is not there, which is told in other words
+    if not is_readable:
+        user = f"user {os.geteuid()}" if hasattr(os, "geteuid") else "this user"
+        raise PermissionError(
+            f"{path} may not be read by {user} on {socket.gethostname()}. It may be whole; see who owns it "
+            "and the folders above it (ls -ld), and run the job as a user who may read them."
+        )
+
+
+def why_not_a_checkpoint(path: Path) -> str:
+    """What is wrong with a `path` at which nothing was found."""
+    if (hidden := _HIDDEN.fullmatch(path.name)) and hidden["kind"] == "partial":
+        return "it is what a save that did not end has left behind; load the checkpoint before it"
+    partial = [each for each, kind, name in _remains(path.parent) if (kind, name) == ("partial", path.name)]
+    if partial:
+        return f"only {partial[0]} is there, which a save that did not end has left behind"
+    if not path.exists():
+        return "it does not exist"
+    if not path.is_dir():
+        return "it is a file; a checkpoint is a folder"
+    inside = [each.name for each in sorted(path.iterdir()) if is_complete(each)]
+    if inside:
+        return (
+            f"it is a folder of checkpoints; load one of them, or latest_checkpoint: {', '.join(inside[:8])}"
+        )
+    return f"the folder has no file {METADATA}"
+
+
+# --- one save -------------------------------------------------------------------------------------
+
+
+def missing_parents(path: Path) -> list[Path]:
+    """The folders above `path` that a save to it has to make, deepest first."""
+    return [each for each in path.parents if not each.exists()]
+
+
+def prepare(save: Save) -> None:
+    """An empty folder to write into, before it is moved to `path`.
+
+    Raises:
+        FileExistsError: at `path` is something else than a checkpoint, which is not ours to replace.
+    """
+    _refuse_others(save.path)
+    save.partial.mkdir(parents=True)
+
+
+def _refuse_others(path: Path) -> None:
+    if path.exists() and not is_complete(path) and not _is_remains(path):
+        raise FileExistsError(
+            f"{path} exists and is not a checkpoint, so it is not replaced by one. Choose another path."
+        )
+
+
+def publish(save: Save) -> None:
+    """Move what was written to its path, and aside what was there before, until `forget_previous`."""
+    sync(save.partial)
+    for is_last in [False] * 9 + [True]:
+        _set_aside(save)
+        try:
+            save.partial.rename(save.path)
+            break
+        except OSError as error:
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY) and not is_last:
+                continue  # another job's save has come between: that one is replaced, then
+            if is_complete(save.previous) and not save.path.exists():
+                save.previous.rename(save.path)
+            raise
+    sync(save.path.parent)
+
+
+def _set_aside(save: Save) -> None:
+    _refuse_others(save.path)
+    if is_complete(save.path):
+        remove(save.previous)
+        with suppress(FileNotFoundError):  # another job's save has moved it
+            save.path.rename(save.previous)
+        sync(save.path.parent)
+    else:
+        remove(save.path)  # empty, or remains
+
+
+def forget_previous(save: Save) -> None:
+    """Remove the checkpoint that the one at `path` has replaced."""
+    if save.previous.exists():
+        _remove_checkpoint(save.previous, save.path, save.token)
+
+
+def discard(save: Save, made: list[Path]) -> None:
+    """Remove what a failed save has written on this host, and the folders `made` for it, if possible."""
+    shutil.rmtree(save.partial, ignore_errors=True)
+    for folder in made:
+        with suppress(OSError):  # others have put something in it
+            folder.rmdir()
+
+
+def _is_remains(path: Path) -> bool:
+    """Whether the folder `path` holds nothing but files of a checkpoint whose removal did not end."""
+    return path.is_dir() and not path.is_symlink() and not is_complete(path) and _has_only_ours(path)
+
+
+def _has_only_ours(path: Path) -> bool:
+    return all(_FILES.fullmatch(each.name) for each in path.iterdir())
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, which is no checkpoint any more from the first moment."""
+    if path.is_dir() and not path.is_symlink():
+        (path / METADATA).unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another job removes it as well
+            shutil.rmtree(path)
+    elif path.is_symlink() or path.exists():
+        path.unlink()
+
+
+def _remove_checkpoint(place: Path, path: Path, token: str) -> None:
+    """Remove the checkpoint `path`, which is at `place`, under a name that says so should it not end."""
+    removed = _hidden(path, token, "removed")
+    remove(removed)
+    with suppress(FileNotFoundError):  # another job removes it as well
+        place.rename(removed)
+    remove(removed)
+
+
+# --- many checkpoints -----------------------------------------------------------------------------
+
+
+def numbered(name: str) -> tuple[str, int] | None:
+    """'step-90' -> ('step-', 90); None for a name that does not end in a number."""
+    match = re.fullmatch(r"(.*?)(\d+)", name)
+    return (match[1], int(match[2])) if match else None
+
+
+def newest(directory: Path) -> Path | None:
+    """The complete checkpoint in `directory` of the highest number."""
+    refuse_forbidden(directory)
+    # Names of one number are told apart by their text, so that all ranks choose the same one.
+    complete = {name: place for name, place in _complete(directory).items() if numbered(name)}
+    latest = max(complete, key=lambda name: (_number(name), name), default=None)
+    return None if latest is None else complete[latest]
+
+
+def remove_older(save: Save, keep: int) -> None:
+    """Remove complete checkpoints named like `path` with lower numbers, but for the newest `keep` with it."""
+    own = numbered(save.path.name)
+    if own is None:
+        raise ValueError(f"{save.path.name}: keep needs names that end in a number, such as step-100")
+
+    def is_older(name: str) -> bool:
+        other = numbered(name)
+        return other is not None and other[0] == own[0] and other[1] < own[1]
+
+    folder = save.path.parent
+    older = [(_number(name), name, place) for name, place in _complete(folder).items() if is_older(name)]
+    for _, name, place in sorted(older, reverse=True)[keep - 1 :]:
+        if not place.is_symlink():
+            _remove_checkpoint(place, folder / name, save.token)
+    for each in [each for each in folder.iterdir() if is_older(each.name)]:
+        # Saves write in hidden folders only: with digests and without an index, this one was being removed.
+        if (each / ".digests").is_file() and _is_remains(each):
+            remove(each)
+
+
+def _complete(directory: Path) -> dict[str, Path]:
+    """The complete checkpoints in `directory`, by name: also those that a crash has left aside."""
+    if not directory.is_dir():
+        return {}
+    names = {each.name for each in directory.iterdir() if not each.name.startswith(".")}
+    names |= {name for _, kind, name in _remains(directory) if kind == "previous"}
+    return {name: place for name in names if (place := found(directory / name)) is not None}
+
+
+def free_bytes(path: Path) -> int:
+    """Free bytes of the file system of `path`, or of its nearest parent that exists."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def _number(name: str) -> int:
+    split = numbered(name)
+    assert split is not None
+    return split[1]
+
+
+# --- what crashes leave behind --------------------------------------------------------------------
+
+
+def sweep(directory: Path) -> None:
+    """Remove what saves and removals that did not end have left in `directory`; or as much as can be."""
+    for place, kind, name in _remains(directory):
+        with suppress(OSError):
+            is_replaced = kind == "previous" and is_complete(directory / name)
+            is_checkpoint = kind == "previous" and is_complete(place) and not is_replaced
+            if not is_checkpoint and (is_replaced or _is_abandoned(place)) and _has_only_ours(place):
+                remove(place)
+
+
+def _remains(directory: Path) -> list[tuple[Path, str, str]]:
+    """The hidden folders of saves in `directory`: path, kind, and the name of the checkpoint."""
+    if not directory.is_dir():
+        return []
+    parsed = [(each, _HIDDEN.fullmatch(each.name)) for each in sorted(directory.iterdir())]
+    return [(each, match["kind"], match["name"]) for each, match in parsed if match and each.is_dir()]
+
+
+def _is_abandoned(place: Path) -> bool:
+    """Whether nobody writes or removes it any more."""
+    match = _HIDDEN.fullmatch(place.name)
+    assert match is not None
+    if match["token"] is None or match["host"] != _this_host():
+        changes = [place.stat().st_mtime, *(each.stat().st_mtime for each in place.iterdir())]
+        return time.time() - max(changes) > ABANDONED_S
+    pid, began = int(match["pid"], 16), int(match["began"], 16)
+    if pid == os.getpid() and began == (_began(pid) or 0):
+        return match["token"] not in _running
+    return not _is_alive(pid) or began != (_began(pid) or 0)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+@cache
+def _this_host() -> str:
+    """What has these process numbers: a host, since it was started, and a container on it."""
+    known = [socket.gethostname()]
+    with suppress(OSError):
+        known += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+    return sha256("\n".join(known).encode()).hexdigest()[:8]
+
+
+def _began(pid: int) -> int | None:
+    """When a process began, in a unit of the system's; None: not known, or it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])

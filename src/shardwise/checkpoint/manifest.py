@@ -1,0 +1,327 @@
+"""What a checkpoint says it holds, against itself, its files and what a model wants: before anything changes.
+
+Nothing here changes a model, and nothing communicates.
+"""
+
+import pickle
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint import folders
+from shardwise.checkpoint.coverage import why_not_covered
+from shardwise.checkpoint.digests import DIGESTS, Digests, Wanted, damaged
+from shardwise.layout.regions import Box
+from shardwise.state.model_files import leaves_folder
+from shardwise.state.names import listed
+
+INFO = "shardwise"  # the key under which a checkpoint says who wrote it
+HAS_DIGESTS = "digests"  # below it: that there are digests
+
+Place = tuple[str | int, ...]  # where a value stands in nested dicts and lists
+
+
+@dataclass
+class Manifest:
+    """The `.metadata` of a checkpoint, by what it tells about."""
+
+    path: Path
+    metadata: Any  # torch.distributed.checkpoint.metadata.Metadata
+    identity: str  # of the save: no other has the same
+    digests: Digests | None = None
+    places: dict[Place, str] = field(default_factory=dict)  # -> key in the checkpoint
+
+    @classmethod
+    def read(cls, path: Path, verify: bool = True, trust: bool = False) -> "Manifest":
+        """Read it.
+
+        Args:
+            path: the folder.
+            verify: read the digests too, where there are any, and compare it with them.
+            trust: unpickle whatever it holds.
+
+        Raises:
+            ValueError: it cannot be read, is damaged, or names files outside of the folder.
+        """
+        from torch.distributed.checkpoint.metadata import Metadata
+
+        content = (path / folders.METADATA).read_bytes()
+        digests = Digests.read(path, content) if verify else None
+        metadata = _unpickled(path, content, trust)
+        if not isinstance(metadata, Metadata) or metadata.storage_data is None:
+            raise ValueError(
+                f"{path / folders.METADATA} holds a {type(metadata).__name__}, not the index of a checkpoint."
+            )
+        paths = metadata.planner_data or {}
+        places = {tuple(paths.get(key, (key,))): key for key in metadata.state_dict_metadata}
+        save = getattr(metadata.storage_meta, "save_id", None) or "without a name"
+        manifest = cls(path, metadata, f"{save} ({sha256(content).hexdigest()[:12]})", digests, places)
+        if verify and digests is None and (INFO, HAS_DIGESTS) in places:
+            raise ValueError(
+                f"{path} is damaged: {DIGESTS} is missing, which says whether the other files are what was "
+                "written. Was it left out when the folder was copied? verify=False loads without it."
+            )
+        if outside := sorted(
+            {i.relative_path for i in metadata.storage_data.values() if leaves_folder(i.relative_path)}
+        ):
+            raise ValueError(
+                f"{path / folders.METADATA} names files outside of its folder: {listed(map(repr, outside))}. "
+                "No save writes that; it is damaged, or made to read what is not part of it. Nothing was "
+                "loaded."
+            )
+        return manifest
+
+    def under(self, *start: str | int) -> dict[Place, str]:
+        """The keys of everything below `start`, by their place below it."""
+        depth = len(start)
+        return {place[depth:]: key for place, key in self.places.items() if place[:depth] == start}
+
+    def tensor(self, key: str) -> Any:
+        """The shape and dtype of the tensor `key`; None: it is something else."""
+        found = self.metadata.state_dict_metadata[key]
+        return found if hasattr(found, "properties") else None
+
+    def check(self) -> None:
+        """What it says agrees with itself, and with the sizes of files.
+
+        Raises:
+            ValueError: it does not, by file and key.
+        """
+        wrong = [*self._wrong_names(), *self._wrong_chunks(), *self._wrong_records()]
+        if wrong:
+            raise ValueError(
+                f"{self.path} is damaged: {folders.METADATA} does not agree with itself: {listed(wrong)}. "
+                "Nothing was loaded; load an earlier checkpoint."
+            )
+        self._check_files(self.metadata.storage_data.values())
+
+    def check_records(self, indices: Iterable[Any], verify: bool) -> None:
+        """What is to be read is there, and as it was written.
+
+        Args:
+            indices: of the records, as a plan for reading names them.
+            verify: read them and compare; else sizes only.
+
+        Raises:
+            ValueError: something is not, by file and key.
+        """
+        wanted: dict[str, list[Wanted]] = {}
+        for index in dict.fromkeys(indices):
+            record = self.metadata.storage_data[index]
+            form = self._form(index) if self.digests is None else None
+            wanted.setdefault(record.relative_path, []).append(Wanted(index.fqn, record, form))
+        self._check_files(one.record for each in wanted.values() for one in each)
+        if verify and (wrong := damaged(self.path, self.digests, wanted)):
+            raise ValueError(
+                f"{self.path} is damaged; what is there is not what was written in {listed(wrong)}. Nothing "
+                "was loaded; load an earlier checkpoint. verify=False loads it as it is."
+            )
+
+    def _form(self, index: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Of what shape and dtype a record should be; None: it is no tensor."""
+        md = self.tensor(index.fqn)
+        if md is None:
+            return None
+        sizes = next(tuple(chunk.sizes) for chunk in md.chunks if chunk.offsets == index.offset)
+        return sizes, md.properties.dtype
+
+    def _wrong_names(self) -> Iterator[str]:
+        """The name of a value is said twice: as a key, and as a place."""
+        for key, place in (self.metadata.planner_data or {}).items():
+            if ".".join(map(str, place)) != key:
+                yield f"{key} is said to be {'.'.join(map(str, place))} as well"
+        if self.metadata.planner_data and (
+            lost := self.metadata.state_dict_metadata.keys() - self.metadata.planner_data
+        ):
+            yield f"{listed(sorted(lost))} have no place"
+
+    def _wrong_chunks(self) -> Iterator[str]:
+        for key in self.metadata.state_dict_metadata:
+            if (md := self.tensor(key)) is not None:
+                chunks = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in md.chunks]
+                if why := why_not_covered(md.size, chunks):
+                    yield f"{key}: {why}"
+
+    def _wrong_records(self) -> Iterator[str]:
+        """Each chunk has a record; nothing else has, and no two share bytes."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex
+
+        records, needed = self.metadata.storage_data, set()
+        for key in self.metadata.state_dict_metadata:
+            md = self.tensor(key)
+            needed |= (
+                {MetadataIndex(key)} if md is None else {MetadataIndex(key, c.offsets) for c in md.chunks}
+            )
+        for index in needed - records.keys():
+            yield f"{index.fqn}{_at(index)} is in no file"
+        for index in records.keys() - needed:
+            yield f"{index.fqn}{_at(index)} in {records[index].relative_path} is no part of the checkpoint"
+        by_file: dict[str, list[Any]] = {}
+        for index, record in records.items():
+            by_file.setdefault(record.relative_path, []).append((record.offset, record.length, index))
+        for name, each in by_file.items():
+            each.sort(key=lambda part: part[:2])
+            for (offset, length, one), (start, _, other) in pairwise(each):
+                if offset + length > start:
+                    yield f"{one.fqn}{_at(one)} and {other.fqn}{_at(other)} share bytes of {name}"
+
+    def _check_files(self, records: Iterable[Any]) -> None:
+        """Every file is there and as long as it should be."""
+        needed: dict[str, int] = {}
+        for info in records:
+            end = info.offset + info.length
+            needed[info.relative_path] = max(end, needed.get(info.relative_path, 0))
+        exact = {} if self.digests is None else self.digests.lengths()
+        wrong = []
+        for name, length in sorted(needed.items()):
+            file = self.path / name
+            if not file.is_file():
+                wrong.append(f"{name} is missing")
+                continue
+            folders.refuse_forbidden(file)
+            size = file.stat().st_size
+            if size < length:
+                wrong.append(f"{name} has {size} bytes, of at least {length}")
+            elif exact and size != exact.get(name):
+                wrong.append(f"{name} has {size} bytes, and {exact.get(name)} according to {DIGESTS}")
+        if wrong:
+            raise ValueError(
+                f"{self.path} is damaged: {listed(wrong)}. What was in them is lost; load an earlier "
+                "checkpoint. If ranks are on several hosts, the path must be on a file system that all of "
+                "them share."
+            )
+
+
+def _unpickled(path: Path, content: bytes, trust: bool) -> Any:
+    from shardwise.checkpoint.metadata_file import Untrusted, read_metadata
+
+    file = path / folders.METADATA
+    try:
+        return pickle.loads(content) if trust else read_metadata(content)
+    except Untrusted as error:
+        raise ValueError(
+            f"{file} is not read: {error}. Loading it could run any code. If you trust whoever wrote it, "
+            "pass trust=True. Nothing was loaded."
+        ) from error
+    except Exception as error:  # pickle raises whatever the bytes happen to say
+        raise ValueError(
+            f"{file} cannot be read ({type(error).__name__}: {error}). It was damaged after it was "
+            "written, or by another program; load an earlier checkpoint."
+        ) from error
+
+
+def _at(index: Any) -> str:
+    return "" if not index.offset else f" at {tuple(index.offset)}"
+
+
+def by_first(entries: dict[Place, str]) -> dict[str, dict[Place, str]]:
+    """Keys by the first part of their place: the name of a parameter, say."""
+    found: dict[str, dict[Place, str]] = {}
+    for (first, *rest), key in ((place, key) for place, key in entries.items() if place):
+        found.setdefault(str(first), {})[tuple(rest)] = key
+    return found
+
+
+def nested(values: dict[Place, Any]) -> Any:
+    """Values by their places, as the nested dicts they came from."""
+    if () in values:
+        return values[()]
+    below: dict[str | int, dict[Place, Any]] = {}
+    for (first, *rest), value in values.items():
+        below.setdefault(first, {})[tuple(rest)] = value
+    built = {key: nested(each) for key, each in below.items()}
+    if all(isinstance(key, int) for key in built):
+        return [built[index] for index in sorted(built)]
+    return built
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def check_model(
+    manifest: Manifest,
+    wanted: dict[str, Any],
+    ties: dict[str, list[str]],
+    all_names: set[str],
+    strict: bool,
+    convert_dtype: bool,
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the checkpoint lacks of `wanted`, and what it has beyond `all_names`, those of all ranks.
+
+    `ties`: all names of a tied parameter, by each of them; one of them is enough.
+
+    Raises:
+        ValueError: shapes or dtypes differ; names differ and `strict` is True.
+    """
+    saved = by_first(manifest.under("model"))
+    if not saved:
+        tops = {str(place[0]) for place in manifest.places}
+        raise ValueError(
+            f"{manifest.path} holds no model: its keys are {listed(sorted(tops))}, and not 'model'. It was "
+            "written by another recipe; read it with torch.distributed.checkpoint, and give it to the model "
+            "by hand."
+        )
+    shapes, dtypes = [], []
+    for name, value in wanted.items():
+        md = manifest.tensor(saved[name][()]) if () in saved.get(name, {}) else None
+        if not isinstance(value, Tensor) or name not in saved or is_extra_state(name):
+            continue
+        if md is None:
+            shapes.append(f"{name} is no tensor there")
+        elif md.size != value.shape:
+            shapes.append(f"{name} is {tuple(md.size)} there and {tuple(value.shape)} here")
+        elif md.properties.dtype != value.dtype:
+            dtypes.append(f"{name} is {_plain(md.properties.dtype)} there and {_plain(value.dtype)} here")
+    missing = tuple(
+        name
+        for name, value in wanted.items()
+        # An empty dict, which a module may save beside tensors, has no key in a checkpoint.
+        if not any(tied in saved for tied in ties.get(name, [name])) and not _is_empty(value)
+    )
+    unexpected = tuple(name for name in saved if name not in all_names)
+    lines = [f"shapes differ: {listed(shapes)}"] if shapes else []
+    if strict:
+        lines += [f"missing in the checkpoint: {counted(missing)}"] if missing else []
+        lines += [f"unknown to the model: {counted(unexpected)}"] if unexpected else []
+    if lines:
+        advice = "" if shapes else " strict=False loads the rest and reports these."
+        raise ValueError(
+            f"{manifest.path} is a checkpoint of another model; {'; '.join(lines)}. Nothing was "
+            f"loaded.{advice}"
+        )
+    if empty := [name for name in missing if isinstance(wanted[name], Tensor) and wanted[name].is_meta]:
+        raise ValueError(
+            f"{manifest.path}: {listed(empty)} are missing in the checkpoint, and without values in the "
+            "model. Call shardwise.materialize(model) before loading."
+        )
+    if dtypes and not convert_dtype:
+        raise ValueError(
+            f"{manifest.path}: dtypes differ: {listed(dtypes)}. Loading would round or widen without a word; "
+            "pass convert_dtype=True if that is meant, or make the model in the dtype of the checkpoint."
+        )
+    return missing, unexpected
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a module saves it beside its tensors; as a tensor too, it has the length it happens to need."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, dict) and not value
+
+
+def counted(names: Iterable[str]) -> str:
+    """The first of `names`, and their number."""
+    names = list(names)
+    return f"{listed(names)} ({len(names)} in all)" if len(names) > 1 else listed(names)
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,109 @@
+"""Saves that go on in the background, and their order: each waits for the one before it."""
+
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from shardwise.checkpoint.consensus import Team
+from shardwise.torch_compat import c10d
+
+
+class PendingSave:
+    """A save that may still be going on in the background; returned by :func:`save_checkpoint`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._done = threading.Event()
+        # Not the error itself: its traceback would keep what was saved.
+        self._failure: tuple[type[Exception], str] | None = None
+        self._was_told = False
+        self._thread: threading.Thread | None = None
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not. Ranks may see it at different moments."""
+        return self._done.is_set()
+
+    def wait(self) -> Path:
+        """Block until the checkpoint is in place on all ranks.
+
+        Returns:
+            Its path.
+
+        Raises:
+            Exception: what failed, on all ranks the same, and at each call.
+        """
+        self._end()
+        self._was_told = True
+        if self._failure is not None:
+            kind, text = self._failure
+            raise kind(text)
+        return self.path
+
+    def run_beside(self, act: Callable[[], None]) -> None:
+        """Do the saving in a thread. Not a daemon: the interpreter waits for it before it ends."""
+        self._thread = threading.Thread(target=self.run, args=(act,), name=f"saving {self.path}")
+        self._thread.start()
+
+    def run(self, act: Callable[[], None]) -> None:
+        """Do the saving, and keep what it raises."""
+        try:
+            act()
+        except Exception as error:
+            self._failure = type(error), str(error)
+        except BaseException as error:
+            self._failure = RuntimeError, f"{self.path} was not saved: interrupted by {type(error).__name__}"
+            self._was_told = True
+            raise
+        finally:
+            self._done.set()
+
+    def _end(self) -> None:
+        self._done.wait()
+        if self._thread is not None:
+            self._thread.join()  # it has let go of what it saved
+            self._thread = None
+
+    def end_before_next(self) -> None:
+        """Let the next save go on; a failure that nobody has asked for is not lost."""
+        self._end()
+        if self._failure is not None and not self._was_told:
+            self._was_told = True
+            text = f"the save before this one failed: {self._failure[1]}"
+            warnings.warn(text, RuntimeWarning, stacklevel=4)  # over the frame of a decorator
+
+
+class Saves:
+    """The saves of one set of ranks: the last one, and the process group they talk over in the background."""
+
+    def __init__(self) -> None:
+        self.last: PendingSave | None = None
+        self._pg: dist.ProcessGroup | None = None
+
+    def team_in_background(self, team: Team) -> Team:
+        """The same ranks over a process group of their own: two threads must not share one."""
+        if team.pg is None:
+            return team
+        if self._pg is None:
+            everyone = range(team.size)
+            self._pg = c10d.subgroup(team.pg, everyone, torch.device("cpu"), "checkpoint", backend="gloo")
+        return Team(self._pg)
+
+
+# A cache: a set of ranks is known by its default process group, and goes with it.
+_saves_by_group: WeakKeyDictionary[dist.ProcessGroup, Saves] = WeakKeyDictionary()
+_saves_alone = Saves()
+
+
+def team_of_all() -> Team:
+    """All ranks of the default process group; without one, this process."""
+    return Team(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
+
+
+def saves_of(team: Team) -> Saves:
+    """The saves of these ranks so far."""
+    return _saves_alone if team.pg is None else _saves_by_group.setdefault(team.pg, Saves())

@@ -1,0 +1,90 @@
+"""Reading keys of a checkpoint: planned first, so that it is known which records are touched; then done."""
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.state.names import listed
+
+
+class Objects(Exception):
+    """Objects that are not made from a checkpoint unless it is trusted."""
+
+
+def read(manifest: Manifest, targets: dict[str, Any], trust: bool) -> None:
+    """Read the keys of `targets` into its tensors; other values are put in their place."""
+    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+
+    class Planner(DefaultLoadPlanner):
+        """Makes no objects of classes that torch does not know to be harmless."""
+
+        def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+            key = read_item.dest_index.fqn
+            self.state_dict[key] = _made(manifest, key, value, trust)
+
+    reader = FileSystemReader(manifest.path)
+    planner = Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(targets, manifest.metadata, True)
+    reader.set_up_storage_reader(manifest.metadata, True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    plan = planner.finish_plan(reader.prepare_global_plan(planner.create_global_plan([plan]))[0])
+    reader.read_data(plan, planner).wait()
+
+
+def check_records(manifest: Manifest, targets: Mapping[str, Any], verify: bool) -> None:
+    """What reading `targets` would touch on this rank is there, and as it was written; see `Manifest`."""
+    from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+
+    # Not by the planner itself: it would give memory to what is on the meta device.
+    plan = create_default_local_load_plan(dict(targets), manifest.metadata)
+    manifest.check_records((item.storage_index for item in plan.items), verify)
+
+
+def read_objects(manifest: Manifest, keys: list[str], verify: bool, trust: bool) -> dict[str, Any]:
+    """The values of `keys`, such as are no tensors of the model; verified first.
+
+    Raises:
+        ValueError: they are damaged, or ask for code that is not trusted.
+    """
+    targets: dict[str, Any] = {}
+    for key in keys:
+        md = manifest.tensor(key)
+        targets[key] = None if md is None else torch.empty(md.size, dtype=md.properties.dtype)
+    check_records(manifest, targets, verify)
+    try:
+        read(manifest, targets, trust)
+    except PermissionError:
+        raise
+    except Objects as error:
+        raise ValueError(str(error)) from error
+    except Exception as error:
+        raise ValueError(
+            f"{manifest.path} cannot be read: {type(error).__name__}: {error}. It is damaged, or holds "
+            "objects of classes that are not to be found here. Nothing was loaded."
+        ) from error
+    return targets
+
+
+def _made(manifest: Manifest, key: str, value: io.BytesIO, trust: bool) -> Any:
+    try:
+        return torch.load(value, weights_only=not trust)
+    except Exception as error:
+        if not trust and (unknown := _unsafe_names(value)):
+            raise Objects(
+                f"{manifest.path}: {key} holds objects of {listed(unknown)}. Making such an object can run "
+                "any code, so only tensors and plain values are read. If you trust whoever wrote it, pass "
+                "trust=True, or name the classes in torch.serialization.add_safe_globals. Nothing was loaded."
+            ) from error
+        raise
+
+
+def _unsafe_names(value: io.BytesIO) -> list[str]:
+    """What a pickle asks for that torch has not allowed; nothing if it cannot be told."""
+    value.seek(0)
+    try:
+        return list(torch.serialization.get_unsafe_globals_in_checkpoint(value))
+    except Exception:
+        return []

@@ -1,0 +1,126 @@
+"""Stop all ranks at the same step when the job is told to end: by a scheduler, by torchrun, by hand.
+
+Ranks are told at different times, and some not at all. One that left the loop alone would leave the others
+waiting in their next collective, so what was heard is reduced over all ranks. The reduction of one step is
+looked at in the next one, when it has long arrived: it costs no waiting, and the answer is one step late.
+
+    step                    5                  6                  7
+    rank 0    requested()   sends no           sends no           reads 6: yes, stop
+    rank 1    SIGTERM here: sends no           sends yes          reads 6: yes, stop
+"""
+
+import signal
+import threading
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from shardwise.torch_compat import c10d
+
+# A cache: a set of ranks is known by its default process group, and goes with it.
+_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+class StopSignal:
+    """Whether the job was told to end, with the same answer on all ranks. To be used in a ``with`` statement.
+
+    Inside, the signals do nothing but be noted, however often they come; afterwards their handlers are what
+    they were before. torchrun passes SIGTERM on to its workers, and kills them 30 seconds later: a step and a
+    save have to fit into that.
+
+    Args:
+        signals: what tells the job to end. Slurm can send another one ahead of time (``--signal=USR1@120``).
+        every: look only once in so many calls of :meth:`requested`. The answer is that many calls late.
+
+    Raises:
+        RuntimeError: on entering, outside of the main thread, which alone can handle signals.
+        ValueError: ``every`` is below 1.
+
+    Costs an all-reduce of one number between CPUs per look, which nobody waits for.
+
+    Example::
+
+        with StopSignal() as stop:
+            for step in range(first_step, num_steps):
+                train_step()
+                if stop.requested():
+                    save_checkpoint(f"run/step-{step}", model, optimizer, shared={"step": step})
+                    break
+    """
+
+    def __init__(self, *, signals: Sequence[signal.Signals] = (signal.SIGTERM,), every: int = 1) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"StopSignal: every is {every!r}; pass a number of calls from 1 on.")
+        self._signals, self._every = tuple(signals), every
+        self._before: dict[signal.Signals, Any] = {}
+        self._was_told = False  # this rank
+        self._answer = False  # all ranks
+        self._num_calls = 0
+        self._pg: dist.ProcessGroup | None = None
+        self._sent: tuple[dist.Work, torch.Tensor] | None = None
+
+    def __enter__(self) -> "StopSignal":
+        """Note signals from here on. Collective."""
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                "StopSignal: entered in a thread, and Python handles signals in the main thread only. Enter "
+                "it there, around what starts the thread."
+            )
+        self._pg = _group_of_all()
+        for each in self._signals:
+            self._before[each] = signal.signal(each, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Handle signals as before. After an error, other ranks may not have sent what they would have."""
+        for each, handler in self._before.items():
+            signal.signal(each, signal.SIG_DFL if handler is None else handler)
+        self._before.clear()
+        if self._sent is not None and kind is None:
+            self._sent[0].wait()
+        self._sent = None
+
+    def requested(self) -> bool:
+        """Whether to stop now. Collective: all ranks call it equally often, once a step, say.
+
+        Once it is True it remains so, and communicates no more.
+        """
+        if not self._before:
+            raise RuntimeError("StopSignal: requested() was called outside of `with StopSignal() as stop:`.")
+        self._num_calls += 1
+        if self._answer or self._num_calls % self._every:
+            return self._answer
+        if self._pg is None:
+            self._answer = self._was_told
+            return self._answer
+        if self._sent is not None:
+            work, told = self._sent
+            work.wait()
+            self._answer, self._sent = bool(told.item()), None
+        if not self._answer:
+            told = torch.tensor([int(self._was_told)], dtype=torch.int32)
+            work = dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._pg, async_op=True)
+            assert work is not None
+            self._sent = work, told
+        return self._answer
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._was_told = True
+
+
+def _group_of_all() -> dist.ProcessGroup | None:
+    """All ranks over CPUs, in a group for this alone: others may be in use by other threads."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _groups:
+        cpu = torch.device("cpu")
+        _groups[world] = c10d.subgroup(world, range(dist.get_world_size()), cpu, "stop", backend="gloo")
+    return _groups[world]

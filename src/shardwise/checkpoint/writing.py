@@ -1,0 +1,100 @@
+"""A checkpoint written by all ranks of a team: whole or not at all, and all of them raise alike."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from shardwise.checkpoint import folders
+from shardwise.checkpoint.consensus import Team
+from shardwise.checkpoint.digests import SummingFileSystem, write_digests
+from shardwise.checkpoint.folders import METADATA, Save
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.state.disk import sync
+
+
+def write(team: Team, path: Path, state: dict[str, Any], keep: int | None, is_staged: bool) -> None:
+    """Write beside `path`, move to it, tidy up. All ranks raise alike.
+
+    `is_staged`: all of `state` is in host memory already.
+    """
+    save = Save(path, team.broadcast(folders.new_token() if team.is_first else None, 0))
+    explain = partial(_why_not_written, save, team.rank)
+    made = team.together(lambda: folders.missing_parents(path))
+    with folders.running(save.token):
+        try:
+            team.on_first(lambda: folders.prepare(save), explain)
+            _write_files(team, save.partial, state, is_staged, explain)
+            team.on_first(lambda: Manifest.read(save.partial).check(), explain)
+            team.on_first(lambda: folders.publish(save), explain)
+        except Exception:
+            # On each rank: where hosts have disks of their own, each has written to its own.
+            folders.discard(save, made)
+            raise
+
+        def tidy() -> None:
+            folders.forget_previous(save)
+            folders.sweep(path.parent)
+            if keep is not None:
+                folders.remove_older(save, keep)
+
+        team.on_first(tidy, partial(_why_not_tidied, path))
+
+
+def _write_files(
+    team: Team, folder: Path, state: dict[str, Any], is_staged: bool, explain: Callable[[Exception], str]
+) -> None:
+    """The steps of `torch.distributed.checkpoint.save`, over a team.
+
+    `save` itself warns where there is no process group, sends errors as pickles, which some cannot be, and
+    does not say which rank could not write what.
+    """
+    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+
+    planner = DefaultSavePlanner()
+    writer = FileSystemWriter(folder, per_thread_copy_ahead=0 if is_staged else 10_000_000)
+    files = SummingFileSystem(writer.fs)
+    writer.fs = cast(Any, files)
+
+    def plan_locally() -> Any:
+        planner.set_up_planner(state, writer.storage_meta(), team.is_first)
+        writer.set_up_storage_writer(team.is_first)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def plan_globally() -> Any:
+        if plans is None:
+            return None, None
+        joint, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(joint), metadata
+
+    def write_own() -> Any:
+        return writer.write_data(planner.finish_plan(plan), planner).wait(), files.sums
+
+    def finish() -> None:
+        writer.finish(metadata, [written for written, _ in results])
+        sync(folder / METADATA)
+        sums = {name: each for _, of_rank in results for name, each in of_rank.items()}
+        write_digests(folder, writer.save_id, (folder / METADATA).read_bytes(), sums)
+
+    plans = team.gather_at_first(team.together(plan_locally))
+    all_plans, metadata = team.together(plan_globally)
+    plan = team.scatter(all_plans)
+    results: Any = team.gather_at_first(team.together(write_own, explain, says_rank=False))
+    team.on_first(finish, explain)
+
+
+def _why_not_tidied(path: Path, error: Exception) -> str:
+    return f"{path} is saved, but what it replaces could not be removed: {type(error).__name__}: {error}"
+
+
+def _why_not_written(save: Save, rank: int, error: Exception) -> str:
+    if isinstance(error, FileExistsError) and error.errno is None:
+        return str(error)
+    cause = f"{type(error).__name__}: {error}"
+    if error.__context__ is not None and not isinstance(error, OSError):
+        cause += f" (after {type(error.__context__).__name__}: {error.__context__})"
+    return (
+        f"rank {rank} could not write the checkpoint {save.path} (into {save.partial}): {cause}. The file "
+        f"system has {folders.free_bytes(save.partial)} bytes free. A checkpoint that was there before is "
+        "still there."
+    )

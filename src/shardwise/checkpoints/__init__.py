@@ -1,1 +1,0 @@
-"""Sharded checkpoints on torch.distributed.checkpoint."""

@@ -1,0 +1,1 @@
+"""Buffers, streams and collectives. Knows no module and no parameter."""

@@ -1,0 +1,195 @@
+"""Who carries the bytes: a back end, or a rank alone."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm.gloo import GlooExchange
+from shardwise.comm.streams import Finish, Scratch, nothing, waiting_for
+from shardwise.torch_compat import c10d
+
+
+class Memory(Protocol):
+    """Lends buffers of bytes."""
+
+    def borrow(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
+        """A buffer of so many bytes or more, of undefined contents, to hold numbers of ``dtype``."""
+        ...
+
+    def give_back(self, scratch: Scratch) -> None:
+        """End of use."""
+        ...
+
+
+class Communicator(Protocol):
+    """Moves pieces between the ranks of a process group.
+
+    ``packing_limit_bytes``: chunks from this size on are worth a collective of their own.
+    ``memory``: where packed pieces are put together, if not in that of the lane.
+    ``packs_everything``: no parameter travels alone, however large.
+    ``sums_alike``: ranks that get the same sum get the same bits; else the order of adding up may differ.
+    ``channel``: a number that sets this bucket's messages apart from those of others, if there are any.
+    ``smallest_part_bytes``: gradients from this size on are worth a reduction of their own, as soon as they
+    are there; infinite where one call has to reduce them all.
+    ``room_to_reduce``: the memory that a reduction holds until it is waited for, in units of its inputs.
+    All tensors are contiguous and 1D; ``outputs`` of a gather and ``inputs`` of a reduction hold
+    ``world`` pieces of equal size, piece r for or from rank r. Each call returns the function that
+    waits for it.
+    """
+
+    packing_limit_bytes: int
+    packs_everything: bool
+    sums_alike: bool
+    channel: int
+    smallest_part_bytes: float
+    room_to_reduce: float
+    memory: Any  # Memory | None; a Protocol's variable is invariant
+
+    def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
+        """Fill each output with the inputs of all ranks."""
+        ...
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
+        """Fill each output with the sum over ranks of this rank's piece, divided by ``divisor``."""
+        ...
+
+
+def all_reduce(pg: dist.ProcessGroup, tensors: Sequence[Tensor], is_async: bool) -> Finish:
+    """Sum each of ``tensors`` over the ranks of ``pg``, in place."""
+    return waiting_for([dist.all_reduce(tensor, group=pg, async_op=is_async) for tensor in tensors])
+
+
+def gather_to(pg: dist.ProcessGroup, dst: int, own: Tensor, pieces: Sequence[Tensor] | None) -> Finish:
+    """Bring ``own`` of each rank of ``pg`` into ``pieces`` of the one at ``dst``; others pass None."""
+    if own.device.type != "cpu" or c10d.backend_name(pg, own.device) != "gloo":
+        everywhere = None if pieces is None else list(pieces)
+        return waiting_for([dist.gather(own, everywhere, group=pg, group_dst=dst, async_op=True)])
+    # gloo's own gather receives into one buffer more.
+    if pieces is None:
+        return waiting_for([dist.isend(own, group=pg, group_dst=dst)])
+    others = [(rank, piece) for rank, piece in enumerate(pieces) if rank != dst]
+    works = [dist.irecv(piece, group=pg, group_src=rank) for rank, piece in others]
+    pieces[dst].copy_(own)
+    return waiting_for(works)
+
+
+def divided_before(inputs: Sequence[Tensor], divisor: float) -> tuple[Sequence[Tensor], float]:
+    """Inputs of a sum over ranks, and by how much they are divided already.
+
+    A sum of float16 numbers leaves their range soon: those are divided by the root of ``divisor`` before
+    it, and by the rest after it.
+    """
+    if divisor <= 1 or not any(source.dtype is torch.float16 for source in inputs):
+        return inputs, 1.0
+    before = 2.0 ** math.ceil(math.log2(divisor) / 2)
+    return [source / before for source in inputs], before
+
+
+def make_communicator(pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
+    """The communicator that serves ``pg`` best; None is a rank alone."""
+    if pg is None or pg.size() == 1:
+        return SingleRank()
+    if device.type == "cpu" and c10d.backend_name(pg, device) == "gloo":
+        return GlooExchange(pg)
+    return BackendCollectives(pg, device)
+
+
+class SingleRank:
+    """A world of one: gathered and sharded are the same bytes."""
+
+    packing_limit_bytes = 0
+    packs_everything = False
+    sums_alike = True
+    channel = 0
+    smallest_part_bytes = float(1 << 20)
+    room_to_reduce = 1.0
+    memory: Any = None
+
+    def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
+        """Nothing to move: the outputs are the inputs."""
+        return nothing
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
+        """The gradient of the only rank, divided."""
+        for output, source in zip(outputs, inputs, strict=True):
+            torch.div(source, divisor, out=output)
+        return nothing
+
+
+class BackendCollectives:
+    """The back end's own collectives, several as one call where it can.
+
+    On a device they are queued on the current stream; on the host they run beside it.
+    """
+
+    # NCCL is slow with many small collectives; on NVLink a copy of 256 KiB costs about as much as
+    # the launch of one more.
+    packing_limit_bytes = 256 * 1024
+    packs_everything = False
+    sums_alike = False
+    channel = 0
+    # One more launch, for what takes the wire longer than that.
+    smallest_part_bytes = float(4 << 20)
+    room_to_reduce = 1.0
+    memory: Any = None
+
+    def __init__(self, pg: dist.ProcessGroup, device: torch.device) -> None:
+        self._pg = pg
+        self._world = pg.size()
+        self._is_async = device.type == "cpu"
+        self._can_coalesce = True
+        # The fake back end moves nothing, and stands for one that averages.
+        self._averages = c10d.backend_name(pg, device) in ("nccl", "fake")
+        self.force_sum = False
+
+    def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
+        """One coalesced call, or one call an output."""
+        if len(outputs) == 1:
+            return waiting_for([c10d.all_gather(self._pg, outputs[0], inputs[0], self._is_async)])
+        works = self._coalesced(c10d.all_gather_coalesced, outputs, inputs)
+        if works is None:
+            works = [
+                c10d.all_gather(self._pg, output, source, self._is_async)
+                for output, source in zip(outputs, inputs, strict=True)
+            ]
+        return waiting_for(works)
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
+        """Sum and divide, in the back end where it averages over exactly this world."""
+        averages = self._averages and not self.force_sum and divisor == self._world
+        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        if averages and len(outputs) == 1:
+            return waiting_for([c10d.reduce_scatter(self._pg, outputs[0], inputs[0], op, self._is_async)])
+        works: list[Any] = []
+        inputs, before = (inputs, 1.0) if averages else divided_before(inputs, divisor)
+        for dtype in dict.fromkeys(output.dtype for output in outputs):
+            pairs = [(o, i) for o, i in zip(outputs, inputs, strict=True) if o.dtype == dtype]
+            outs, ins = [o for o, _ in pairs], [i for _, i in pairs]
+            issued = self._coalesced(c10d.reduce_scatter_coalesced, outs, ins, op)
+            works += issued or [c10d.reduce_scatter(self._pg, o, i, op, self._is_async) for o, i in pairs]
+
+        def finish() -> None:
+            waiting_for(works)()
+            if outputs and not averages and divisor != before:
+                torch._foreach_div_(list(outputs), divisor / before)
+
+        return finish
+
+    def _coalesced(self, call: Any, outputs: Any, inputs: Any, *more: Any) -> list[Any] | None:
+        """One call for all pairs; None where there is only one or the back end cannot."""
+        if len(outputs) < 2 or not self._can_coalesce:
+            return None
+        try:
+            return [call(self._pg, outputs, inputs, *more, self._is_async)]
+        except (NotImplementedError, AttributeError):
+            self._can_coalesce = False
+        except RuntimeError as error:
+            # The refusal of c10d's base class. It comes before anything has been sent.
+            if "does not support" not in str(error) and "not implemented" not in str(error):
+                raise
+            self._can_coalesce = False
+        return None

@@ -1,0 +1,174 @@
+"""All-gather and reduce-scatter on gloo, as exchanges between pairs of ranks."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm.streams import Finish
+from shardwise.layout.slots import ALIGNMENT, Layout, Slot
+from shardwise.torch_compat import c10d
+
+
+class GlooExchange:
+    """Direct exchange between all pairs of ranks, over gloo's point-to-point calls.
+
+    gloo's own collectives pass the data through buffers of their own, and its reduce-scatter sends
+    twice the bytes. Here each rank sends its piece from where it lies to where it belongs, (world -
+    1) / world of the bytes each way, which is the least possible; the transfers run on gloo's own
+    thread, beside the computation. Measured on 50 MB in 10 parameters, ms: 2 ranks 12 against 40
+    to 57 for gloo's all-gather, 4 ranks 28 against 76 to 126.
+
+    A reduction is such an exchange and a sum over the pieces received, in order of ranks.
+    """
+
+    packing_limit_bytes = 64 * 1024
+    packs_everything = False
+    sums_alike = True
+    channel = 0
+    # What leaves early is sent by the thread that computes, and waited for more often: with parts of 4 MB a
+    # step took a tenth longer. Larger groups are worth it for their memory.
+    smallest_part_bytes = float(16 << 20)
+    memory: Any = None
+    # Messages with one tag between two ranks are matched in the order of their calls. Each parameter
+    # has two tags of its own, by its bucket's channel and its place in the shard buffer, so that ranks
+    # which disagree on what to exchange wait for each other instead of adding up what does not belong
+    # together. Tags keep clear of the caller's own messages.
+    _first_tag = 0x5A000000
+    _num_tags = 1 << 20
+    _channels_apart = 10007  # a prime, lest channels and places add up to the same tag
+
+    def __init__(self, pg: dist.ProcessGroup) -> None:
+        self._pg = pg
+        self._world = pg.size()
+        self._rank = pg.rank()
+        self.room_to_reduce = 1.0 + (self._world - 1) / self._world
+        self.channel = 0
+        # Starting after itself, each rank meets the others in another order: nobody is swamped.
+        self._others = [(self._rank + i) % self._world for i in range(1, self._world)]
+
+    def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
+        """Each rank sends its piece to every other one and puts its own in place."""
+        works: list[Any] = []
+        own: list[tuple[Tensor, Tensor]] = []
+        for output, source in zip(outputs, inputs, strict=True):
+            pieces = output.view(self._world, -1)
+            works += self._swap([(pieces[rank], source) for rank in self._others], source, 0)
+            own.append((pieces[self._rank], source))
+        self._place_own(own)
+        return partial(self._wait_for, works)
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
+        """Each rank sends every other one its piece, and sums what it receives."""
+        received: list[Tensor] = []
+        works: list[Any] = []
+        for output, source in zip(outputs, inputs, strict=True):
+            pieces = source.view(self._world, -1)
+            landing = pieces.new_empty(self._world - 1, pieces.shape[1])
+            pairs = [(landing[rank - (rank > self._rank)], pieces[rank]) for rank in self._others]
+            works += self._swap(pairs, output, 1)
+            received.append(landing)
+
+        def finish() -> None:
+            self._wait_for(works)
+            for output, source, landing in zip(outputs, inputs, received, strict=True):
+                self._sum(output, source.view(self._world, -1), landing, divisor)
+
+        return finish
+
+    def _place_own(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """The part of an all-gather that stays on this rank, which every back end has to copy too."""
+        for piece, source in pairs:
+            piece.copy_(source)
+
+    def _wait_for(self, works: list[Any]) -> None:
+        """Wait for exchanges; an error says which rank the failed one was with."""
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            member = self._others[works.index(work) % len(self._others)]
+            error.peer = c10d.ranks_of(self._pg)[member]  # type: ignore[attr-defined]
+            raise
+
+    def _swap(self, pairs: list[tuple[Tensor, Tensor]], in_shard: Tensor, kind: int) -> list[Any]:
+        """Receive into and send from each (landing, source), one pair a rank of ``_others``."""
+        place = in_shard.storage_offset() * in_shard.itemsize // ALIGNMENT
+        channel = 2 * self.channel + kind
+        tag = self._first_tag + (channel * self._channels_apart + place) % self._num_tags
+        receives = [
+            self._pg.recv([landing], rank, tag)
+            for (landing, _), rank in zip(pairs, self._others, strict=True)
+        ]
+        sends = [
+            self._pg.send([source], rank, tag) for (_, source), rank in zip(pairs, self._others, strict=True)
+        ]
+        return receives + sends
+
+    def _sum(self, output: Tensor, own: Tensor, landing: Tensor, divisor: float) -> None:
+        """Add the pieces in order of ranks, so that the result does not depend on who computes it."""
+        pieces = [*landing[: self._rank], own[self._rank], *landing[self._rank :]]
+        if output.dtype in (torch.bfloat16, torch.float16):  # round once, not once a rank
+            total = pieces[0].float()
+            for piece in pieces[1:]:
+                total.add_(piece)
+            output.copy_(total.div_(divisor))
+            return
+        torch.add(pieces[0], pieces[1], out=output)
+        for piece in pieces[2:]:
+            output.add_(piece)
+        if divisor != 1:
+            output.div_(divisor)
+
+
+class _Staging(NamedTuple):
+    """A buffer that a packed gather fills: as one, by rank, what is not strided of that, by stretches."""
+
+    flat: Tensor
+    rows: Tensor
+    packed: Tensor
+    stretches: list[Tensor]
+
+
+class _Stretch(NamedTuple):
+    """``length`` packed parameters of one size, side by side.
+
+    Of each rank ``num_bytes``, ``pitch`` bytes apart from ``start`` on in the rank's row, for slots
+    ``slot_pitch`` bytes apart from ``slot_start`` on.
+    """
+
+    length: int
+    num_bytes: int
+    pitch: int
+    start: int
+    slot_pitch: int
+    slot_start: int
+
+    def takes(self, slot: Slot, start: int) -> bool:
+        """True if ``slot``, at ``start`` in the row, is one more of them."""
+        sizes = (slot.chunk_bytes, slot.padded_bytes)
+        slot_pitch = self.slot_pitch if self.length > 1 else slot.slot_offset - self.slot_start
+        return (*sizes, start, slot.slot_offset) == (
+            self.num_bytes,
+            self.pitch,
+            self.start + self.length * self.pitch,
+            self.slot_start + self.length * slot_pitch,
+        )
+
+
+def _stretches(layout: Layout) -> list[_Stretch]:
+    found: list[_Stretch] = []
+    for slot in [layout.slots[index] for index in layout.packed]:
+        start = slot.shard_offset - layout.packed_start
+        if not slot.chunk_bytes:
+            continue
+        if found and found[-1].takes(slot, start):
+            last = found[-1]
+            slot_pitch = (slot.slot_offset - last.slot_start) // last.length
+            found[-1] = last._replace(length=last.length + 1, slot_pitch=slot_pitch)
+        else:
+            found.append(_Stretch(1, slot.chunk_bytes, slot.padded_bytes, start, 0, slot.slot_offset))
+    return found

@@ -1,0 +1,331 @@
+"""Numbers as int8 with a scale a block, and communication in that form.
+
+    block       256 numbers of one parameter, the last perhaps fewer
+    scale       largest magnitude in the block / 127, float32
+    number      round(x / scale) in -127..127, one byte; error at most scale / 2
+    message     | int8 of all numbers | padding to 4 bytes | scales |      1.016 bytes a number
+
+Parameters of fewer than two dims travel as they are: few bytes, in which small numbers often matter. A block
+with an infinity or NaN has a scale that is no number either, and comes out as NaN: overflow is not hidden
+from loss scaling and clipping.
+
+Source of block quantisation in sharded training: Wang et al., "ZeRO++: Extremely Efficient Collective
+Communication for Giant Model Training", 2023 (https://arxiv.org/abs/2306.10209); of error feedback: Seide et
+al., "1-Bit Stochastic Gradient Descent", 2014.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm.all_gather import Gather
+from shardwise.comm.buffers import GatheredBuffer
+from shardwise.comm.communicators import Communicator
+from shardwise.comm.streams import Finish, Lane, nothing, waiting_for
+from shardwise.layout.slots import Layout, Run
+from shardwise.torch_compat import c10d
+
+LEVELS = 127
+_TINY = torch.finfo(torch.float32).tiny
+"""Scales up to here have no reciprocal: such blocks are taken for zeros."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How rows of ``numel`` numbers are cut."""
+
+    numel: int
+    block_size: int
+
+    @property
+    def count(self) -> int:
+        """Blocks of a row."""
+        return -(-self.numel // self.block_size)
+
+    @property
+    def scales_at(self) -> int:
+        """Where in a message the scales begin."""
+        return -(-self.numel // 4) * 4
+
+    @property
+    def message_bytes(self) -> int:
+        """Size of a row's message."""
+        return self.scales_at + 4 * self.count
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """Messages of ``rows``, float32 of shape (n, numel), as bytes of shape (n, message_bytes)."""
+        messages = torch.empty(len(rows), self.message_bytes, dtype=torch.uint8, device=rows.device)
+        messages[:, self.numel : self.scales_at].zero_()
+        blocks = self._in_blocks(rows)
+        scales = torch.linalg.vector_norm(blocks, torch.inf, dim=2).div_(LEVELS)
+        steps = torch.where(scales > _TINY, scales.reciprocal(), 0.0).unsqueeze(2)
+        numbers = (blocks * steps).round_().view(len(rows), -1)
+        messages[:, : self.numel].view(torch.int8).copy_(numbers[:, : self.numel])
+        messages[:, self.scales_at :].view(torch.float32).copy_(scales)
+        return messages
+
+    def decode(self, messages: Tensor) -> Tensor:
+        """The numbers of ``messages``, as float32 of shape (n, numel)."""
+        scales = messages[:, self.scales_at :].view(torch.float32)
+        blocks = self._in_blocks(messages[:, : self.numel].view(torch.int8))
+        return (blocks * scales.unsqueeze(2)).view(len(messages), -1)[:, : self.numel]
+
+    def _in_blocks(self, rows: Tensor) -> Tensor:
+        """``rows`` in the shape (n, count, block_size), filled up with zeros where they need it."""
+        if self.numel % self.block_size:
+            rows = torch.nn.functional.pad(rows, (0, self.count * self.block_size - self.numel))
+        return rows.unflatten(1, (self.count, self.block_size))
+
+
+class Feedback:
+    """What quantisation has left out so far, to be added the next time; by the place of what was quantised.
+
+    Kept in bfloat16: its own rounding is a 256th of the error that it carries.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Tensor] = {}
+
+    def add_to(self, place: int, rows: Tensor) -> None:
+        """Add to ``rows``, in place, what they lacked the last time."""
+        if place in self._kept:
+            rows.add_(self._kept[place])
+
+    def keep(self, place: int, rows: Tensor, sent: Tensor) -> None:
+        """Remember what ``sent`` lacks of ``rows``; of numbers that are none, nothing."""
+        self._kept[place] = (rows - sent).nan_to_num_(0.0, 0.0, 0.0).to(torch.bfloat16)
+
+
+class RowCodec:
+    """Rows of numbers of one dtype, some stretches of which are quantised and others are not.
+
+    ``stretches``: (start, end, is quantised), in numbers, without gaps.
+    """
+
+    def __init__(
+        self, stretches: Sequence[tuple[int, int, bool]], dtype: torch.dtype, block_size: int
+    ) -> None:
+        self._dtype = dtype
+        self._parts: list[tuple[int, int, Blocks | None, int]] = []
+        at = 0
+        for start, end, is_quantised in stretches:
+            blocks = Blocks(end - start, block_size) if is_quantised else None
+            self._parts.append((start, end, blocks, at))
+            at += blocks.message_bytes if blocks else -(-(end - start) * dtype.itemsize // 16) * 16
+        self.message_bytes = -(-at // 16) * 16
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """Messages of ``rows``, of shape (n, numbers), as bytes of shape (n, message_bytes)."""
+        messages = torch.zeros(len(rows), self.message_bytes, dtype=torch.uint8, device=rows.device)
+        for start, end, blocks, at in self._parts:
+            stretch = rows[:, start:end]
+            if blocks is None:
+                raw = stretch.to(self._dtype).contiguous().view(torch.uint8)
+                messages[:, at : at + raw.shape[1]].copy_(raw)
+            else:
+                messages[:, at : at + blocks.message_bytes].copy_(blocks.encode(stretch.float()))
+        return messages
+
+    def decode(self, messages: Tensor, rows: Tensor) -> Tensor:
+        """Fill ``rows`` with what ``messages`` say, and return them."""
+        for start, end, blocks, at in self._parts:
+            if blocks is None:
+                raw = messages[:, at : at + (end - start) * self._dtype.itemsize].contiguous()
+                rows[:, start:end].copy_(raw.view(self._dtype))
+            else:
+                rows[:, start:end].copy_(blocks.decode(messages[:, at : at + blocks.message_bytes]))
+        return rows
+
+
+def stretches_of(layout: Layout, run: Run) -> list[tuple[int, int, bool]]:
+    """Which numbers of a run of the shard buffer are worth quantising: matrices, by parameter."""
+    assert isinstance(run.dtype, torch.dtype)
+    size = run.dtype.itemsize
+    found: list[tuple[int, int, bool]] = []
+    for index in run.slots:
+        slot = layout.slots[index]
+        start = (slot.shard_offset - run.start) // size
+        end = start + slot.padded_bytes // size
+        is_float = run.dtype.is_floating_point and size > 1
+        is_quantised = is_float and len(slot.entry.shape) > 1
+        if end == start:
+            continue
+        if found and not is_quantised and not found[-1][2]:
+            start = found.pop()[0]
+        found.append((start, end, is_quantised))
+    return found
+
+
+class QuantizedExchange:
+    """A reduction in which each rank sends every other one its piece as int8, and sums what it receives.
+
+    An all-to-all of messages. The rank's own piece is not rounded. ``feedback`` is None without it.
+    """
+
+    packing_limit_bytes = 0
+    packs_everything = True
+    sums_alike = False
+    channel = 0
+    smallest_part_bytes = math.inf
+    room_to_reduce = 1.0
+    memory = None
+
+    def __init__(
+        self, pg: dist.ProcessGroup, device: torch.device, block_size: int, feedback: Feedback | None
+    ) -> None:
+        self._pg = pg
+        self._world, self._rank = pg.size(), pg.rank()
+        self._is_async = device.type == "cpu"
+        self._block_size = block_size
+        self._feedback = feedback
+        self._codecs: dict[int, RowCodec] = {}  # by where the run begins
+
+    def plan_for(self, layout: Layout) -> None:
+        """Learn what lies where in the pieces to come."""
+        for run in layout.packed_runs:
+            if run.end > run.start and isinstance(run.dtype, torch.dtype):
+                stretches = stretches_of(layout, run)
+                self._codecs[run.start] = RowCodec(stretches, torch.float32, self._block_size)
+
+    def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
+        """Not its subject."""
+        raise NotImplementedError
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
+        """Fill each output with the sum over ranks of this rank's piece, divided by ``divisor``."""
+        finishes = []
+        for output, source in zip(outputs, inputs, strict=True):
+            if output.numel():
+                start = int(output.storage_offset()) * output.itemsize
+                finishes.append(self.exchange(output, source, divisor, self._codecs[start], start))
+
+        def finish() -> None:
+            for each in finishes:
+                each()
+
+        return finish
+
+    def exchange(self, output: Tensor, source: Tensor, divisor: float, codec: RowCodec, place: int) -> Finish:
+        """The same for one output, whose rows are as ``codec`` expects; ``place`` tells it from others."""
+        rows = source.view(self._world, -1).float()
+        rows = rows.clone() if rows.data_ptr() == source.data_ptr() else rows
+        if self._feedback is not None:
+            self._feedback.add_to(place, rows)
+        messages = codec.encode(rows)
+        own = rows[self._rank].clone()
+        if self._feedback is not None:
+            sent = codec.decode(messages, torch.empty_like(rows))
+            sent[self._rank] = own
+            self._feedback.keep(place, rows, sent)
+        landing = torch.empty_like(messages)
+        work = dist.all_to_all_single(landing, messages, group=self._pg, async_op=self._is_async)
+
+        def finish() -> None:
+            waiting_for([work])()
+            received = codec.decode(landing, torch.empty_like(rows))
+            received[self._rank] = own
+            output.copy_(received.sum(dim=0).div_(divisor))
+
+        return finish
+
+
+class QuantizedSum:
+    """An all-reduce in the same form: an exchange, and a gather of the sums.
+
+    All ranks end with the same bits: those of the messages of the second part. What is not quantised is
+    summed by the back end.
+    """
+
+    def __init__(
+        self, pg: dist.ProcessGroup, device: torch.device, block_size: int, feedback: Feedback | None
+    ) -> None:
+        self._pg = pg
+        self._block_size = block_size
+        self._feedback = feedback
+        self._exchange = QuantizedExchange(pg, device, block_size, feedback)
+        self._stretches: dict[int, list[tuple[int, int, bool]]] = {}
+
+    def plan_for(self, layout: Layout) -> None:
+        """Learn what lies where in the tensors to come."""
+        for run in layout.runs:
+            if run.end > run.start and isinstance(run.dtype, torch.dtype):
+                self._stretches[run.start] = stretches_of(layout, run)
+
+    def __call__(self, tensors: Sequence[Tensor], is_async: bool) -> Finish:
+        """Sum each of ``tensors``, flat, over the ranks, in place."""
+        for tensor in tensors:
+            start = int(tensor.storage_offset()) * tensor.itemsize
+            exact = [tensor[s:e] for s, e, is_quantised in self._stretches[start] if not is_quantised]
+            if exact:
+                together = torch.cat(exact)
+                dist.all_reduce(together, group=self._pg)
+                for target, value in zip(exact, together.split([len(t) for t in exact]), strict=True):
+                    target.copy_(value)
+            rest = [(s, tensor[s:e]) for s, e, is_quantised in self._stretches[start] if is_quantised]
+            for place, stretch in rest:
+                self._sum(stretch, start + place * tensor.itemsize)
+        return nothing
+
+    def _sum(self, tensor: Tensor, place: int) -> None:
+        world, numel = self._pg.size(), tensor.numel()
+        share = -(-numel // world)
+        padded = tensor.new_zeros(world * share)
+        padded[:numel].copy_(tensor)
+        total = torch.empty(share, dtype=torch.float32, device=tensor.device)
+        codec = RowCodec([(0, share, True)], torch.float32, self._block_size)
+        self._exchange.exchange(total, padded, 1.0, codec, 2 * place)()
+        rows = total.view(1, -1)
+        if self._feedback is not None:
+            self._feedback.add_to(2 * place + 1, rows)
+        message = codec.encode(rows)
+        if self._feedback is not None:
+            self._feedback.keep(2 * place + 1, rows, codec.decode(message, torch.empty_like(rows)))
+        gathered = message.new_empty(world, codec.message_bytes)
+        waiting_for([c10d.all_gather(self._pg, gathered.view(-1), message.view(-1), False)])()
+        tensor.copy_(codec.decode(gathered, rows.new_empty(world, share)).view(-1)[:numel])
+
+
+class Int8Gather(Gather):
+    """An all-gather that sends floating-point matrices as int8. All parameters are packed.
+
+    Each rank, the one that holds them too, computes with what the messages say.
+    """
+
+    def __init__(self, comm: Communicator, layout: Layout, gathered: GatheredBuffer, block_size: int) -> None:
+        super().__init__(comm, layout, gathered)
+        self._runs: list[tuple[int, int, torch.dtype, RowCodec]] = []
+        for run in layout.packed_runs:
+            if run.end > run.start:
+                assert isinstance(run.dtype, torch.dtype)
+                codec = RowCodec(stretches_of(layout, run), run.dtype, block_size)
+                start = run.start - layout.packed_start
+                self._runs.append((start, run.end - layout.packed_start, run.dtype, codec))
+        self._message_bytes = sum(codec.message_bytes for *_, codec in self._runs)
+
+    def start(self, lane: Lane, inputs: Sequence[Tensor]) -> Finish:
+        """Fill the gathered buffer from ``inputs``, as ``cut`` makes them; returns what waits."""
+        messages = [
+            codec.encode(inputs[0][start:end].view(dtype).view(1, -1)).view(-1)
+            for start, end, dtype, codec in self._runs
+        ]
+        message = torch.cat(messages)
+        landing = message.new_empty(self._world * self._message_bytes)
+        wait = self._comm.all_gather([landing], [message])
+        return partial(self._finish, wait, landing, lane)
+
+    def _finish(self, wait: Finish, landing: Tensor, lane: Lane) -> None:
+        wait()
+        packed_bytes = self._layout.packed_bytes
+        scratch = lane.borrow(self._world * packed_bytes, landing.device)
+        staging = self._stage(scratch.bytes)
+        messages, at = landing.view(self._world, -1), 0
+        for start, end, dtype, codec in self._runs:
+            codec.decode(messages[:, at : at + codec.message_bytes], staging.rows[:, start:end].view(dtype))
+            at += codec.message_bytes
+        self._unpack(staging)
+        lane.give_back(scratch)

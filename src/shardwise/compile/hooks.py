@@ -1,0 +1,95 @@
+"""The hooks that sharded modules have: eager, or traced while ``torch.compile`` traces them."""
+
+from functools import partial, wraps
+from typing import Any
+
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from shardwise.compile import traced
+from shardwise.engine import hooks
+from shardwise.engine.group import State
+from shardwise.engine.schedule import Member
+from shardwise.torch_compat import dynamo
+
+_WRAPPED = "_shardwise_methods"
+
+
+def install_hooks(member: Member) -> None:
+    """Drive the group of ``member`` by the forwards of its modules.
+
+    Our hook before forward is the first, and the one after it the last, also among those registered later:
+    the caller's own hooks see full parameters, and what they return is what backward is announced by. The
+    latter runs after an exception as well.
+    """
+    for module in member.group.modules:
+        after = module.register_forward_hook(
+            partial(_after_forward, member), with_kwargs=True, always_call=True
+        )
+        before = partial(_before_forward, member, after.id)
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        module.register_load_state_dict_pre_hook(partial(_before_load, member))
+        module.register_load_state_dict_post_hook(partial(_after_load, member))
+
+
+def _before_load(member: Member, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Full tensors in a state dict become shards: each rank takes its part."""
+    if member.group.state is State.LENT:
+        return  # full parameters are what is loaded into
+    names = {inner: name for name, inner in module.named_modules(prefix=prefix.rstrip("."))}
+    for param in member.group.params:
+        for site in param.sites:
+            key = ".".join(part for part in (names.get(site.module), site.name) if part)
+            if site.module in names and param.is_full_value(state.get(key)):
+                state[key] = param.as_shard(state[key])
+
+
+def _after_load(member: Member, module: nn.Module, incompatible_keys: Any) -> None:
+    """Shards that ``load_state_dict(assign=True)`` put in place move into the buffer at once."""
+    member.group.follow_changes()
+    if not incompatible_keys.missing_keys:
+        member.group.partly_loaded = None
+
+
+def wrap_method(module: nn.Module, name: str, member: Member) -> None:
+    """Let ``module.<name>(...)`` gather and free as ``module(...)`` does."""
+    method = getattr(module, name)
+
+    @wraps(method)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _before_forward(member, None, module, args, kwargs) or (args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        except Exception:
+            _after_forward(member, module, args, kwargs, None)
+            raise
+        changed = _after_forward(member, module, args, kwargs, output)
+        return output if changed is None else changed
+
+    # Compiled by itself, it would have one hook inside of a graph and one outside.
+    dynamo.skip_frame(gathered)
+    setattr(module, name, gathered)
+    module.__dict__.setdefault(_WRAPPED, set()).add(name)
+
+
+def wrapped_methods(module: nn.Module) -> set[str]:
+    """Names of the methods of ``module`` that were wrapped so."""
+    return module.__dict__.get(_WRAPPED, set())
+
+
+def _before_forward(
+    member: Member, after: int | None, module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any] | None:
+    if is_dynamo_compiling():
+        return traced.before_forward(member, module, args, kwargs)
+    return hooks.before_forward(member, after, module, args, kwargs)
+
+
+def _after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    if is_dynamo_compiling():
+        return traced.after_forward(member, module, output)
+    return hooks.after_forward(member, module, args, kwargs, output)
+
+
+for _hook in (_before_forward, _after_forward):
+    dynamo.run_outside_graphs(_hook)

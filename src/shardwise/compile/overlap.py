@@ -1,0 +1,137 @@
+"""When collectives of a compiled graph begin and end: beside the computation, as in eager runs.
+
+Inductor keeps the order in which a graph was traced: gather, wait, compute, gather, wait, compute. Its own
+passes go by estimates of times, or gather as early as they can. This one does what schedule.py does::
+
+    traced    gather 1, wait 1, compute 1, gather 2, wait 2, compute 2 ...
+    ordered   gather 1, gather 2, wait 1, compute 1, gather 3, wait 2, compute 2 ...
+
+A gather begins when the one before it is about to be waited for; a reduction is waited for when the next one
+is about to begin, the last at the end. So no more than two of a kind are under way at once.
+
+Ranks must begin collectives in one order. Which that is follows from the order in the graph alone, not from
+where other steps stand: ranks of which one has fewer rows fuse and order those differently.
+"""
+
+import heapq
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from shardwise.torch_compat import inductor
+
+Step = Any
+"""Of a program of Inductor: ``torch._inductor.scheduler.BaseSchedulerNode``."""
+Edges = dict[Step, list[Step]]
+
+
+def one_ahead(steps: list[Step]) -> list[Step]:
+    """``steps``, which are in an order that their dependencies allow, in another such."""
+    program = _Program(steps)
+    for first, second in pairwise(program.gathers):
+        if (wait := program.wait_of(first)) is not None:
+            program.advance(second, program.places[wait])
+    for first, second in pairwise([*program.reductions, None]):
+        if (wait := program.wait_of(first)) is not None:
+            program.delay(wait, float(len(steps)) if second is None else program.places[second])
+    return program.ordered(_chain(program.collectives, program.gathers))
+
+
+def _chain(collectives: Sequence[Step], gathers: Sequence[Step]) -> list[Step]:
+    """``collectives`` in their order, but each of ``gathers`` where the one before it was."""
+    after = dict(pairwise(gathers))
+    found = list(gathers[:1])
+    for each in collectives:
+        if each not in gathers:
+            found.append(each)
+        elif each in after:
+            found.append(after[each])
+    return found if gathers else list(collectives)
+
+
+class _Program:
+    """Steps, what each needs, and where each is wanted."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._steps = steps
+        self.places: dict[Step, float] = {step: float(place) for place, step in enumerate(steps)}
+        self._wanted = dict(self.places)
+        makers = {name: step for step in steps for name in inductor.made_by(step)}
+        kinds = {step: inductor.collective_of(step) for step in steps}
+        self._needs: Edges = {step: _makers_for(step, makers, kinds) for step in steps}
+        self._feeds: Edges = {step: [] for step in steps}
+        for step, needed in self._needs.items():
+            for each in needed:
+                self._feeds[each].append(step)
+        self._waits = {step for step, kind in kinds.items() if kind == "wait_tensor"}
+        self.collectives = [step for step, kind in kinds.items() if kind and step not in self._waits]
+        own_needs = {step: _reached(self._needs[step], self._needs) for step in self.collectives}
+        self.gathers = [
+            step
+            for step in self.collectives
+            if kinds[step] == "all_gather_into_tensor" and own_needs[step].isdisjoint(self.collectives)
+        ]
+        """Of parameters: what they gather depends on no other collective."""
+        others = [step for step in self.collectives if kinds[step] != "all_reduce"]
+        self.reductions = [
+            step
+            for step in others
+            if kinds[step] == "reduce_scatter_tensor"
+            and _reached(self._feeds[step], self._feeds).isdisjoint(others)
+        ]
+        """Of gradients: nothing but a sum over replicas depends on what they give."""
+
+    def wait_of(self, collective: Step) -> Step | None:
+        """The step that waits for ``collective``."""
+        return next((step for step in self._feeds[collective] if step in self._waits), None)
+
+    def advance(self, step: Step, place: float) -> None:
+        """Have ``step`` run right before what was at ``place``, and what it needs as well."""
+        for each in _reached([step], self._needs):
+            self._wanted[each] = min(self._wanted[each], place - 0.5)
+
+    def delay(self, step: Step, place: float) -> None:
+        """Have ``step`` run right before what was at ``place``, and what needs it no earlier."""
+        for each in _reached([step], self._feeds):
+            self._wanted[each] = max(self._wanted[each], place - 0.5)
+
+    def ordered(self, chain: Sequence[Step]) -> list[Step]:
+        """The steps in the order wanted, as far as their needs allow; those of ``chain`` in its own."""
+        for first, second in pairwise(chain):
+            self._needs[second].append(first)
+            self._feeds[first].append(second)
+        missing = {step: len(needed) for step, needed in self._needs.items()}
+        ready = [(self._wanted[step], self.places[step], step) for step in self._steps if not missing[step]]
+        heapq.heapify(ready)
+        found: list[Step] = []
+        while ready:
+            step = heapq.heappop(ready)[-1]
+            found.append(step)
+            for each in self._feeds[step]:
+                missing[each] -= 1
+                if not missing[each]:
+                    heapq.heappush(ready, (self._wanted[each], self.places[each], each))
+        return found
+
+
+def _makers_for(step: Step, makers: dict[str, Step], kinds: dict[Step, str | None]) -> list[Step]:
+    """The steps that ``step`` must come after; not the order that torch has put collectives in."""
+    needed, followed = inductor.needed_by(step)
+    found = [makers[name] for name in needed if name in makers]
+    for name in followed:
+        other = makers.get(name)
+        if other is not None and not (kinds[step] and kinds[other]):
+            found.append(other)
+    return list(dict.fromkeys(found))
+
+
+def _reached(steps: Iterable[Step], edges: Edges) -> set[Step]:
+    """``steps``, and all that ``edges`` lead to from them."""
+    found: set[Step] = set()
+    left = list(steps)
+    while left:
+        step = left.pop()
+        if step not in found:
+            found.add(step)
+            left += edges[step]
+    return found

@@ -1,0 +1,256 @@
+"""What the hooks of a sharded module do where ``torch.compile`` traces them, inside a larger graph.
+
+A module that is compiled on its own has its hooks outside of its graph: they run as ever. Where what is
+compiled calls the module (a model its blocks, a function a model), its hooks are in the graph, and come here:
+
+    before forward    full tensors are a function of the shards, and shadow them
+    after forward     the shadows go
+    backward          is what autograd makes of that function: functional.py
+
+Nothing of the eager runtime takes part: no buffers, no states, no recorded order. Both can alternate, since
+the graph reads the registered shards and leaves gradients on them. Full parameters are plain tensors there,
+no ``nn.Parameter`` and without attributes of the caller's, for dynamo can give a tensor neither.
+
+What the graph could not do is refused: under ``fullgraph=True`` with the reason, else the graph breaks there
+and the hooks run as ever.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.compile.functional import Piece, Ways, gather, gather_again_in_backward
+from shardwise.engine.group import DEFERRED, Group, meta_message, open_tie_message
+from shardwise.engine.schedule import Member
+from shardwise.layout.mesh import Axis
+from shardwise.layout.nested import map_tensors
+from shardwise.params.bucket import Bucket
+from shardwise.params.parameter import Param
+from shardwise.torch_compat import dynamo
+
+
+def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Let the module see full tensors, and bring inputs to the device and dtype of the computation."""
+    group = member.group
+    is_root = group is member.schedule.root
+    _refuse_in_graphs(member)
+    gathers_again = member.schedule.reshards_after_forward(group) and torch.is_grad_enabled()
+    for bucket in group.buckets:
+        params = _params_of(module, group, bucket)
+        fulls = _full_tensors(group, bucket, params, gathers_again)
+        dynamo.allowed_in_checkpoints(_shadow, params, fulls)
+    if is_root and group.device.type != "cpu":
+        args, kwargs = map_tensors((args, kwargs), lambda t: t.to(group.device, non_blocking=True))
+    return group.casts.inputs(args, kwargs) or (args, kwargs)
+
+
+def after_forward(member: Member, module: nn.Module, output: Any) -> Any:
+    """Let the module see its shards again."""
+    group = member.group
+    for bucket in group.buckets:
+        dynamo.allowed_in_checkpoints(_unshadow, _params_of(module, group, bucket))
+    return group.casts.output(output)
+
+
+def _params_of(module: nn.Module, group: Group, bucket: Bucket) -> list[Param]:
+    """Those that are gathered for a call of ``module``: its own, where the group is of several modules."""
+    if len(group.modules) == 1:
+        return bucket.params
+    inside = list(module.modules())
+    return [p for p in bucket.params if any(site.module is m for site in p.sites for m in inside)]
+
+
+def _full_tensors(group: Group, bucket: Bucket, params: Sequence[Param], gathers_again: bool) -> list[Tensor]:
+    shards = [_registered(param).to_local() for param in params]
+    pieces = [_piece(param, shard) for param, shard in zip(params, shards, strict=True)]
+    run = partial(gather, pieces=pieces, ways=_ways(group, bucket))
+
+    def gathered(*shards: Tensor) -> list[Tensor]:
+        return run(shards)
+
+    fulls = gather_again_in_backward(gathered, *shards) if gathers_again else gathered(*shards)
+    return [param.as_seen_in_graphs(full) for param, full in zip(params, fulls, strict=True)]
+
+
+def _piece(param: Param, shard: Tensor) -> Piece:
+    own_size = shard.shape[param.dim] if param.shape else 1
+    return Piece(param.shape, param.dim, own_size, param.precision.computed, param.precision.reduced)
+
+
+def _ways(group: Group, bucket: Bucket) -> Ways:
+    mesh = bucket.mesh
+    return Ways(
+        group.device,
+        mesh.shard.world,
+        _name(mesh.shard),
+        _name(mesh.shard) if bucket.comms.reduce_pg is None else bucket.comms.reduce_pg.group_name,
+        _name(mesh.replicate),
+        group.divide_factor or float(mesh.num_ranks),
+    )
+
+
+def _name(axis: Axis) -> str | None:
+    return None if axis.pg is None or axis.is_alone else axis.pg.group_name
+
+
+def _registered(param: Param) -> DTensor:
+    """What stands in the module now: it may have been replaced since the last eager forward."""
+    site = param.sites[0]
+    found = site.registered()
+    if not isinstance(found, DTensor) or dynamo.is_shadowed(site.module, site.name):
+        dynamo.refuse_graph(
+            f"{param.fqn}: a graph is being compiled that gathers this parameter, but a full one stands "
+            "where its shard should: inside unsharded(), after unshard(), or where a module calls itself. "
+            "Leave the context, or call reshard(), before the first compiled forward."
+        )
+    assert isinstance(found, DTensor)
+    if found is not param.sharded and not dynamo.RESTORES_ALL_IN_GRAPHS:
+        dynamo.refuse_graph(
+            f"{param.fqn}: another parameter was put in its place since the last eager forward, and a "
+            f"graph of torch {torch.__version__} would put back the one before. Run one forward uncompiled, "
+            "or use load_state_dict(assign=True)."
+        )
+    return found
+
+
+def _shadow(params: Sequence[Param], fulls: Sequence[Tensor]) -> None:
+    for param, full in zip(params, fulls, strict=True):
+        for site in param.sites:
+            dynamo.shadow_in_graph(site.module, site.name, full)
+
+
+def _unshadow(params: Sequence[Param]) -> None:
+    for param in params:
+        for site in param.sites:
+            dynamo.unshadow_in_graph(site.module, site.name, param.sharded)
+
+
+# --- what is not possible -------------------------------------------------------------------------
+
+
+def _refuse_in_graphs(member: Member) -> None:
+    """Break the graph where it would not do what the caller has asked for."""
+    group = member.group
+    if reason := _about_model(member):
+        dynamo.refuse_graph(reason)
+    reason = _about_weights(member)
+    if torch.is_grad_enabled():
+        reason = reason or _about_gradients(group)
+    for bucket in group.buckets:
+        reason = reason or _about_bucket(bucket)
+    if reason:
+        dynamo.refuse_graph(
+            f"{group.name}: {reason}. Or compile the sharded modules one by one (module.compile()), not the "
+            "one around them: their hooks are then outside of their graphs, and do all that they do in eager "
+            "runs."
+        )
+
+
+def _about_model(member: Member) -> str:
+    """What eager runs refuse as well, when they begin or at the end of a forward: the whole message."""
+    group = member.group
+    if group.ties:  # without a look at what they are tied to, which dynamo would ask for its gradient
+        return open_tie_message(group.ties[0].site.fqn, "a parameter that")
+    try:
+        group.refuse_partly_loaded()
+        if not group.modules_watch.is_untouched_in_graph():
+            group.refuse_added(member.schedule.names())
+    except RuntimeError as error:
+        return str(error)
+    # As the modules have them: of tensors that it meets elsewhere first, dynamo takes the sizes for dynamic.
+    standing = [(param.fqn, param.sites[0].registered()) for param in group.params]
+    if names := [fqn for fqn, tensor in standing if tensor is not None and tensor.is_meta]:
+        return f"Cannot run forward: {meta_message(names)}"
+    return ""
+
+
+def _about_weights(member: Member) -> str:
+    if member.schedule.is_in_inference:
+        return "inference() keeps parameters gathered, but a graph gathers by itself. Leave the context"
+    if member.schedule.post_optim_event is not None:
+        return (
+            "set_post_optim_event() was called, but a graph gathers without waiting for it. Let the "
+            "computing stream wait for the event instead: "
+            "torch.accelerator.current_stream().wait_event(event)"
+        )
+    return ""
+
+
+def _about_gradients(group: Group) -> str:
+    if not group.requires_gradient_sync:
+        return (
+            "gradients are to stay unreduced (no_sync), but a graph reduces those of its backward. Leave "
+            "synchronisation on: reduced gradients add up to the same"
+        )
+    if not group.requires_all_reduce and group.replicates:
+        return (
+            "set_requires_all_reduce(False), but a graph sums over replicas in each backward. Leave it on: "
+            "the gradients add up to the same"
+        )
+    if group.gradient_state is DEFERRED:
+        return (
+            "gradients of earlier backwards wait to be reduced together with these, which a graph does not "
+            "know of. Run the last of these steps uncompiled"
+        )
+    if isinstance(group.reshard_after_forward, int) and not isinstance(group.reshard_after_forward, bool):
+        return (
+            f"reshard_after_forward={group.reshard_after_forward} keeps parameters together among so many "
+            "ranks until backward, but a graph gathers them again from all. Use True or False"
+        )
+    if group.zeros_for_unused or group.may_be_unused:
+        return (
+            "ranks were said to differ in what they use, but a graph communicates in what it uses only. Let "
+            "all ranks use all modules"
+        )
+    if group.all_reduce_hook is not None or group.averages_ignored:
+        return (
+            "set_all_reduce_hook() or set_reduce_ignored_params() was called, but a graph reduces without "
+            "asking. Do without it"
+        )
+    return ""
+
+
+def _about_bucket(bucket: Bucket) -> str:
+    comms = bucket.comms
+    if type(bucket) is not Bucket:
+        return "its parameters say themselves what is gathered of them, outside of graphs. Use plain ones"
+    own = (comms.make_gather, comms.make_reduce, comms.reducer, bucket.policy.quantized_gather)
+    if any(each is not None for each in own):  # torch 2.11 cannot trace whether a partial is true
+        return (
+            "it was given collectives or memory of its own (set_custom_all_gather, "
+            "set_custom_reduce_scatter, register_comm_hook, quantized_gather, or an allocator), but graphs "
+            "have those of the back end. Leave them away"
+        )
+    for param in bucket.params:
+        if param.has_own_class:
+            return (
+                f"{param.fqn} is of a class of its own, but a gathered parameter is a plain tensor in a "
+                "graph. Use nn.Parameter"
+            )
+        if param.has_hooks_of_original:
+            return (
+                f"{param.fqn} had hooks for its full gradient, which is inside of the graph. Register them "
+                "after fully_shard, for the reduced one"
+            )
+        if param.precision.accumulated not in (param.precision.computed, param.precision.reduced):
+            return (
+                f"gradients of {param.fqn} are to add up in {param.precision.accumulated} "
+                "(accumulate_dtype), but a graph adds up those of several uses as they are computed. Leave "
+                "accumulate_dtype out"
+            )
+        if param.precision.kept != param.precision.stored:
+            return (
+                f"gradients of {param.fqn} are kept in {param.precision.kept}, but autograd puts those of a "
+                "graph in the dtype of the parameter. Leave out keep_low_precision_grads"
+            )
+        if param.is_tensor_parallel and param.mesh.full is not None:
+            return (
+                f"{param.fqn} is a DTensor on the whole mesh, whose gradient DTensor would sum over "
+                "data-parallel ranks in a graph, before it is summed over them. Distribute it over the other "
+                "dimensions, and pass fully_shard those to shard over"
+            )
+    return ""

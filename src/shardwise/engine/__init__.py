@@ -1,0 +1,1 @@
+"""When parameters are gathered, freed and their gradients reduced: forward, backward, and what is between."""

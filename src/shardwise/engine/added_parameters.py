@@ -1,0 +1,127 @@
+"""Parameters that join a sharded tree after ``fully_shard``: nobody reduces their gradients.
+
+A group has taken the parameters of its modules as they were. What is registered in them later belongs to no
+group: a parameter of a module that it knows, or a module such as an adapter, wherever it is put. It is looked
+for after every forward, in passes that run in C; names are found only when something has changed.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
+from operator import attrgetter, is_, is_not
+
+from torch import nn
+
+from shardwise.layout.fqns import clean
+from shardwise.params.parameter import sharded_before
+
+PLACE = "_shardwise_place"
+"""An entry of the ``__dict__`` of every module whose parameters a group has taken; see checks.Place."""
+
+_parameters, _children = attrgetter("_parameters"), attrgetter("_modules")
+_wants_gradient = attrgetter("requires_grad")
+_is_something = partial(is_not, None)
+
+
+class ModuleWatch:
+    """The modules of a group, and what was registered in them when it was made."""
+
+    def __init__(self, owners: Sequence[nn.Module]) -> None:
+        self._known = {(module, name) for module in owners for name in _names_of(module)}
+        self._frozen: list[nn.Parameter] = []
+        self._take_stock(owners)
+
+    def _take_stock(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = tuple(modules)
+        self._num_parameters = self._count_parameters()
+        self._leaves = [module for module in modules if not module._modules]
+        self._parents = [module for module in modules if module._modules]
+        self._inside = self._find_children()
+
+    def is_untouched(self) -> bool:
+        """True if no parameter was added, no module put in place, and nothing added earlier was unfrozen."""
+        if self._count_parameters() != self._num_parameters or any(map(_children, self._leaves)):
+            return False
+        inside = self._find_children()
+        if len(inside) != len(self._inside) or not all(map(is_, inside, self._inside)):
+            return False
+        return not any(map(_wants_gradient, self._frozen))
+
+    def is_untouched_in_graph(self) -> bool:
+        """The same, for dynamo, which cannot trace passes that run in C."""
+        if sum(p is not None for m in self._modules for p in m._parameters.values()) != self._num_parameters:
+            return False
+        inside = [child for m in self._modules for child in m._modules.values()]
+        if len(inside) != len(self._inside):
+            return False
+        for child, before in zip(inside, self._inside, strict=True):
+            if child is not before:
+                return False
+        return not any(param.requires_grad for param in self._frozen)
+
+    def find_added(
+        self, names: Mapping[nn.Module, str], fulls: Sequence[nn.Parameter]
+    ) -> list[tuple[str, nn.Parameter]]:
+        """What was added and would be trained, by full name; ``names`` are those of all modules of the tree.
+
+        In modules that were known, or in new ones that are not sharded themselves; and ``fulls``, the
+        gathered parameters, wherever they stand. What else is new is known from now on.
+        """
+        modules = dict.fromkeys(self._modules)
+        added: list[tuple[str, nn.Parameter]] = []
+        frozen: list[nn.Parameter] = []
+
+        def look(where: str, param: nn.Parameter) -> None:
+            if param.requires_grad or any(param is full for full in fulls):
+                added.append((where, param))
+            else:
+                frozen.append(param)
+
+        for module in self._modules:
+            for name, param in module._parameters.items():
+                if param is not None and (module, name) not in self._known:
+                    look(_joined(names.get(module), name), param)
+
+        def visit(module: nn.Module, name: str | None) -> None:
+            for own, child in module._modules.items():
+                if child is None or PLACE in child.__dict__ or child in modules:
+                    continue
+                modules[child] = None
+                where = names.get(child) or _joined(name, own)
+                for key, param in child._parameters.items():
+                    if param is not None and sharded_before(param) is None:  # shards have a group to notice
+                        look(_joined(where, key), param)
+                visit(child, where)
+
+        for module in self._modules:
+            visit(module, names.get(module))
+        added += self._unfrozen(names)
+        if not added:
+            self._known |= {(module, name) for module in modules for name in _names_of(module)}
+            self._frozen += frozen
+            self._take_stock(list(modules))
+        return added
+
+    def _unfrozen(self, names: Mapping[nn.Module, str]) -> list[tuple[str, nn.Parameter]]:
+        trained = {param for param in self._frozen if param.requires_grad}
+        return [
+            (_joined(names.get(module), name), param)
+            for module in self._modules
+            for name, param in module._parameters.items()
+            if param in trained
+        ]
+
+    def _count_parameters(self) -> int:
+        values = chain.from_iterable(map(dict.values, map(_parameters, self._modules)))
+        return len(list(filter(_is_something, values)))
+
+    def _find_children(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(map(dict.values, map(_children, self._parents))))
+
+
+def _names_of(module: nn.Module) -> list[str]:
+    return [name for name, param in module._parameters.items() if param is not None]
+
+
+def _joined(prefix: str | None, name: str) -> str:
+    return clean(f"{prefix}.{name}" if prefix else name)

@@ -1,0 +1,160 @@
+"""What the hooks around forward do: they tell the schedule, and hook the graph, which tells of backward.
+
+The beginning of a call's backward is seen by
+hooks on the graph nodes that made its outputs: unlike hooks on tensors, they stay when an output is
+changed in place. Where an output is a view, its base's node carries one as well: an operation in
+place on the view replaces the view's node, and the base's then stands in the graph instead.
+"""
+
+import sys
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.engine.group import Group
+from shardwise.engine.schedule import ANNOUNCED, FAILED, NO_BACKWARD, UNANNOUNCED, Call, Member, Outcome
+from shardwise.layout.nested import NotAContainer, find_tensors, map_tensors, replace_tensors
+from shardwise.torch_compat import dynamo, functorch, nn_modules
+from shardwise.torch_compat.functorch import with_layers
+
+
+def before_forward(
+    member: Member, after: int | None, module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any] | None:
+    """Gather, and bring inputs to the device and dtype of the computation; None: they stay as they are.
+
+    ``after``: the id of our hook after forward; None for a method of the caller's.
+    """
+    if after is not None:
+        nn_modules.put_last(module, after)
+    group = member.group
+    call = member.schedule.enter_forward(group, module)
+    is_moved = call.is_outermost and group.device.type != "cpu"
+    if is_moved:
+        args, kwargs = map_tensors((args, kwargs), lambda t: t.to(group.device, non_blocking=True))
+    cast = group.casts.inputs(args, kwargs)
+    if cast is not None:
+        args, kwargs = cast
+    if torch.is_grad_enabled():
+        given = [value for value in (*args, *kwargs.values()) if value is not None]
+        call.given = _nodes_of((*given, *_inside(given)))
+    return (args, kwargs) if is_moved else cast
+
+
+def after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """Free the group, once the outputs carry what will announce their backward."""
+    call = member.schedule.current_call(module)
+    if call is None:
+        member.schedule.tell_failed_forward()
+        return None  # the hook before forward had failed
+    outcome = FAILED
+    try:
+        if output is None and sys.exc_info()[1] not in (None, call.handled):
+            return None  # called from the handler of an exception that is new: forward has raised
+        output, outcome = _announce(member, call, (*args, *kwargs.values()), output)
+        return output
+    finally:
+        member.schedule.exit_forward(call, outcome)
+        if outcome is FAILED:
+            member.schedule.tell_failed_forward()
+
+
+def _announce(member: Member, call: Call, inputs: Any, output: Any) -> tuple[Any, Outcome]:
+    """Hook the outputs' nodes; the output, with copies in place of raw parameters, and the outcome.
+
+    Tensors that forward has put into what it was given (a list to append to, a cache) are outputs as well.
+    """
+    group = call.group
+    member.schedule.refuse_added(group)
+    output = group.casts.output(output)
+    tensors = [output] if isinstance(output, Tensor) else find_tensors(output)
+    given = [value for value in inputs if value is not None]
+    inside = _inside(given)
+    if _may_be_raw(inside):
+        _refuse_hidden_parameters(group, inside)
+    if _may_be_raw(tensors):
+        owners = member.schedule.freed_by_exit(call)
+        raw = [t for t in tensors if any(owner.owns(t) for owner in owners)]
+        if raw:
+            copies = {id(t): t.clone() for t in raw}
+            output = _replace(output, copies, group.name)
+            tensors = [copies.get(id(t), t) for t in tensors]
+    if not torch.is_grad_enabled():
+        return output, NO_BACKWARD
+    # Inputs anew: what was changed in place has another node now.
+    nodes = _nodes_of((*tensors, *group.side_tensors(), *given, *inside))
+    for node in call.given:  # handed on: of calls before this one
+        nodes.pop(node, None)
+    if nodes:
+        announce = partial(_before_backward, member, call)
+        for node in nodes.values():
+            node.register_prehook(announce)
+        return output, ANNOUNCED
+    if tensors or not group.is_trainable:
+        return output, NO_BACKWARD
+    return output, UNANNOUNCED
+
+
+def _inside(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors inside of containers among ``values``."""
+    return [t for value in values if not isinstance(value, Tensor) for t in find_tensors(value)]
+
+
+def _may_be_raw(tensors: Iterable[Tensor]) -> bool:
+    """False if all of ``tensors`` have memory of their own, for an operation has made them."""
+    return any(t.grad_fn is None or t._is_view() for t in tensors)
+
+
+def _refuse_hidden_parameters(group: Group, inside: Iterable[Tensor]) -> None:
+    """No parameter of ``group`` may be in what the caller gave to forward: no copy can take its place."""
+    if len(group.modules) > 1:
+        return  # another module of the group may have handed it over
+    for tensor in inside:
+        if group.owns(tensor):
+            raise TypeError(
+                f"{group.name}: forward has put one of its own parameters, of shape {tuple(tensor.shape)}, "
+                "into a container that it was given. The parameter's memory is freed after forward. Put "
+                "parameter.clone() there."
+            )
+
+
+def _nodes_of(values: Iterable[Any]) -> dict[int, Any]:
+    """The graph nodes of the tensors among ``values``, by id: their own as long as they are held."""
+    nodes: dict[int, Any] = {}
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    for tensor in with_layers(tensors) if functorch.is_in_transform_or_forward_mode() else tensors:
+        if tensor.requires_grad:
+            _collect_nodes(tensor, nodes)
+    return nodes
+
+
+def _collect_nodes(tensor: Tensor, nodes: dict[int, Any]) -> None:
+    node = tensor.grad_fn
+    if node is not None:
+        nodes[id(node)] = node
+    if tensor._is_view():
+        base = tensor._base
+        node = None if base is None else base.grad_fn
+        if node is not None:
+            nodes[id(node)] = node
+
+
+def _before_backward(member: Member, call: Call, gradients: Any) -> None:
+    member.schedule.enter_backward(call)
+
+
+def _replace(output: Any, copies: dict[int, Tensor], name: str) -> Any:
+    try:
+        return replace_tensors(output, copies)
+    except NotAContainer as error:
+        raise TypeError(
+            f"{name}: forward returned one of its own parameters inside a {error}. The parameter's "
+            "memory is freed after forward, so a copy must be returned, but this library does not know "
+            "how to put one there. Return parameter.clone()."
+        ) from None
+
+
+dynamo.break_graphs(_before_backward)  # of compiled autograd

@@ -1,0 +1,44 @@
+"""Order is recorded, then replayed."""
+
+from shardwise.engine.group import Group
+
+
+class Order:
+    """A planned sequence of groups and how far it was followed."""
+
+    def __init__(self) -> None:
+        self._planned: list[Group] = []
+        self._cursor = 0
+        self._is_followed = False
+
+    def plan(self, sequence: list[Group]) -> None:
+        """Expect ``sequence`` next."""
+        self._planned = sequence
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Expect the planned sequence from its beginning."""
+        self._cursor = 0
+        self._is_followed = True
+
+    def enter(self, group: Group) -> None:
+        """Note that ``group`` comes up now; stop following if another was planned."""
+        if not self._is_followed:
+            return
+        if self._cursor < len(self._planned) and self._planned[self._cursor] is group:
+            self._cursor += 1
+        elif self._cursor == 0 or self._planned[self._cursor - 1] is not group:
+            self._is_followed = False
+
+    def find(self, group: Group) -> None:
+        """Go on from the next place of ``group`` in the plan, wherever that is."""
+        if not self._is_followed:
+            places = [i for i, g in enumerate(self._planned) if g is group]
+            if places:
+                later = [i for i in places if i >= self._cursor]
+                self._cursor = (later or places)[0] + 1
+                self._is_followed = True
+
+    def upcoming(self, count: int) -> list[Group]:
+        """The next groups of the plan; none if it is not being followed."""
+        return self._planned[self._cursor : self._cursor + count] if self._is_followed else []

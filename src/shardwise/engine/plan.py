@@ -1,0 +1,108 @@
+"""What ranks must have in common to communicate: the plan of a module tree, as facts in words.
+
+    ("blocks.0.up.weight", "shape")          "(16, 8)"
+    ("blocks.0.up.weight", "requires_grad")  "True"
+    ("blocks.0", "reshard_after_forward")    "None"
+
+Facts belong to the ranks of one mesh: experts, whose names may go on from rank to rank, are compared among
+the ranks that share them, and pipeline stages not at all. What may change from one microbatch to the next
+(whether gradients are synchronised, and what is freed after backward) counts at the beginning only.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.engine.group import Group
+from shardwise.params.bucket import Bucket
+from shardwise.params.parameter import Param
+
+Plan = dict[tuple[int, ...], dict[tuple[str, str], str]]
+"""Facts, by where and what, for each set of ranks; the largest sets first, alike on all ranks."""
+
+_SETTINGS = (
+    *("reshard_after_forward", "unshard_in_backward", "zeros_for_unused", "may_be_unused", "divide_factor"),
+    *("separate_reduce_group", "averages_ignored"),
+)
+_MOMENTARY = ("reshard_after_backward", "requires_gradient_sync", "requires_all_reduce")
+
+
+def plan_of(groups: Sequence[Group], trained: Mapping[Param, bool], *, is_first: bool) -> Plan:
+    """The plan of ``groups``; ``trained`` says of which parameters gradients are wanted.
+
+    ``is_first``: with what may change from one microbatch to the next.
+    """
+    plan: Plan = {}
+    ranks_of: dict[int, tuple[int, ...]] = {}
+
+    def facts_on(mesh: DeviceMesh) -> dict[tuple[str, str], str]:
+        ranks = ranks_of.get(id(mesh))
+        if ranks is None:
+            ranks = ranks_of[id(mesh)] = tuple(sorted(mesh.mesh.flatten().tolist()))
+        return plan.setdefault(ranks, {})
+
+    for group in groups:
+        facts_on(group.mesh.mesh)
+        for bucket in group.buckets:
+            for param in bucket.params:
+                facts = facts_on(param.joint_mesh)
+                for what, value in _facts_of(param, bucket, group).items():
+                    facts[param.fqn, what] = value
+                facts[param.fqn, "requires_grad"] = str(trained.get(param, param.sharded.requires_grad))
+    for group in groups:
+        facts = facts_on(group.mesh.mesh)
+        for what, value in _settings_of(group, is_first).items():
+            facts[group.name, what] = value
+    for ranks, facts in plan.items():
+        names = [group.name for group in groups if ranks_of[id(group.mesh.mesh)] == ranks]
+        facts["the model", "the order of its groups"] = ", ".join(names)
+    return {
+        ranks: plan[ranks] for ranks in sorted(plan, key=lambda ranks: (-len(ranks), ranks)) if len(ranks) > 1
+    }
+
+
+def _facts_of(param: Param, bucket: Bucket, group: Group) -> dict[str, str]:
+    precision = param.precision
+    return {
+        "its group": f"'{group.name}'",
+        "shape": str(tuple(param.sharded.shape)),
+        "dtype": _short(precision.stored),
+        "mesh": _mesh_text(param.joint_mesh),
+        "placement": ", ".join(map(str, param.placements)),
+        "dtype of computation": _short(precision.computed),
+        "dtype of reduction": f"{_short(precision.reduced)}, accumulated in {_short(precision.accumulated)}",
+        "dtype of .grad": _short(precision.kept),
+        "class": type(bucket).__name__,
+        "check_equal_weights": str(param.compares),
+    }
+
+
+def _settings_of(group: Group, is_first: bool) -> dict[str, str]:
+    names = (*_SETTINGS, *_MOMENTARY) if is_first else _SETTINGS
+    settings = {name: str(getattr(group, name)) for name in names}
+    reducers = {type(bucket.comms.reducer).__name__ for bucket in group.buckets if bucket.comms.reducer}
+    return {
+        "mesh": f"{_mesh_text(group.mesh.mesh)} ({', '.join(group.mesh.roles)})",
+        **settings,
+        "number of modules": str(len(group.modules)),
+        "comm_policy": str(group.policy),
+        "where shards are kept": ", ".join(sorted({b.storage.device.type for b in group.buckets})),
+        "set_all_reduce_hook": str(group.all_reduce_hook is not None),
+        "communication chosen by": ", ".join(sorted({*group.choices, *reducers})),
+        "set_modules_to_forward_prefetch": _names(group.forward_prefetch),
+        "set_modules_to_backward_prefetch": _names(group.backward_prefetch),
+        "ignored parameters": str([tuple(p.shape) for p in group.ignored] if group.averages_ignored else []),
+    }
+
+
+def _names(groups: Sequence[Group] | None) -> str:
+    return "None" if groups is None else str([group.name for group in groups])
+
+
+def _short(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _mesh_text(mesh: DeviceMesh) -> str:
+    names = mesh.mesh_dim_names or tuple(f"dim {index}" for index in range(mesh.ndim))
+    return "(" + ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True)) + ")"

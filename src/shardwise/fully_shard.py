@@ -1,0 +1,317 @@
+"""``fully_shard``: check, plan the group, shard, mix in the class, install the hooks.
+
+Everything that can fail happens before the first module is touched, so that after an error the model
+is as it was.
+"""
+
+import warnings
+from functools import partial
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.compile.hooks import install_hooks
+from shardwise.engine.casts import Casts, cast_around
+from shardwise.engine.group import Group
+from shardwise.engine.outside_calls import explain_calls
+from shardwise.engine.schedule import Member, Schedule
+from shardwise.fsdp_module import ShardedModule, set_member, sharded_members
+from shardwise.layout.mesh import resolve_mesh
+from shardwise.layout.precision import PrecisionRule, precision_of
+from shardwise.params.initial_values import note_starts, send_starts_around
+from shardwise.policies import (
+    CommPolicy,
+    CPUOffloadPolicyLike,
+    DataParallelMeshDimsLike,
+    MixedPrecisionPolicy,
+    MixedPrecisionPolicyLike,
+    OffloadPolicy,
+    ShardPlacementFn,
+)
+from shardwise.setup.discovery import (
+    Found,
+    Meshes,
+    joined,
+    make_buckets,
+    make_param,
+    modules_to_manage,
+    names_below,
+)
+from shardwise.setup.sharded_class import original_class, sharded_class
+from shardwise.setup.shared_parameters import leave_ties, resolve_ties
+from shardwise.setup.validation import (
+    PLACE,
+    Place,
+    check_flags,
+    check_ignored,
+    check_modules,
+    check_offload,
+    check_precision,
+    check_reshard,
+    class_name,
+    describe,
+    storage_of,
+)
+from shardwise.torch_compat import nn_modules
+
+_ModuleT = TypeVar("_ModuleT", bound=nn.Module)
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicyLike | None = ...,
+    offload_policy: OffloadPolicy | CPUOffloadPolicyLike | None = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDimsLike | None = ...,
+    comm_policy: CommPolicy | None = ...,
+    sync_module_states: bool = ...,
+    check_equal_weights: bool = ...,
+) -> ShardedModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[_ModuleT],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicyLike | None = ...,
+    offload_policy: OffloadPolicy | CPUOffloadPolicyLike | None = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDimsLike | None = ...,
+    comm_policy: CommPolicy | None = ...,
+    sync_module_states: bool = ...,
+    check_equal_weights: bool = ...,
+) -> list[ShardedModule]: ...
+
+
+def fully_shard(
+    module: nn.Module | list[_ModuleT],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicyLike | None = MixedPrecisionPolicy(),  # noqa: B008 (immutable)
+    offload_policy: OffloadPolicy | CPUOffloadPolicyLike | None = OffloadPolicy(),  # noqa: B008 (immutable)
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDimsLike | None = None,
+    comm_policy: CommPolicy | None = None,
+    sync_module_states: bool = False,
+    check_equal_weights: bool = True,
+) -> Any:
+    """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
+
+    Every parameter that no sharded module inside ``module`` has taken becomes an ``nn.Parameter``
+    holding a ``DTensor``: sharded on dim 0 in chunks of ``ceil(rows / world)`` rows, the last ranks
+    perhaps with fewer or none; a scalar is replicated. The parameters of one call form one group: they
+    are gathered together before forward and before backward, freed after, and their gradients are
+    averaged over the ranks and scattered together. Call it bottom-up: on the blocks first, then on the
+    model.
+
+    A parameter that is a DTensor already, of tensor or expert parallelism, becomes one on the joint mesh;
+    modules see it as it was. One that is tied to a parameter of a module sharded before moves to the
+    group of this call, if that module is inside ``module``.
+
+    Args:
+        module: an ``nn.Module`` with a forward, or a list of such, which then form one group.
+        mesh: a ``DeviceMesh`` of one dimension, to shard over, or of two: parameters are replicated over
+            the first and sharded over the second. None: all ranks of the default process group.
+        reshard_after_forward: True frees the full parameters after forward and gathers them again for
+            backward; False keeps them; None frees them except where backward probably needs them at once: in
+            the outermost sharded module, and in the last of those inside it, in the order of ``modules()``
+            (not where the caller says what backward gathers ahead, nor in graphs of a whole model). A number
+            n of ranks, a divisor of the number sharded over: each n neighbours keep them together and gather
+            them again among themselves (1 is as False, all of them as True).
+        shard_placement_fn: called with each parameter; returns the ``Shard(dim)`` to use for it, a
+            :class:`ShardPlacementResult` to choose its mesh as well, or None for ``Shard(0)``. Sharding on
+            other dims than 0 costs a copy of the parameter at every gather and reduction.
+        mp_policy: dtypes of computation and reduction; see :class:`MixedPrecisionPolicy`.
+        offload_policy: :class:`CPUOffloadPolicy` keeps the shards in host memory.
+        ignored_params: parameters to leave as they are. They are not moved to the device either, and their
+            gradients are this rank's own, unless ``set_reduce_ignored_params(True)`` says otherwise.
+        dp_mesh_dims: ``mesh`` is the mesh of all dimensions, and this says which of them to shard and to
+            replicate over; parameters may be DTensors on all of it, replicated on these dimensions.
+        comm_policy: how the parameters travel; see :class:`CommPolicy`.
+        sync_module_states: True has all ranks begin with the parameters and buffers that the first rank of
+            the mesh has, for weights that were loaded or drawn there alone. Ranks that receive may have
+            theirs on the meta device. Collective; sends every byte once along each mesh dimension. Ignored
+            parameters stay as they are.
+        check_equal_weights: True has each rank note a checksum of every parameter before it is cut. They are
+            compared at the first forward with gradients, which raises if ranks cut parts of different
+            values, unless the parts were given other values meanwhile. False spares the time, about that
+            of copying the model once, for large models that are known to be equal; copies that replicas
+            keep are then not compared either.
+
+    Returns:
+        ``module`` itself. Its class is now a subclass of its former class and of
+        :class:`FSDPModule`.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: a module cannot be sharded as asked: it has no forward, is already sharded, comes
+            after its parent, or the mesh, a dtype or a placement does not fit.
+        RuntimeError: there is no process group.
+        NotImplementedError: a parameter is of a kind that is not supported.
+
+    After an error nothing has changed. Costs no communication unless ``sync_module_states``; each rank keeps
+    1 / world of every parameter. Every rank keeps its own rows: ranks must start from equal weights.
+    Parameters on the meta device are not compared.
+
+    Forward hooks on ``module`` see full parameters, also those registered later; what is put before all
+    others (``prepend=True``) sees shards. Hooks on a sharded parameter run when its reduced gradient has
+    come. Where the loss uses the sharded parameter itself as well (a penalty on ``model.parameters()``),
+    autograd adds that gradient apart, and what ``register_post_accumulate_grad_hook`` has registered runs
+    twice in one backward: ``.grad`` is complete the second time.
+
+    At the first forward with gradients, and when the plan has changed since (frozen weights, settings), all
+    ranks compare what they are about to do: names, shapes, dtypes, groups, meshes, policies. Where ranks
+    differ, all of them raise, with the first difference.
+
+    Example::
+
+        mesh = init_device_mesh("cuda", (world_size,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+    """
+    modules = check_modules(module)
+    check_precision(mp_policy)
+    is_offloaded = check_offload(offload_policy)
+    ignored = check_ignored(ignored_params)
+    if comm_policy is not None and not isinstance(comm_policy, CommPolicy):
+        raise TypeError(f"fully_shard: comm_policy is a {type(comm_policy).__name__}, not a CommPolicy.")
+    check_flags("fully_shard", sync_module_states=sync_module_states, check_equal_weights=check_equal_weights)
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise TypeError(
+            f"fully_shard: shard_placement_fn is {describe(shard_placement_fn)}; pass a function of a "
+            "parameter."
+        )
+    meshes = Meshes(resolve_mesh(mesh, dp_mesh_dims))
+    reshards = check_reshard(reshard_after_forward, meshes.default)
+    managed = modules_to_manage(modules)
+    found = Found(modules, managed, names_below(modules), ignored)
+    rule = PrecisionRule(mp_policy, managed)
+    make = partial(make_param, meshes, shard_placement_fn, rule, modules)
+    params = [make(param, sites) for param, sites in found.params.items()]
+    moves = resolve_ties(modules, found, meshes.default)
+    own_policies = [rule.policy_for([(s.fqn, s.module) for s in m.sites], m.param.sharded) for m in moves]
+    classes = [sharded_class(type(m)) for m in modules]
+    policy = comm_policy or CommPolicy()
+    storage = storage_of(offload_policy if is_offloaded else None, meshes.default.device)
+    buckets = make_buckets(params, meshes, policy, storage, mp_policy)
+    name = class_name(modules[0])
+    group = Group(name, modules, managed, buckets, meshes.default, policy, Casts(mp_policy))
+    group.reshard_after_forward = reshards
+    group.ignored = [p for p in found.ignored if p.is_floating_point() or p.is_complex()]
+    for param in params:
+        param.compares = check_equal_weights
+    if sync_module_states:
+        send_starts_around(params, _buffers_of(managed, found.names), meshes.default)
+    shards = group.plan()
+    note_starts(group.params, shards)
+    if any(param.requires_grad for param in group.ignored):  # here, since a warning may be an error
+        warnings.warn(_message_about_ignored(group, found), stacklevel=2)
+
+    _mix_in(modules, classes)
+    _move_buffers(managed, meshes.default.device, getattr(mp_policy, "buffer_dtype", None))
+    group.install(shards)
+    for move, own_policy in zip(moves, own_policies, strict=True):
+        move.apply(
+            group,
+            partial(precision_of, policy=own_policy),
+            lambda param: make_buckets([param], meshes, policy, storage, mp_policy)[0],
+        )
+        move.param.rename(found.names)
+    leave_ties(group, found.ties, moves)
+    for kept in rule.outermost if mp_policy is not None and mp_policy.param_dtype else ():
+        cast_around(kept)
+    _set_going(group, modules, found.names)
+    return module
+
+
+def _set_going(group: Group, modules: list[nn.Module], names: dict[nn.Module, str]) -> None:
+    """Note on the modules whose they are, and have their forwards drive the group."""
+    member = Member(group, Schedule(group.device))
+    for module in modules:
+        set_member(module, member)
+        nn_modules.register_api(module)
+    for module in group.owners:
+        module.__dict__[PLACE] = Place(group, names[module] or group.name)
+        nn_modules.mark_managed(module)
+    install_hooks(member)
+    explain_calls(group)
+    _build_tree(modules, member)
+
+
+def _message_about_ignored(group: Group, found: Found) -> str:
+    names = [found.ignored[p] for p in group.ignored if p.requires_grad]
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return (
+        f"{group.name}: ignored_params contains trainable parameters ({shown}). Their gradients are this "
+        "rank's own, so that the ranks will drift apart unless something else reduces them. "
+        "model.set_reduce_ignored_params(True) averages them at the end of each backward."
+    )
+
+
+def _mix_in(modules: list[nn.Module], classes: list[type]) -> None:
+    """Give the modules their sharded classes, all or none."""
+    done: list[nn.Module] = []
+    try:
+        for module, cls in zip(modules, classes, strict=True):
+            module.__class__ = cls
+            done.append(module)
+    except Exception as error:
+        for module in done:
+            module.__class__ = original_class(module)
+        failed = modules[len(done)]
+        raise TypeError(
+            f"fully_shard: the class {class_name(failed)} cannot be extended ({error}). Its memory "
+            "layout is fixed, perhaps by __slots__; shard the module around it instead."
+        ) from None
+
+
+def _buffers_of(managed: list[nn.Module], names: dict[nn.Module, str]) -> list[tuple[str, nn.Module, str]]:
+    return [
+        (joined(names[module], name), module, name)
+        for module in managed
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+
+
+def _move_buffers(managed: list[nn.Module], device: torch.device, dtype: torch.dtype | None) -> None:
+    """Bring buffers to the device that will compute, and floating-point ones to ``dtype``."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}  # a buffer may be shared
+    for module in managed:
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                wanted = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+                target = buffer.device if buffer.is_meta else device
+                if (buffer.device, buffer.dtype) != (target, wanted):
+                    if buffer not in moved:
+                        moved[buffer] = buffer.to(target, wanted)
+                    module._buffers[name] = moved[buffer]
+
+
+def _build_tree(modules: list[nn.Module], member: Member) -> None:
+    """Put all groups inside the newly sharded modules under its schedule, and name them by it."""
+    members = {id(m): m for module in modules for m in sharded_members(module)}
+    member.schedule.adopt(list(members.values()), member)
+    for root in modules:
+        names = {module: name for name, module in root.named_modules()}
+        for inner in sharded_members(root):
+            if inner is not member:
+                inner.group.rename(names)
+        for module, name in names.items():
+            place: Place | None = module.__dict__.get(PLACE)
+            if place is not None and place.group is not member.group:
+                place.fqn = name

@@ -1,0 +1,1 @@
+"""Arithmetic on shapes, dtypes and ranks; no tensor is touched."""

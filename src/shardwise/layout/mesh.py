@@ -1,0 +1,444 @@
+"""What a DeviceMesh means here: which ranks share a parameter, and which hold copies of it.
+
+Knows nothing of modules. A parameter is sharded over one axis of ranks and replicated over another;
+either may be missing. Where it is already a DTensor, over a tensor-parallel or expert-parallel mesh,
+its shard becomes a DTensor on the joint mesh.
+
+    mesh (replicate=2, shard=4), weight with Shard(0) over tp=2:
+        joint mesh       (replicate=2, shard=4, tp=2)
+        placements       (Replicate(), _StridedShard(0, split_factor=2), Shard(0))
+
+The tensor-parallel split came first and is the coarser one, but stands last in the mesh: that is what
+the split factor says. In a root mesh (tp, shard) it stands first, and no factor is needed.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from shardwise.torch_compat import c10d, dtensor
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """Ranks that share something, as seen by one of them. ``pg`` is None for a rank alone."""
+
+    pg: dist.ProcessGroup | None
+    world: int
+    rank: int
+
+    @property
+    def is_alone(self) -> bool:
+        """True if there is nobody to communicate with."""
+        return self.world == 1
+
+
+ALONE = Axis(None, 1, 0)
+
+
+def highest_over(values: torch.Tensor, axes: Sequence[Axis]) -> None:
+    """The elementwise maximum over all ranks that ``axes`` connect, in place; the same on all of them.
+
+    ``axes`` in an order that the ranks have in common.
+    """
+    # From the first to the last and back, so that ranks of overlapping ones agree.
+    for axis in [*axes, *axes[-2::-1]]:
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=axis.pg)
+
+
+def ranks_along(axis: Axis) -> tuple[int, ...]:
+    """The global ranks that ``axis`` connects; not of a rank alone."""
+    assert axis.pg is not None
+    return tuple(c10d.ranks_of(axis.pg))
+
+
+def axes_of(tensors: Iterable[torch.Tensor]) -> list[Axis]:
+    """The mesh dimensions along which DTensors among ``tensors`` are spread or copied, as they come up.
+
+    The same ranks once, also where meshes that are equal have process groups of their own; a dimension of
+    one rank connects nobody and is left out.
+    """
+    meshes = {id(t.device_mesh): t.device_mesh for t in tensors if isinstance(t, DTensor)}
+    axes: dict[tuple[int, ...], Axis] = {}
+    for mesh in meshes.values():
+        for dim in range(mesh.ndim):
+            if mesh.size(dim) > 1:
+                pg = mesh.get_group(dim)
+                axis = Axis(pg, mesh.size(dim), mesh.get_local_rank(dim))
+                axes.setdefault(ranks_along(axis), axis)
+    return list(axes.values())
+
+
+@dataclass(frozen=True, eq=False)
+class ShardMesh:
+    """Over which ranks parameters are sharded and replicated.
+
+    ``mesh`` is the data-parallel mesh: its dims are those of ``replicate`` and ``shard`` that were asked
+    for, in this order. ``full`` is the mesh of all dims where the caller named the data-parallel ones
+    (``dp_mesh_dims``) in it; its parameters may be DTensors on the whole of it.
+    """
+
+    mesh: DeviceMesh
+    shard: Axis
+    replicate: Axis
+    device: torch.device
+    roles: tuple[str, ...]
+    full: "FullMesh | None" = None
+    parts: tuple[DeviceMesh, ...] = ()  # of which ``mesh`` is put together, if it is
+    _joint: dict[int, tuple[DeviceMesh, list[int]]] = field(default_factory=dict)
+    _plain: dict[tuple[Placement, ...], tuple[Placement, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def of_shards(self) -> DeviceMesh:
+        """The mesh of the ranks that share a parameter, of one dimension."""
+        if self.roles == ("shard",):
+            return self.mesh
+        if "shard" in self.roles and self.parts:
+            return self.parts[self.roles.index("shard")]
+        if "shard" in self.roles and self.mesh.mesh_dim_names is not None:
+            return self.mesh[self.mesh.mesh_dim_names[self.roles.index("shard")]]
+        pg = self.shard.pg
+        if "shard" not in self.roles:
+            assert self.replicate.pg is not None
+            pg = c10d.subgroup(self.replicate.pg, [self.replicate.rank], self.device, "alone")
+        assert pg is not None
+        return DeviceMesh.from_group(pg, self.mesh.device_type)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks' gradients make up one."""
+        return self.shard.world * self.replicate.world
+
+    def axes(self) -> list[Axis]:
+        """The axes along which there is somebody to communicate with."""
+        return [axis for axis in (self.shard, self.replicate) if not axis.is_alone]
+
+    def place(self, tensor: torch.Tensor, dim: int, where: str) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        """Mesh and placements of the shard of ``tensor``, sharded on ``dim``.
+
+        Raises:
+            ValueError: ``tensor`` is a DTensor whose mesh does not go together with this one.
+        """
+        shard: Placement = Shard(dim) if tensor.dim() else Replicate()
+        placed: list[Placement] = [shard if role == "shard" else Replicate() for role in self.roles]
+        if not isinstance(tensor, DTensor):
+            # One object for all alike: who goes through many parameters tells them apart by identity.
+            return self.mesh, self._plain.setdefault(tuple(placed), tuple(placed))
+        self._check_placements(tensor, where)
+        if self.full is not None and tensor.device_mesh == self.full.mesh:
+            return self.full.mesh_of_shards, self.full.placements(tensor, shard, where)
+        inner = tensor.device_mesh
+        if id(inner) not in self._joint:
+            self._joint[id(inner)] = self._join(self._slice_like(inner, where))
+        joint, order = self._joint[id(inner)]
+        placed += tensor.placements
+        placed = [placed[index] for index in order]
+        is_split = "shard" in self.roles and isinstance(shard, Shard)
+        return joint, _strided(
+            placed, joint.shape, order.index(self.roles.index("shard")) if is_split else None, where
+        )
+
+    def _join(self, inner: DeviceMesh) -> tuple[DeviceMesh, list[int]]:
+        """The mesh of our dims and those of ``inner``, and which of these each of its dims is.
+
+        In the order of the root where that is a slice of it: torch's clipping and DTensor's warnings look
+        for such slices.
+        """
+        names = [*(self.mesh.mesh_dim_names or ()), *(inner.mesh_dim_names or ())]
+        known = self._root.mesh_dim_names or ()
+        order = list(range(len(names)))
+        if set(names) <= set(known):
+            order.sort(key=lambda index: known.index(names[index]))
+            return self._root[tuple(names[index] for index in order)], order
+        return dtensor.concatenate_meshes([*(self.parts or [self.mesh]), inner]), order
+
+    @property
+    def _root(self) -> DeviceMesh:
+        return dtensor.root_mesh(self.mesh if self.full is None else self.full.mesh)
+
+    def _check_placements(self, tensor: DTensor, where: str) -> None:
+        for placement in tensor.placements:
+            if placement.is_partial():
+                raise ValueError(
+                    f"{where} is a DTensor with the placement {placement}: its ranks hold parts of a sum, "
+                    "which cannot be trained. Redistribute it to Shard(...) or Replicate() first."
+                )
+
+    def _slice_like(self, inner: DeviceMesh, where: str) -> DeviceMesh:
+        """``inner`` as a slice of our own root, from which a joint mesh can be made."""
+        ours, theirs = self.mesh.mesh_dim_names or (), inner.mesh_dim_names or ()
+        if common := [name for name in theirs if name in ours]:
+            raise ValueError(
+                f"{where} is a DTensor on the mesh {_shape_text(inner)}, whose dimension '{common[0]}' is "
+                f"also one of the mesh {_shape_text(self.mesh)} that fully_shard shards over: a dimension "
+                "can be used once only. Pass fully_shard another dimension of the root mesh, or name the "
+                "data-parallel ones with dp_mesh_dims."
+            )
+        root = self._root
+        if not (ours and theirs):
+            raise ValueError(
+                f"{where} is a DTensor on the mesh {_shape_text(inner)}, and fully_shard was given the mesh "
+                f"{_shape_text(self.mesh)}: without names for their dimensions the two cannot be put "
+                "together. "
+                "Make both slices of one init_device_mesh(..., mesh_dim_names=...)."
+            )
+        if root == dtensor.root_mesh(inner):
+            return inner
+        # DTensor's caches may hand out a mesh that is equal to ours but was sliced from another root.
+        if theirs and set(theirs) <= set(root.mesh_dim_names or ()) and root[theirs] == inner:
+            return root[theirs]
+        raise ValueError(
+            f"{where} is a DTensor on the mesh {_shape_text(inner)}, and fully_shard was given the mesh "
+            f"{_shape_text(self.mesh)}: the two do not share a root, so their ranks cannot be related. Slice "
+            "both from one init_device_mesh(..., mesh_dim_names=...)."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class FullMesh:
+    """A mesh of all dims, of which some were named as data-parallel.
+
+    ``mesh_of_shards`` is the same but for tuples of dims that were flattened into one; ``sources`` says
+    of each of its dims: the role, or the index of the dim of ``mesh``.
+    """
+
+    mesh: DeviceMesh
+    mesh_of_shards: DeviceMesh
+    sources: tuple[str | int, ...]
+
+    @property
+    def data_parallel_dims(self) -> list[int]:
+        """Indices of the dims of ``mesh`` that were named."""
+        return [index for index in range(self.mesh.ndim) if index not in self.sources]
+
+    def placements(self, tensor: DTensor, shard: Placement, where: str) -> tuple[Placement, ...]:
+        """Placements of a shard on ``mesh_of_shards``."""
+        for index in self.data_parallel_dims:
+            placement = tensor.placements[index]
+            if not placement.is_replicate():
+                assert self.mesh.mesh_dim_names is not None
+                raise ValueError(
+                    f"{where} is a DTensor with {placement} on the mesh dimension "
+                    f"'{self.mesh.mesh_dim_names[index]}', which dp_mesh_dims names as data-parallel; it "
+                    "must be Replicate() there: fully_shard does the sharding over that dimension."
+                )
+        placed = [
+            tensor.placements[source] if isinstance(source, int)
+            else shard if source == "shard" else Replicate()
+            for source in self.sources
+        ]  # fmt: skip
+        at = self.sources.index("shard") if "shard" in self.sources and shard != Replicate() else None
+        return _strided(placed, list(self.mesh_of_shards.shape), at, where)
+
+
+def _strided(
+    placed: list[Placement], sizes: Sequence[int], at: int | None, where: str
+) -> tuple[Placement, ...]:
+    """Say at index ``at`` by how much the dims after it had split the same tensor dim before."""
+    if at is None:
+        return tuple(placed)
+    shard = placed[at]
+    assert isinstance(shard, Shard)
+    for placement in placed[:at] + placed[at + 1 :]:
+        if dtensor.is_strided_shard(placement):
+            raise ValueError(
+                f"{where} is a DTensor with the placement {placement}: it was sharded over data-parallel "
+                "ranks before. Call fully_shard once a parameter."
+            )
+    factor = prod(size for p, size in zip(placed[at + 1 :], sizes[at + 1 :], strict=True) if p == shard)
+    placed[at] = dtensor.strided_shard(shard.dim, factor) if factor > 1 else shard
+    return tuple(placed)
+
+
+def resolve_mesh(mesh: DeviceMesh | None, dims: Any = None) -> ShardMesh:
+    """Check ``mesh``, or make the default one over all ranks, and read this rank's place in it.
+
+    ``dims`` has ``shard`` and ``replicate``: names of dimensions, tuples of them, or None. Without it a
+    mesh of one dimension shards; one of two replicates over the first and shards over the second.
+
+    Raises:
+        TypeError: ``mesh`` is no DeviceMesh, or ``dims`` names no dimensions.
+        RuntimeError: there is no process group, or no device of the mesh's type.
+        ValueError: this rank is not in the mesh, its back end does not serve its device, or the
+            dimensions do not fit.
+    """
+    if mesh is None:
+        if dims is not None:
+            raise ValueError(
+                "fully_shard: dp_mesh_dims names dimensions of a mesh, but mesh is None. Pass the mesh."
+            )
+        mesh = _default_mesh()
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"fully_shard: mesh is a {type(mesh).__name__}, not a DeviceMesh. Make one with "
+            "torch.distributed.init_device_mesh(device_type, (world_size,))."
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"fully_shard: rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}, so it "
+            "would have no shard. Call fully_shard only on the ranks of the mesh."
+        )
+    device = device_of(mesh)
+    if dims is not None:
+        return _resolve_named(mesh, dims, device)
+    if mesh.ndim > 2:
+        raise ValueError(
+            f"fully_shard: the mesh has {mesh.ndim} dimensions {_shape_text(mesh)}; pass one (shard) or two "
+            "(replicate, shard) of them, as mesh['name'] or mesh['name', 'name'], or say with dp_mesh_dims "
+            "which are data-parallel. Dimensions of tensor parallelism are found at the parameters."
+        )
+    if mesh.ndim == 1:
+        return ShardMesh(mesh, _axis(mesh, 0), ALONE, device, ("shard",))
+    return ShardMesh(mesh, _axis(mesh, 1), _axis(mesh, 0), device, ("replicate", "shard"))
+
+
+def _resolve_named(mesh: DeviceMesh, dims: Any, device: torch.device) -> ShardMesh:
+    named = {role: _names(dims, role) for role in ("replicate", "shard")}
+    known = mesh.mesh_dim_names or ()
+    chosen = [name for names in named.values() for name in names]
+    if not chosen:
+        raise ValueError(
+            "fully_shard: dp_mesh_dims names no dimension. Pass DataParallelMeshDims(shard=..., "
+            "replicate=...) with names in one of them or both."
+        )
+    for name in chosen:
+        if name not in known:
+            raise ValueError(
+                f"fully_shard: dp_mesh_dims names '{name}', which the mesh {_shape_text(mesh)} does not "
+                "have. Give the mesh names with init_device_mesh(..., mesh_dim_names=...), and use those."
+            )
+        if chosen.count(name) > 1:
+            raise ValueError(
+                f"fully_shard: dp_mesh_dims names '{name}' twice. A dimension either shards or replicates."
+            )
+    parts = {role: _flattened(mesh, names) for role, names in named.items() if names}
+    sources: list[str | int] = []
+    for index, name in enumerate(known):
+        role = next((role for role, names in named.items() if name in names), None)
+        if role is None:
+            sources.append(index)
+        elif role not in sources:
+            sources.append(role)
+    dp_mesh = dtensor.concatenate_meshes(list(parts.values()))
+    of_shards = mesh
+    if len(sources) < mesh.ndim:
+        of_shards = dtensor.concatenate_meshes(
+            [parts[s] if isinstance(s, str) else mesh[known[s]] for s in sources]
+        )
+    return ShardMesh(
+        dp_mesh,
+        _axis(parts["shard"], 0) if "shard" in parts else ALONE,
+        _axis(parts["replicate"], 0) if "replicate" in parts else ALONE,
+        device,
+        tuple(parts),
+        FullMesh(mesh, of_shards, tuple(sources)),
+        tuple(parts.values()),
+    )
+
+
+def _names(dims: Any, role: str) -> tuple[str, ...]:
+    try:
+        value = getattr(dims, role)
+    except AttributeError:
+        raise TypeError(
+            f"fully_shard: dp_mesh_dims is a {type(dims).__name__}; pass DataParallelMeshDims(shard=..., "
+            "replicate=...)."
+        ) from None
+    names: tuple[Any, ...] = tuple(value or ()) if isinstance(value, (tuple, list, type(None))) else (value,)
+    if not all(isinstance(name, str) for name in names):
+        wrong = next(name for name in names if not isinstance(name, str))
+        raise TypeError(
+            f"fully_shard: dp_mesh_dims.{role} is {value!r}, with a {type(wrong).__name__} in it; pass names "
+            "of mesh dimensions."
+        )
+    return names
+
+
+def _flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else dtensor.flatten_mesh(mesh[names])
+
+
+def _axis(mesh: DeviceMesh, dim: int) -> Axis:
+    pg = _group_of(mesh, dim)
+    served = c10d.group_devices(pg)
+    if served and mesh.device_type not in served:
+        raise ValueError(
+            f"fully_shard: the mesh is of device type '{mesh.device_type}', but its process group "
+            f"has back ends only for {sorted(served)}; its collectives would fail or crash. Pass "
+            f"init_process_group a back end for '{mesh.device_type}', or make the mesh for another device."
+        )
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    if coordinate[dim] != mesh.get_local_rank(dim):
+        raise ValueError(
+            f"fully_shard: the mesh {mesh.mesh.tolist()} does not list its ranks in ascending order, in "
+            "which process groups have them: the rows of a parameter would lie on other ranks than the mesh "
+            "says. Make the mesh with ascending ranks along each dimension."
+        )
+    return Axis(pg, mesh.size(dim), mesh.get_local_rank(dim))
+
+
+def _default_mesh() -> DeviceMesh:
+    return init_device_mesh(default_device_type("fully_shard"), (dist.get_world_size(),))
+
+
+def default_device_type(caller: str) -> str:
+    """The type of device that the default process group serves: the accelerator if it does, or "cpu".
+
+    Raises:
+        RuntimeError: there is no process group.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            f"{caller}: there is no process group, so nobody to shard with. Call "
+            "torch.distributed.init_process_group() first (torchrun sets what it reads), or pass mesh=."
+        )
+    assert dist.group.WORLD is not None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    is_served = accelerator is not None and accelerator.type in c10d.group_devices(dist.group.WORLD)
+    return accelerator.type if accelerator is not None and is_served else "cpu"
+
+
+def _group_of(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
+    try:
+        return mesh.get_group(dim)
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(
+            f"fully_shard: the process group of the mesh of shape {tuple(mesh.shape)} is gone ({error}). Was "
+            "destroy_process_group() called since? Make the mesh again after init_process_group()."
+        ) from None
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """This rank's device of the type of ``mesh``."""
+    if mesh.device_type in ("cpu", "meta"):
+        return torch.device(mesh.device_type)
+    module = torch.get_device_module(mesh.device_type)
+    if not module.is_available():
+        raise RuntimeError(
+            f"fully_shard: the mesh is of device type '{mesh.device_type}', but this process has no such "
+            "device, or torch was built without it. Make the mesh for 'cpu', or run where the device is."
+        )
+    return torch.device(mesh.device_type, module.current_device())
+
+
+def device_of_group(pg: dist.ProcessGroup) -> torch.device:
+    """Where tensors may lie that ``pg`` communicates: in host memory if it serves that."""
+    served = c10d.group_devices(pg)
+    if not served or "cpu" in served:
+        return torch.device("cpu")
+    kind = sorted(served)[0]
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _shape_text(mesh: DeviceMesh) -> str:
+    names = mesh.mesh_dim_names or [f"dim {i}" for i in range(mesh.ndim)]
+    return "(" + ", ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True)) + ")"

@@ -1,0 +1,115 @@
+"""Which dtype a parameter and its gradient have where, and the casts at the edges of forward."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.policies import MixedPrecisionPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Dtypes of one parameter's life.
+
+    ``stored``: the shard. ``computed``: the full parameter, as gathered. ``accumulated``: its full
+    gradient. ``reduced``: the sum over ranks. ``kept``: ``.grad`` of the shard.
+    """
+
+    stored: torch.dtype
+    computed: torch.dtype
+    accumulated: torch.dtype
+    reduced: torch.dtype
+    kept: torch.dtype
+
+    @property
+    def smallest_itemsize(self) -> int:
+        """Bytes of the smallest element among them."""
+        return min(d.itemsize for d in (self.stored, self.computed, self.reduced, self.kept))
+
+
+def precision_of(dtype: torch.dtype, policy: Any) -> Precision:
+    """What ``policy`` makes of a parameter of ``dtype``; None keeps it in its own."""
+    if not dtype.is_floating_point or policy is None:
+        return Precision(dtype, dtype, dtype, dtype, dtype)
+    computed = policy.param_dtype or dtype
+    accumulated = getattr(policy, "accumulate_dtype", None) or policy.reduce_dtype or computed
+    reduced = policy.reduce_dtype or computed
+    kept = reduced if getattr(policy, "keep_low_precision_grads", False) else dtype
+    return Precision(dtype, computed, accumulated, reduced, kept)
+
+
+class PrecisionRule:
+    """Which part of a policy holds for which parameter: what stays in its own dtype, throughout
+    (``full_precision``) or while it is computed with (``param_dtype_override_fn``).
+
+    ``managed``: all modules of the call, those around others first.
+    """
+
+    def __init__(self, policy: Any, managed: list[nn.Module]) -> None:
+        self._policy = policy
+        self._override: Any = getattr(policy, "param_dtype_override_fn", None)
+        self._overridden: dict[int, bool] = {}  # by the parameter's id: it is asked once
+        self._predicate: Callable[..., bool] | None = None
+        self.outermost: list[nn.Module] = []
+        """The modules of the classes given, whose inputs have to fit their parameters."""
+        self._inside: set[nn.Module] = set()
+        rule: Any = getattr(policy, "full_precision", None)
+        if rule is not None and not isinstance(rule, (type, tuple, list)):
+            self._predicate = rule
+            return
+        classes = () if rule is None else (rule,) if isinstance(rule, type) else tuple(rule)
+        for module in managed:
+            if isinstance(module, classes) and module not in self._inside:
+                self.outermost.append(module)
+                self._inside.update(module.modules())
+
+    def policy_for(self, places: Sequence[tuple[str, nn.Module]], param: nn.Parameter) -> Any:
+        """What holds for ``param``, registered at ``places``: names and the modules around them.
+
+        Raises:
+            TypeError: the policy's function returned what is no dtype.
+            ValueError: it returned another dtype than those of the parameter and of the policy.
+        """
+        is_overridden = self._is_overridden(places[0][0], param)
+        if any(self._is_full(name, module, param) for name, module in places):
+            return None
+        return _computing_as_stored(self._policy) if is_overridden else self._policy
+
+    def _is_full(self, name: str, module: nn.Module, param: nn.Parameter) -> bool:
+        if self._predicate is not None:
+            return bool(self._predicate(name, module, param))
+        return module in self._inside
+
+    def _is_overridden(self, name: str, param: nn.Parameter) -> bool:
+        if self._override is None:
+            return False
+        if id(param) not in self._overridden:
+            self._overridden[id(param)] = self._asks_for_own(name, param)
+        return self._overridden[id(param)]
+
+    def _asks_for_own(self, name: str, param: nn.Parameter) -> bool:
+        dtype = self._override(param)
+        if dtype is None or dtype == self._policy.param_dtype:
+            return False
+        if dtype == param.dtype:
+            return True
+        where = f"fully_shard: mp_policy.param_dtype_override_fn returned {dtype!r} for {name}"
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{where}, a {type(dtype).__name__}. Return a torch.dtype, or None.")
+        raise ValueError(
+            f"{where}, which is of {param.dtype}, under a policy of param_dtype={self._policy.param_dtype}: "
+            "a parameter is computed with in its own dtype or in that of the policy. Return "
+            f"{param.dtype} or None."
+        )
+
+
+def _computing_as_stored(policy: Any) -> MixedPrecisionPolicy:
+    """``policy`` without a dtype to compute in: gradients are reduced and kept as it says."""
+    return MixedPrecisionPolicy(
+        reduce_dtype=policy.reduce_dtype,
+        accumulate_dtype=getattr(policy, "accumulate_dtype", None),
+        keep_low_precision_grads=getattr(policy, "keep_low_precision_grads", False),
+    )

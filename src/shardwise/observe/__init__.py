@@ -1,0 +1,1 @@
+"""What a step does, for those who look."""

@@ -1,0 +1,1 @@
+"""Optimizers, norms and clipping, loss scaling."""

@@ -1,0 +1,291 @@
+"""Clipping by the norm of all gradients, and the norms by module. How they are measured: norms.py."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.layout.fqns import clean, names_in
+from shardwise.optim.norms import (
+    Gradients,
+    Plan,
+    gradients_in,
+    gradients_of,
+    merged,
+    norm_of,
+    norms_of_pieces,
+    stacked,
+)
+from shardwise.params.parameter import sharded_before
+from shardwise.ranks.failures import relay_of_job, relayed
+from shardwise.ranks.model_ranks import axes_of_given
+from shardwise.setup.validation import describe
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    model_or_parameters: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float | Tensor,
+    norm_type: float | str = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale all gradients so that their common norm is at most ``max_norm``; return what it was.
+
+    As ``torch.nn.utils.clip_grad_norm_`` does for plain gradients, for any mixture: DTensors on any meshes,
+    sharded, replicated and tensor-parallel, plain tensors, gradients in host memory, of several dtypes,
+    sparse ones, empty shards. Gradients are scaled in place; the host waits for a device only where gradients
+    are in host memory.
+
+    Args:
+        model_or_parameters: a module, a parameter, or an iterable of parameters. One that appears twice
+            counts once; one without ``.grad`` counts as zeros.
+        max_norm: the largest norm to leave, at least 0; ``inf`` only measures. A number, or a tensor with one
+            (which is read: on a device, that waits for it).
+        norm_type: p of the p-norm, above 0; ``inf`` or ``"inf"`` for the largest absolute value.
+        error_if_nonfinite: raise, on every rank, where the norm is infinite or NaN. Waits for the norm.
+        foreach: False computes tensor by tensor. None and True use torch's functions of lists of tensors;
+            the results are the same.
+
+    Returns:
+        The norm before clipping: a plain tensor without dimensions on the device of the mesh, float32, or
+        float64 if a gradient is. The same bits on every rank of the largest mesh.
+
+    Collective: all ranks of a mesh call it, with corresponding parameters in the same order. It costs one
+    all-reduce of 8 bytes a rank and kind of placement for each mesh dimension over which a parameter is
+    sharded, and none where nothing is. Which ones depends on the parameters alone: a rank may lack any
+    gradient. Gradients with other placements than their parameter (``Partial``) are redistributed first, one
+    by one, to be measured.
+
+    Parameters may differ between ranks where no mesh says how they belong together: plain ones beside
+    DTensors, whose gradients are the rank's own (``ignored_params``), and DTensors on a slice of a mesh on
+    whose other dimensions other parameters lie. Then the largest of the ranks' norms counts, for one more
+    all-reduce over each such dimension that had none. Experts, of which each is to count, should be DTensors
+    over the ranks that share them.
+
+    Raises:
+        TypeError: no module, tensor or iterable of tensors; ``max_norm`` or ``foreach`` of another type.
+        ValueError: ``max_norm`` is negative or NaN, ``norm_type`` is not above 0.
+        RuntimeError: gradients of backwards without synchronisation wait to be reduced, a gradient is not on
+            the mesh of its parameter, or the norm is not finite and ``error_if_nonfinite`` is set. Gradients
+            are then as they were.
+
+    Example::
+
+        loss.backward()
+        norm = clip_grad_norm_(model, max_norm=1.0)
+        optimizer.step()
+    """
+    if isinstance(model_or_parameters, Iterator):  # read once more where a wait lasts long
+        model_or_parameters = list(model_or_parameters)
+    return _clip(model_or_parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+@relayed
+@torch.no_grad()
+def grad_norms_by_module(model: nn.Module, *, norm_type: float | str = 2.0) -> dict[str, float]:
+    """The norm of the gradients of all parameters inside each module of ``model``, by its name.
+
+    To see where gradients explode or vanish. Modules inside a module count towards it, so that ``""``, the
+    whole model, has the norm by which :func:`clip_grad_norm_` would clip. A tied parameter counts once in
+    every module that contains it.
+
+    Args:
+        model: any module, sharded or not.
+        norm_type: as in :func:`clip_grad_norm_`.
+
+    Returns:
+        Names as in ``model.named_modules()``, without what ``torch.compile`` puts into them, and norms, equal
+        on every rank. Modules with nothing trainable inside are left out; those whose parameters have no
+        gradient have norm 0.
+
+    Collective, as :func:`clip_grad_norm_`: as many all-reduces for all modules together, of 8 bytes a
+    module, rank and kind of placement. Waits for the device.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: ``norm_type`` is not above 0.
+        RuntimeError: gradients of backwards without synchronisation wait to be reduced.
+
+    Example::
+
+        loss.backward()
+        for name, norm in grad_norms_by_module(model).items():
+            print(f"{name:40} {norm:.3e}")
+    """
+    caller = "grad_norms_by_module"
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller}: model is {describe(model)}; pass an nn.Module.")
+    power = _check_norm_type(caller, norm_type)
+    params = list(model.parameters())
+    gradients = gradients_of(params, caller, partial(_name_of, model))
+    pieces = norms_of_pieces(gradients.measured, power, is_foreach=True)
+    plan = Plan(gradients, next(iter(params), None))
+    index_of = {id(param): index for index, param in enumerate(gradients.params)}
+    inside = {
+        name: indices
+        for module, name in names_in(model).items()
+        if (indices := [index_of[id(p)] for p in module.parameters() if id(p) in index_of])
+    }
+    if not inside:
+        return {}
+    # On the host, where so many small sums cost less than on a device.
+    on_host = stacked([norm for own in pieces for norm in own], plan.device).cpu()
+    norms = torch.stack([norm_of(own, power) for own in on_host.split([len(own) for own in pieces])])
+    columns = []
+    for column in range(len(plan.columns)):
+        rows = [[i for i in indices if plan.column_of[i] == column] for indices in inside.values()]
+        columns.append(torch.stack([norm_of(norms[row], power) for row in rows]).to(plan.device))
+    return dict(zip(inside, plan.over_ranks(columns, power).tolist(), strict=True))
+
+
+def _clip(
+    model_or_parameters: Any, max_norm: Any, norm_type: Any, error_if_nonfinite: bool, foreach: Any
+) -> Tensor:
+    caller = "clip_grad_norm_"
+    with relay_of_job().call(caller, lambda: axes_of_given(model_or_parameters)):
+        limit = _check_max_norm(max_norm)
+        power = _check_norm_type(caller, norm_type)
+        if foreach is not None and not isinstance(foreach, bool):
+            raise TypeError(
+                f"{caller}: foreach is {foreach!r}, {describe(foreach)}; pass True, False or None."
+            )
+        given = _check_parameters(caller, model_or_parameters)
+        name_of = partial(_name_of, given)
+        is_module = isinstance(given, nn.Module)
+        gradients = (gradients_in if is_module else gradients_of)(given, caller, name_of)
+        plan = Plan(gradients, next(iter(given.parameters() if is_module else given), None))
+        own, runs = [], []
+        for column in plan.split(gradients.measured):
+            runs.append(merged(column))
+            norms = norms_of_pieces(runs[-1], power, foreach is not False)
+            pieces = [norm for of_one in norms for norm in of_one]
+            own.append(norm_of(stacked(pieces, plan.device), power).view(1))
+        total = plan.over_ranks(own, power)[0].to(_dtype_of_result(gradients))
+        if error_if_nonfinite and not total.isfinite():
+            if is_module:  # one by one, to be told apart
+                gradients = gradients_of(list(given.parameters()), caller, name_of)
+            of_each = norms_of_pieces(gradients.measured, power, foreach is not False)
+            raise RuntimeError(_message_about_nonfinite(total, power, gradients, of_each, name_of))
+        if limit < math.inf:
+            if not all(map(is_, gradients.locals, gradients.measured)):
+                runs = [merged(gradients.locals)]
+            _scale([tensor for run in runs for tensor in run], limit, total, foreach is not False)
+        return total
+
+
+# --- what comes of it -----------------------------------------------------------------------------
+
+
+def _dtype_of_result(gradients: Gradients) -> torch.dtype:
+    """The same on ranks that lack a gradient: then that counts which it would have."""
+    dtypes = {
+        getattr(param, "grad_dtype", None) or param.dtype if measured is None else measured.dtype
+        for param, measured in zip(gradients.params, gradients.measured, strict=True)
+    }
+    return torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
+
+
+def _scale(tensors: Sequence[Tensor], limit: float, total: Tensor, is_foreach: bool) -> None:
+    """Multiply by ``limit / total`` where that is below 1, without waiting for a device to say so."""
+    factor = torch.clamp(limit / (total + 1e-6), max=1.0)
+    if factor.device.type == "cpu" and factor >= 1:
+        return
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    factors = {device: factor.to(device) for device, _ in alike}
+    for (device, _), members in alike.items():
+        if is_foreach:
+            torch._foreach_mul_(members, factors[device])
+            continue
+        for tensor in members:
+            tensor.mul_(factors[device])
+
+
+def _message_about_nonfinite(
+    total: Tensor,
+    power: float,
+    gradients: Gradients,
+    norms: Sequence[Sequence[Tensor]],
+    name_of: Callable[[Tensor], str],
+) -> str:
+    names = [
+        name_of(param)
+        for param, own in zip(gradients.params, norms, strict=True)
+        if not all(norm.isfinite() for norm in own)
+    ]
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    here = (
+        f"On this rank it comes from {', '.join(names[:4])}{more}."
+        if names
+        else "No gradient on this rank is to blame: other ranks name theirs."
+    )
+    return (
+        f"clip_grad_norm_: the norm of the gradients (norm_type={power}) is {total.item()}; scaling by it "
+        f"would leave zeros and NaN. {here} All ranks raise this, and gradients are as they were: skip the "
+        "step, or pass error_if_nonfinite=False to scale all the same."
+    )
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def _check_max_norm(max_norm: Any) -> float:
+    if isinstance(max_norm, Tensor):
+        if max_norm.numel() != 1:
+            raise ValueError(
+                f"clip_grad_norm_: max_norm is a tensor of shape {tuple(max_norm.shape)}; pass a number, or "
+                "a tensor of one element."
+            )
+    elif isinstance(max_norm, (bool, str)) or not hasattr(max_norm, "__float__"):
+        raise TypeError(f"clip_grad_norm_: max_norm is {max_norm!r}, {describe(max_norm)}; pass a number.")
+    value = float(max_norm)
+    if not value >= 0:
+        raise ValueError(f"clip_grad_norm_: max_norm is {value}; it must be a number of at least 0.")
+    return value
+
+
+def _check_norm_type(caller: str, norm_type: Any) -> float:
+    try:
+        value = math.nan if isinstance(norm_type, bool) else float(norm_type)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not value > 0:
+        raise ValueError(
+            f"{caller}: norm_type is {norm_type!r}; it is the p of a p-norm: a number above 0, or 'inf' for "
+            "the largest absolute value."
+        )
+    return value
+
+
+def _check_parameters(caller: str, given: Any) -> Any:
+    """``given``, if it is a module; else the parameters in it, each once."""
+    if isinstance(given, nn.Module):
+        return given
+    if isinstance(given, Tensor):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise TypeError(
+            f"{caller}: expected a module, a parameter or an iterable of parameters, got {describe(given)}."
+        )
+    params = list(given)
+    for index, param in enumerate(params):
+        if not isinstance(param, Tensor):
+            raise TypeError(
+                f"{caller}: at [{index}] of the iterable is {describe(param)}, where a parameter is "
+                "expected. Pass the module itself, or model.parameters()."
+            )
+    return list({id(param): param for param in params}.values())
+
+
+def _name_of(given: nn.Module | Sequence[Tensor], param: Tensor) -> str:
+    """What to call ``param`` in a message."""
+    if isinstance(given, nn.Module):
+        return next(clean(name) for name, each in given.named_parameters() if each is param)
+    known = sharded_before(param) if isinstance(param, nn.Parameter) else None
+    return known or f"parameter {next(i for i, each in enumerate(given) if each is param)}"

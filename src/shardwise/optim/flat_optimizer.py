@@ -1,0 +1,411 @@
+"""An optimizer step on plain tensors: neighbouring shards of a param group as one.
+
+torch's optimizers cost microseconds a tensor, and ten times as much on DTensors. What they compute goes
+element by element, so that it may be done on the flat shards themselves. The user's side stays as it was:
+param groups with the sharded parameters, and state by parameter in DTensors. Three things follow from that:
+
+- `param_groups` are the user's. During the step of the optimizer's class "params" in them are flat tensors;
+- state is either flat, and then the runs have it, or shown by parameter, as views of the flat one;
+- each step asks in a few passes whether all is still where it was; if not, runs are made anew.
+"""
+
+import types
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+
+from shardwise.comm.buffers import with_own_storage
+from shardwise.optim.flat_runs import (
+    MAX_GAP,
+    Apart,
+    Member,
+    Part,
+    Place,
+    Plan,
+    find_places,
+    has_eps,
+    make_runs,
+    own_copy,
+)
+from shardwise.params.parameter import sharded_before
+from shardwise.torch_compat import dtensor, optimizers
+
+Optimizer = torch.optim.Optimizer
+
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+NOT_ELEMENTWISE = {
+    "LBFGS": "it looks at all parameters together",
+    "Adafactor": "it keeps sums over rows and columns",
+    "Muon": "it orthogonalises whole matrices",
+    "SparseAdam": "it takes sparse gradients only",
+}
+
+
+class FlatOptimizer(Optimizer):
+    """An elementwise optimizer that steps the flat shards of a sharded model.
+
+    The same numbers as without it, for a fraction of the host time: neighbouring shards of a param group are
+    stepped as one tensor. To the rest of the program it is the optimizer that it was: an instance of its
+    class too, with the same ``param_groups``, hooks, and ``state`` by parameter in DTensors, so that
+    learning rate schedulers, gradient scalers and checkpoints, also those of the optimizer without it, work.
+
+    Args:
+        optimizer: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop or ASGD of
+            ``torch.optim``, before or after its first step. It becomes a FlatOptimizer itself, and is what
+            is returned.
+        elementwise: True admits another class, which you know to treat each element of a parameter by
+            itself, by the same numbers in the whole param group, and to keep state that has the form of the
+            parameter, or is a number. A closure is called before it.
+
+    Raises:
+        TypeError: ``optimizer`` is no ``torch.optim.Optimizer``, or one already.
+        ValueError: it is not elementwise, or not known to be; it is ``differentiable``; its ``step`` was
+            wrapped before, as a learning rate scheduler does: make schedulers afterwards.
+
+    Parameters may also be plain tensors, DTensors of other origin, frozen, or without gradient. A parameter
+    that is not in a flat shard, or whose gradient was replaced, is stepped on its local tensor. Where torch
+    chooses between ``foreach`` and a loop, it chooses as for plain tensors: ``foreach`` on a GPU.
+
+    Costs no memory beside the state itself, but for padding: less than 16 elements a parameter. When
+    parameters were moved, gradients are there for others than at the last step, or ``state`` was looked at
+    in between, the next step takes a few milliseconds more. ``state`` shows views of the flat state: look it
+    up anew after each step, since numbers such as step counts are copies. No communication.
+
+    Example::
+
+        optimizer = FlatOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True))
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
+        for batch in batches:
+            model(batch).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    """
+
+    _plan: "Plan | None" = None
+    _shown: Any = None  # state by parameter, while it is not in the runs
+    _is_stepping = False
+    _made_of: tuple[Any, Any]  # this class, or a subclass of it, and the optimizer's
+
+    def __new__(cls, optimizer: Optimizer, *, elementwise: bool = False) -> "FlatOptimizer":
+        """Turn ``optimizer`` itself into one: whoever else holds it goes on with the same."""
+        _check(optimizer, elementwise)
+        flat: Any = cls
+        kind: Any = type(optimizer)
+        optimizer.__class__ = _flat_class(flat, kind)
+        assert isinstance(optimizer, FlatOptimizer)
+        return optimizer
+
+    def __init__(self, optimizer: Optimizer, *, elementwise: bool = False) -> None:
+        self.state = vars(self).pop("state")
+
+    # --- the step ---------------------------------------------------------------------------------
+
+    @optimizers.hooked_step
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform a single optimization step.
+
+        Args:
+            closure: computes the loss anew, with gradients, and returns it.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            gradients = None if self._plan is None else self._plan.gradients(self.param_groups)
+            if gradients is None:
+                gradients = self._replan()
+            assert self._plan is not None
+            self._step_flat(self._plan, gradients)
+        return loss
+
+    def _step_flat(self, plan: "Plan", gradients: Sequence[Tensor]) -> None:
+        groups = list(self.param_groups)
+        given = [group["params"] for group in groups]
+        try:
+            for run, gradient in zip(plan.runs, gradients, strict=True):
+                run.flat.grad = gradient
+            for group, flats in zip(groups, plan.flats, strict=True):
+                group["params"] = flats
+            self._is_stepping = True
+            self._kinds_step()
+        finally:
+            self._is_stepping = False
+            for group, params in zip(groups, given, strict=True):
+                group["params"] = params
+            for run in plan.runs:
+                run.flat.grad = None
+        if plan.merged_locals:  # as autograd's check knows that they have changed
+            increment_version(plan.merged_locals)
+
+    def _kinds_step(self) -> Any:
+        """The step of the optimizer's own class, without hooks."""
+        raise NotImplementedError
+
+    # --- state ------------------------------------------------------------------------------------
+
+    @property  # type: ignore[override]
+    def state(self) -> Any:
+        """State by parameter: views of what the steps work with, good until the next one."""
+        if self._is_stepping:
+            return self._flat_state
+        if self._shown is None:
+            self._shown = self._show()
+        return self._shown
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._shown = state
+        self._plan = None
+        self._flat_state: defaultdict[Any, Any] = defaultdict(dict)
+        self._resting: dict[Tensor, Apart] = {}
+        # Views that were shown, by id: where they lie. The flat state lives as long as one of them.
+        self._shown_views: dict[int, tuple[weakref.ref[Tensor], Part]] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Go on with another state: loaded, or unpickled."""
+        others = dict(state)
+        if "state" in others:
+            self.state = others.pop("state")
+        super().__setstate__(others)
+
+    def __reduce__(self) -> Any:
+        """The class is made at run time: pickles name what it is made of."""
+        return _rebuilt, self._made_of, self.__getstate__()
+
+    def __repr__(self) -> str:
+        return f"FlatOptimizer({super().__repr__()})"
+
+    def _show(self) -> Any:
+        """Hand the state over: from now on what is shown is the state."""
+        apart, others = self._taken_apart()
+        self.state = None
+        shown: defaultdict[Any, Any] = defaultdict(dict)
+        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+            if param in apart:
+                shown[param] = self._views(param, apart.pop(param))
+            elif param in others:
+                shown[param] = others.pop(param)
+        shown.update({param: self._views(param, values) for param, values in apart.items()})
+        shown.update(others)
+        return shown
+
+    def _taken_apart(self) -> tuple[dict[Tensor, Apart], dict[Any, Any]]:
+        """The state of sharded parameters, out of the runs, and that of others."""
+        apart, others = dict(self._resting), dict(self._flat_state)
+        for run in self._plan.runs if self._plan is not None else ():
+            if run.flat in others:
+                apart.update(zip(run.params, run.take_apart(others.pop(run.flat)), strict=True))
+        return apart, others
+
+    def _views(self, param: Tensor, values: Apart) -> dict[str, Any]:
+        shown: dict[str, Any] = {}
+        local = dtensor.local_tensor(param)
+        for key, value in values.items():
+            if not isinstance(value, Part):
+                shown[key] = own_copy(value)
+                continue
+            view = value.values(local.numel()).view(local.shape)
+            view = with_own_storage(view) if type(view) is Tensor else view
+            shown[key] = dtensor.make_dtensor(view, _spec(param, view.dtype))
+            if value.is_ours:
+                self._note(view, value)
+        return shown
+
+    def _note(self, view: Tensor, part: Part) -> None:
+        views, key = self._shown_views, id(view)
+        views[key] = weakref.ref(view, lambda _: views.pop(key, None)), part
+
+    def _taken_back(self) -> tuple[dict[Tensor, Apart], dict[Any, Any]]:
+        """What was shown, as it is now: that of sharded parameters, taken apart, and the rest."""
+        apart: dict[Tensor, Apart] = {}
+        others: dict[Any, Any] = {}
+        for param, values in self._shown.items():
+            if isinstance(param, DTensor):
+                apart[param] = {key: self._part(param, key, value) for key, value in values.items()}
+            else:
+                others[param] = values
+        return apart, others
+
+    def _part(self, param: DTensor, key: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if isinstance(value, DTensor) and value.shape == param.shape:
+            ref, part = self._shown_views.get(id(dtensor.local_tensor(value)), (None, None))
+            if ref is not None and ref() is dtensor.local_tensor(value):
+                return part
+            if value.placements != param.placements or value.device_mesh != param.device_mesh:
+                value = value.redistribute(param.device_mesh, param.placements)
+            return Part(dtensor.local_tensor(value), 0, is_ours=False)
+        if isinstance(value, DTensor) or (value.numel() != 1 and value.shape != param._local_tensor.shape):
+            raise ValueError(
+                f"{_name(param)}: '{key}' in the state of {type(self).__name__} is a "
+                f"{type(value).__name__} of shape {tuple(value.shape)}, where a DTensor of the parameter's "
+                f"shape, {tuple(param.shape)}, is expected: nothing says which part of the whole this rank "
+                "has. Load full states with shardwise.load_full_optimizer_state_dict."
+            )
+        return value if value.numel() == 1 else Part(value, 0, is_ours=False)
+
+    # --- planning ---------------------------------------------------------------------------------
+
+    def _max_gap(self, group: dict[str, Any]) -> int:
+        """How much padding runs may span: where an optimizer may turn zeros into something else, none."""
+        is_known = self._made_of[1] in ELEMENTWISE
+        return MAX_GAP if is_known and has_eps(group) else 0
+
+    def _replan(self) -> list[Tensor]:
+        """Make runs of the parameters as they are now; their gradients."""
+        apart, others = self._taken_apart() if self._shown is None else self._taken_back()
+        plan = Plan(self.param_groups)
+        for index, group in enumerate(self.param_groups):
+            members = self._members(plan, index, apart)
+            for run, some in make_runs(members, self._max_gap(group)):
+                plan.add(index, run, some)
+        found = plan.finish()
+        # Nothing that can be refused is left to do: the state moves now.
+        self.state = None
+        self._flat_state.update(others)
+        for run, members in found:
+            if members[0].state is not None:
+                self._flat_state[run.flat] = run.join([member.state or {} for member in members])
+            for member in members:
+                apart.pop(member.param, None)
+                member.state = None
+        self._resting = apart
+        self._plan = plan
+        return [run.gradient(members[0].gradient) for run, members in found]
+
+    def _members(self, plan: "Plan", index: int, apart: dict[Tensor, Apart]) -> list[Member]:
+        """The sharded parameters of a group that have gradients; others are noted in the plan."""
+        group = self.param_groups[index]
+        params = group["params"]
+        _check_group(type(self).__name__, index, group)
+        plan.flats[index] += [param for param in params if not isinstance(param, DTensor)]
+        sharded = [param for param in params if isinstance(param, DTensor)]
+        plan.resting += [param for param in sharded if param.grad is None]
+        active = [param for param in sharded if param.grad is not None]
+        places = find_places([dtensor.local_tensor(param) for param in active])
+        return [_member(param, place, apart.get(param)) for param, place in zip(active, places, strict=True)]
+
+
+def _member(param: DTensor, place: Place | None, state: Apart | None) -> Member:
+    gradient = param.grad
+    if not isinstance(gradient, DTensor):
+        raise TypeError(
+            f"{_name(param)}: .grad is a plain {type(gradient).__name__}, where a DTensor is expected, as "
+            "the parameter is one: nothing says which part of the whole this rank has. Assign only DTensors "
+            "to .grad of sharded parameters, or None."
+        )
+    is_usual = type(gradient) is DTensor and gradient.placements == param.placements
+    if gradient.placements != param.placements or gradient.device_mesh != param.device_mesh:
+        gradient = gradient.redistribute(param.device_mesh, param.placements)
+    local = dtensor.local_tensor(gradient)
+    return Member(param, dtensor.local_tensor(param), local, is_usual, place, state)
+
+
+def _name(param: Tensor) -> str:
+    name = sharded_before(param)  # type: ignore[arg-type]
+    return f"a parameter of shape {tuple(param.shape)}" if name is None else name
+
+
+def _spec(param: Any, dtype: torch.dtype) -> Any:
+    if dtype == param.dtype:
+        return param._spec
+    return dtensor.sharded_spec(param.device_mesh, tuple(param.placements), param.shape, dtype)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def _check(optimizer: Any, elementwise: Any) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"FlatOptimizer: optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer."
+        )
+    if isinstance(optimizer, FlatOptimizer):
+        raise TypeError(f"FlatOptimizer: this {type(optimizer).__name__} is a FlatOptimizer already.")
+    if not isinstance(elementwise, bool):
+        raise TypeError(f"FlatOptimizer: elementwise is {elementwise!r}; pass True or False.")
+    _check_kind(type(optimizer), elementwise)
+    if "step" in vars(optimizer):
+        raise ValueError(
+            f"FlatOptimizer: step() of this {type(optimizer).__name__} was wrapped, as learning rate "
+            "schedulers do, and would go on stepping parameter by parameter. Make the FlatOptimizer first, "
+            "and schedulers from it."
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        _check_group(type(optimizer).__name__, index, group)
+
+
+def _check_kind(kind: type[Optimizer], elementwise: bool) -> None:
+    for name, why in NOT_ELEMENTWISE.items():
+        if issubclass(kind, getattr(torch.optim, name, ())):
+            raise ValueError(
+                f"FlatOptimizer: {kind.__name__} does not treat each element of a parameter by itself: "
+                f"{why}. So parameters cannot be stepped as one flat tensor. Use it without FlatOptimizer."
+            )
+    if kind not in ELEMENTWISE and not elementwise:
+        raise ValueError(
+            f"FlatOptimizer: {kind.__module__}.{kind.__qualname__} is not known to treat each element of a "
+            "parameter by itself; one that looks at whole parameters (norms, matrices) would compute "
+            "something else on flat shards. If it does, pass elementwise=True. Known are "
+            f"{', '.join(each.__name__ for each in ELEMENTWISE)} of torch.optim."
+        )
+
+
+def _check_group(kind: str, index: int, group: dict[str, Any]) -> None:
+    if group.get("differentiable"):
+        raise ValueError(
+            f"FlatOptimizer: group {index} of {kind} is differentiable, but autograd does not see a step on "
+            "flat shards. Use the optimizer without FlatOptimizer."
+        )
+    params = group["params"]
+    if len(set(map(id, params))) != len(params):
+        twice = next(param for place, param in enumerate(params) if any(param is p for p in params[:place]))
+        raise ValueError(
+            f"FlatOptimizer: {_name(twice)} stands twice in group {index} of {kind}, and would be stepped "
+            "twice. Leave one out."
+        )
+
+
+# --- the class ------------------------------------------------------------------------------------
+
+
+@cache
+def _flat_class(flat: Any, kind: Any) -> Any:
+    """``kind`` with our step. It keeps its name, by which checkpoints know kinds of optimizers."""
+    body = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "_made_of": (flat, kind),
+        "_kinds_step": optimizers.step_without_hooks(kind),
+    }
+    return types.new_class(kind.__name__, (flat, kind), exec_body=lambda namespace: namespace.update(body))
+
+
+def _rebuilt(flat: Any, kind: Any) -> FlatOptimizer:
+    """An empty one, for ``copy`` and ``pickle``."""
+    made: FlatOptimizer = object.__new__(_flat_class(flat, kind))
+    return made

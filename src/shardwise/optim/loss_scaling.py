@@ -1,0 +1,82 @@
+"""Loss scaling for models whose gradients are spread in several ways.
+
+torch's own ``torch.amp.GradScaler`` looks for infinities as the first gradient of its list is placed. Where
+that is replicated (a scalar, a block under ``ddp``, a parameter that is not sharded) and others are not, an
+infinity on another rank's shard is seen there alone, and the ranks go on with different weights.
+"""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwise.layout.mesh import axes_of, highest_over
+from shardwise.params.deferred import DeferredGradient
+from shardwise.ranks.failures import relay_of_job
+from shardwise.torch_compat import dtensor
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` whose infinities are seen by all ranks, however gradients are placed.
+
+    Arguments and use are those of torch's. Costs an all-reduce of one number for each mesh dimension, and one
+    more for all but one of them; all ranks must call ``step`` (or ``unscale_``) together.
+
+    Example::
+
+        scaler = GradScaler("cuda")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    """
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """What all of torch's ways to look at gradients come down to: here on the local tensors."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        with relay_of_job().call("GradScaler", lambda: axes_of(params)):
+            return self._unscaled(params, inv_scale, found_inf, allow_fp16)
+
+    def _unscaled(
+        self, params: list[Tensor], inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found: dict[torch.device, Tensor] = {}
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for param in params:
+            if param.grad is not None:
+                local = _values(param.grad, allow_fp16)
+                by_kind.setdefault((local.device, local.dtype), []).append(local)
+        with torch.no_grad():
+            for (device, _), gradients in by_kind.items():
+                flag = found.setdefault(device, found_inf.to(device, copy=True))
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, inv_scale.to(device))
+            _agree(found, found_inf, params)
+        return found or {found_inf.device: found_inf}
+
+
+def _values(gradient: Tensor, allow_fp16: bool) -> Tensor:
+    """The numbers of a gradient that this rank holds."""
+    if isinstance(gradient, DeferredGradient) and not gradient.mark.is_zeroed:
+        raise RuntimeError(
+            "GradScaler: gradients of backwards without synchronisation wait to be reduced, so that .grad "
+            "does not show them. Run the last backward outside no_sync() before step() or unscale_()."
+        )
+    if not allow_fp16 and gradient.dtype is torch.float16:
+        raise ValueError("Attempting to unscale FP16 gradients.")  # torch's words
+    local = dtensor.plain(gradient)
+    return local._values() if local.is_sparse else local
+
+
+def _agree(found: dict[torch.device, Tensor], like: Tensor, params: list[Tensor]) -> None:
+    """Let every device know of infinities on any rank, also ranks without gradients."""
+    axes = axes_of(params)
+    if not axes:
+        return
+    devices = {torch.device(param.device_mesh.device_type) for param in params if isinstance(param, DTensor)}
+    highest = like.to(devices.pop() if len(devices) == 1 else like.device, copy=True)
+    for flag in found.values():
+        torch.maximum(highest, flag.to(highest.device), out=highest)
+    highest_over(highest, axes)
+    for flag in found.values():
+        flag.copy_(highest)
+    found.setdefault(highest.device, highest)

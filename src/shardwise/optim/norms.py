@@ -1,0 +1,438 @@
+"""Norms of gradients, wherever they lie: of what this rank holds, and put together over ranks.
+
+A rank measures the gradients that it holds; then it sends one number for each way in which they are
+spread over ranks. ``Shard`` on a dimension of a mesh: the ranks hold different parts, whose norms are put
+together. ``Replicate``: they hold the same, and one counts. Not on the dimension at all, as plain tensors:
+they may hold anything, and the largest counts, so that all ranks clip by the same.
+
+    mesh (dp=2, tp=2), ranks 0 1 / 2 3        over dp          over tp
+    up       (Shard(0), Shard(0)) on both     put together     put together
+    norm     Shard(0) on dp                   put together     largest
+    scale    plain, of ignored_params         largest          largest
+
+A vector of zeros in which each rank fills in its own place is summed: that moves the numbers, and every
+rank computes with all of them in the same order. So the result has the same bits everywhere, in whatever
+order a back end adds up; a NaN arrives, which a maximum may lose; and powers, which may overflow, stay at
+home.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import add, attrgetter, itemgetter, methodcaller
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from shardwise.comm.communicators import all_reduce
+from shardwise.params.deferred import DeferredGradient
+from shardwise.setup.validation import PLACE
+from shardwise.torch_compat import dtensor
+
+# The host adds up float32 numbers one after the other: 10 million of them to 4e-4. In pieces of this size,
+# whose norms are put together in float64, it is 2e-7, at the same speed. Devices work in pieces anyway.
+_PIECE_NUMEL = 2**16
+# Up to this power those of all float32 numbers are numbers of float64.
+_LARGEST_PLAIN_POWER = 6.0
+# Sums of powers of float64 numbers between 1e-250 and 1e250 have lost nothing at either end.
+_PLAIN_DECADES = 250.0
+
+
+# --- the gradients --------------------------------------------------------------------------------
+
+
+Place = tuple[DeviceMesh, tuple[Placement, ...]]
+
+
+@dataclass(eq=False)
+class Gradients:
+    """What this rank holds of the gradients of ``params``; None where it has none.
+
+    ``locals`` are scaled and ``measured`` have the norm: the same tensors, or where one is a summand of the
+    gradient, the sum. ``places`` say how they are spread over which ranks; None for a plain tensor. Reduced
+    gradients that lie together may be one tensor: then ``params`` has the first of their parameters.
+    """
+
+    params: Sequence[Tensor]
+    locals: Sequence[Tensor | None]
+    measured: Sequence[Tensor | None]
+    places: Sequence[Place | None]
+
+    def and_those_of(self, others: "Gradients") -> "Gradients":
+        """Both."""
+        if not others.params:
+            return self
+        pairs = zip(vars(self).values(), vars(others).values(), strict=True)
+        return Gradients(*([*own, *more] for own, more in pairs))
+
+
+def gradients_in(model: nn.Module, caller: str, name_of: Callable[[Tensor], str]) -> Gradients:
+    """Those of all parameters in ``model``, as few tensors; what ``gradients_of`` may raise.
+
+    Which are together follows from the groups, in all common cases: ranks that hold copies come to the same
+    bits.
+    """
+    kind = type(model)
+    if (kind.parameters, kind.named_parameters) != (nn.Module.parameters, nn.Module.named_parameters):
+        return gradients_of(list(model.parameters()), caller, name_of)  # it says itself which are its own
+    modules = modules_in(model)
+    registered = chain.from_iterable(map(_values, map(_registered, modules)))
+    params = {id(param): param for param in registered if param is not None}
+    groups = dict.fromkeys(module.__dict__[PLACE].group for module in modules if PLACE in module.__dict__)
+    together: list[tuple[Tensor, Tensor, Tensor, Place]] = []
+    for landing in [bucket.landing for group in groups for bucket in group.buckets]:
+        shards = landing.shards
+        keys = list(map(id, shards))
+        if all(map(params.__contains__, keys)) and (whole := landing.whole_of(shards)) is not None:
+            spec = dtensor.spec_of(shards[0])
+            together.append((shards[0], whole, whole, (spec.mesh, without_sums(spec.placements))))
+            deque(map(params.pop, keys), maxlen=0)
+    columns: Any = zip(*together, strict=True) if together else ((), (), (), ())
+    return Gradients(*columns).and_those_of(gradients_of(list(params.values()), caller, name_of))
+
+
+def modules_in(model: nn.Module) -> list[nn.Module]:
+    """As ``model.modules()``, in a fifth of the time: each module once, those around others first."""
+    found: dict[nn.Module, None] = {}
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found[module] = None
+            waiting += [inner for inner in reversed(module._modules.values()) if inner is not None]
+    return list(found)
+
+
+def gradients_of(params: Sequence[Tensor], caller: str, name_of: Callable[[Tensor], str]) -> Gradients:
+    """Those of each parameter that is trainable or has one: of the same kinds on all ranks.
+
+    Raises:
+        RuntimeError: naming the parameter whose gradient waits to be reduced, or is on another mesh.
+    """
+    return _all_as_their_parameters(params) or _one_by_one(params, caller, name_of)
+
+
+_registered, _values = attrgetter("_parameters"), methodcaller("values")
+_gradient, _placements, _mesh = attrgetter("grad"), attrgetter("placements"), attrgetter("mesh")
+
+
+def _all_as_their_parameters(params: Sequence[Tensor]) -> Gradients | None:
+    """The common case, in passes that run in C: every gradient is a DTensor placed as its parameter."""
+    gradients = list(map(_gradient, params))
+    if set(map(type, gradients)) != {DTensor} or set(map(type, params)) != {DTensor}:
+        return None
+    specs, own = list(map(dtensor.spec_of, params)), list(map(dtensor.spec_of, gradients))
+    ids = [map(id, map(what, of)) for what in (_placements, _mesh) for of in (specs, own)]
+    kinds = list(zip(*ids, strict=True))
+    places: dict[Any, Place] = {}
+    alike: dict[Place, Place] = {}
+    for kind, index in dict(zip(kinds, range(len(kinds)), strict=True)).items():
+        place = own[index].mesh, own[index].placements
+        if specs[index].mesh is not place[0] or place[1] != without_sums(specs[index].placements):
+            return None
+        places[kind] = alike.setdefault(place, place)
+    locals_ = list(map(dtensor.local_tensor, gradients))
+    return Gradients(params, locals_, locals_, list(map(places.__getitem__, kinds)))
+
+
+def _one_by_one(params: Sequence[Tensor], caller: str, name_of: Callable[[Tensor], str]) -> Gradients:
+    found: list[tuple[Tensor, Tensor | None, Tensor | None, Place | None]] = []
+    for param in params:
+        gradient = param.grad
+        if gradient is not None:
+            _check_gradient(param, gradient, caller, name_of)
+        elif not param.requires_grad:
+            continue
+        # The parameter's place rather than the gradient's: another rank may have no gradient.
+        placed = param if isinstance(param, DTensor) else gradient
+        if not isinstance(placed, DTensor):
+            found.append((param, gradient, gradient, None))
+            continue
+        place = placed.device_mesh, without_sums(placed.placements)
+        if gradient is None:
+            found.append((param, None, None, place))
+            continue
+        assert isinstance(gradient, DTensor)
+        local = measured = dtensor.local_tensor(gradient)
+        if gradient.placements != place[1]:
+            measured = dtensor.local_tensor(gradient.redistribute(placements=place[1]))
+        found.append((param, local, measured, place))
+    columns: Any = zip(*found, strict=True) if found else ((), (), (), ())
+    return Gradients(*map(list, columns))
+
+
+def without_sums(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """Placements after sums that have yet to be made."""
+    if not any(placement.is_partial() for placement in placements):
+        return placements
+    return tuple(Replicate() if placement.is_partial() else placement for placement in placements)
+
+
+def _check_gradient(param: Tensor, gradient: Tensor, caller: str, name_of: Callable[[Tensor], str]) -> None:
+    if isinstance(gradient, DeferredGradient) and not gradient.mark.is_zeroed:
+        raise RuntimeError(
+            f"{caller}: {name_of(param)}: gradients of backward passes without synchronisation "
+            "(no_sync, set_requires_gradient_sync(False), set_requires_all_reduce(False)) wait to be "
+            "reduced; .grad does not contain them yet, so that they would escape the norm. Clip after the "
+            "synchronised backward."
+        )
+    if not isinstance(param, DTensor):
+        return
+    if not isinstance(gradient, DTensor) or gradient.device_mesh != param.device_mesh:
+        found = f"on {gradient.device_mesh}" if isinstance(gradient, DTensor) else "a plain tensor"
+        raise RuntimeError(
+            f"{caller}: {name_of(param)}: .grad is {found}, where a DTensor on the mesh of the parameter, "
+            f"{param.device_mesh}, is expected: nothing says which part of the gradient it is. Assign only "
+            "DTensors that are placed as the parameter to .grad, or None."
+        )
+
+
+# --- norms of what is here ------------------------------------------------------------------------
+
+
+_layout, _nbytes, _dtype = attrgetter("layout"), attrgetter("nbytes"), attrgetter("dtype")
+
+
+def merged(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """``tensors``, neighbours in one buffer as one flat tensor: reduced gradients are such neighbours.
+
+    A norm does not care in how many tensors the numbers are, and the host does. In the order of the
+    parameters, whatever the addresses: ranks that hold copies come to the same bits.
+    """
+    present = [tensor for tensor in tensors if tensor is not None]
+    alone: Iterable[int] = ()
+    dense: Sequence[int] = range(len(present))
+    if set(map(_layout, present)) - {torch.strided} or not all(map(Tensor.is_contiguous, present)):
+        dense = [i for i, t in enumerate(present) if t.layout is torch.strided and t.is_contiguous()]
+        alone = set(range(len(present))).difference(dense)
+    ours = [present[index] for index in dense]
+    starts, dtypes = list(map(Tensor.data_ptr, ours)), list(map(_dtype, ours))
+    ends = list(map(add, starts, map(_nbytes, ours)))
+    runs = [[index] for index in alone]
+    end, dtype = -1, None
+    for at in sorted(range(len(ours)), key=starts.__getitem__):
+        if starts[at] == end and dtypes[at] is dtype:
+            runs[-1].append(dense[at])
+        else:
+            runs.append([dense[at]])
+        end, dtype = ends[at], dtypes[at]
+    together: list[tuple[int, Tensor]] = []
+    for run in runs:
+        together += _as_one(run, [present[index] for index in run])
+    return [tensor for _, tensor in sorted(together, key=itemgetter(0))]
+
+
+def _as_one(indices: list[int], run: list[Tensor]) -> list[tuple[int, Tensor]]:
+    """Tensors that follow each other in memory, as one where that is memory of one buffer; by first index."""
+    if len(run) < 2 or run[0].untyped_storage().data_ptr() != run[-1].untyped_storage().data_ptr():
+        return list(zip(indices, run, strict=True))
+    numel = sum(map(Tensor.numel, run))
+    return [(min(indices), run[0].as_strided((numel,), (1,), run[0].storage_offset()))]
+
+
+def norms_of_pieces(tensors: Sequence[Tensor | None], power: float, is_foreach: bool) -> list[list[Tensor]]:
+    """For each tensor the norms of its pieces; there are none of an empty one."""
+    norms: list[list[Tensor]] = [[] for _ in tensors]
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[list[Tensor], Tensor]]] = {}
+    for own, tensor in zip(norms, tensors, strict=True):
+        for piece in () if tensor is None else _pieces(tensor):
+            alike.setdefault((piece.device, piece.dtype), []).append((own, piece))
+    for (device, dtype), members in alike.items():
+        pieces = [piece for _, piece in members]
+        summed = _dtype_of_sums(device, dtype, power)
+        found: Iterable[Tensor]
+        if _LARGEST_PLAIN_POWER < power < math.inf:
+            found = [norm_of(piece.to(summed), power) for piece in pieces]
+        elif is_foreach:
+            found = torch._foreach_norm(pieces, power, dtype=summed)
+        else:
+            found = [torch.linalg.vector_norm(piece, power, dtype=summed) for piece in pieces]
+        for (own, _), norm in zip(members, found, strict=True):
+            own.append(norm)
+    return norms
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    if tensor.layout is not torch.strided:
+        # Of a sparse gradient the rest is zero; one that is not coalesced has several terms of one number.
+        tensor = (tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor).values()
+    if tensor.numel() == 0:
+        return ()
+    if tensor.numel() > _PIECE_NUMEL and tensor.device.type == "cpu" and tensor.is_contiguous():
+        return tensor.view(-1).split(_PIECE_NUMEL)
+    return (tensor,)
+
+
+def _dtype_of_sums(device: torch.device, dtype: torch.dtype, power: float) -> torch.dtype:
+    """At least float32; float64 where other powers than squares would soon leave the range of float32."""
+    if power not in (1.0, 2.0, math.inf):
+        dtype = torch.promote_types(dtype, _widest(device))
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _widest(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def norm_of(values: Tensor, power: float, dim: int | None = None) -> Tensor:
+    """The norm of all ``values``, or along ``dim`` 0; none of their powers leaves the range of numbers."""
+    if values.numel() == 0:
+        return values.new_zeros(() if dim is None else values.shape[1:])
+    plain = torch.linalg.vector_norm(values, power, dim=dim) if values.device.type == "cpu" else None
+    if plain is not None and plain.numel() == 1 and _is_in_range(plain.item(), power):
+        return plain
+    largest = torch.linalg.vector_norm(values, math.inf, dim=dim)
+    if power == math.inf:
+        return largest
+    scale = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
+    return torch.linalg.vector_norm(values / scale, power, dim=dim) * scale
+
+
+def _is_in_range(norm: float, power: float) -> bool:
+    """True if its power is far from the ends of what float64 can hold, so that none of the terms mattered
+    there."""
+    return power == math.inf or (norm > 0 and abs(math.log10(norm)) * power < _PLAIN_DECADES)
+
+
+def stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Norms of any dtypes and devices as one tensor, in which they can be put together."""
+    if len({norm.device for norm in norms}) > 1:
+        norms = [norm.to(device) for norm in norms]
+    return (torch.stack(list(norms)) if norms else torch.zeros(0)).to(device, _widest(device))
+
+
+# --- norms over ranks -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """The ranks along a dimension of a mesh; slices of a mesh have the same."""
+
+    name: str
+    pg: dist.ProcessGroup = field(compare=False)
+
+
+@dataclass(frozen=True)
+class _Column:
+    """Over which axes a kind of gradients is split, and over which it may differ."""
+
+    split: frozenset[_Axis]
+    unknown: frozenset[_Axis]
+
+
+class Plan:
+    """Which numbers of this rank meet those of which others, in the same order on all of them.
+
+    A *column* is a kind of placement. ``column_of`` says for each gradient which of ``columns`` is its own.
+    """
+
+    def __init__(self, gradients: Gradients, first: Tensor | None) -> None:
+        """``first``: of all parameters, whatever has become of it."""
+        kinds_of = list(map(id, gradients.places))
+        distinct = dict(zip(kinds_of, gradients.places, strict=True))
+        places = list(dict.fromkeys(distinct.values()))
+        if len(places) > 1:
+            places.sort(key=_order)
+        meshes = {mesh: _axes_of(mesh) for mesh in dict.fromkeys(p[0] for p in places if p is not None)}
+        agreeing, covering = _axes_to_agree_over(meshes, None in places)
+        kinds: dict[Place | None, _Column] = {}
+        for place in places:
+            if place is None:
+                kinds[place] = _Column(frozenset(), frozenset(agreeing))
+                continue
+            mesh, placements = place
+            split = (axis for dim, axis in meshes[mesh].items() if not placements[dim].is_replicate())
+            unknown = () if mesh in covering else set(agreeing) - set(meshes[mesh].values())
+            kinds[place] = _Column(frozenset(split), frozenset(unknown))
+        self.columns = list(dict.fromkeys(kinds.values()))
+        index_of = {same: self.columns.index(kinds[place]) for same, place in distinct.items()}
+        self.column_of = list(map(index_of.__getitem__, kinds_of))
+        self.device = _device_for(gradients, first)
+        concerned = {axis for column in self.columns for axis in column.split | column.unknown}
+        everywhere = dict.fromkeys(axis for axes in meshes.values() for axis in axes.values())
+        self._axes = [axis for axis in everywhere if axis in concerned]
+
+    def split(self, tensors: Sequence[Tensor | None]) -> list[Sequence[Tensor | None]]:
+        """``tensors``, one for each gradient, by column."""
+        if len(self.columns) == 1:
+            return [tensors]
+        columns: list[list[Tensor | None]] = [[] for _ in self.columns]
+        for column, tensor in zip(self.column_of, tensors, strict=True):
+            columns[column].append(tensor)
+        return list(columns)
+
+    def over_ranks(self, columns: Sequence[Tensor], power: float) -> Tensor:
+        """The norms over all ranks and columns, from those of this rank: a tensor of as many a column."""
+        columns = list(columns)
+        for axis in self._axes:
+            taking = [
+                index
+                for index, column in enumerate(self.columns)
+                if axis in column.split or axis in column.unknown
+            ]
+            own = torch.stack([columns[index] for index in taking])
+            all_of_them = own.new_zeros(dist.get_world_size(axis.pg), *own.shape)
+            all_of_them[dist.get_rank(axis.pg)] = own
+            all_reduce(axis.pg, [all_of_them], is_async=False)()
+            for position, index in enumerate(taking):
+                of_ranks = all_of_them[:, position]
+                is_split = axis in self.columns[index].split
+                columns[index] = norm_of(of_ranks, power if is_split else math.inf, dim=0)
+        if len(columns) < 2:
+            return columns[0] if columns else torch.zeros(1, device=self.device)
+        return norm_of(torch.stack(columns), power, dim=0)
+
+
+def _order(place: Place | None) -> tuple[Any, ...]:
+    """Sorts places alike on all ranks, even where they come in the order of a set."""
+    if place is None:
+        return ()
+    mesh, placements = place
+    return mesh.mesh_dim_names or (), tuple(mesh.shape), str(placements)
+
+
+def _axes_of(mesh: DeviceMesh) -> dict[int, _Axis]:
+    """The axes along which this rank has anybody to ask, by dimension."""
+    if mesh.get_coordinate() is None:
+        return {}
+    groups = {dim: mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1}
+    return {dim: _Axis(pg.group_name, pg) for dim, pg in groups.items()}
+
+
+def _axes_to_agree_over(
+    meshes: dict[DeviceMesh, dict[int, _Axis]], has_plain: bool
+) -> tuple[list[_Axis], list[DeviceMesh]]:
+    """Axes that lead to all ranks there are, and the meshes whose own do.
+
+    What is on a mesh with all ranks is the same for all of them.
+    """
+    if len(meshes) < 2 and not has_plain:
+        return [], list(meshes)
+    ranks = {mesh: set(mesh.mesh.flatten().tolist()) for mesh in meshes}
+    everyone = set().union(*ranks.values())
+    covering = [mesh for mesh in meshes if ranks[mesh] == everyone]
+    if covering:
+        return list(min((meshes[mesh] for mesh in covering), key=len).values()), covering
+    return list(dict.fromkeys(axis for axes in meshes.values() for axis in axes.values())), []
+
+
+def _device_for(gradients: Gradients, first: Tensor | None) -> torch.device:
+    """Where the ranks exchange norms: the device of the mesh, also while gradients are kept on the host."""
+    kind = next((place[0].device_type for place in gradients.places if place is not None), None)
+    pairs = zip(gradients.params, gradients.places, strict=True)
+    devices = (dtensor.plain(param).device for param, place in pairs if place is not None)
+    if kind is None:
+        return torch.device("cpu") if first is None else dtensor.plain(first).device
+    if kind == "cpu":
+        return torch.device("cpu")
+    return next(
+        (device for device in devices if device.type == kind),
+        torch.device(kind, torch.get_device_module(kind).current_device()),
+    )

@@ -1,0 +1,76 @@
+"""The optimizer's state in host memory, beside parameters and gradients that stay on the device."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwise.torch_compat import dtensor
+
+
+def offload_optimizer_state(optimizer: torch.optim.Optimizer, *, pin_memory: bool = True) -> None:
+    """Keep the state of ``optimizer`` in host memory between its steps.
+
+    For models whose parameters and gradients fit on the device, but not beside the optimizer's state and
+    the activations: the state is brought to the device for a step, when there are no activations, and taken
+    back after it. :class:`CPUOffloadPolicy` keeps everything on the host, and steps there.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer`` over sharded or plain parameters.
+        pin_memory: pin the host memory, so that copies run at full speed.
+
+    Costs two copies of the state a step over the bus, and the memory of the state on the device during the
+    step. ``optimizer.state_dict()`` works at any time. Parameters in host memory have their state there
+    already; for them this does nothing.
+
+    Example::
+
+        optimizer = torch.optim.AdamW(model.parameters())
+        offload_optimizer_state(optimizer)
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"offload_optimizer_state: optimizer is a {type(optimizer).__name__}; pass a "
+            "torch.optim.Optimizer."
+        )
+    mover = _StateMover(pin_memory)
+    optimizer.register_step_pre_hook(mover.to_device)
+    optimizer.register_step_post_hook(mover.to_host)
+
+
+class _StateMover:
+    def __init__(self, is_pinned: bool) -> None:
+        self._is_pinned = is_pinned
+
+    def to_device(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for param, state in optimizer.state.items():
+            device = dtensor.plain(param).device
+            for name, value in state.items():
+                # Scalars, such as a step count, are where the optimizer wants them.
+                if isinstance(value, Tensor) and value.dim():
+                    state[name] = _moved(value, device, is_pinned=False)
+
+    def to_host(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        devices = set()
+        for param, state in optimizer.state.items():
+            device = dtensor.plain(param).device
+            if device.type == "cpu":
+                continue
+            devices.add(device)
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dim():
+                    state[name] = _moved(value, torch.device("cpu"), self._is_pinned)
+        for device in devices:  # what was copied may be looked at from now on
+            torch.accelerator.synchronize(device)
+
+
+def _moved(tensor: Tensor, device: torch.device, is_pinned: bool) -> Tensor:
+    local = dtensor.plain(tensor)
+    if local.device == device:
+        return tensor
+    target = torch.empty_like(local, device=device, pin_memory=is_pinned and device.type == "cpu")
+    target.copy_(local, non_blocking=True)
+    if isinstance(tensor, DTensor):
+        return dtensor.make_dtensor(target, tensor._spec)
+    return target

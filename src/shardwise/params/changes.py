@@ -1,0 +1,121 @@
+"""What is asked of all parameters of a group at every gather, in passes that run in C.
+
+Twelve calls of a Python function cost as much as a collective of a small group. Here a question is one
+``map`` over the group, and the answer "all as it was" is what costs nothing more. What is remembered may
+be out of date: then the answer is "something has changed", the group looks closely, and watches anew.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from operator import add, attrgetter, is_, is_not, sub
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.params.parameter import Param
+from shardwise.torch_compat import autograd, dtensor, tensor_impl
+
+_registered = attrgetter("_parameters")
+_version = attrgetter("_version")
+_wants_gradient = attrgetter("requires_grad")
+_gradient = attrgetter("grad")
+_layout = attrgetter("layout")
+is_something = partial(is_not, None)
+"""True for anything but None; a map over tensors with it runs in C."""
+_DENSE = {torch.strided}
+
+
+class ShardWatch:
+    """The shards of ``params``, as the group believes them to be."""
+
+    def __init__(self, params: Sequence[Param]) -> None:
+        places = [(site, param) for param in params for site in param.sites]
+        self._modules = [site.module for site, _ in places]
+        self._names = [site.name for site, _ in places]
+        self._standing = [param.sharded for _, param in places]
+        self._shards = [param.sharded for param in params]
+        self._locals = [param.local for param in params]
+        self._post_hooks_of_originals = [param.original_post_hooks for param in params]
+        self._trained = [param.sharded.requires_grad for param in params]
+        self._bases = [param.version_base for param in params]
+        self._has_bases = any(self._bases)
+
+    def is_untouched(self, fulls: Sequence[Tensor]) -> bool:
+        """True if each shard is registered where it was, over the same memory, and as trainable as its
+        full parameter, where there are ``fulls``."""
+        standing = map(dict.get, map(_registered, self._modules), self._names)
+        with tensor_impl.plain_access():
+            return (
+                all(map(is_, standing, self._standing))
+                and all(map(is_, map(dtensor.local_tensor, self._shards), self._locals))
+                and list(map(_wants_gradient, self._shards)) == self._trained
+                and (not fulls or list(map(_wants_gradient, fulls)) == self._trained)
+            )
+
+    def is_as_trainable(self) -> bool:
+        """True if no shard was frozen or unfrozen."""
+        with tensor_impl.plain_access():
+            return list(map(_wants_gradient, self._shards)) == self._trained
+
+    def versions(self) -> list[int]:
+        """Of each shard a number that grows with every change in place that PyTorch counts."""
+        with tensor_impl.plain_access():
+            counted = list(map(add, map(_version, self._shards), map(_version, self._locals)))
+        return list(map(add, counted, self._bases)) if self._has_bases else counted
+
+    def takes_gradients_plainly(self) -> bool:
+        """True if no shard has hooks that want to see its gradient."""
+        with tensor_impl.plain_access():
+            return not (
+                any(self._post_hooks_of_originals)
+                or any(map(autograd.gradient_hooks, self._shards))
+                or any(map(autograd.post_accumulate_hooks, self._shards))
+            )
+
+
+def are_all_there(gradients: Sequence[Tensor | None]) -> bool:
+    """True if none is None; ``in`` would ask tensors whether they equal it."""
+    return all(map(is_something, gradients))
+
+
+def take_gradients(fulls: Sequence[nn.Parameter]) -> list[Tensor | None] | None:
+    """The gradients of ``fulls``, which lose them; None, and nothing taken, if one is sparse."""
+    with tensor_impl.plain_access():
+        gradients = list(map(_gradient, fulls))
+        layouts = set(map(_layout, filter(is_something, gradients)))
+        if not layouts <= _DENSE:
+            return None
+        for full in fulls:
+            full.grad = None
+    return gradients
+
+
+class FullWatch:
+    """The full parameters of a group, and where modules see them."""
+
+    def __init__(self, params: Sequence[Param], fulls: Sequence[nn.Parameter]) -> None:
+        self._fulls = fulls
+        self._places = [
+            (site.module.__dict__, site.name, full)
+            for param, full in zip(params, fulls, strict=True)
+            for site in param.sites
+        ]
+
+    def shadow(self) -> None:
+        """Let the modules see the full parameters."""
+        for attributes, name, full in self._places:
+            attributes[name] = full
+
+    def unshadow(self) -> None:
+        """Let the modules see the shards again."""
+        for attributes, name, _ in self._places:
+            attributes.pop(name, None)
+
+    def versions(self) -> list[int]:
+        """Their version counters."""
+        return list(map(_version, self._fulls))
+
+
+def all_start_at(tensors: Sequence[Tensor], offsets: Sequence[int], start: int) -> bool:
+    """True if tensor i lies ``offsets[i]`` bytes behind the address ``start``."""
+    return set(map(sub, map(Tensor.data_ptr, tensors), offsets)) <= {start}

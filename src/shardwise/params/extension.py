@@ -1,0 +1,391 @@
+"""Parameters that are tensor subclasses and say themselves what is to be gathered of them.
+
+A weight in a compressed form (scaled integers, float8) travels in that form: before a gather the shard
+is asked for plain tensors, and after it the full weight is made of those of all ranks. The two methods
+are those that torch's fully_shard asks for, so that what is written for it works here:
+
+    fsdp_pre_all_gather(self, mesh) -> (inputs, metadata)
+    fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy) -> (inputs, metadata)
+    fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None) -> (tensor, inner) or None
+
+``mesh`` is the mesh of the ranks that share the weight. ``outputs`` keep their memory from one gather to the
+next: freed in between, and refilled in place. The first gather makes the full tensor; later ones pass it as
+``out``, the very object that the module computes with, so that what it carries beside its data, such as a
+scale, can be refreshed.
+
+A class may have the methods, or a single tensor: the original, or the local tensor of a sharded parameter
+before the first forward.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.comm.streams import Finish, Lane, nothing
+from shardwise.layout.mesh import ShardMesh
+from shardwise.layout.slots import ALIGNMENT
+from shardwise.params.bucket import Bucket, Storage
+from shardwise.params.parameter import Param
+from shardwise.policies import CommPolicy
+from shardwise.torch_compat import dtensor
+
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+_SIGNATURES = {
+    PRE: ((1, 5), "(mesh) or (mesh, outer_size, outer_stride, module, mp_policy)"),
+    POST: ((3,), "(outputs, metadata, param_dtype, *, out=None)"),
+}
+
+
+def is_extension(tensor: Tensor) -> bool:
+    """True if ``tensor`` gathers itself by the protocol."""
+    return all(callable(getattr(tensor, name, None)) for name in _SIGNATURES)
+
+
+def check_protocol(tensor: Tensor, where: str) -> None:
+    """Refuse a tensor with one half of the protocol only, or with other arguments than it is called with.
+
+    Raises:
+        TypeError: naming the method.
+    """
+    kind = type(tensor).__name__
+    has = [name for name in _SIGNATURES if callable(getattr(tensor, name, None))]
+    if len(has) == 1:
+        missing = POST if has == [PRE] else PRE
+        raise TypeError(
+            f"{where} holds a {kind}, which has {has[0]} but no {missing}; a gather needs both. Add it to "
+            "the class, or to the tensor that has the other."
+        )
+    for name in has:
+        counts, expected = _SIGNATURES[name]
+        signature = inspect.signature(getattr(tensor, name))
+        if sum(p.kind in _POSITIONAL for p in signature.parameters.values()) not in counts:
+            raise TypeError(
+                f"{where} holds a {kind}, whose {name} takes {signature}; expected is {expected}."
+            )
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _carry_methods(source: Tensor, target: Tensor) -> None:
+    """Give ``target`` the methods that were put on ``source`` itself; those of its class it has."""
+    for name in _SIGNATURES:
+        own = vars(source).get(name)
+        if own is not None:
+            is_bound = isinstance(own, MethodType) and own.__self__ is source
+            setattr(target, name, MethodType(own.__func__, target) if is_bound else own)
+
+
+@contextmanager
+def _as_values() -> Iterator[None]:
+    """Tensors made inside may be saved for a backward, and the full parameter may be written to."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+class _Gathered:
+    """The memory of a full parameter that its own protocol has made, with the names of a GatheredBuffer.
+
+    Storages of tensors, emptied between uses.
+    """
+
+    is_alias = False
+
+    def __init__(self) -> None:
+        self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        self._keeps_memory = False
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Take charge of the memory of ``tensors``, which are in use."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._storages.setdefault(storage._cdata, (storage, storage.nbytes()))
+
+    def allocate(self) -> None:
+        """Have memory for all of them, of undefined contents."""
+        for storage, num_bytes in self._storages.values():
+            if storage.nbytes() == 0:
+                storage.resize_(num_bytes)
+
+    def keep_memory(self, keep: bool) -> None:
+        """Whether ``free`` leaves the memory."""
+        self._keeps_memory = keep
+
+    def free(self) -> None:
+        """Give the memory back."""
+        for storage, _ in () if self._keeps_memory else self._storages.values():
+            storage.resize_(0)
+
+    def holds(self, address: int) -> bool:
+        """True if ``free`` takes away what lies there."""
+        return any(0 <= address - s.data_ptr() < num_bytes for s, num_bytes in self._storages.values())
+
+
+class ExtensionBucket(Bucket):
+    """One parameter that gathers itself. Its gradient is reduced as any other's."""
+
+    def __init__(
+        self, param: Param, mesh: ShardMesh, policy: CommPolicy, storage: Storage, mp_policy: Any
+    ) -> None:
+        super().__init__([param], mesh, policy, storage)
+        self.mp_policy = mp_policy
+
+    @property
+    def _param(self) -> Param:
+        return self.params[0]
+
+    takes_more = False
+
+    # --- the shard --------------------------------------------------------------------------------
+
+    def make_shards(self) -> list[nn.Parameter]:
+        """The part of this rank, of the same class as the whole."""
+        rank, world = self.mesh.shard.rank, self.mesh.shard.world
+        whole = self._param.content()
+        device = torch.device("meta") if whole.is_meta else self.storage.device
+        self.lay_out(device)
+        parts = torch.chunk(whole, world, dim=self._param.dim) if whole.numel() else (whole,)
+        part = parts[rank] if rank < len(parts) else parts[0].narrow(self._param.dim, 0, 0)
+        if whole.is_meta:
+            local = torch.empty_like(part)  # not all classes can be cloned there
+        else:
+            local = part.clone().to(device)
+        _carry_methods(whole, local)
+        return [self._param.make_shard(local)]
+
+    def lay_out(self, device: torch.device) -> None:
+        """Plan the reduction; there is no flat shard."""
+        super().lay_out(torch.device("meta"))
+        self.shard.bytes = torch.empty(0, dtype=torch.uint8, device=device)
+        self._outputs: list[Tensor] | None = None
+
+    def follow_shards(self) -> bool:
+        """Take over a shard that was moved, cast or assigned; True if it was planned anew."""
+        param = self._param
+        is_planned_anew = param.sharded.dtype != param.precision.stored or self.shard.bytes.is_meta
+        if is_planned_anew:
+            self.move_in()
+        else:
+            self._take_local()
+        return is_planned_anew
+
+    def move_in(self) -> None:
+        """Plan anew."""
+        self._param.follow_dtype()
+        self.lay_out(torch.device("meta") if self._param.sharded.is_meta else self.storage.device)
+        self._take_local()
+
+    def _take_local(self) -> None:
+        """Have the shard where it is stored."""
+        local = dtensor.local_tensor(self._param.sharded)
+        if local is self._param.local:
+            return
+        if not local.is_meta and local.device != self.storage.device:
+            moved = local.to(self.storage.device)
+            _carry_methods(local, moved)
+            local = moved
+        self._param.rebase(local)
+
+    # --- the full parameter -----------------------------------------------------------------------
+
+    def make_full_parameters(self) -> None:
+        """The first gather makes it: only then is known what travels."""
+        self.gathered = _Gathered()  # type: ignore[assignment]
+        outputs, metadata = self._gather_now()
+        self._outputs = outputs
+        local = self._param.local
+        result = local.fsdp_post_all_gather(outputs, metadata, self._param_dtype)  # type: ignore[attr-defined]
+        full, inner = self._checked(result, POST, "(tensor, inner tensors) where out is None")
+        self.gathered.add([*outputs, *inner])  # type: ignore[attr-defined]
+        self._param.make_full_over(self._without_padding(full))
+        assert self._param.full is not None
+        self.fulls = [self._param.full]
+
+    def _without_padding(self, full: Any) -> Tensor:
+        """``full`` without the rows that padded shards have left at its end."""
+        shape = self._param.shape
+        if isinstance(full, Tensor) and full.shape == shape:
+            return full
+        is_longer = isinstance(full, Tensor) and full.dim() == len(shape) and full.shape[1:] == shape[1:]
+        if not (is_longer and self._param.dim == 0 and full.shape[0] > shape[0]):
+            found = f"shape {tuple(full.shape)}" if isinstance(full, Tensor) else repr(full)
+            dim = self._param.dim
+            hint = f" Shards are parts along dim {dim}; outputs are those along dim 0." if dim else ""
+            raise RuntimeError(
+                f"{self._param.fqn}: {type(self._param.local).__name__}.{POST} returned {found}, where a "
+                f"tensor of shape {shape} is expected, or one with more rows, which are cut off.{hint} "
+                "Return a tensor of the shape of the whole parameter."
+            )
+        # Classes that were written for torch's fully_shard have this operation: it is always called there.
+        return full.as_strided(shape, full.stride())
+
+    @property
+    def _param_dtype(self) -> torch.dtype:
+        if self._param.local.dtype.is_floating_point:
+            return self._param.precision.computed
+        asked = None if self.mp_policy is None else self.mp_policy.param_dtype
+        return asked or self._param.local.dtype
+
+    def _inputs(self) -> tuple[list[Tensor], Any]:
+        local: Any = self._param.local
+        if not is_extension(local):
+            raise RuntimeError(
+                f"{self._param.fqn}: its shard was replaced by a {type(local).__name__} without {PRE} and "
+                f"{POST}, by which its group gathers it. Methods that were put on a tensor stay with that "
+                "tensor: put them on the new local tensor as well, or on its class."
+            )
+        if local.device != self.mesh.device:
+            moved = local.to(self.mesh.device, non_blocking=True)
+            _carry_methods(local, moved)
+            local = moved
+        mesh = self.mesh.of_shards
+        if len(inspect.signature(local.fsdp_pre_all_gather).parameters) == 1:
+            result = local.fsdp_pre_all_gather(mesh)
+        else:
+            sharded = self._param.sharded
+            result = local.fsdp_pre_all_gather(
+                mesh, sharded.size(), sharded.stride(), self._param.sites[0].module, self.mp_policy
+            )
+        inputs, metadata = self._checked(result, PRE, "(inputs, metadata)")
+        if not isinstance(inputs, (tuple, list)) or not all(type(t) is Tensor for t in inputs) or not inputs:
+            raise TypeError(
+                f"{self._param.fqn}: {type(local).__name__}.{PRE} returned inputs {inputs!r}; expected is a "
+                "tuple of plain tensors, which are what travels."
+            )
+        # Messages go by their place in memory, which has to be the same on all ranks (see collectives.py).
+        return [t.clone() if t.storage_offset() else t.contiguous() for t in inputs], metadata
+
+    def _checked(self, result: Any, method: str, expected: str) -> tuple[Any, Any]:
+        """A pair that a method of the protocol has returned."""
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            raise TypeError(
+                f"{self._param.fqn}: {type(self._param.local).__name__}.{method} returned {result!r}; "
+                f"expected is {expected}."
+            )
+        return result[0], result[1]
+
+    def start_gather(self, lane: Lane) -> Finish:
+        """Gather anew into the same memory."""
+        if self._is_fresh:
+            self._is_fresh = False
+            return nothing
+        self.gathered.allocate()
+        assert self._outputs is not None
+        with _as_values():
+            inputs, metadata = self._inputs()
+            wait = self._start(inputs, self._outputs)
+
+        def finish() -> None:
+            with _as_values():
+                wait()
+                self._param.local.fsdp_post_all_gather(  # type: ignore[attr-defined]
+                    self._outputs, metadata, self._param_dtype, out=self._param.full_data()
+                )
+
+        return finish
+
+    def _gather_now(self) -> tuple[list[Tensor], Any]:
+        inputs, metadata = self._inputs()
+        self._shapes = self._shapes_of_all([tuple(tensor.shape) for tensor in inputs])
+        outputs = []
+        for index, tensor in enumerate(inputs):
+            rows = sum(shapes[index][0] for shapes in self._shapes) if tensor.dim() else None
+            shape = (rows, *tensor.shape[1:]) if rows is not None else (self.mesh.shard.world,)
+            outputs.append(tensor.new_empty(shape))
+        self._start(inputs, outputs)()
+        self._is_fresh = True
+        return outputs, metadata
+
+    def _shapes_of_all(self, own: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+        """What each rank brings; asked once, and only where it may differ."""
+        axis = self.mesh.shard
+        if axis.is_alone or self.stored.slots[0].is_even:
+            return [own] * axis.world
+        found: list[Any] = [None] * axis.world
+        dist.all_gather_object(found, own, group=axis.pg)
+        return found
+
+    def _start(self, inputs: list[Tensor], outputs: list[Tensor]) -> Finish:
+        """Gather each input into its output, padded on the way where ranks bring different amounts."""
+        if self.mesh.shard.is_alone:
+            for output, source in zip(outputs, inputs, strict=True):
+                output.view(source.shape).copy_(source)
+            return nothing
+        sends, landings, finishes = [], [], []
+        for index, (source, output) in enumerate(zip(inputs, outputs, strict=True)):
+            sizes = [torch.Size(shapes[index]).numel() * source.itemsize for shapes in self._shapes]
+            raw = (
+                source.view(-1).view(torch.uint8) if source.numel() else source.new_empty(0).view(torch.uint8)
+            )
+            flat = output.view(-1).view(torch.uint8) if output.numel() else raw[:0]
+            is_even = min(sizes) == max(sizes) and sizes[0] % ALIGNMENT == 0
+            if is_even:
+                sends.append(raw)
+                landings.append(flat)
+            else:
+                room = -(-max(sizes) // ALIGNMENT) * ALIGNMENT
+                sends.append(torch.nn.functional.pad(raw, (0, room - raw.numel())))
+                landings.append(raw.new_empty(room * len(sizes)))
+                finishes.append((landings[-1].view(len(sizes), room), sizes, flat))
+        some = [i for i, send in enumerate(sends) if send.numel()]
+        # One after the other: messages are told apart by their place in a shard buffer (see
+        # collectives.py), which these do not have.
+        waits = [self._gather_comm.all_gather([landings[i]], [sends[i]]) for i in some]
+
+        def finish() -> None:
+            for wait in waits:
+                wait()
+            for rows, sizes, target in finishes:
+                torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)], out=target)
+
+        return finish
+
+    # --- what a bucket of plain parameters does otherwise ------------------------------------------
+
+    def moved_params(self) -> list[str]:
+        """The full parameter cannot be told apart by its address."""
+        return []
+
+    def is_stale(self) -> bool:
+        """What was gathered cannot be compared with the shard: it is always gathered anew."""
+        return True
+
+    def keep_part(self) -> None:
+        """Nothing is kept: backward gathers it from all ranks."""
+
+    _is_fresh = False
+
+
+def has_methods(bucket: Bucket) -> bool:
+    """True if a local tensor in a bucket of plain parameters was given methods of the protocol."""
+    return bucket.takes_more and any(hasattr(p.local, name) for p in bucket.params for name in _SIGNATURES)
+
+
+def split_off(bucket: Bucket, mp_policy: Any) -> list[Bucket]:
+    """``bucket`` and one for each of its parameters whose local tensors have the methods.
+
+    While nothing is gathered. The first is left out where no parameters remain in it.
+    """
+    leaving = [param for param in bucket.params if bucket.takes_more and is_extension(param.local)]
+    if not leaving:
+        return [bucket]
+    made: list[Bucket] = []
+    for param in leaving:
+        if not param.local.is_meta:
+            param.local.data = param.local.clone()  # the same tensor, over memory of its own
+        own = ExtensionBucket(param, bucket.mesh, bucket.policy, bucket.storage, mp_policy)
+        own.communicate_as(bucket)
+        own.move_in()
+        made.append(own)
+    bucket.params = [param for param in bucket.params if param not in leaving]
+    if bucket.params:
+        bucket.move_in()
+        made.insert(0, bucket)
+    return made

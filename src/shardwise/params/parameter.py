@@ -1,0 +1,608 @@
+"""One parameter: its shard, its full tensor, and how the full one shadows the shard.
+
+``module._parameters[name]`` is the sharded parameter, the same object for ever: what optimizers,
+``state_dict`` and everything else that walks ``parameters()`` sees. While its group is gathered, the
+full parameter stands in the module's instance dictionary, which Python looks up first, so that the
+module's own code computes with it.
+
+Version counters tie the two together, so that autograd's own check works through the sharding:
+
+- a gathered full parameter carries the version of its shard. If the weights were changed between
+  forward and backward, backward raises, as it does in plain PyTorch;
+- a freed full parameter carries ``FREED``, so that a backward that reaches it without a gather
+  raises instead of reading memory that is gone.
+"""
+
+import copy
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from shardwise.layout.fqns import clean
+from shardwise.layout.mesh import ShardMesh
+from shardwise.layout.nested import find_tensors
+from shardwise.layout.precision import Precision
+from shardwise.params.deferred import DeferredGradient, deferred_gradient
+from shardwise.torch_compat import autograd, dtensor, tensor_impl
+
+FREED = 2**31 - 1
+"""The version of a full parameter without contents; no tensor is changed that often."""
+
+_NAME = "_shardwise_name"
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A place where a parameter is registered; a tied parameter has several."""
+
+    module: nn.Module
+    name: str
+    fqn: str
+
+    def registered(self) -> Tensor | None:
+        """What is registered there now."""
+        return self.module._parameters.get(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Checksums of what a parameter was when it was cut: of the whole, and of this rank's part.
+
+    None: it had no values, or none that can be compared.
+    """
+
+    whole: Tensor
+    part: Tensor
+
+
+class Param:
+    """A parameter of a group. ``local`` is this rank's part, a view into its bucket's flat shard.
+
+    What is sharded is the parameter's own tensor, or this rank's part of it where it is a DTensor of
+    tensor or expert parallelism; ``shape`` is that of the tensor to be sharded.
+    """
+
+    def __init__(
+        self,
+        original: nn.Parameter,
+        sites: list[Site],
+        mesh: ShardMesh,
+        dim: int,
+        precision_for: Callable[[torch.dtype], Precision],
+        where: str,
+    ) -> None:
+        self.sites = sites
+        self.mesh = mesh
+        self.dim = dim
+        # What the caller has set on the parameter; a tensor subclass keeps its own inside there as well.
+        own = vars(original.detach())
+        self.attributes = {name: value for name, value in vars(original).items() if name not in own}
+        self.sharded = original  # until install_shard() replaces it
+        self.full: nn.Parameter | None = None
+        self._full_class = type(original)
+        self._inner = original._spec if isinstance(original, DTensor) else None
+        self.shape = tuple(self.content().shape)
+        self.local: Tensor = self.content()
+        self._precision_for = precision_for
+        self.precision = precision_for(original.dtype)
+        if original.is_complex():
+            dtensor.keep_views_of_complex_sharded()
+        self._place = mesh.place(original, dim, where)
+        self._spec = self._make_spec(original.shape, original.dtype)
+        self.gradient_spec = self._spec
+        self._original = weakref.ref(original)
+        self.version_base = 0
+        # The caller's hooks on the original; these stay their home, so that a handle can remove them.
+        self._original_hooks = autograd.gradient_hooks(original)
+        self.original_post_hooks = autograd.post_accumulate_hooks(original)
+        self._deferred: DeferredGradient | None = None
+        self._shows_deferred = False  # .grad is the unreduced gradient itself
+        self.compares = True  # with other ranks, before training begins
+        self.start: Start | None = None
+
+    def content(self) -> Tensor:
+        """The tensor that is to be sharded, before it is."""
+        return self.content_in(self.sharded.detach())
+
+    def content_in(self, whole: Tensor) -> Tensor:
+        """Of a tensor like the original, the one that is sharded: this rank's part of a DTensor."""
+        return dtensor.local_tensor(whole) if self._inner is not None else whole
+
+    @property
+    def fqn(self) -> str:
+        """The name under which users know it."""
+        return self.sites[0].fqn
+
+    def rename(self, names: Mapping[nn.Module, str]) -> None:
+        """Name the sites as seen from a module further out."""
+        self.sites = [
+            Site(s.module, s.name, ".".join(p for p in (clean(names[s.module]), s.name) if p))
+            if s.module in names
+            else s
+            for s in self.sites
+        ]
+        self._sign()
+
+    @property
+    def joint_mesh(self) -> DeviceMesh:
+        """The mesh of the shard: of data parallelism, and of what the original was spread over before."""
+        return self._place[0]
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """How the shard is placed on it."""
+        return self._place[1]
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """True if modules see it as a DTensor."""
+        return self._inner is not None
+
+    def was_made_from(self, param: Tensor) -> bool:
+        """True if ``param`` is our sharded parameter or the original it was made from."""
+        return param is self.sharded or param is self._original()
+
+    def _sign(self) -> None:
+        """Leave our name on the sharded parameter and on the original, for whoever meets them."""
+        original = self._original()
+        for tensor in (self.sharded, *([] if original is None else [original])):
+            setattr(tensor, _NAME, self.fqn)
+
+    # --- the shard --------------------------------------------------------------------------------
+
+    def take_over(
+        self, sites: list[Site], mesh: ShardMesh, precision_for: Callable[[torch.dtype], Precision]
+    ) -> None:
+        """Belong to another group from now on, over the same ranks, and stand at ``sites`` as well."""
+        self.sites = [*self.sites, *sites]
+        for site in sites:
+            site.module._parameters[site.name] = self.sharded  # type: ignore[assignment]
+        self.mesh = mesh
+        self._precision_for = precision_for
+        self.precision = precision_for(self.sharded.dtype)
+        self.full = None
+        self._allow_gradients(self.sharded)
+
+    def copied(self, sites: list[Site], sharded: nn.Parameter) -> "Param":
+        """The same parameter in a copy of the model, where ``sharded`` is its shard."""
+        twin = copy.copy(self)
+        twin.sites, twin.sharded, twin.local = sites, sharded, dtensor.local_tensor(sharded)
+        twin.full = twin._deferred = None
+        twin._shows_deferred = False
+        twin._original_hooks = twin.original_post_hooks = None
+        twin._allow_gradients(sharded)
+        return twin
+
+    def make_shard(self, local: Tensor) -> nn.Parameter:
+        """The sharded parameter over ``local``; nothing is registered yet."""
+        original = self.sharded
+        sharded = nn.Parameter(dtensor.make_dtensor(local, self._spec), original.requires_grad)
+        vars(sharded).update(self.attributes)
+        self._allow_gradients(sharded)
+        return sharded
+
+    def install_shard(self, sharded: nn.Parameter) -> None:
+        """Register the sharded parameter at all sites. Cannot fail half-way."""
+        for site in self.sites:
+            site.module._parameters[site.name] = sharded
+        self.sharded, self.local = sharded, dtensor.local_tensor(sharded)
+        self._sign()
+        if (original := self._original()) is not None and type(original) is nn.Parameter:
+            original.__class__ = ShardedAway
+
+    def rebase(self, local: Tensor) -> None:
+        """Move the shard to ``local`` (its contents are there already), the parameter stays.
+
+        The contents count as newer than all that were gathered before.
+        """
+        self.version_base = self.version() + 1
+        dtensor.set_local_tensor(self.sharded, local)
+        self.local = local
+        self.describe_itself()
+
+    def follow_dtype(self) -> None:
+        """Take over the dtype that the shard has been converted to."""
+        dtype = self.sharded.dtype
+        if dtype != self.precision.stored:
+            self.precision = self._precision_for(dtype)
+            self._spec = self._make_spec(self.sharded.shape, dtype)
+            self._allow_gradients(self.sharded)
+
+    def _allow_gradients(self, sharded: nn.Parameter) -> None:
+        kept = self.precision.kept
+        self.gradient_spec = self._spec
+        if kept != self.precision.stored:
+            self.gradient_spec = self._make_spec(sharded.shape, kept)
+            tensor_impl.set_grad_dtype(sharded, kept)
+
+    def version(self) -> int:
+        """Grows with every change in place of the shard that PyTorch counts."""
+        return self.version_base + self.sharded._version + self.local._version
+
+    def is_untouched(self) -> bool:
+        """True if the shard is still where, what and as trainable as the group believes."""
+        sharded = self.sharded
+        for site in self.sites:
+            if site.module._parameters.get(site.name) is not sharded:
+                return False
+        if dtensor.local_tensor(sharded) is not self.local:
+            return False
+        return self.full is None or self.full.requires_grad == sharded.requires_grad
+
+    def replaced_by(self) -> nn.Parameter | None:
+        """The sharded parameter that now stands at the sites instead of ours; None: ours does.
+
+        Raises:
+            RuntimeError: something else stands there, or different things at tied sites.
+        """
+        found = [site.registered() for site in self.sites]
+        if all(tensor is self.sharded for tensor in found):
+            return None
+        site, new = next((s, t) for s, t in zip(self.sites, found, strict=True) if t is not self.sharded)
+        if new is None:
+            raise RuntimeError(
+                f"{site.fqn}: the parameter was removed after fully_shard (deleted, set to None, or replaced "
+                "by a parametrization), but its group still gathers it. Put it back, or change the module "
+                "before fully_shard."
+            )
+        if not self._can_adopt(new):
+            raise RuntimeError(
+                f"{site.fqn}: the parameter was replaced after fully_shard by {_describe(new)}, where a "
+                f"parameter sharded like the old one is expected: {_describe(self.sharded)}. The group "
+                "gathers shards and cannot use it. Copy values into the sharded parameter instead (under "
+                "torch.no_grad(), param.copy_(torch.distributed.tensor.distribute_tensor(value, "
+                "param.device_mesh, param.placements))), or replace parameters before fully_shard. "
+                "torch.func.functional_call replaces them as well: it does not work on a sharded module."
+            )
+        for other_site, other in zip(self.sites, found, strict=True):
+            if other is not new and not _same_values(other, new):
+                raise RuntimeError(
+                    f"{site.fqn} and {other_site.fqn} are tied (one parameter under two names), but "
+                    f"{site.fqn} alone was replaced. Replace both with the same parameter, or untie "
+                    "them before fully_shard."
+                )
+        assert isinstance(new, nn.Parameter)
+        return new
+
+    def adopt(self, new: nn.Parameter) -> None:
+        """Take ``new`` in place of the old sharded parameter at all sites: tied stays tied.
+
+        Its contents count as newer than all that were gathered before.
+        """
+        self.version_base = self.version() + 1
+        for site in self.sites:
+            site.module._parameters[site.name] = new
+        self.sharded = new
+        self.describe_itself()
+
+    def is_full_value(self, value: Any) -> bool:
+        """True for a plain tensor of the shape of the whole parameter, from a full state dict."""
+        return (
+            isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == self.sharded.shape
+        )
+
+    def as_shard(self, value: Tensor) -> Tensor:
+        """This rank's part of a full value, as a DTensor like the shard. No communication."""
+        if self._inner is not None:
+            value = tensor_parallel_part(value, self._inner)
+        if value.dim():
+            value = _chunk(value, self.dim, self.mesh.shard.world, self.mesh.shard.rank)
+        return dtensor.make_dtensor(value, self._make_spec(self.sharded.shape, value.dtype))
+
+    def describe_itself(self) -> None:
+        """Put back on the sharded parameter what a conversion or an assignment has lost."""
+        self._allow_gradients(self.sharded)
+        for key, value in self.attributes.items():
+            vars(self.sharded).setdefault(key, value)
+        self._sign()
+
+    def _can_adopt(self, new: Any) -> bool:
+        assert isinstance(self.sharded, DTensor)
+        return (
+            isinstance(new, nn.Parameter)
+            and isinstance(new, DTensor)
+            and new.shape == self.sharded.shape
+            and new.placements == self.sharded.placements
+            and new.device_mesh == self.sharded.device_mesh
+        )
+
+    def _make_spec(self, shape: torch.Size, dtype: torch.dtype) -> Any:
+        return dtensor.sharded_spec(*self._place, shape, dtype)
+
+    # --- the full parameter -----------------------------------------------------------------------
+
+    def make_full(self, data: Tensor) -> None:
+        """Make the full parameter over ``data``, a tensor in the gathered buffer."""
+        self.full = self.as_original(data)
+        vars(self.full).update(self.attributes)
+        if self.precision.accumulated != self.precision.computed:
+            tensor_impl.set_grad_dtype(self.full, self.precision.accumulated)
+
+    def make_full_over(self, full: Tensor) -> None:
+        """Make the full parameter over a tensor of another class, which its own protocol has made."""
+        if self._inner is not None:
+            full = dtensor.make_dtensor(full, self._inner_spec(full.dtype))
+        self.full = nn.Parameter(full.detach(), requires_grad=self.sharded.requires_grad)
+        for name, value in self.attributes.items():
+            vars(self.full).setdefault(name, value)
+        if self.precision.accumulated != self.full.dtype and self.full.dtype.is_floating_point:
+            tensor_impl.set_grad_dtype(self.full, self.precision.accumulated)
+
+    def as_original(self, data: Tensor) -> nn.Parameter:
+        """A parameter over ``data`` of the class and, for a DTensor, of the placements of the original."""
+        wants_grad = self.sharded.requires_grad
+        if self._inner is not None:
+            return nn.Parameter(dtensor.make_dtensor(data, self._inner_spec(data.dtype)), wants_grad)
+        if self._full_class in (nn.Parameter, ShardedAway):
+            return nn.Parameter(data, wants_grad)
+        return tensor_impl.as_subclass_of_parameter(self._full_class, data, wants_grad)
+
+    def _inner_spec(self, dtype: torch.dtype) -> Any:
+        """Of the full parameter, as tensor parallelism has it."""
+        assert self._inner is not None
+        shape = torch.Size(self.sharded.shape)
+        return dtensor.sharded_spec(self._inner.mesh, self._inner.placements, shape, dtype)
+
+    def as_seen_in_graphs(self, full: Tensor) -> Tensor:
+        """``full`` as modules see it: a DTensor where the original is one."""
+        if self._inner is None:
+            return full
+        whole = self._spec.tensor_meta
+        return DTensor.from_local(
+            full, self._inner.mesh, self._inner.placements, shape=whole.shape, stride=whole.stride
+        )
+
+    def full_data(self) -> Tensor:
+        """The full parameter's own memory."""
+        assert self.full is not None
+        return dtensor.local_tensor(self.full) if self._inner is not None else self.full
+
+    def content_of(self, gradient: Tensor) -> Tensor:
+        """This rank's part of a gradient of the full parameter, split as the parameter itself."""
+        if self._inner is None or not isinstance(gradient, DTensor):
+            return gradient
+        wanted = list(self._inner.placements)
+        if self.mesh.full is not None and gradient.device_mesh == self.mesh.full.mesh:
+            # Sums over data-parallel ranks are what the reduction is for.
+            for index in self.mesh.full.data_parallel_dims:
+                wanted[index] = gradient.placements[index]
+        if tuple(wanted) != gradient.placements:
+            gradient = gradient.redistribute(placements=wanted)
+        return dtensor.local_tensor(gradient)
+
+    @property
+    def has_own_class(self) -> bool:
+        """True if the original was of a subclass of ``nn.Parameter``."""
+        return self._inner is None and self._full_class not in (nn.Parameter, ShardedAway)
+
+    @property
+    def has_hooks_of_original(self) -> bool:
+        """True if the caller had put hooks on the original."""
+        return bool(self._original_hooks) or bool(self.original_post_hooks)
+
+    def attach_hooks_of_full(self) -> None:
+        """Have the gradient hooks run that the caller had put on the original.
+
+        They see this rank's gradient of the full parameter, before it is reduced.
+        """
+        assert self.full is not None
+        if self._original_hooks is not None:
+            self.full.register_hook(partial(_run_hooks, self._original_hooks))
+
+    # --- the gradient -----------------------------------------------------------------------------
+
+    def add_gradient(self, local: Tensor) -> None:
+        """Accumulate a reduced gradient into ``.grad``, then run the hooks put on the shard."""
+        sharded = self.sharded
+        gradient: Tensor = dtensor.make_dtensor(local, self.gradient_spec)
+        if hooks := autograd.gradient_hooks(sharded):
+            gradient = _run_hooks(hooks, gradient)
+        shows_deferred, self._shows_deferred = self._shows_deferred, False
+        self._deferred = None  # it holds memory
+        if sharded.grad is None or shows_deferred:
+            sharded.grad = gradient
+        else:
+            self._accumulate(dtensor.local_tensor(gradient))
+        for hooks in (self.original_post_hooks, autograd.post_accumulate_hooks(sharded)):
+            for post in list(hooks.values()) if hooks else ():
+                post(sharded)
+
+    def set_gradient(self, local: Tensor | None) -> None:
+        """Have ``.grad`` be ``local``, without running anybody's hooks."""
+        if local is None:
+            self.sharded.grad = None
+            return
+        own = torch.empty(self.local.shape, dtype=self.precision.kept, device=self.local.device)
+        self.sharded.grad = dtensor.make_dtensor(own.copy_(local), self.gradient_spec)
+
+    def defer_gradient(self, full: Tensor | None) -> None:
+        """Leave the gradient ``full`` unreduced, and have ``.grad`` notice whether it is cleared.
+
+        Where the whole of it belongs to this rank, ``.grad`` shows it; else zeros, as long as nothing reduced
+        is there.
+        """
+        sharded = self.sharded
+        if sharded.grad is None:
+            own = None if full is None else self.content_of(full)
+            self._shows_deferred = own is not None and self._may_show(own)
+            if own is None or not self._shows_deferred:
+                own = torch.zeros_like(self.local, dtype=self.precision.kept)
+            sharded.grad = dtensor.make_dtensor(own.detach(), self.gradient_spec)
+        sharded.grad = self._deferred = deferred_gradient(sharded.grad)
+
+    @property
+    def remembers_deferred(self) -> bool:
+        """True while ``.grad`` stands for an unreduced gradient."""
+        return self._deferred is not None or self._shows_deferred
+
+    def _may_show(self, own: Tensor) -> bool:
+        return (
+            type(own) is Tensor
+            and self.mesh.shard.is_alone
+            and own.is_contiguous()
+            and (own.shape, own.dtype) == (self.local.shape, self.precision.kept)
+            and own.device == self.local.device
+        )
+
+    def hide_deferred(self) -> None:
+        """The unreduced gradient is dropped: ``.grad`` does not show it any more."""
+        if self._shows_deferred:
+            self._shows_deferred = False
+            self.sharded.grad = self._deferred = None
+
+    def was_cleared(self) -> bool:
+        """Whether the caller cleared ``.grad`` since the gradient was deferred."""
+        deferred, self._deferred = self._deferred, None
+        if deferred is None:
+            return False
+        if self.sharded.grad is not deferred:
+            self._shows_deferred = False
+            return True
+        if not isinstance(deferred, DeferredGradient):
+            return False  # converted by .to(), which swaps what a tensor is
+        if deferred.mark.is_changed and not deferred.mark.is_zeroed and not self._shows_deferred:
+            warnings.warn(
+                f"{self.fqn}: .grad was changed in place while gradients of backward passes without "
+                "synchronisation (set_requires_gradient_sync(False)) wait to be reduced. The change does "
+                "not apply to them; they will be added to it. Synchronise in the last backward before "
+                "changing .grad.",
+                stacklevel=2,
+            )
+        if deferred.mark.is_zeroed:
+            self._shows_deferred = False
+        return deferred.mark.is_zeroed
+
+    def _accumulate(self, local: Tensor) -> None:
+        existing = self.sharded.grad
+        if not isinstance(existing, DTensor):
+            raise RuntimeError(
+                f"{self.fqn}: .grad is {_describe(existing)}, where a DTensor is expected; a reduced "
+                "gradient cannot be added to it. Assign only DTensors sharded as the parameter to "
+                ".grad, or None."
+            )
+        if existing.placements != self._spec.placements:
+            # Left by autograd, where the loss used the sharded parameter itself.
+            existing = self.sharded.grad = existing.redistribute(placements=self._spec.placements)
+        elif isinstance(existing, DeferredGradient):
+            existing = dtensor.make_dtensor(dtensor.local_tensor(existing), self.gradient_spec)
+            self.sharded.grad = existing
+        dtensor.local_tensor(existing).add_(local)
+
+
+def give_up_full(full: nn.Parameter, fqn: str) -> None:
+    """``full`` stands in no module any more: have it say so to whoever still holds it."""
+    if type(full) is nn.Parameter:
+        full.grad = None
+        setattr(full, _NAME, fqn)
+        full.__class__ = ShardedAway
+
+
+class ShardedAway(nn.Parameter):
+    """What a parameter becomes whose shard has taken its place, for whoever still holds it.
+
+    Nothing that is computed with it trains the shard. Its values may be read: an optimizer that was built
+    before ``fully_shard`` and code that keeps weights outside of their modules are told.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """As for any parameter, but no graph may lead to it."""
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if torch.is_grad_enabled() and any(tensor.grad_fn is not None for tensor in find_tensors(result)):
+            _refuse_sharded_away((args, kwargs))
+        return result
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """Refused: no gradient will ever come here."""
+        raise RuntimeError(
+            f"{getattr(self, _NAME, 'a parameter')}: this is the full parameter, as it was before "
+            "fully_shard or inside unsharded(); its shard, another parameter, stands in the module now, and "
+            "no gradient comes here any more. Was the optimizer built before fully_shard? Build it after, "
+            "from model.parameters()."
+        )
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise RuntimeError(f"{getattr(self, _NAME, 'a parameter')} was sharded: set .grad of its shard.")
+
+
+def _refuse_sharded_away(arguments: Any) -> None:
+    for value in find_tensors(arguments):
+        if isinstance(value, ShardedAway) and value.requires_grad:
+            raise RuntimeError(
+                f"{getattr(value, _NAME, 'a parameter')}: this is the full parameter, as it was before "
+                "fully_shard or inside unsharded(). Its shard stands in the module now, and what is computed "
+                "with this tensor would not train it. Does the module keep weights in a plain list, dict or "
+                "attribute? Read them from the modules that own them in each forward (self.layer.weight), or "
+                "keep the modules in an nn.ModuleList. To compute with the old values, detach() them."
+            )
+
+
+def sharded_before(param: nn.Parameter) -> str | None:
+    """The name under which an earlier ``fully_shard`` took ``param``, or made it; None if none did.
+
+    Whoever still holds an original shares nothing with its shard any more.
+    """
+    return getattr(param, _NAME, None)
+
+
+def tensor_parallel_part(value: Tensor, spec: Any) -> Tensor:
+    """This rank's part of a full tensor under the placements of ``spec``, as torch.chunk cuts it."""
+    coordinate = spec.mesh.get_coordinate()
+    for dim, placement in enumerate(spec.placements):
+        if placement.is_shard():
+            value = _chunk(value, placement.dim, spec.mesh.size(dim), coordinate[dim])
+    return value
+
+
+def _chunk(value: Tensor, dim: int, count: int, index: int) -> Tensor:
+    """Part ``index`` of ``count`` along ``dim``; empty where torch.chunk makes fewer."""
+    parts = value.chunk(count, dim)
+    return parts[index] if index < len(parts) else value.narrow(dim, 0, 0)
+
+
+def refresh_flat_weights(modules: Iterable[nn.Module]) -> None:
+    """Let RNN modules, which keep a list of their weights, see what is to be seen now."""
+    for module in modules:
+        names: list[str] = module._flat_weights_names  # type: ignore[assignment]
+        module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in names]
+
+
+def _run_hooks(hooks: autograd.Hooks, gradient: Tensor) -> Tensor:
+    for hook in list(hooks.values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
+
+
+def _describe(tensor: Any) -> str:
+    if isinstance(tensor, DTensor):
+        return (
+            f"a DTensor of shape {tuple(tensor.shape)} with placements {tensor.placements} on a mesh "
+            f"of shape {tuple(tensor.device_mesh.shape)}"
+        )
+    if isinstance(tensor, Tensor):
+        return f"a plain {type(tensor).__name__} of shape {tuple(tensor.shape)}"
+    return f"{type(tensor).__name__}"
+
+
+def _same_values(left: Any, right: Any) -> bool:
+    """True for two sharded parameters with equal contents, as ``load_state_dict(assign=True)`` makes
+    of one tied parameter."""
+    if not (isinstance(left, DTensor) and isinstance(right, DTensor)):
+        return False
+    a, b = dtensor.local_tensor(left), dtensor.local_tensor(right)
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)

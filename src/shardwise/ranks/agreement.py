@@ -1,0 +1,156 @@
+"""Every call that communicates begins by agreeing: it goes on on all ranks, or all of them raise alike.
+
+Where one rank alone raised, the others would wait for it in their next collective until the process group's
+timeout. So what may fail, above all the checks of arguments, is done first and without communication, and
+is followed by a word from every rank on how it went:
+
+    rank 0    check passes    all-reduce: rank 1 has failed    all-gather of errors    raise rank 1's error
+    rank 1    check raises    all-reduce: rank 1 has failed    all-gather of errors    raise its own error
+
+While all is well that is one all-reduce of three numbers along each mesh dimension.
+"""
+
+import builtins
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shardwise.layout.mesh import Axis, highest_over
+
+T = TypeVar("T")
+
+Failure = tuple[str, str]
+"""The name of a built-in exception class, and a text: what every rank can raise."""
+
+# Classes that other ranks raise under their own name. All others become the nearest of these, with theirs in
+# the text: a KeyError, for one, shows its text in quotes.
+_KINDS = (
+    *("TypeError", "ValueError", "ImportError", "NotImplementedError"),
+    *("FileNotFoundError", "FileExistsError", "NotADirectoryError", "PermissionError", "OSError"),
+)
+
+
+def together(
+    axes: Sequence[Axis],
+    device: torch.device,
+    act: Callable[[], T],
+    *,
+    explain: Callable[[Exception], str] = str,
+    says_rank: bool = True,
+    caller: str = "",
+    same: Mapping[str, Any] | None = None,
+) -> T:
+    """What ``act`` returns on this rank, once it has succeeded on all ranks; else all of them raise.
+
+    Where all ranks fail alike, each raises its own exception. Otherwise all raise the error of the first rank
+    that failed, as the built-in class nearest to its own.
+
+    Args:
+        axes: connect the ranks, in an order that all of them have; none: this rank is alone.
+        device: where a tensor lies that ``axes`` can reduce.
+        act: does not communicate.
+        explain: the text of an error of this rank, before the others are told.
+        says_rank: begin an error of some ranks only with the first of them.
+        caller: the public function that was called, for messages about ``same``.
+        same: arguments, by name, that must be equal on all ranks; compared by their ``repr``.
+
+    Raises:
+        ValueError: ranks have different values in ``same``; besides what ``act`` raises on any rank.
+
+    Collective.
+    """
+    failure: Failure | None = None
+    error: Exception | None = None
+    try:
+        result = act()
+    except Exception as caught:
+        failure, error = _failure_of(caught, explain), caught
+    if not axes:
+        if error is not None:
+            raise _raisable(failure, error)
+        return result
+    told = {name: repr(value) for name, value in (same or {}).items()}
+    digest = int.from_bytes(sha256(repr(told).encode()).digest()[:7], "big")
+    extremes = torch.tensor([int(failure is not None), digest, -digest], device=device)
+    highest_over(extremes, axes)
+    somebody_failed, highest, lowest = extremes.tolist()
+    if somebody_failed:
+        raise _joint(_from_all(axes, failure), failure, error, says_rank) from error
+    if highest != -lowest:
+        raise ValueError(_difference(caller, _from_all(axes, told)))
+    return result
+
+
+def _from_all(axes: Sequence[Axis], own: T) -> dict[int, T]:
+    """What every rank has, by global rank, in ascending order."""
+    found = {dist.get_rank(): own}
+    for axis in [*axes, *axes[-2::-1]]:  # there and back, as in highest_over
+        everyone: list[Any] = [None] * axis.world
+        dist.all_gather_object(everyone, found, group=axis.pg)
+        for each in everyone:
+            found.update(each)
+    return dict(sorted(found.items()))
+
+
+def _failure_of(error: Exception, explain: Callable[[Exception], str]) -> Failure:
+    kinds = [cls.__name__ for cls in type(error).__mro__ if cls.__module__ == "builtins"]
+    kind = next((name for name in kinds if name in _KINDS), "RuntimeError")
+    if explain is not str:
+        try:
+            return kind, explain(error)
+        except Exception as second:  # on its way to the others an error must not be lost
+            return kind, f"{type(error).__name__}: {error} ({type(second).__name__} while explaining it)"
+    name = type(error).__name__
+    return kind, str(error) if name == kind or _is_internal(error) else f"{name}: {error}"
+
+
+def _is_internal(error: Exception) -> bool:
+    """A class of this library, which callers know by the built-in class that it is of."""
+    return type(error).__module__.startswith("shardwise.")
+
+
+def _raisable(failure: Failure | None, error: Exception) -> Exception:
+    """The error of this rank itself, unless it was explained in other words."""
+    assert failure is not None
+    kind, text = failure
+    if text in (str(error), f"{type(error).__name__}: {error}") and not _is_internal(error):
+        return error
+    made = _made(kind, text)
+    made.__cause__ = error
+    return made
+
+
+def _joint(
+    failures: Mapping[int, Failure | None], own: Failure | None, error: Exception | None, says_rank: bool
+) -> Exception:
+    """One error for what several ranks have met: that of the first, and who else failed."""
+    failed = {rank: failure for rank, failure in failures.items() if failure is not None}
+    first = min(failed)
+    kind, text = failed[first]
+    if len(failed) == len(failures) and len(set(failed.values())) == 1:
+        assert error is not None
+        return _raisable(own, error)
+    text = f"rank {first}: {text}" if says_rank else text
+    if len(failed) > 1:
+        text += f" (ranks {', '.join(map(str, failed))} failed)"
+    return _made(kind, text)
+
+
+def _made(kind: str, text: str) -> Exception:
+    made: Exception = getattr(builtins, kind)(text)
+    return made
+
+
+def _difference(caller: str, told: Mapping[int, Mapping[str, str]]) -> str:
+    """The first argument that ranks disagree on, and who has what."""
+    ranks = list(told)
+    name = next(name for name in told[ranks[0]] if len({each.get(name) for each in told.values()}) > 1)
+    first = told[ranks[0]][name]
+    other = next(rank for rank in ranks if told[rank].get(name) != first)
+    return (
+        f"{caller}: ranks disagree on {name}: rank {ranks[0]} has {first}, rank {other} has "
+        f"{told[other].get(name)}. Pass the same on all ranks."
+    )

@@ -1,0 +1,395 @@
+"""The first error of any rank reaches every rank that waits for it, long before a timeout.
+
+A rank on which an exception leaves a forward, a backward or a public call posts a note in the store of the
+job. Ranks that wait do nothing else while all goes well. A thread of each process looks, four times a second,
+whether the same wait still lasts; only then it reads notes, and where it finds that a rank has failed before
+it issued what is waited for, it closes the connections of that wait, which therefore raises at once:
+
+    rank 1   issues 41, raises, posts a note (41)
+    rank 0   issues 41, issues 42, waits for 42 ... reads the note: 42 will never come from rank 1
+
+A rank may catch an exception and go on: it then marks its note as over. All ranks may raise alike and go on,
+one sooner than the other: a rank that has failed itself after as many collectives does not heed such a note.
+
+The same thread compares who waits for what, where all ranks of a process group have waited for two seconds.
+"""
+
+import atexit
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch.distributed as dist
+
+from shardwise.layout.mesh import Axis
+from shardwise.ranks.disagreement import deadlock, explain_failure, relayed_text, subject_of
+from shardwise.ranks.failure_notes import Note, Notes
+from shardwise.ranks.model_ranks import axes_of_given
+from shardwise.torch_compat import c10d
+
+INTERVAL_S = 0.25
+"""How often a process looks whether a wait still lasts."""
+
+STUCK_LOOKS = 8
+"""So many looks at one wait, and ranks tell each other what they wait for."""
+
+VAGUE_S = 1.0
+"""How long to look for what was raised in a backward."""
+
+_FINE_S = 0.01
+_MOST_TEXT = 2000
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class CommunicationError(RuntimeError):
+    """A collective has failed. The text says which rank has failed and what it raised, which rank has ended,
+    or how the ranks disagree; this rank has done nothing wrong by itself."""
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Wait:
+    """What this rank waits for: an event of something, over and over.
+
+    ``number`` is that of the collective that is waited for, among all that this rank has issued; ``count``
+    counts those of this kind. A public call may compute as well as wait. ``reason``: why this rank waits,
+    where others may have no reason to.
+    """
+
+    event: str
+    name: str
+    axes: Callable[[], Sequence[Axis]]
+    number: int = 0
+    count: int = 0
+    reason: str = ""
+
+
+class Relay:
+    """One rank's part. Made by ``relay_of_job``; ``SILENT`` where there are no other ranks.
+
+    ``issued``: how many collectives of parameter groups this rank has begun; what other calls communicate is
+    not counted, since ranks may make such calls alone where they have nobody to communicate with.
+    ``waiting``: what it waits for.
+    """
+
+    def __init__(self, store: dist.Store | None, rank: int) -> None:
+        self.issued = 0
+        self.waiting: Wait | None = None
+        self.waits: weakref.WeakSet[Wait] = weakref.WeakSet()  # what may be waited for
+        self.rank = rank
+        self.failure: Note | None = None  # of another rank, which this one cannot survive
+        self._notes = None if store is None else Notes(store)
+        self._lock = threading.RLock()  # a finalizer may report inside of it
+        self._own: Note | None = None  # posted, and not over
+        self._failed_at = (-1, 0)  # collectives issued, and how many failures there
+        self._seen = (0, 0)  # the wait by its id: holding it would keep its model alive until the next look
+        self._looks = 0
+        self._suspect = 0
+        self._heeded: set[int] = set()  # failures that were raised here
+        self._is_stuck = False
+        self._stuck_before: Any = None
+        self._look_for: tuple[Note, dict[int, Any], int] | None = None
+        if self._notes is not None:
+            for note in self._notes.active():  # of an earlier process group in this store
+                if note.rank == rank:
+                    self._notes.post(note.over())
+
+    # --- of this rank -------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """This rank goes on: what it has raised was caught."""
+        if self._own is not None or self.failure is not None:
+            with self._lock:
+                self._look_for = self.failure = None
+                if self._own is not None:
+                    self._post(self._own.over())
+                self._own = None
+
+    def issue(self, wait: Wait) -> None:
+        """A collective has been issued that ``wait`` will wait for."""
+        self.issued = wait.number = self.issued + 1
+        wait.count += 1
+
+    @contextmanager
+    def exchange(self, wait: Wait) -> Iterator[None]:
+        """Around an exchange between ranks that is no collective of a back end; counts as one at its end."""
+        wait.number = self.issued + 1
+        wait.count += 1
+        self.waits.add(wait)
+        around, self.waiting = self.waiting, wait
+        try:
+            yield
+            self.issued += 1
+        finally:
+            self.waiting = around
+
+    def report(self, error: BaseException, where: str) -> None:
+        """An exception leaves ``where`` on this rank. Never raises."""
+        if isinstance(error, CommunicationError):
+            return
+        with self._lock:
+            if self._own is None:
+                self._post_new(where, _text_of(error))
+            elif self._own.is_vague:
+                self._own, self._look_for = self._post(self._own.completed(_text_of(error))), None
+
+    def report_backward(self, where: str) -> None:
+        """A backward has failed. What was raised is on its way to the caller, and not to be had yet."""
+        with self._lock:
+            if self._own is None:  # else an inner backward has failed before, for the same reason
+                self._post_new(where, "an exception; see its log", is_vague=True)
+                if self._own is not None:
+                    self._look_for = self._own, _handled(), int(VAGUE_S / _FINE_S)
+
+    def _post_new(self, where: str, text: str, is_vague: bool = False) -> None:
+        if self._notes is None or self.failure is not None:
+            return
+        before, times = self._failed_at
+        self._failed_at = self.issued, times + 1 if before == self.issued else 1
+        self._own = self._post(Note(self.rank, where, text, *self._failed_at, is_vague=is_vague))
+
+    def _post(self, note: Note) -> Note | None:
+        assert self._notes is not None
+        try:
+            return self._notes.post(note)
+        except dist.DistError:  # the store has ended: there is nobody to tell
+            return None
+
+    @contextmanager
+    def call(self, caller: str, axes: Callable[[], Sequence[Axis]]) -> Iterator[None]:
+        """Around a public call that communicates along ``axes``."""
+        if self._notes is None or self.waiting is not None:  # or inside of another
+            yield
+            return
+        self.begin()
+        self.waiting = Wait("call", caller, axes, self.issued + 1)
+        try:
+            yield
+        except Exception as error:
+            if c10d.is_communication_error(error):
+                raise self.explained(error, "call", caller, axes()) from error
+            self.report(error, caller)
+            raise
+        finally:
+            self.waiting = None
+
+    # --- of others ----------------------------------------------------------------------------------
+
+    def explained(self, error: Exception, event: str, name: str, axes: Sequence[Axis]) -> Exception:
+        """What to raise instead of ``error``, which came from communicating along ``axes``."""
+        if isinstance(error, CommunicationError) or self._notes is None:
+            return error
+        if self.failure is not None:
+            return CommunicationError(relayed_text(subject_of(event, name), self.failure))
+        with self._lock:
+            try:
+                note, text = explain_failure(self._notes, self._heeds, self.rank, error, event, name, axes)
+            except dist.DistError as lost:
+                note, text = None, _without_store(event, name, lost)
+        if note is not None:
+            self._take(note)
+        return CommunicationError(text)
+
+    def _take(self, note: Note) -> None:
+        self.failure = note
+        self._heeded.add(note.key)
+
+    def _heeds(self, note: Note) -> bool:
+        """Whether it is news: a failure of another rank that this one has not met alike."""
+        issued, times = self._failed_at
+        is_alike = note.issued == issued and note.ordinal <= times
+        return note.rank != self.rank and note.key not in self._heeded and not is_alike
+
+    def look(self) -> float:
+        """One look of the thread. Returns after how many seconds to look again."""
+        if self._look_for is not None:
+            self._find_exception()
+            return _FINE_S
+        waiting = self.waiting
+        now = (id(waiting), 0 if waiting is None else waiting.number)
+        if waiting is None or now != self._seen:
+            self._seen, self._looks, self._suspect = now, 0, 0
+            if self._is_stuck:
+                self._leave_stuck()
+            return INTERVAL_S
+        self._looks += 1
+        if self._looks > 1 and self.failure is None:
+            with self._lock:
+                self._look_at_notes(waiting)
+                if self.failure is None and self._looks >= STUCK_LOOKS and self._looks % 2 == 0:
+                    self._look_at_stuck(waiting)
+        if self.failure is not None and waiting is self.waiting:
+            _end(waiting.axes())
+        return INTERVAL_S
+
+    def _look_at_notes(self, waiting: Wait) -> None:
+        """Fail where a rank has failed before it issued what is waited for, and has not gone on since."""
+        assert self._notes is not None
+        ranks = _ranks_along(waiting.axes())
+        for note in self._notes.active():
+            if self.rank in note.between and note.key not in self._heeded:
+                self._take(note)
+                return
+            if note.rank in ranks and self._heeds(note) and note.issued < waiting.number:
+                # At the second look: it may be about to go on.
+                if self._suspect == note.key and not note.is_vague:
+                    self._take(note)
+                self._suspect = note.key
+                return
+
+    def _look_at_stuck(self, waiting: Wait) -> None:
+        """Tell what this rank waits for; the first rank of all finds out whether they wait for each other."""
+        assert self._notes is not None
+        issued = {f"{each.event} {each.name}": each.count for each in self.waits}
+        if waiting not in self.waits or len(issued) < len(self.waits):
+            return  # a call, or two models with the same names
+        if not self._is_stuck:
+            self._is_stuck = True
+            told = {"event": waiting.event, "name": waiting.name, "count": waiting.count}
+            told |= {"reason": waiting.reason}
+            self._notes.tell_stuck(self.rank, told | {"number": waiting.number, "issued": issued})
+        ranks = sorted(_ranks_along(waiting.axes()))
+        if ranks[:1] != [self.rank]:
+            return
+        found = self._notes.stuck(ranks)
+        text = None if found is None or found != self._stuck_before else deadlock(found)
+        self._stuck_before = found
+        if text is not None:
+            self._take(self._notes.post(Note(self.rank, "", text, 0, between=tuple(ranks))))
+
+    def _leave_stuck(self) -> None:
+        assert self._notes is not None
+        self._is_stuck, self._stuck_before = False, None
+        self._notes.no_longer_stuck(self.rank)
+
+    def _find_exception(self) -> None:
+        """Complete the note on a backward by the exception, which somebody handles by now."""
+        with self._lock:
+            if self._look_for is None:
+                return
+            note, before, looks = self._look_for
+            self._look_for = (note, before, looks - 1) if looks else None
+            now = _handled().items()
+            new = [error for ident, error in now if error is not None and error is not before.get(ident)]
+            if new and isinstance(new[0], CommunicationError):
+                self._own = self._post(note.over())
+                self._look_for = None
+            elif new or not looks:
+                text = _text_of(new[0]) if new else note.error
+                self._own = self._post(note.completed(text))
+                self._look_for = None
+
+    def at_exit(self) -> None:
+        """The process ends: tell what it has not survived."""
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if error is None or isinstance(error, CommunicationError) or self._notes is None:
+            return
+        with self._lock:
+            if self._own is None:
+                self._post_new("its program", _text_of(error))
+            elif self._own.is_vague:
+                self._post(self._own.completed(_text_of(error)))
+
+
+def _ranks_along(axes: Sequence[Axis]) -> set[int]:
+    return {rank for axis in axes if axis.pg is not None for rank in c10d.ranks_of(axis.pg)}
+
+
+def _text_of(error: BaseException) -> str:
+    kind = type(error).__name__
+    return f"{kind}: {error}"[:_MOST_TEXT] if str(error) else kind
+
+
+def _handled() -> dict[int, BaseException | None]:
+    """The exception that each thread is handling: from Python 3.12 on itself, before that in a tuple."""
+    current: dict[int, Any] = sys._current_exceptions()
+    return {ident: each[1] if isinstance(each, tuple) else each for ident, each in current.items()}
+
+
+def _without_store(event: str, name: str, error: Exception) -> str:
+    return (
+        f"{subject_of(event, name)}, and the store of the job does not "
+        f"answer ({str(error).splitlines()[0]}): the process that holds it has ended, which is rank 0 unless "
+        "torchrun started the job. See its log."
+    )
+
+
+def _end(axes: Sequence[Axis]) -> None:
+    """Have what waits for the ranks along ``axes`` raise now."""
+    for axis in axes:
+        if axis.pg is not None:
+            c10d.end_waits(axis.pg)
+
+
+# --- one for each process group of all ranks ------------------------------------------------------
+
+SILENT = Relay(None, 0)
+"""Where there is nobody to tell, or no way to."""
+
+_RELAYS: weakref.WeakKeyDictionary[dist.ProcessGroup, Relay] = weakref.WeakKeyDictionary()
+
+
+def relay_of_job() -> Relay:
+    """The relay of this rank: hangs on the default process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return SILENT
+    pg = dist.group.WORLD
+    assert pg is not None
+    found = _RELAYS.get(pg)
+    if found is None:
+        found = _RELAYS[pg] = _made(pg)
+    return found
+
+
+def _made(pg: dist.ProcessGroup) -> Relay:
+    if pg.size() == 1 or c10d.is_fake(pg):
+        return SILENT
+    relay = Relay(c10d.job_store_client(), pg.rank())
+    ended = threading.Event()
+    own = weakref.ref(relay, lambda _: ended.set())
+    thread = threading.Thread(target=_watch, args=(own, ended), name="shardwise relay", daemon=True)
+    thread.start()
+    atexit.register(_at_exit, own, ended, thread)
+    return relay
+
+
+def _watch(own: "weakref.ref[Relay]", ended: threading.Event) -> None:
+    pause = INTERVAL_S
+    while not ended.wait(pause):
+        relay = own()
+        if relay is None:
+            return
+        try:
+            pause = relay.look()
+        except dist.DistError:  # the store has ended, and the process will
+            pause = INTERVAL_S
+        del relay
+
+
+def _at_exit(own: "weakref.ref[Relay]", ended: threading.Event, thread: threading.Thread) -> None:
+    ended.set()  # a thread inside torch while the interpreter is taken down would end the process
+    thread.join(timeout=2.0)
+    if (relay := own()) is not None:
+        relay.at_exit()
+
+
+def relayed(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a public function that communicates between the ranks of its first argument: what it raises on
+    one rank is told to those that wait in it."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        relay = relay_of_job()
+        if relay is SILENT:
+            return function(*args, **kwargs)
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        with relay.call(function.__name__, lambda: axes_of_given(first)):
+            return function(*args, **kwargs)
+
+    return call

@@ -1,0 +1,143 @@
+"""How something that one rank has reaches all ranks that its model connects.
+
+A model may live on meshes of several dimensions, and no process group need contain all of its ranks. What
+one rank has is handed on along one dimension after the other, by those that have it already:
+
+    mesh (2, 3), from rank 1      0 1 2   along the rows   * * *   along the columns   * * *
+                                  3 4 5        ->          . . .         ->            * * *
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.layout.mesh import Axis, axes_of, default_device_type, device_of, highest_over
+from shardwise.torch_compat import c10d
+
+
+def axes_of_model(model: nn.Module) -> list[Axis]:
+    """The axes that connect the ranks of ``model``, in an order that all ranks share.
+
+    A model of which nothing is sharded is taken to be on all ranks of the default process group, if any.
+    """
+    axes = axes_of(model.parameters())
+    if axes or not dist.is_initialized() or any(isinstance(param, DTensor) for param in model.parameters()):
+        return axes
+    pg = dist.group.WORLD
+    assert pg is not None
+    return [] if pg.size() == 1 else [Axis(pg, pg.size(), pg.rank())]
+
+
+def axes_of_given(given: Any) -> list[Axis]:
+    """The axes of what a caller may pass: a module, or parameters; all ranks where it is neither."""
+    if isinstance(given, nn.Module):
+        return axes_of_model(given)
+    params = [given] if isinstance(given, Tensor) else given if isinstance(given, (list, tuple)) else []
+    return axes_of(params) or axes_of_model(nn.Module())
+
+
+def mesh_device(model: nn.Module) -> torch.device | None:
+    """The device of the meshes that ``model`` lives on, None if it has none."""
+    for param in model.parameters():
+        if isinstance(param, DTensor):
+            return device_of(param.device_mesh)
+    return None
+
+
+def device_of_model(model: nn.Module) -> torch.device:
+    """Where what its ranks communicate lies: the device of its meshes, or of the process group."""
+    found = mesh_device(model)
+    if found is not None or not dist.is_initialized():
+        return found or torch.device("cpu")
+    return torch.device(default_device_type("shardwise"))
+
+
+def ranks_of_model(model: nn.Module) -> list[int]:
+    """Global ranks that hold ``model``, the first along all axes first. Collective."""
+    found = [own_rank()]
+    for axis in axes_of_model(model):
+        everyone: list[Any] = [None] * axis.world
+        dist.all_gather_object(everyone, found, group=axis.pg)
+        found = [rank for ranks in everyone for rank in ranks if rank is not None]
+    return list(dict.fromkeys(found))
+
+
+def is_first(axes: Sequence[Axis]) -> bool:
+    """True on the one rank, of those that ``axes`` connect, that is the first along each of them."""
+    return all(axis.rank == 0 for axis in axes)
+
+
+class Spread:
+    """From global rank ``src`` to all ranks that ``axes`` connect; None: from the first along all of them.
+
+    Collective, as are its methods.
+
+    Raises:
+        ValueError: ``src`` is not among these ranks, or they name different ones. All of them raise.
+    """
+
+    def __init__(self, axes: Sequence[Axis], src: int | None, device: torch.device) -> None:
+        own = own_rank()
+        self.holds = is_first(axes) if src is None else own == src
+        self._steps: list[tuple[Axis, int]] = []
+        self._device = device
+        self._is_line = len(axes) == 1
+        self._check_one_holds(axes, src, own)
+        has_it = self.holds
+        for axis in [*axes, *axes[-2::-1]] if axes else []:
+            # The highest of the members that have it hands it on; -1: none of them has it yet.
+            sender = torch.tensor([axis.rank if has_it else -1, 0 if has_it else 1], device=device)
+            dist.all_reduce(sender, op=dist.ReduceOp.MAX, group=axis.pg)
+            rank, is_missing = sender.tolist()
+            if rank >= 0 and is_missing:
+                self._steps.append((axis, rank))
+                has_it = True
+
+    def _check_one_holds(self, axes: Sequence[Axis], src: int | None, own: int) -> None:
+        nobody = -(2**31)
+        extremes = torch.tensor([own, -own] if self.holds else [nobody, nobody], device=self._device)
+        if axes:
+            highest_over(extremes, axes)
+        last, first = extremes[0].item(), -extremes[1].item()
+        if last == nobody:
+            ranks = sorted({rank for axis in axes for rank in c10d.ranks_of(_group(axis))} | {own})
+            raise ValueError(
+                f"rank {src} does not hold this model: this rank ({own}) shares it with {ranks}, and those "
+                "with others perhaps. Name one of the ranks that were given the model, by its global rank."
+            )
+        if last != first:
+            raise ValueError(
+                f"ranks {first} and {last} were both named as the source, by different ranks (here: {src}). "
+                "All ranks have to name the same one."
+            )
+
+    @property
+    def line(self) -> tuple[Axis, int] | None:
+        """The one axis that connects all ranks, and who along it is the source; None: there are more."""
+        return self._steps[0] if self._is_line else None
+
+    def tensor(self, tensor: Tensor) -> None:
+        """Bring the source's contents into every rank's ``tensor``, which is contiguous and of one size."""
+        for axis, sender in self._steps:
+            dist.broadcast(tensor, group=axis.pg, group_src=sender)
+
+    def object(self, value: Any) -> Any:
+        """The source's ``value``, pickled, on all ranks."""
+        box = [value]
+        for axis, sender in self._steps:
+            dist.broadcast_object_list(box, group=axis.pg, group_src=sender, device=self._device)
+        return box[0]
+
+
+def own_rank() -> int:
+    """The global rank of this process; 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _group(axis: Axis) -> dist.ProcessGroup:
+    assert axis.pg is not None
+    return axis.pg

@@ -1,0 +1,433 @@
+"""Copies of one tensor on several ranks: whether they are equal, bit for bit, and how to make them so.
+
+A DTensor has copies along the mesh dimensions on which it is ``Replicate()``. What is compared is a number
+for each tensor, made from its bits and where they stand; tensors never travel for it. Knows nothing of
+modules and groups.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwise.layout.mesh import Axis, axes_of, highest_over, ranks_along
+from shardwise.ranks.model_ranks import Spread
+from shardwise.torch_compat import c10d, dtensor
+
+Named = tuple[str, Tensor]
+
+PACKED_BYTES = 32 << 20
+"""So many bytes of tensors are made equal by one broadcast."""
+
+
+def copied_along(tensor: Tensor) -> list[tuple[int, Axis]]:
+    """The mesh dimensions along which other ranks hold the same part of ``tensor``."""
+    if not isinstance(tensor, DTensor):
+        return []
+    mesh = tensor.device_mesh
+    return [
+        (dim, Axis(mesh.get_group(dim), mesh.size(dim), mesh.get_local_rank(dim)))
+        for dim, placement in enumerate(tensor.placements)
+        if placement.is_replicate() and mesh.size(dim) > 1
+    ]
+
+
+def are_silent(axes: Sequence[Axis], device: torch.device) -> bool:
+    """True where a back end only pretends to communicate, as in plans for more ranks than there are."""
+    return any(axis.pg is not None and "fake" in c10d.backend_name(axis.pg, device) for axis in axes)
+
+
+# --- are they equal -------------------------------------------------------------------------------
+
+
+PIECE_WORDS = 1 << 15
+"""A checksum is made of so many words at a time: on the host they stay in the cache through all passes."""
+_ROWS_ON_DEVICES = 128  # elsewhere fewer launches count more: so many pieces at once
+_FACTOR = 0x1E3779B97F4A7C15
+
+
+class Checksums:
+    """Numbers made of the bits of tensors and where they stand, on the devices where the tensors lie."""
+
+    def __init__(self) -> None:
+        self._pads: dict[torch.device, _Pad] = {}
+
+    @torch.no_grad()
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """The number of ``tensor``, of no dims; None if it has no values, or a form that is not known."""
+        inner = _plain_parts(tensor.detach())
+        if inner is None or any(part.is_meta for part in inner):
+            return None
+        return _combined([self._pad(part.device).number_of(part) for part in inner])
+
+    def _pad(self, device: torch.device) -> "_Pad":
+        if device not in self._pads:
+            self._pads[device] = _Pad(device)
+        return self._pads[device]
+
+
+def _plain_parts(tensor: Tensor) -> list[Tensor] | None:
+    """The plain tensors that ``tensor`` is made of: itself, or those inside of a subclass that names them."""
+    if type(tensor) in (Tensor, torch.nn.Parameter):
+        return [tensor]
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return None
+    names, _ = tensor.__tensor_flatten__()
+    parts = [_plain_parts(getattr(tensor, name)) for name in names]
+    return None if None in parts or not parts else [inner for part in parts for inner in part or ()]
+
+
+def _combined(numbers: Sequence[Tensor]) -> Tensor:
+    """One number of several, that depends on their order."""
+    if len(numbers) == 1:
+        return numbers[0]
+    rows = torch.stack([number.to(numbers[0].device) for number in numbers])
+    return _mixed(rows, torch.arange(len(rows), device=rows.device)).sum()
+
+
+class _Pad:
+    """Memory in which to compute the numbers of tensors, some pieces at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        rows = 1 if device.type == "cpu" else _ROWS_ON_DEVICES
+        self._words = torch.zeros(rows, PIECE_WORDS, dtype=torch.int64, device=device)
+        self._spare = torch.zeros_like(self._words)
+        self._places = torch.arange(PIECE_WORDS, device=device).mul_(_FACTOR)
+
+    def number_of(self, tensor: Tensor) -> Tensor:
+        """Depends on each bit and on its place; NaNs are bits like others."""
+        contents = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        num_words, rest = divmod(len(contents), 8)
+        whole = contents[: 8 * num_words]
+        # Memory may begin anywhere, but words only at multiples of their size.
+        is_aligned = contents.data_ptr() % 8 == 0 and contents.storage_offset() % 8 == 0
+        words = whole.view(torch.int64) if is_aligned else whole.clone().view(torch.int64)
+        num_full = num_words // PIECE_WORDS
+        sums = [
+            self._sums_of(piece)
+            for piece in words[: num_full * PIECE_WORDS].view(-1, PIECE_WORDS).split(len(self._words))
+        ]
+        last = words[num_full * PIECE_WORDS :]
+        if rest:
+            last = torch.cat([last, torch.zeros(1, dtype=torch.int64, device=tensor.device)])
+            last[-1:].view(torch.uint8)[:rest].copy_(contents[8 * num_words :])
+        sums.append(self._sums_of(last.unsqueeze(0)))
+        total = torch.cat(sums)
+        return _mixed(total, torch.arange(len(total), device=tensor.device)).sum()
+
+    def _sums_of(self, pieces: Tensor) -> Tensor:
+        """A number for each row of words."""
+        rows, count = pieces.shape
+        words, spare = self._words[:rows, :count], self._spare[:rows, :count]
+        torch.add(pieces, self._places[:count], out=words)
+        return _mix(words, spare).sum(1)
+
+
+def _mix(words: Tensor, spare: Tensor) -> Tensor:
+    """Each word by itself, in place, so that a sum of them does not cancel out what differs."""
+    words.mul_(-0x40A7B892E31B1A47)
+    torch.bitwise_right_shift(words, 29, out=spare)
+    words.bitwise_xor_(spare).mul_(-0x6B2FB644ECCEEE15)
+    torch.bitwise_right_shift(words, 32, out=spare)
+    return words.bitwise_xor_(spare)
+
+
+def _mixed(words: Tensor, places: Tensor) -> Tensor:
+    words = words + places * _FACTOR
+    return _mix(words, torch.empty_like(words))
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What this rank has of something that ranks along ``axes`` have alike, as a number.
+
+    Ranks may have changed it rightly since it was alike, and then say so: ``is_unchanged``. If any has, only
+    those are compared whose number ``is_telling``: which a change would have changed, too. Ranks to whom it
+    does not matter do not take part.
+    """
+
+    name: str
+    axes: Sequence[Axis]
+    ranks: tuple[int, ...]
+    number: Tensor
+    is_unchanged: Tensor | bool = True
+    is_telling: Tensor | bool = True
+    takes_part: bool = True
+
+
+@torch.no_grad()
+def refuse_unequal(named: Sequence[Named], device: torch.device) -> None:
+    """Raise on all ranks that share the tensors if copies of any differ.
+
+    Reads each local tensor that has copies once, and reduces a few numbers for each over each axis of copies
+    and one over all axes. ``device`` is that of the meshes. Collective, unless nothing has copies.
+
+    Raises:
+        RuntimeError: with the names, and the ranks whose copies differ.
+    """
+    claims = copies_of(named, Checksums())
+    axes = axes_of(tensor for _, tensor in named)
+    if findings := differing(claims, axes, device):
+        raise RuntimeError(about_copies(findings))
+
+
+def copies_of(named: Sequence[Named], checksums: Checksums) -> list[Claim]:
+    """A claim for each of ``named`` and each mesh dimension along which others have copies of it."""
+    claims = []
+    for name, tensor in named:
+        along = copied_along(tensor)
+        number = checksums.of(dtensor.plain(tensor)) if along else None
+        if number is not None:
+            claims += [Claim(name, [axis], ranks_along(axis), number) for _, axis in along]
+    return claims
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Names of what differs anywhere; of some of them the ranks that have what the first has, and others."""
+
+    names: list[str]
+    as_first: list[int]
+    others: list[int]
+
+
+_MOST_LOOKED_AT = 8
+
+_LEAST = -(2**63)
+
+
+@torch.no_grad()
+def differing(claims: Sequence[Claim], axes: Sequence[Axis], device: torch.device) -> Findings | None:
+    """What of ``claims`` differs on any of the ranks that ``axes`` connect; the same on all of them.
+
+    Collective, over the axes of each claim and then over ``axes``; not without claims.
+    """
+    if not claims or are_silent(axes, device):
+        return None
+    own = _table(claims, device)
+    along: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}  # by ranks, as in axes_of
+    for index, claim in enumerate(claims):
+        for axis in claim.axes:
+            along.setdefault(ranks_along(axis), (axis, []))[1].append(index)
+    if not _any_over(axes, *(_differ_along(axis, own[:, indices]) for axis, indices in along.values())):
+        return None
+    highest = own.clone()
+    for axis, indices in along.values():
+        part = highest[:, indices]
+        dist.all_reduce(part, op=dist.ReduceOp.MAX, group=axis.pg)
+        highest[:, indices] = part
+    is_changed = highest[0] != 0
+    all_differ = (highest[1] != ~highest[2]) & (highest[2] != _LEAST)
+    telling_differ = (highest[3] != ~highest[4]) & (highest[4] != _LEAST)
+    differs = torch.where(is_changed, telling_differ, all_differ)
+    if not _any_over(axes, differs.any()):
+        return None
+    return _find(claims, own, differs.tolist(), axes)
+
+
+def _differ_along(axis: Axis, table: Tensor) -> Tensor:
+    """Whether anything in ``table`` differs among the ranks of ``axis``; two numbers tell."""
+    is_changed, numbers = table[0], table[1]
+    told = torch.where(is_changed != 0, _FACTOR, numbers)
+    total = _mixed(told, torch.arange(len(told), device=told.device)).sum()
+    extremes = torch.stack([total, ~total])  # the maximum of ~total is the minimum of total
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=axis.pg)
+    return extremes[0] != ~extremes[1]
+
+
+def _any_over(axes: Sequence[Axis], *flags: Tensor) -> bool:
+    flag = torch.stack(flags).any().to(torch.int64).view(1)
+    if len(axes) > 1:
+        highest_over(flag, axes)
+    return bool(flag.item())
+
+
+def _table(claims: Sequence[Claim], device: torch.device) -> Tensor:
+    """Rows whose maximum over ranks tells whether the claims agree; that of ~n is the minimum of n."""
+
+    def row(values: Sequence[Tensor | bool]) -> Tensor:
+        tensors = [torch.as_tensor(value) for value in values]
+        found = torch.empty(len(tensors), dtype=torch.int64, device=device)
+        for where in {tensor.device for tensor in tensors}:
+            indices = [i for i, tensor in enumerate(tensors) if tensor.device == where]
+            found[indices] = torch.stack([tensors[i].to(torch.int64) for i in indices]).to(device)
+        return found
+
+    numbers = row([claim.number for claim in claims])
+    takes_part = row([claim.takes_part for claim in claims]).bool()
+    is_changed = takes_part & ~row([claim.is_unchanged for claim in claims]).bool()
+    tells = takes_part & ~is_changed & row([claim.is_telling for claim in claims]).bool()
+    return torch.stack(
+        [
+            is_changed.to(torch.int64),
+            torch.where(takes_part, numbers, _LEAST),
+            torch.where(takes_part, ~numbers, _LEAST),
+            torch.where(tells, numbers, _LEAST),
+            torch.where(tells, ~numbers, _LEAST),
+        ]
+    )
+
+
+def _find(claims: Sequence[Claim], own: Tensor, differs: Sequence[bool], axes: Sequence[Axis]) -> Findings:
+    rank = dist.get_rank()
+    names = dict.fromkeys(claim.name for claim, is_it in zip(claims, differs, strict=True) if is_it)
+    shown = set(list(names)[:_MOST_LOOKED_AT])
+    numbers: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
+    rows = zip(claims, differs, own[0].tolist(), own[1].tolist(), own[3].tolist(), strict=True)
+    for claim, is_it, is_changed, number, telling in rows:
+        if is_it and claim.name in shown and claim.takes_part and (not is_changed or telling != _LEAST):
+            numbers[claim.name, claim.ranks] = {rank: number}
+    # There and back, as in highest_over.
+    for axis in [*axes, *axes[-2::-1]]:
+        others: list[Any] = [None] * axis.world
+        dist.all_gather_object(others, (names, numbers), group=axis.pg)
+        for their_names, their_numbers in others:
+            names |= their_names
+            for key, by_rank in their_numbers.items():
+                numbers.setdefault(key, {}).update(by_rank)
+    as_first: set[int] = set()
+    unlike: set[int] = set()
+    for by_rank in numbers.values():
+        wanted = by_rank[min(by_rank)]
+        as_first |= {other for other, number in by_rank.items() if number == wanted}
+        unlike |= {other for other, number in by_rank.items() if number != wanted}
+    in_order = dict.fromkeys([*(claim.name for claim in claims if claim.name in names), *names])
+    return Findings(list(in_order), sorted(as_first), sorted(unlike))
+
+
+def _told(findings: Findings, of_these: str, on_ranks: str) -> str:
+    first, *others = findings.names
+    more = f" and {len(others)} more" if others else ""
+    return f"{first}{more}: {of_these} {_some(findings.others)} {on_ranks} {_some(findings.as_first)}"
+
+
+def _some(ranks: list[int]) -> str:
+    if len(ranks) <= 2 * _MOST_LOOKED_AT:
+        return str(ranks)
+    return f"[{', '.join(map(str, ranks[:_MOST_LOOKED_AT]))}, ... {ranks[-1]}] ({len(ranks)} in all)"
+
+
+def about_copies(findings: Findings) -> str:
+    """What to say of copies that differ."""
+    return (
+        f"{_told(findings, 'the copies on ranks', 'differ from those on ranks')}. Replicas that start apart "
+        "stay apart: gradients are averaged, weights are not. Seed all ranks alike, or call "
+        "shardwise.sync_module_states(model) before the first forward."
+    )
+
+
+def about_starts(findings: Findings) -> str:
+    """What to say of parameters that ranks have cut from different values."""
+    told = _told(findings, "the values on ranks", "differed from those on ranks")
+    return (
+        f"{told} when fully_shard cut them. Each rank keeps its own part, so the parameter would be put "
+        "together from different models. Seed or load all ranks alike before fully_shard; or pass it (or "
+        "shard_model) sync_module_states=True, which sends around the values of the first rank; or give all "
+        "ranks their values between fully_shard and the first forward (load_full_state_dict, "
+        "load_checkpoint). check_equal_weights=False compares nothing."
+    )
+
+
+# --- make them equal ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rank has of one tensor: which part, by its coordinate on a mesh; None: all of a plain one."""
+
+    coordinate: Sequence[int] | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def fits(self, other: "Place") -> bool:
+        """Whether both are parts of tensors of one form."""
+        return (self.coordinate is None, self.shape, self.dtype) == (
+            other.coordinate is None,
+            other.shape,
+            other.dtype,
+        )
+
+
+def places_of(named: Sequence[Named]) -> list[Place]:
+    """What this rank has of the tensors."""
+    return [
+        Place(t.device_mesh.get_coordinate() if isinstance(t, DTensor) else None, tuple(t.shape), t.dtype)
+        for _, t in named
+    ]
+
+
+def is_at(tensor: Tensor, coordinate: Sequence[int]) -> bool:
+    """Whether copies of ``tensor`` come from this rank if the source is at ``coordinate``."""
+    return all(axis.rank == coordinate[dim] for dim, axis in copied_along(tensor))
+
+
+@torch.no_grad()
+def make_equal(named: Sequence[Named], places: Sequence[Place], spread: Spread, device: torch.device) -> None:
+    """Have all ranks hold what the source of ``spread`` holds, of what ranks hold alike.
+
+    ``places`` are those of the source.
+
+    Of a DTensor that are the copies along its replicated mesh dimensions: each rank takes over the part of
+    its own place, from the members where the source is. A plain tensor comes from the source.
+
+        mesh (replicate=2, shard=2), source at (1, 0)     (0, 0) <- (1, 0)     (0, 1) <- (1, 1)
+
+    Collective. Written in place, so that versions count it.
+    """
+    routes: dict[tuple[tuple[int, int], ...] | None, tuple[list[tuple[Axis, int]], list[Tensor]]] = {}
+    for (_, tensor), place in zip(named, places, strict=True):
+        at = place.coordinate or ()
+        steps = [(axis, at[dim]) for dim, axis in copied_along(tensor)]
+        key = tuple((id(axis.pg), sender) for axis, sender in steps) if isinstance(tensor, DTensor) else None
+        if key != ():
+            routes.setdefault(key, (steps, []))[1].append(dtensor.plain(tensor))
+    for key, (steps, tensors) in routes.items():
+        for packed in _packed(tensors, device):
+            if key is None:
+                spread.tensor(packed)
+            for axis, sender in steps:
+                dist.broadcast(packed, group=axis.pg, group_src=sender)
+
+
+def send_around(tensors: Sequence[Tensor], spread: Spread, device: torch.device) -> None:
+    """Have all ranks hold what the source of ``spread`` has in ``tensors``, plain ones. Collective."""
+    for packed in _packed(tensors, device):
+        spread.tensor(packed)
+
+
+def _packed(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """Buffers on ``device`` with contents of ``tensors``, which take over what the caller makes of them."""
+    # The widest first: then each begins at a multiple of its element.
+    ordered = sorted((t.detach() for t in tensors), key=lambda tensor: -tensor.itemsize)
+    batch: list[Tensor] = []
+    room = PACKED_BYTES
+    for tensor in ordered:
+        flat = tensor.contiguous().view(-1)
+        for piece in flat.split(max(1, PACKED_BYTES // tensor.itemsize)):
+            if piece.numel() * piece.itemsize > room:
+                yield from _exchanged(batch, device)
+                batch, room = [], PACKED_BYTES
+            batch.append(piece)
+            room -= piece.numel() * piece.itemsize
+        if not tensor.is_contiguous():
+            yield from _exchanged(batch, device)
+            batch, room = [], PACKED_BYTES
+            tensor.copy_(flat.view(tensor.shape))
+    yield from _exchanged(batch, device)
+
+
+def _exchanged(pieces: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
+    sizes = [piece.numel() * piece.itemsize for piece in pieces]
+    if not sum(sizes):
+        return
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    parts = buffer.split(sizes)
+    for piece, part in zip(pieces, parts, strict=True):
+        part.copy_(piece.view(torch.uint8))
+    yield buffer
+    for piece, part in zip(pieces, parts, strict=True):
+        piece.copy_(part.view(piece.dtype))

@@ -1,0 +1,100 @@
+"""Copies of sharded models: ``copy.deepcopy`` of a module tree, for averages of weights and the like.
+
+The copy keeps the mesh, and shares nothing else: it has shards, groups and a schedule of its own. The
+module tree itself is copied by ``copy.deepcopy``. What hangs on it and is ours is entered in its memo
+beforehand, empty, so that modules and hooks of the copy point at ours of the copy, and filled afterwards.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.compile.hooks import wrap_method, wrapped_methods
+from shardwise.engine.group import Group
+from shardwise.engine.outside_calls import explain_calls
+from shardwise.engine.schedule import Member, Schedule
+from shardwise.params.bucket import Bucket
+from shardwise.params.extension import ExtensionBucket
+from shardwise.params.parameter import Param, Site
+from shardwise.torch_compat import dtensor
+
+Memo = dict[int, Any]
+
+
+def prepare_memo(members: Sequence[Member], memo: Memo) -> None:
+    """Have what ``members`` are replaced by in the copy stand in ``memo``, still empty."""
+    keep_alive = memo.setdefault(id(memo), [])
+    for member in members:
+        memo[id(member)] = object.__new__(Member)
+        memo[id(member.group)] = object.__new__(Group)
+        keep_alive += [member, member.group]
+        for bucket in member.group.buckets:
+            for param in bucket.params:
+                memo[id(param.sharded)] = _copy_of(param)
+
+
+def _copy_of(param: Param) -> nn.Parameter:
+    old = param.sharded
+    local = dtensor.local_tensor(old).detach().clone()
+    new = nn.Parameter(dtensor.make_dtensor(local, old._spec), old.requires_grad)  # type: ignore[attr-defined]
+    vars(new).update(vars(old))
+    return new
+
+
+def fill_copies(members: Sequence[Member], memo: Memo) -> None:
+    """Make the groups of the copy, once its modules are there. ``members`` outermost first."""
+    copies: list[Member] = [memo[id(member)] for member in members]
+    schedule = Schedule(members[0].group.device)
+    for member, copy in zip(members, copies, strict=True):
+        _fill_group(member.group, memo)
+        Member.__init__(copy, memo[id(member.group)], schedule)
+    schedule.finalization.is_manual = members[0].schedule.finalization.is_manual
+    schedule.adopt(copies, copies[0])
+    for copy in copies:
+        explain_calls(copy.group)
+    for member, copy in zip(members, copies, strict=True):
+        for module in member.group.modules:
+            for name in wrapped_methods(module):
+                twin = memo[id(module)]
+                twin.__dict__.pop(name, None)
+                wrap_method(twin, name, copy)
+
+
+def _fill_group(old: Group, memo: Memo) -> None:
+    new: Group = memo[id(old)]
+    buckets = [_copied_bucket(bucket, memo) for bucket in old.buckets]
+    modules = [_twin(module, memo) for module in old.modules]
+    owners = [_twin(module, memo) for module in old.owners]
+    Group.__init__(new, old.name, modules, owners, buckets, old.mesh, old.policy, old.casts)
+    new.take_settings(old)
+    new.ignored = [memo.get(id(param), param) for param in old.ignored]
+    for bucket in buckets:
+        bucket.move_in()
+
+
+def _twin(module: nn.Module, memo: Memo) -> nn.Module:
+    twin = memo.get(id(module))
+    if twin is None:
+        raise RuntimeError(
+            f"copy.deepcopy: {type(module).__name__} belongs to a group that reaches beyond the module being "
+            "copied (fully_shard was given a list). Copy the module around all of them."
+        )
+    return twin
+
+
+def _copied_bucket(old: Bucket, memo: Memo) -> Bucket:
+    params = [_copied_param(param, memo) for param in old.params]
+    if isinstance(old, ExtensionBucket):
+        new: Bucket = ExtensionBucket(params[0], old.mesh, old.policy, old.storage, old.mp_policy)
+    else:
+        new = Bucket(params, old.mesh, old.policy, old.storage)
+    new.communicate_as(old)
+    new.lay_out(torch.device("meta"))
+    return new
+
+
+def _copied_param(old: Param, memo: Memo) -> Param:
+    sites = [Site(_twin(site.module, memo), site.name, site.fqn) for site in old.sites]
+    return old.copied(sites, memo[id(old.sharded)])

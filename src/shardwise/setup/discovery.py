@@ -1,0 +1,224 @@
+"""The parameters of a ``fully_shard`` call: found, checked, given a mesh, a dim and dtypes each."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from shardwise.engine.group import Tie
+from shardwise.fsdp_module import FSDPModule
+from shardwise.layout.fqns import names_in
+from shardwise.layout.mesh import ShardMesh, resolve_mesh
+from shardwise.layout.precision import PrecisionRule, precision_of
+from shardwise.params.bucket import Bucket, Storage
+from shardwise.params.extension import ExtensionBucket, check_protocol, is_extension
+from shardwise.params.parameter import Param, Site, sharded_before
+from shardwise.policies import CommPolicy, DataParallelMeshDims
+from shardwise.setup.validation import class_name, describe
+from shardwise.torch_compat import dtensor, nn_modules
+
+
+def modules_to_manage(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules whose own parameters the call takes: all inside, but for sharded ones."""
+    managed: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        if module not in managed:
+            managed[module] = None
+            for child in module.children():
+                if not isinstance(child, FSDPModule):
+                    visit(child)
+
+    for module in modules:
+        visit(module)
+    return list(managed)
+
+
+def names_below(modules: list[nn.Module]) -> dict[nn.Module, str]:
+    """The names of all modules inside ``modules``; those of a list begin with their index."""
+    names: dict[nn.Module, str] = {}
+    for index, root in enumerate(modules):
+        own = f"[{index}]" if len(modules) > 1 else ""
+        for module, name in names_in(root).items():
+            names.setdefault(module, joined(own, name))
+    return names
+
+
+class Found:
+    """The parameters of the call: to be sharded, tied to ones sharded before, and to be left alone."""
+
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        managed: list[nn.Module],
+        names: dict[nn.Module, str],
+        ignored: set[int],
+    ) -> None:
+        self.names = names
+        self.params: dict[nn.Parameter, list[Site]] = {}
+        self.ties: list[Tie] = []
+        self.ignored: dict[nn.Parameter, str] = {}
+        for module in managed:
+            for name, param in module._parameters.items():
+                if param is not None:
+                    self._add(param, Site(module, name, joined(names[module], name)), ignored)
+        for param, sites in self.params.items():
+            _check_param(param, f"{class_name(modules[0])}: {sites[0].fqn}", sites[0].module)
+
+    def _add(self, param: nn.Parameter, site: Site, ignored: set[int]) -> None:
+        if id(param) in ignored:
+            self.ignored[param] = site.fqn
+        elif sharded_before(param) is not None:
+            self.ties.append(Tie(site, param))
+        else:
+            self.params.setdefault(param, []).append(site)
+
+
+def _check_param(param: nn.Parameter, where: str, module: nn.Module) -> None:
+    if nn.parameter.is_lazy(param):
+        raise ValueError(
+            f"{where} is not initialised: the module is lazy and does not know its shape yet. Run one "
+            "forward before fully_shard."
+        )
+    if param.grad is not None:
+        raise ValueError(
+            f"{where} has a gradient already, which would be lost: the shard is a new parameter. Call "
+            "zero_grad() on the model before fully_shard."
+        )
+    if isinstance(param, DTensor):
+        if nn_modules.is_managed_by_torch(module):
+            raise ValueError(
+                f"{where} was already sharded by torch's fully_shard. A model can be sharded by one library "
+                "only: call the fully_shard of either on all of its modules."
+            )
+        content = dtensor.local_tensor(param)
+    else:
+        content = param.data
+    check_protocol(content, where)
+    if is_extension(content):
+        return
+    if type(content) is not torch.Tensor:
+        raise NotImplementedError(
+            f"{where} holds a {type(content).__name__}, a tensor subclass that does not say how it is "
+            "gathered. Give the class fsdp_pre_all_gather and fsdp_post_all_gather, as torchao's have, "
+            "convert the parameter to a plain tensor, or pass it in ignored_params."
+        )
+    if content.layout is not torch.strided:
+        raise NotImplementedError(
+            f"{where} has layout {content.layout}; only dense parameters can be sharded. Convert it with "
+            ".to_dense(), or leave its module out."
+        )
+
+
+class Meshes:
+    """The mesh of the call, and those that single parameters were given."""
+
+    def __init__(self, default: ShardMesh) -> None:
+        self.default = default
+        self._others: dict[int, tuple[Any, ShardMesh]] = {}
+
+    def resolve(self, info: Any, where: str) -> ShardMesh:
+        """The mesh that a ShardPlacementResult names."""
+        mesh = getattr(info, "mesh", info) if not isinstance(info, DeviceMesh) else info
+        if mesh is None:
+            return self.default
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(
+                f"{where}: shard_placement_fn returned a mesh_info that is {describe(info)}; pass a "
+                "DeviceMesh, or an object with an attribute mesh."
+            )
+        if id(mesh) not in self._others:
+            resolved = resolve_mesh(mesh, _named_dims(mesh, info))
+            if resolved.device != self.default.device:
+                raise ValueError(
+                    f"{where}: shard_placement_fn chose a mesh of {resolved.device}, but fully_shard was "
+                    f"given one of {self.default.device}; the parameters of a group are on one device."
+                )
+            self._others[id(mesh)] = (mesh, resolved)
+        return self._others[id(mesh)][1]
+
+
+def _named_dims(mesh: DeviceMesh, info: Any) -> DataParallelMeshDims | None:
+    """What torch's FSDPMeshInfo says of a mesh, where it is not what its number of dims says already."""
+    shard, replicate = (getattr(info, f"{role}_mesh_dim", None) for role in ("shard", "replicate"))
+    usual = (None, None), ((0, None) if mesh.ndim == 1 else (1, 0))
+    if (shard, replicate) in usual:
+        return None
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError(
+            "fully_shard: shard_placement_fn chose dimensions of a mesh without names. Give the mesh names "
+            "with init_device_mesh(..., mesh_dim_names=...)."
+        )
+    return DataParallelMeshDims(
+        None if shard is None else names[shard], None if replicate is None else names[replicate]
+    )
+
+
+def make_param(
+    meshes: Meshes,
+    placement_fn: Callable[[nn.Parameter], Any] | None,
+    rule: PrecisionRule,
+    modules: list[nn.Module],
+    param: nn.Parameter,
+    sites: list[Site],
+) -> Param:
+    """One parameter of the call, with the mesh, dim and dtypes that it was given."""
+    where = f"{class_name(modules[0])}: {sites[0].fqn}"
+    choice: Any = None if placement_fn is None else placement_fn(param)
+    placement, mesh = choice, meshes.default
+    if hasattr(choice, "placement") and hasattr(choice, "mesh_info"):
+        placement, mesh = choice.placement, meshes.resolve(choice.mesh_info, where)
+    own_policy = rule.policy_for([(sites[0].fqn, sites[0].module)], param)
+    precision_for = partial(precision_of, policy=own_policy)
+    return Param(param, sites, mesh, _shard_dim(placement, param, where), precision_for, where)
+
+
+def _shard_dim(placement: Any, param: nn.Parameter, where: str) -> int:
+    """The dim that a placement shards on."""
+    if placement is None:
+        return 0
+    if type(placement) is not Shard:
+        shown = repr(placement) if isinstance(placement, Placement) else describe(placement)
+        raise (ValueError if isinstance(placement, Placement) else TypeError)(
+            f"{where}: shard_placement_fn returned {shown}; pass Shard(dim), a ShardPlacementResult, or "
+            "None for Shard(0). Parameters to be replicated need a mesh that replicates (dp_mesh_dims), or "
+            "ignored_params."
+        )
+    dim = placement.dim + param.dim() if placement.dim < 0 else placement.dim
+    if not 0 <= dim < max(1, param.dim()):
+        raise ValueError(
+            f"{where}: shard_placement_fn returned Shard({placement.dim}), but the parameter of shape "
+            f"{tuple(param.shape)} has only {param.dim()} dims."
+        )
+    return dim
+
+
+def make_buckets(
+    params: list[Param], meshes: Meshes, policy: CommPolicy, storage: Storage, mp_policy: Any
+) -> list[Bucket]:
+    """One bucket a mesh, in the order in which the meshes come up; that of the call first.
+
+    Parameters that gather themselves have one each.
+    """
+    by_mesh: dict[ShardMesh, list[Param]] = {meshes.default: []}
+    extensions: list[Param] = []
+    for param in params:
+        if is_extension(param.local):
+            extensions.append(param)
+        else:
+            by_mesh.setdefault(param.mesh, []).append(param)
+    return [
+        *(Bucket(group, mesh, policy, storage) for mesh, group in by_mesh.items() if group),
+        *(ExtensionBucket(param, param.mesh, policy, storage, mp_policy) for param in extensions),
+    ]
+
+
+def joined(*parts: str) -> str:
+    """A dotted name of the parts that are not empty."""
+    return ".".join(part for part in parts if part)

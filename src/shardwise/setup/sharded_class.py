@@ -1,0 +1,126 @@
+"""The class of a sharded module: its own class, with FSDPModule mixed in; copies of such modules."""
+
+import copy
+import importlib
+import re
+from threading import Lock
+from typing import Any
+
+from torch import nn
+
+from shardwise.fsdp_module import FSDPModule, _member, sharded_members
+from shardwise.layout.fqns import uncompiled
+from shardwise.setup.deepcopy import fill_copies, prepare_memo
+
+# --- the mixed-in classes -------------------------------------------------------------------------
+
+_classes: dict[type, type] = {}  # original class -> its sharded class; facts, not state
+_classes_lock = Lock()
+
+
+def sharded_class(original: type) -> type:
+    """The class ``FSDP<Name>``: ``original`` with FSDPModule mixed in. Made once a class.
+
+    FSDPModule comes last among the bases and its methods are copied into the class: in this order
+    the memory layout is that of ``original``, whatever its own bases are, which assigning
+    ``__class__`` demands.
+
+    Raises:
+        TypeError: ``original`` uses one of the names of FSDPModule's methods for its own ends.
+    """
+    with _classes_lock:
+        made = _classes.get(original)
+        if made is None:
+            made = _classes[original] = _make_sharded_class(original)
+        return made
+
+
+def _make_sharded_class(original: type) -> type:
+    methods = {name: value for name, value in vars(FSDPModule).items() if not name.startswith("_")}
+    if taken := [name for name in methods if hasattr(original, name)]:
+        raise TypeError(
+            f"fully_shard: {original.__name__} has an attribute '{taken[0]}' of its own, a name that sharded "
+            "modules need: the method of FSDPModule would take its place. Rename it in the class."
+        )
+    special = {
+        "__new__": lambda cls, *args, **kwargs: original(*args, **kwargs),
+        "__deepcopy__": _deep_copy,
+        "__reduce_ex__": _refuse_to_copy,
+        "_apply": _apply_and_follow,
+        "__module__": __name__,
+        "__doc__": original.__doc__,
+        "__qualname__": f"FSDP<{original.__module__}:{original.__qualname__}>".replace(".", "/"),
+    }
+    try:
+        return type(f"FSDP{original.__name__}", (original, FSDPModule), methods | special)
+    except Exception as error:
+        raise TypeError(
+            f"fully_shard: the class {original.__name__} cannot be extended ({error}); shard the module "
+            "around it instead."
+        ) from error
+
+
+def __getattr__(name: str) -> type:
+    """Give sharded classes a home that pickle can find: here, by the name of the original class."""
+    match = re.fullmatch(r"FSDP<(.+):(.+)>", name)
+    if match is None:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    module, path = (part.replace("/", ".") for part in match.groups())
+    original: Any = importlib.import_module(module)
+    for part in path.split("."):
+        original = getattr(original, part)
+    return sharded_class(original)
+
+
+def original_class(module: nn.Module) -> type:
+    """The class that a sharded module had before."""
+    return type(module).__bases__[0] if isinstance(module, FSDPModule) else type(module)
+
+
+def _apply_and_follow(self: Any, fn: Any, recurse: bool = True) -> Any:
+    """What ``.to()`` and its like call: the shards move back into their buffer at once."""
+    result = original_class(self)._apply(self, fn, recurse)  # type: ignore[attr-defined]
+    _member(self).group.follow_changes()
+    return result
+
+
+def _deep_copy(self: Any, memo: dict[int, Any]) -> Any:
+    """A copy with shards and groups of its own, over the same mesh; see runtime/copying.py."""
+    is_outermost = id(_member(self)) not in memo
+    members = sharded_members(self) if is_outermost else []
+    for member in members:
+        member.group.refuse_if_lent("copy.deepcopy")
+    shown = [member.group for member in members if member.group.is_shown]
+    for group in shown:
+        group.hide()  # the copy is not gathered
+    try:
+        if is_outermost:
+            prepare_memo(members, memo)
+        twin = memo[id(self)] = object.__new__(type(self))
+        _copy_attributes(self, twin, memo)
+        if is_outermost:
+            fill_copies(members, memo)
+    finally:
+        for group in shown:
+            group.show()
+    return twin
+
+
+def _copy_attributes(module: Any, twin: Any, memo: dict[int, Any]) -> None:
+    """All but compiled code, which would run ``module`` in place of its copy."""
+    state = dict(module.__dict__)
+    state.pop("_compiled_call_impl", None)  # of module.compile(); nn.Module leaves it out as well
+    if uncompiled(module) is module:
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in state.items()})
+        return
+    del state["forward"]  # of torch.compile(module), which makes it anew
+    memo[id(module.dynamo_ctx)] = module.dynamo_ctx
+    twin.__setstate__({name: copy.deepcopy(value, memo) for name, value in state.items()})
+
+
+def _refuse_to_copy(self: Any, protocol: Any) -> Any:
+    raise NotImplementedError(
+        f"{_member(self).group.name}: a sharded module cannot be pickled or copied shallowly: its process "
+        "groups stay behind, or two modules would drive one group. Use copy.deepcopy, or save its "
+        "state_dict()."
+    )

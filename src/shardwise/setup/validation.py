@@ -1,0 +1,220 @@
+"""The arguments of ``fully_shard``: refused where they do not fit, before anything is touched."""
+
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.engine import added_parameters
+from shardwise.engine.group import Group
+from shardwise.fsdp_module import FSDPModule, check_bool, under_compile
+from shardwise.layout.fqns import clean, uncompiled
+from shardwise.layout.mesh import ShardMesh
+from shardwise.params.bucket import Storage
+from shardwise.setup.sharded_class import original_class
+from shardwise.torch_compat import nn_modules
+
+PLACE = added_parameters.PLACE
+
+
+@dataclass(eq=False)
+class Place:
+    """Noted on every module whose parameters a group has taken: the group, and the module's name."""
+
+    group: Group
+    fqn: str
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Place | None":
+        """A module that is copied without its group is free."""
+        group = memo.get(id(self.group))
+        return None if group is None else Place(group, self.fqn)
+
+
+def groups_in(model: nn.Module) -> list[Group]:
+    """The groups that have parameters of modules in ``model``, each once, also where they reach beyond it."""
+    places = [module.__dict__[PLACE].group for module in model.modules() if PLACE in module.__dict__]
+    return list(dict.fromkeys(places))
+
+
+def check_modules(module: Any) -> list[nn.Module]:
+    """The modules of the call as a list, each of them fit to be sharded."""
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    if not modules:
+        raise ValueError("fully_shard: the list of modules is empty; there is nothing to shard.")
+    is_list = isinstance(module, (list, tuple))
+    for index, each in enumerate(modules):
+        _check_module(each, f" at [{index}] of the list" if is_list else "")
+    for index, each in enumerate(modules):
+        if each in modules[:index]:
+            raise ValueError(
+                f"fully_shard: a {class_name(each)} stands twice in the list, at [{modules.index(each)}] "
+                f"and [{index}]. Leave one out."
+            )
+        inside = set(each.modules())
+        for other_index, other in enumerate(modules):
+            if other is not each and other in inside:
+                raise ValueError(
+                    f"fully_shard: in the list, {class_name(other)} at [{other_index}] is inside "
+                    f"{class_name(each)} at [{index}]. The modules of one group must lie beside each "
+                    "other; leave the inner one out."
+                )
+    return modules
+
+
+def _check_module(module: Any, where: str) -> None:
+    if not isinstance(module, nn.Module):
+        hint = " (its instance is needed, not the class)" if isinstance(module, type) else ""
+        raise TypeError(
+            f"fully_shard: expected an nn.Module or a list of them, got {describe(module)}{where}{hint}."
+        )
+    inner = under_compile(module)
+    place: Place | None = inner.__dict__.get(PLACE)
+    if isinstance(inner, FSDPModule):
+        known_as = f" as '{clean(place.fqn)}'" if place and place.fqn != class_name(module) else ""
+        raise ValueError(
+            f"fully_shard: this {class_name(module)}{where} is already sharded{known_as}; call it once a "
+            "module."
+        )
+    if place is not None:
+        raise ValueError(
+            f"fully_shard: {class_name(module)} '{clean(place.fqn)}'{where} is inside {place.group.name}, "
+            "which was sharded before and has taken its parameters. Apply fully_shard bottom-up: on the "
+            f"inner modules first, then on {place.group.name}."
+        )
+    if others := nn_modules.applied_apis(module):
+        raise ValueError(
+            f"fully_shard: torch's {others[0]} was already applied to this {class_name(module)}{where}. A "
+            "module can be managed by one of them only."
+        )
+    if getattr(module.forward, "__func__", None) is nn.Module.forward:
+        raise ValueError(
+            f"fully_shard: {class_name(module)}{where} has no forward, so nothing would tell when to gather "
+            "its parameters. Call fully_shard on its children, one by one, or on the module around it."
+        )
+
+
+def check_reshard(reshard_after_forward: Any, mesh: ShardMesh) -> bool | int | None:
+    """What ``reshard_after_forward`` comes to on ``mesh``."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward
+    if not isinstance(reshard_after_forward, int):
+        raise TypeError(
+            f"fully_shard: reshard_after_forward is {reshard_after_forward!r}; pass True, False, None or a "
+            "number of ranks."
+        )
+    world = mesh.shard.world
+    if reshard_after_forward in (1, world):  # each rank keeps all, or nothing is kept
+        return reshard_after_forward == world
+    if reshard_after_forward < 1 or world % reshard_after_forward:
+        divisors = [n for n in range(2, world) if world % n == 0]
+        fitting = f"of {divisors}" if divisors else "True or False: there are no divisors between"
+        raise ValueError(
+            f"fully_shard: reshard_after_forward={reshard_after_forward} does not divide the {world} ranks "
+            f"to shard over, so they cannot form groups of that size. Pass one {fitting}."
+        )
+    return reshard_after_forward
+
+
+def check_precision(policy: Any) -> None:
+    """Refuse what is no policy of mixed precision, and dtypes that cannot do what is asked of them."""
+    if policy is None:
+        return
+    if isinstance(policy, type) or not hasattr(policy, "param_dtype") or not hasattr(policy, "reduce_dtype"):
+        raise TypeError(f"fully_shard: mp_policy is {describe(policy)}, not a MixedPrecisionPolicy.")
+    for field in ("param_dtype", "reduce_dtype", "output_dtype", "accumulate_dtype", "buffer_dtype"):
+        dtype = getattr(policy, field, None)
+        if dtype is None:
+            continue
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(
+                f"fully_shard: mp_policy.{field} is {dtype!r}, a {type(dtype).__name__}; pass a torch.dtype."
+            )
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            why = (
+                "numbers of it cannot be added up"
+                if dtype.is_floating_point
+                else "it is no floating-point type"
+            )
+            raise ValueError(
+                f"fully_shard: mp_policy.{field} is {dtype}: {why}. Pass torch.bfloat16, torch.float16, "
+                "torch.float32 or torch.float64."
+            )
+    for field in ("cast_forward_inputs", "keep_low_precision_grads"):
+        value = getattr(policy, field, True)
+        if not isinstance(value, bool):
+            raise TypeError(
+                f"fully_shard: mp_policy.{field} is {value!r}, a {type(value).__name__}; pass True or False."
+            )
+    override = getattr(policy, "param_dtype_override_fn", None)
+    if override is not None and not callable(override):
+        raise TypeError(
+            f"fully_shard: mp_policy.param_dtype_override_fn is {override!r}, a {type(override).__name__}; "
+            "pass a function (parameter) -> dtype or None."
+        )
+    rule = getattr(policy, "full_precision", None)
+    classes = rule if isinstance(rule, (tuple, list)) else (rule,)
+    is_function = callable(rule) and not isinstance(rule, type)
+    if not (
+        rule is None or is_function or all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes)
+    ):
+        raise TypeError(
+            f"fully_shard: mp_policy.full_precision is {rule!r}; pass a module class, a tuple of them, or a "
+            "function (name, module, parameter) -> bool."
+        )
+
+
+def check_offload(policy: Any) -> bool:
+    """Whether shards live in host memory."""
+    if policy is None:
+        return False
+    if isinstance(policy, type) or not type(policy).__name__.endswith("OffloadPolicy"):
+        raise TypeError(f"fully_shard: offload_policy is {describe(policy)}, not an OffloadPolicy.")
+    pins = getattr(policy, "pin_memory", False)
+    if not isinstance(pins, bool):
+        raise TypeError(
+            f"fully_shard: offload_policy.pin_memory is {pins!r}, a {type(pins).__name__}; pass True or "
+            "False."
+        )
+    return hasattr(policy, "pin_memory")
+
+
+def check_flags(caller: str, **flags: Any) -> None:
+    """Refuse what is neither True nor False."""
+    for name, value in flags.items():
+        check_bool(caller, name, value)
+
+
+def check_ignored(ignored_params: Any) -> set[int]:
+    """The ids of the parameters to leave alone."""
+    if ignored_params is None:
+        return set()
+    if not isinstance(ignored_params, (Set, list, tuple)):
+        raise TypeError(
+            f"fully_shard: ignored_params is a {type(ignored_params).__name__}; pass a set of parameters."
+        )
+    for param in ignored_params:
+        if not isinstance(param, nn.Parameter):
+            raise TypeError(
+                f"fully_shard: ignored_params contains {describe(param)}; pass the nn.Parameter objects, "
+                "not names or modules."
+            )
+    return {id(param) for param in ignored_params}
+
+
+def storage_of(policy: Any, device: torch.device) -> Storage:
+    """Where shards are kept under an offload policy, or without one."""
+    if policy is None:
+        return Storage(device)
+    return Storage(torch.device("cpu"), is_pinned=bool(policy.pin_memory) and device.type != "cpu")
+
+
+def class_name(module: nn.Module) -> str:
+    """The name that the module's class had before it was sharded or compiled, if it was."""
+    return original_class(uncompiled(module)).__name__
+
+
+def describe(value: Any) -> str:
+    """What kind of thing was passed, for messages."""
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

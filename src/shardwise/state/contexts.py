@@ -1,0 +1,246 @@
+"""Contexts: accumulate without communication, see full parameters, keep them gathered for inference."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.engine.group import Group
+from shardwise.engine.schedule import Member, Schedule
+from shardwise.fsdp_module import is_sharded, sharded_members
+from shardwise.layout.mesh import axes_of
+from shardwise.ranks.agreement import together
+from shardwise.ranks.failures import relay_of_job
+from shardwise.ranks.model_ranks import axes_of_given, mesh_device
+from shardwise.ranks.replicas import are_silent
+from shardwise.state.lending import Lent, Terms, check_can_lend
+
+T = TypeVar("T")
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Leave gradients unreduced: those of backwards inside add up, full, until a backward outside.
+
+    For accumulation over microbatches without communication. Applies to all sharded modules in ``model``,
+    which need not be sharded itself. Costs the memory of the full gradients. Modules that keep their
+    parameters after forward (strategies zero1, zero2, hybrid_zero2) keep them after backward as well, so that
+    all microbatches share one gather. Afterwards each module has its own former setting again, also after an
+    exception. May be nested.
+
+    Raises:
+        ValueError: nothing in ``model`` is sharded.
+        RuntimeError: entered inside a running forward or backward.
+
+    Example::
+
+        for microbatch in microbatches[:-1]:
+            with no_sync(model):
+                loss_of(model, microbatch).backward()
+        loss_of(model, microbatches[-1]).backward()
+        optimizer.step()
+    """
+    members = _members_to_change(model, "no_sync")
+    groups = [member.group for member in members]
+    before = [(group.requires_gradient_sync, group.reshard_after_backward) for group in groups]
+    for group in groups:
+        group.requires_gradient_sync = False
+        if group.reshard_after_forward is False:
+            group.reshard_after_backward = False
+    try:
+        yield
+    finally:
+        for group, (syncs, reshards) in zip(groups, before, strict=True):
+            group.requires_gradient_sync, group.reshard_after_backward = syncs, reshards
+
+
+@contextmanager
+def unsharded(
+    module: nn.Module,
+    *,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Have full parameters in place of the shards, to look at, save or edit.
+
+    Inside, ``module.weight``, ``named_parameters()``, ``state_dict()``, ``load_state_dict()`` and ``apply()``
+    alike see full parameters: plain ones in the dtype that is stored, whatever a mixed-precision policy
+    computes with, and DTensors of tensor parallelism as they were before ``fully_shard``. Afterwards the same
+    shards as before are registered, so that an optimizer built before goes on; with what was changed in the
+    full parameters, in place, through ``.data``, by replacing them, or in ``requires_grad``. That holds after
+    an exception as well.
+
+    Collective: all ranks must enter it. Parameters of a group share memory: clone one that is saved alone.
+    Costs the memory of the full model (of one group at a time where ranks do not see it, or on a device from
+    which it is offloaded), and with ``writeback`` that of the shards once more. Forward and backward are
+    refused inside; so is an overlapping ``unsharded``.
+
+    Args:
+        module: a module with sharded modules in it.
+        recurse: all sharded modules inside, or only the group of ``module`` itself.
+        writeback: False drops what was changed. True takes over from each rank the part that it keeps: ranks
+            must make equal changes.
+        rank0_only: full parameters on the first rank of the mesh alone; the others see their shards. Needs
+            ``writeback=False``.
+        offload_to_cpu: full parameters in host memory. On every rank, unless ``rank0_only``.
+        with_grads: ``.grad`` of the full parameters is the full gradient, and is written back as well.
+
+    Raises:
+        ValueError: ``rank0_only`` with ``writeback``, or nothing there is sharded.
+        RuntimeError: entered in a forward or backward, in an overlapping ``unsharded`` or in ``inference``;
+            ``with_grads`` while gradients wait unreduced; parameters on the meta device. At the end: a change
+            that cannot be taken over.
+        NotImplementedError: a parameter is of a class that gathers itself.
+
+    Example::
+
+        with unsharded(model, writeback=False, rank0_only=True, offload_to_cpu=True):
+            if dist.get_rank() == 0:
+                torch.save(model.state_dict(), "model.pt")
+    """
+    same = {
+        "recurse": recurse,
+        "writeback": writeback,
+        "rank0_only": rank0_only,
+        "with_grads": with_grads,
+    }
+
+    def check() -> dict[Member, Terms]:
+        for name, value in {**same, "offload_to_cpu": offload_to_cpu}.items():
+            if not isinstance(value, bool):
+                raise TypeError(
+                    f"unsharded: {name} is {value!r}, a {type(value).__name__}; pass True or False."
+                )
+        if rank0_only and writeback:
+            raise ValueError(
+                "unsharded: rank0_only=True with writeback=True: the other ranks would have nothing to write "
+                "back, and their shards would not follow what rank 0 changes. Pass writeback=False."
+            )
+        members = _members_to_change(module, "unsharded", recurse)
+        terms = {each: _terms(each, writeback, rank0_only, offload_to_cpu, with_grads) for each in members}
+        for each in members:
+            check_can_lend(each.group, terms[each])
+        return terms
+
+    terms = _agreed("unsharded", module, check, same)
+    lent: list[Lent] = []
+    has_failed = True
+    try:
+        with relay_of_job().call("unsharded", lambda: axes_of_given(module)):
+            for member in terms:
+                member.schedule.free_between_passes(member.group, "unsharded")
+                lent.append(Lent(member.group, terms[member]))
+        yield
+        has_failed = False
+    finally:
+        problems = [problem for each in lent for problem in each.take_back()]
+        if problems and not has_failed:
+            raise RuntimeError(f"unsharded: not everything could be taken over. {' '.join(problems)}")
+
+
+@contextmanager
+def inference(model: nn.Module, *, budget_bytes: int | None = None) -> Iterator[None]:
+    """Keep full parameters gathered between forwards: for decode loops, and evaluation of many batches.
+
+    Runs without gradients. What is kept are the full parameters as they are computed with. They are gathered
+    on entry, and modules show them until the end, so that methods that call parts of the model, such as a
+    ``generate`` that begins with the encoder, find them; ``parameters()`` and ``state_dict()`` show the
+    shards. Weights must not be changed inside.
+
+    Ranks may call ``model`` different numbers of times, as they do where they generate different numbers of
+    tokens: a rank that leaves first takes part in the gathers of the others until all have left. With all
+    parameters kept there are none, and no communication at all. A method that was registered with
+    :func:`register_fsdp_forward_method` counts as one call: where not everything is kept, it must run the
+    blocks equally often on all ranks.
+
+    Args:
+        model: a module with sharded modules in it.
+        budget_bytes: how many bytes of full parameters to keep, in the order of the modules; groups that do
+            not fit any more are gathered in each forward, as usual. None: all are kept.
+
+    Raises:
+        ValueError: nothing in ``model`` is sharded.
+        RuntimeError: entered in a forward or backward, in ``unsharded`` or in another ``inference``. Inside:
+            a backward, or weights that were changed.
+
+    Example::
+
+        with inference(model):
+            while not done:
+                tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], dim=1)
+    """
+
+    def check() -> list[Member]:
+        if budget_bytes is not None and (isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int)):
+            raise TypeError(
+                f"inference: budget_bytes is {budget_bytes!r}, a {type(budget_bytes).__name__}; pass a "
+                "number of bytes, or None for no limit."
+            )
+        if budget_bytes is not None and budget_bytes < 0:
+            raise ValueError(f"inference: budget_bytes is {budget_bytes}; it must be 0 or more.")
+        members = _members_to_change(model, "inference")
+        for member in members:
+            member.group.refuse_if_lent("inference()")
+        return members
+
+    members = _agreed("inference", model, check, {"budget_bytes": budget_bytes})
+    left = math.inf if budget_bytes is None else budget_bytes
+    with ExitStack() as stack:
+        for schedule, groups in _by_schedule(members).items():
+            left -= schedule.begin_inference(groups, left)
+            stack.callback(schedule.end_inference)
+        with torch.no_grad():
+            yield
+
+
+def _agreed(caller: str, module: Any, check: Callable[[], T], same: dict[str, Any]) -> T:
+    """What ``check`` returns, once it has passed on all ranks that share the module, with equal arguments.
+
+    Where nothing is sharded, the check says so, without the others.
+    """
+    params = list(module.parameters()) if isinstance(module, nn.Module) else []
+    device = mesh_device(module) if params else None
+    axes = [] if device is None or are_silent(axes_of(params), device) else axes_of(params)
+    with relay_of_job().call(caller, lambda: axes_of_given(module)):
+        return together(axes, device or torch.device("cpu"), check, caller=caller, same=same)
+
+
+def _members_to_change(module: Any, caller: str, recurse: bool = True) -> list[Member]:
+    """The groups that a context is about, each once, none of them at work."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{caller}: {type(module).__name__} is not an nn.Module.")
+    if not recurse and not is_sharded(module):
+        raise ValueError(
+            f"{caller}: {type(module).__name__} is not sharded itself, so that recurse=False leaves nothing. "
+            "Pass a sharded module, or recurse=True."
+        )
+    members = sharded_members(module)
+    if not members:
+        raise ValueError(
+            f"{caller}: there is no sharded module in this {type(module).__name__}. Call fully_shard or "
+            "shard_model first."
+        )
+    members = members if recurse else members[:1]
+    for member in members:
+        member.schedule.refuse_at_work(caller, member.group)
+    return members
+
+
+def _terms(member: Member, writeback: bool, rank0_only: bool, to_host: bool, with_grads: bool) -> Terms:
+    ranks = member.group.mesh.mesh.mesh
+    is_shown = not rank0_only or dist.get_rank() == int(ranks.min())
+    return Terms(writeback, is_shown, to_host, with_grads)
+
+
+def _by_schedule(members: list[Member]) -> dict[Schedule, list[Group]]:
+    found: dict[Schedule, list[Group]] = {}
+    for member in members:
+        found.setdefault(member.schedule, []).append(member.group)
+    return found

@@ -1,0 +1,171 @@
+"""A moving average of the weights, kept in shards as the weights are."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.state.names import check_at_rest, check_idle, listed, parameters_of
+from shardwise.torch_compat import dtensor
+
+
+class EMA:
+    """An exponential moving average of the parameters of ``model``: ``average = d * average + (1 - d) *
+    weight``.
+
+    Each rank averages its own shards, without communication; the average costs as much memory as they do.
+    Only floating-point parameters that are trainable are averaged, since others do not move.
+
+    Args:
+        model: sharded, in parts or not at all; with values.
+        decay: d, from 0 to 1, or a function from the number of updates so far to d, to begin with less.
+        dtype: of the average; None: that of each parameter. An average of bfloat16 weights in bfloat16 stops
+            moving soon: pass ``torch.float32``.
+
+    Example::
+
+        ema = EMA(model, decay=0.999)
+        for batch in batches:
+            train_step(model, optimizer, batch)
+            ema.update()
+        with ema.swap():
+            evaluate(model)
+            averaged = full_state_dict(model)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float | Callable[[int], float] = 0.999,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_at_rest(model, "EMA")
+        if not callable(decay):
+            _checked(decay)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"EMA: dtype is {dtype!r}; pass a floating-point dtype, or None.")
+        self._model = model
+        self._decay = decay
+        self._is_swapped = False
+        self.num_updates = 0
+        with torch.inference_mode(False), torch.no_grad():
+            self._averages: dict[str, Tensor] = {
+                name: param.detach().to(dtype, copy=True)
+                for name, param in _averaged(model).items()
+                if param.requires_grad
+            }
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the weights as they are now into the average. After each step of the optimizer.
+
+        Raises:
+            RuntimeError: inside ``swap()``, or in a forward or backward.
+        """
+        self._refuse_swapped("update()")
+        check_idle(self._model, "EMA.update")
+        decay = _checked(self._decay(self.num_updates)) if callable(self._decay) else self._decay
+        averages, weights = self._pairs()
+        by_dtype: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        for average, weight in zip(averages, weights, strict=True):
+            some = by_dtype.setdefault((average.dtype, average.device), ([], []))
+            some[0].append(average)
+            some[1].append(weight.to(average.device, average.dtype))
+        with torch.inference_mode(False), torch.no_grad():
+            for some_averages, some_weights in by_dtype.values():
+                torch._foreach_lerp_(some_averages, some_weights, 1 - decay)
+        self.num_updates += 1
+
+    @contextmanager
+    def swap(self) -> Iterator[None]:
+        """The model has the averages for weights inside, and its own again afterwards, also after an error.
+
+        In place, on the shards; the weights wait in memory of as many bytes. Changes of the weights inside
+        are lost: evaluate and save there, and do not train.
+
+        Raises:
+            RuntimeError: inside another ``swap()``, or in a forward or backward.
+        """
+        self._refuse_swapped("another swap()")
+        check_idle(self._model, "EMA.swap")
+        averages, weights = self._pairs()
+        with torch.inference_mode(False), torch.no_grad():
+            own = [weight.clone() for weight in weights]
+            _copy(averages, weights)
+        self._is_swapped = True
+        try:
+            yield
+        finally:
+            self._is_swapped = False
+            with torch.inference_mode(False), torch.no_grad():
+                _copy(own, self._pairs()[1])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages by parameter name, sharded as the parameters are, and the number of updates.
+
+        For ``torch.distributed.checkpoint``, or ``torch.save`` on each rank.
+        """
+        self._refuse_swapped("state_dict()")
+        return {"averages": dict(self._averages), "num_updates": self.num_updates}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave.
+
+        Raises:
+            ValueError: it is of other parameters; the average is unchanged.
+        """
+        self._refuse_swapped("load_state_dict()")
+        loaded = state["averages"]
+        wrong = [name for name in self._averages if name not in loaded] + [
+            name
+            for name, value in loaded.items()
+            if name not in self._averages or value.shape != self._averages[name].shape
+        ]
+        if wrong:
+            raise ValueError(
+                f"EMA.load_state_dict: {listed(wrong)} are on one side only, or of another shape. Make the "
+                "EMA of a model with the same trainable parameters."
+            )
+        for name, value in loaded.items():
+            self._averages[name].copy_(value)
+        self.num_updates = state["num_updates"]
+
+    def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Local tensors: averages, and the weights as they stand in the model now."""
+        params = _averaged(self._model)
+        if lost := [name for name in self._averages if name not in params]:
+            raise RuntimeError(f"EMA: the model has no parameter {listed(lost)} any more.")
+        averages = [dtensor.plain(average) for average in self._averages.values()]
+        weights = [dtensor.plain(params[name]).detach() for name in self._averages]
+        for name, average, weight in zip(self._averages, averages, weights, strict=True):
+            if average.shape != weight.shape:
+                raise RuntimeError(f"EMA: {name} was sharded since: make the EMA after fully_shard.")
+        return averages, weights
+
+    def _refuse_swapped(self, what: str) -> None:
+        if self._is_swapped:
+            raise RuntimeError(f"EMA: {what} inside swap(), where the model has the averages for weights.")
+
+
+def _averaged(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Floating-point parameters, each once."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, param in parameters_of(model):
+        if param.is_floating_point():
+            found.setdefault(id(param), (name, param))
+    return dict(found.values())
+
+
+def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+
+
+def _checked(decay: Any) -> float:
+    if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
+        raise ValueError(f"EMA: decay is {decay!r}; pass a number from 0 to 1, or a function that gives one.")
+    return float(decay)

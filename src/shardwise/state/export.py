@@ -1,0 +1,235 @@
+"""A sharded model written as Hugging Face style safetensors files, by several ranks at once.
+
+    rank 0   model-00001-of-00003.safetensors   model-00003-of-00003.safetensors
+    model.safetensors.index.json rank 1   model-00002-of-00003.safetensors
+
+Each tensor goes, full, to the rank that writes its file, and to no other. Nothing stands under its own name
+before all of it is on the disk.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.full_tensors import batches, full_bytes, gather_full
+from shardwise.layout.mesh import Axis
+from shardwise.ranks.agreement import together
+from shardwise.ranks.model_ranks import axes_of_model, device_of_model, is_first, own_rank, ranks_of_model
+from shardwise.state.disk import sync
+from shardwise.state.model_files import DTYPES, INDEX, SINGLE, import_safetensors
+from shardwise.state.names import check_at_rest, entries_of, listed
+
+SHARD_BYTES = 1 << 30
+"""How large a file becomes, and how much a rank holds to write it."""
+
+
+def save_safetensors(
+    model: nn.Module,
+    directory: str | PathLike[str],
+    *,
+    max_shard_bytes: int = SHARD_BYTES,
+    dtype: torch.dtype | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write parameters and persistent buffers as safetensors, in the layout of Hugging Face.
+
+    One file ``model.safetensors``, or several with an index, as ``from_pretrained`` and
+    :func:`load_full_state_dict` read them. The ranks share the files among them and write at the same time.
+    Tied parameters are written once, under their first name, as the format wants it.
+
+    Args:
+        model: sharded, in parts or not at all.
+        directory: a folder that all ranks see. It is made if it is not there; other files in it stay.
+        max_shard_bytes: size of a file, unless one tensor is larger. Each rank holds one file at a time.
+        dtype: convert floating-point tensors to it.
+        metadata: texts for the header of each file; ``{"format": "pt"}`` is always in it.
+
+    Raises:
+        FileExistsError: there are safetensors files in ``directory``.
+        ImportError: the package ``safetensors`` is missing (``pip install 'shardwise[safetensors]'``).
+        TypeError: a tensor is of a dtype that the format has not, or ``directory`` is no path.
+        ValueError: ranks disagree on the arguments, ``max_shard_bytes`` is not above 0, or ``dtype`` not of
+        floating-point numbers. RuntimeError: called in a forward or backward, inside ``unsharded`` or on the
+            meta device; or a rank could not write: all raise alike, and nothing of the model is left in
+            ``directory``.
+
+    Collective.
+
+    Example::
+
+        save_safetensors(model, "out", dtype=torch.bfloat16)
+    """
+    axes, device = axes_of_model(model), device_of_model(model)
+
+    def planned() -> tuple[dict[str, Tensor], list[_File]]:
+        check_at_rest(model, "save_safetensors")
+        _check_arguments(directory, max_shard_bytes, dtype, metadata)
+        import_safetensors()
+        tensors = _tensors_of(model)
+        dtypes = [dtype if dtype and t.is_floating_point() else t.dtype for t in tensors.values()]
+        _check_dtypes(dict(zip(tensors, dtypes, strict=True)))
+        return tensors, _plan(tensors, dtypes, max_shard_bytes)
+
+    tensors, files = together(axes, device, planned)
+    told = {"directory": os.fspath(directory), "max_shard_bytes": max_shard_bytes, "dtype": dtype}
+    told["metadata"] = sorted((metadata or {}).items())
+    together(axes, device, lambda: None, caller="save_safetensors", same=told)
+    ranks = ranks_of_model(model)
+    job = _Job(Path(directory), axes, device)
+    header = {**(metadata or {}), "format": "pt"}
+    try:
+        job.together(job.refuse_other_files)
+        job.together(job.prepare)
+        for start in range(0, len(files), len(ranks)):
+            own: list[tuple[_File, dict[str, Tensor]]] = []
+            for file, rank in zip(files[start : start + len(ranks)], ranks, strict=False):
+                wholes = gather_full([tensors[name] for name in file.names], rank, file.dtypes)
+                if rank == job.rank:
+                    landed = [whole.cpu().contiguous() for whole in wholes if whole is not None]
+                    own.append((file, dict(zip(file.names, landed, strict=True))))
+                del wholes
+            job.together(partial(job.write, own, header))
+        job.together(lambda: job.finish(files))
+    except BaseException:
+        job.clear()
+        raise
+
+
+@dataclass(frozen=True)
+class _File:
+    """One file: which tensors, and in which dtypes."""
+
+    name: str
+    names: Sequence[str]
+    dtypes: Sequence[torch.dtype]
+    num_bytes: int
+
+
+def _check_arguments(directory: Any, max_shard_bytes: Any, dtype: Any, metadata: Any) -> None:
+    if not isinstance(directory, (str, PathLike)):
+        raise TypeError(
+            f"save_safetensors: directory is {directory!r:.80}; pass a folder, as a str or a Path."
+        )
+    if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes <= 0:
+        raise ValueError(
+            f"save_safetensors: max_shard_bytes is {max_shard_bytes!r}; pass a number of bytes above 0."
+        )
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"save_safetensors: dtype is {dtype!r}; pass a floating-point dtype, or None.")
+    if not isinstance(metadata, Mapping | None) or not all(
+        isinstance(text, str) for pair in (metadata or {}).items() for text in pair
+    ):
+        raise ValueError(f"save_safetensors: metadata is {metadata!r}; names and values have to be strings.")
+
+
+def _check_dtypes(dtypes: Mapping[str, torch.dtype]) -> None:
+    if unknown := [f"{name} ({dtype})" for name, dtype in dtypes.items() if dtype not in DTYPES.values()]:
+        raise TypeError(f"save_safetensors: the format has no dtype for {listed(unknown)}.")
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """By name; a tied one under its first."""
+    first: dict[int, tuple[str, Tensor]] = {}
+    for entry in entries_of(model):
+        if entry.is_tensor:
+            first.setdefault(id(entry.value), (entry.name, entry.value))
+    return dict(first.values())
+
+
+def _plan(tensors: dict[str, Tensor], dtypes: list[torch.dtype], limit: int) -> list[_File]:
+    """Cut the tensors, in their order, into files."""
+    names, values = list(tensors), list(tensors.values())
+    cuts = list(batches(values, limit, dtypes))
+    files = []
+    for index, cut in enumerate(cuts):
+        name = SINGLE if len(cuts) == 1 else f"model-{index + 1:05}-of-{len(cuts):05}.safetensors"
+        num_bytes = sum(full_bytes(values[i], dtypes[i]) for i in cut)
+        files.append(_File(name, [names[i] for i in cut], [dtypes[i] for i in cut], num_bytes))
+    return files
+
+
+class _Job:
+    """Writing the files of one model, on one rank."""
+
+    def __init__(self, directory: Path, axes: list[Axis], device: torch.device) -> None:
+        self.rank = own_rank()
+        self._directory = directory
+        self._partial = directory / ".model.partial"
+        self._axes, self._device = axes, device
+        self._is_first = is_first(axes)
+
+    def together(self, act: Callable[[], Any]) -> None:
+        """Do it on all ranks; all raise if one could not."""
+
+        def told() -> None:
+            try:
+                act()
+            except OSError as error:
+                if isinstance(error, FileExistsError):
+                    raise
+                raise RuntimeError(self._told(error)) from error
+
+        together(self._axes, self._device, told, says_rank=False)
+
+    def _told(self, error: OSError) -> str:
+        free = ""
+        if self._directory.exists():
+            free = f" {shutil.disk_usage(self._directory).free} bytes are free on its file system."
+        return f"save_safetensors: rank {self.rank} cannot write to {self._directory} ({error}).{free}"
+
+    def refuse_other_files(self) -> None:
+        """Of another model, that could be mixed up with this one."""
+        if found := sorted([*self._directory.glob("*.safetensors"), *self._directory.glob(INDEX)]):
+            raise FileExistsError(
+                f"save_safetensors: {self._directory} has {found[0].name} in it already, and two models in "
+                "one folder could be mixed up. Choose an empty folder, or delete the old files first."
+            )
+
+    def prepare(self) -> None:
+        """Make a folder for what is not complete."""
+        if self._is_first:
+            self.clear()  # of a save that died
+            self._partial.mkdir(parents=True)
+
+    def write(self, own: list[tuple[_File, dict[str, Tensor]]], header: dict[str, str]) -> None:
+        """The files of this rank, down to the disk."""
+        from safetensors.torch import save_file
+
+        for file, tensors in own:
+            save_file(tensors, self._partial / file.name, header)
+            sync(self._partial / file.name)
+
+    def finish(self, files: list[_File]) -> None:
+        """Put the files under their names, and the index last."""
+        if not self._is_first:
+            return
+        if len(files) > 1:
+            index = {
+                "metadata": {"total_size": sum(file.num_bytes for file in files)},
+                "weight_map": {name: file.name for file in files for name in file.names},
+            }
+            (self._partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            sync(self._partial / INDEX)
+        names = [*(file.name for file in files), *([INDEX] if len(files) > 1 else [])]
+        try:
+            for name in names:
+                os.replace(self._partial / name, self._directory / name)
+        except OSError:
+            for name in names:
+                (self._directory / name).unlink(missing_ok=True)
+            raise
+        self._partial.rmdir()
+        sync(self._directory)
+
+    def clear(self) -> None:
+        """After a failure: leave nothing behind that looks like a model."""
+        shutil.rmtree(self._partial, ignore_errors=True)

@@ -1,0 +1,257 @@
+"""Full values into a sharded model, from one rank, from all of them, or from files.
+
+First all ranks agree on what there is and whether it fits, then anything is written: one rank that raises
+alone would leave the others waiting for it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from os import PathLike, fspath
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from shardwise.comm.full_tensors import BUCKET_BYTES, own_box
+from shardwise.layout.fqns import clean
+from shardwise.ranks.agreement import together
+from shardwise.ranks.failures import relayed
+from shardwise.ranks.model_ranks import Spread, axes_of_model, device_of_model
+from shardwise.state.loading import (
+    Facts,
+    LoadReport,
+    Pairs,
+    Targets,
+    Whole,
+    load_everywhere,
+    load_from_one,
+    of_mapping,
+)
+from shardwise.state.meta_memory import give_memory, is_on_meta, refuse_lost
+from shardwise.state.model_files import ModelFiles, Paths
+from shardwise.state.names import Entry, check_flags, check_idle, check_rank, entries_of
+from shardwise.state.partial_loads import clear_partly_loaded, mark_partly_loaded
+
+Source = Mapping[str, Any] | Iterable[tuple[str, Any]] | Paths | None
+T = TypeVar("T")
+CALLER = "load_full_state_dict"
+
+
+@relayed
+@torch.inference_mode(False)
+@torch.no_grad()
+def load_full_state_dict(
+    model: nn.Module,
+    source: Source,
+    *,
+    src_rank: int | None = 0,
+    strict: bool = True,
+    convert_dtype: bool = False,
+) -> LoadReport:
+    """Load full values into the shards of ``model``, in place and a bucket at a time.
+
+    Args:
+        model: sharded, in parts or not at all. Parameters on the meta device get memory first.
+        source: where the values are; one of
+
+            - a dict of full tensors, on the rank ``src_rank``;
+            - an iterable of ``(name, full tensor)``, on that rank, for values that are made or read one by
+              one;
+            - safetensors files: a file, an index, a folder with either, or a list of files. Every rank reads
+              its own rows of them, and nothing is sent.
+
+            Other ranks than ``src_rank`` pass None, or anything: it is not looked at.
+        src_rank: the global rank whose ``source`` counts. None: each rank has one and takes its rows from
+            it; nothing is sent.
+        strict: refuse names that are missing or too many. False reports them.
+        convert_dtype: convert floating-point values to the dtype of the model. False refuses other dtypes.
+
+    Returns:
+        Names that were missing, unexpected or converted.
+
+    Raises:
+        RuntimeError: names, shapes or dtypes do not fit; the message lists them by name. Files that are
+            missing or damaged, by name. An iterable that fails, or a source of another kind. All ranks raise
+            alike.
+        ValueError: ``src_rank`` is not among the ranks of the model.
+
+    A dict and files are checked before anything is written: after such an error the model is unchanged. When
+    an iterable fails on the way, the model is marked as partly loaded, and its forward refuses to run until
+    a load has given it all of its values. Hooks of modules for ``load_state_dict`` do not run, but for what
+    they have made for the state dict (and ``set_extra_state``).
+
+    Collective. Rows of large parameters sharded over one mesh dimension go straight to where they belong;
+    others need a bucket of 64 MiB on each rank. What is no plain memory of the model's (see above, and tensor
+    subclasses) is held full until the end.
+
+    Example::
+
+        load_full_state_dict(model, torch.load("model.pt", mmap=True) if dist.get_rank() == 0 else None)
+        load_full_state_dict(model, "path/to/hugging-face-model")
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{CALLER}: model is a {type(model).__name__}, not an nn.Module.")
+    load = _Load(model, src_rank, strict, convert_dtype)
+    with ExitStack() as files:
+        if src_rank is None:
+            return load.everywhere(lambda: _opened(source, files))
+        spread = Spread(load.axes, src_rank, load.device)
+        offer = spread.object(_Offer.of(source) if spread.holds else None)
+        if offer.paths is not None:
+            return load.everywhere(lambda: _opened(offer.paths, files))
+        return load.from_one(offer, source, spread)
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What the rank that has a source tells the others of it, before anything is read.
+
+    One of: the ``paths`` of files; the ``facts`` of a dict; why it is of no use (``error``); or nothing, of
+    an iterable.
+    """
+
+    paths: list[str] | None = None
+    facts: dict[str, Facts] | None = None
+    error: str | None = None
+
+    @classmethod
+    def of(cls, source: Any) -> "_Offer":
+        """Never raises: the others wait for it."""
+        try:
+            if _is_files(source):
+                every = [source] if isinstance(source, (str, PathLike)) else list(source)
+                return cls(paths=[fspath(path) for path in every])
+            if isinstance(source, Mapping):
+                return cls(facts=dict(of_mapping(source).facts))
+            _check_iterable(source)
+        except Exception as error:
+            return cls(error=str(error) or type(error).__name__)
+        return cls()
+
+
+def _is_files(source: Any) -> bool:
+    if isinstance(source, (str, PathLike)):
+        return True
+    return isinstance(source, (list, tuple)) and bool(source) and isinstance(source[0], (str, PathLike))
+
+
+def _opened(source: Any, files: ExitStack) -> Whole:
+    """A source that every rank has."""
+    if _is_files(source):
+        every = [source] if isinstance(source, (str, PathLike)) else source
+        opened = ModelFiles(every[0] if len(every) == 1 else every)
+        files.callback(opened.close)
+        return opened.whole()
+    return of_mapping(source if isinstance(source, Mapping) else dict(_as_pairs(source)))
+
+
+def _as_pairs(source: Any) -> Pairs:
+    """Name and value one after the other, with a message where something else comes."""
+    if isinstance(source, Mapping):
+        yield from source.items()
+        return
+    _check_iterable(source)
+    for item in source:
+        _check_pair(item)
+        yield item
+
+
+def _check_iterable(source: Any) -> None:
+    if not isinstance(source, Iterable):
+        raise TypeError(
+            f"{CALLER}: source is of type {type(source).__name__} on the rank it is read from; pass a dict "
+            "of full tensors, an iterable of (name, tensor), or the path of safetensors files."
+        )
+    for item in source if isinstance(source, (list, tuple)) else ():
+        _check_pair(item)
+
+
+def _check_pair(item: Any) -> None:
+    if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
+        raise TypeError(f"{CALLER}: source gave something of type {type(item).__name__}, not (name, tensor).")
+
+
+class _Load:
+    """One call of ``load_full_state_dict``."""
+
+    def __init__(self, model: nn.Module, src_rank: int | None, strict: bool, converts: bool) -> None:
+        self.axes, self.device = axes_of_model(model), device_of_model(model)
+        self._model = model
+
+        def check() -> None:
+            check_idle(model, CALLER)
+            check_rank(CALLER, "src_rank", src_rank)
+            check_flags(CALLER, strict=strict, convert_dtype=converts)
+
+        told = {"src_rank": src_rank, "strict": strict, "convert_dtype": converts}
+        together(self.axes, self.device, check, caller=CALLER, same=told)
+        self._targets = Targets(CALLER, self._entries(), strict, converts)
+
+    def _entries(self) -> dict[str, Entry]:
+        return {entry.name: entry for entry in entries_of(self._model)}
+
+    def _together(self, act: Callable[[], T]) -> T:
+        return together(self.axes, self.device, act)
+
+    def everywhere(self, open_source: Callable[[], Whole]) -> LoadReport:
+        """Each rank reads its rows of a source that is checked first."""
+        source = self._together(open_source)
+        entries = self._targets.entries
+
+        def check() -> None:
+            self._check(source.facts)
+            self._targets.refuse_broken_ties(lambda name: source.read(name, own_box(entries[name].value)))
+
+        self._together(check)
+        return self._written(lambda: self._together(lambda: load_everywhere(self._targets, source)))
+
+    def from_one(self, offer: _Offer, source: Any, spread: Spread) -> LoadReport:
+        """One rank reads, and sends to the others."""
+        if offer.error is not None:
+            raise RuntimeError(offer.error)
+
+        def check() -> None:
+            if offer.facts is None:
+                self._refuse_lost()
+                return
+            self._check(offer.facts)
+            if spread.holds:
+                values = {clean(name): value for name, value in source.items()}
+                self._targets.refuse_broken_ties(values.__getitem__)
+
+        def write() -> None:
+            pairs = _as_pairs(source) if spread.holds else None
+            load_from_one(self._targets, pairs, spread, self.device, BUCKET_BYTES)
+            self._targets.check_complete()
+
+        self._together(check)
+        return self._written(write)
+
+    def _check(self, facts: Mapping[str, Facts]) -> None:
+        """All that is known before anything is written."""
+        self._targets.expect(facts)
+        self._targets.check_complete()
+        self._refuse_lost()
+
+    def _refuse_lost(self) -> None:
+        refuse_lost(self._model, CALLER, [entry.value for entry in self._targets.entries.values()])
+
+    def _written(self, write: Callable[[], object]) -> LoadReport:
+        """Memory, values, and what only modules can put in place; a failure leaves its mark."""
+        try:
+            self._together(self._give_memory)
+            write()
+            if self._targets.whole:
+                self._together(lambda: self._model.load_state_dict(self._targets.whole, strict=False))
+        except Exception as error:
+            mark_partly_loaded(self._model, str(error))
+            raise
+        if not self._targets.missing():
+            clear_partly_loaded(self._model)
+        return self._targets.report()
+
+    def _give_memory(self) -> None:
+        if is_on_meta(self._model):
+            give_memory(self._model)
+            self._targets.entries = self._entries()

@@ -1,0 +1,184 @@
+"""Full state out of a sharded model, one bucket at a time: nobody ever holds the model twice."""
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.comm.full_tensors import BUCKET_BYTES, STAGING_BYTES, batches, full_values, gather_full
+from shardwise.ranks.agreement import together
+from shardwise.ranks.failures import relayed
+from shardwise.ranks.model_ranks import Spread, axes_of_model, device_of_model
+from shardwise.state.names import check_at_rest, check_flags, entries_of, listed, parameters_of
+from shardwise.state.optimizer_state import full_optimizer_state
+
+State = dict[str, Any]
+T = TypeVar("T")
+
+
+@overload
+def full_state_dict(
+    model: nn.Module, optimizer: None = None, *, cpu: bool = True, rank0_only: bool = True
+) -> State: ...
+@overload
+def full_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, cpu: bool = True, rank0_only: bool = True
+) -> tuple[State, State]: ...
+
+
+@relayed
+def full_state_dict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    cpu: bool = True,
+    rank0_only: bool = True,
+) -> State | tuple[State, State]:
+    """The state of ``model`` as plain PyTorch has it: full tensors, that a model which is not sharded loads.
+
+    Names are those of the model without wrappers of ``torch.compile`` or activation checkpointing. Tied
+    parameters stand under each of their names, as one tensor. All values are copies.
+
+    Args:
+        model: sharded, in parts or not at all; on any meshes.
+        optimizer: its state is wanted as well, as a second dict ``{"state": ..., "param_groups": ...}`` by
+            parameter name; :func:`rekey_optimizer_state_dict` turns names into the ids that an optimizer
+            which is not sharded loads.
+        cpu: bring each tensor to host memory as soon as it is full.
+        rank0_only: only the first rank of the model gets them; all others get empty dicts.
+
+    Returns:
+        The dict, or with ``optimizer`` two of them.
+
+    Raises:
+        RuntimeError: called in a forward or backward, inside ``unsharded``, or on the meta device.
+
+    Collective. Beside what is returned, needs a bucket of 64 MiB, or of the largest tensor, on each rank
+    that gets the state, and less on the others.
+
+    Example::
+
+        state = full_state_dict(model)
+        if dist.get_rank() == 0:
+            torch.save(state, "model.pt")
+    """
+
+    def check() -> None:
+        check_at_rest(model, "full_state_dict")
+        check_flags("full_state_dict", cpu=cpu, rank0_only=rank0_only)
+
+    told = {"rank0_only": rank0_only, "optimizer": "None" if optimizer is None else "an optimizer"}
+    _check_together(model, check, "full_state_dict", told)
+    owner = _first_rank(model) if rank0_only else None
+    entries = {entry.name: entry.value for entry in entries_of(model)}
+    state = full_values(entries, owner, cpu)
+    if optimizer is None:
+        return state
+    return state, full_optimizer_state(model, optimizer, owner, cpu)
+
+
+@relayed
+def iter_full_parameters(
+    model: nn.Module,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    dtype: torch.dtype | None = None,
+    names: Collection[str] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Name and full value of one parameter after the other, on all ranks, gathered in buckets.
+
+    For export, for weights on their way to an inference engine, for anything that looks at one parameter at
+    a time. Values are copies on the device of the mesh; a bucket's memory is free once the caller has let go
+    of what is in it (a loop variable holds its last value while the next is gathered).
+
+    Args:
+        model: sharded, in parts or not at all.
+        bucket_bytes: what the full tensors gathered at once, and the buffers for it, may take together. A
+            parameter that is larger comes alone.
+        dtype: floating-point parameters are converted to it before they travel.
+        names: which parameters, by canonical names; in the order of the model. None: all of them, tied ones
+            once, under their first name.
+
+    Raises:
+        ValueError: the model has no parameter of one of the ``names``; ``bucket_bytes`` is not above 0, or
+            ``dtype`` is not of floating-point numbers.
+        RuntimeError: called in a forward or backward, inside ``unsharded``, or on the meta device.
+
+    Collective: all ranks go through it to the same point. Weights must not change on the way.
+
+    Example::
+
+        for name, weight in iter_full_parameters(model, dtype=torch.bfloat16):
+            engine.update_weight(name, weight)
+    """
+
+    def check() -> list[tuple[str, nn.Parameter]]:
+        check_at_rest(model, "iter_full_parameters")
+        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
+            raise ValueError(
+                f"iter_full_parameters: bucket_bytes is {bucket_bytes!r}; pass a number above 0."
+            )
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(
+                f"iter_full_parameters: dtype is {dtype!r}; pass a floating-point dtype, or None."
+            )
+        return _chosen(model, names)
+
+    told = {"bucket_bytes": bucket_bytes, "dtype": dtype, "names": _told_names(names)}
+    chosen = _check_together(model, check, "iter_full_parameters", told)
+    return _full_parameters(chosen, bucket_bytes, dtype)
+
+
+def _check_together(model: Any, check: Callable[[], T], caller: str, same: dict[str, Any]) -> T:
+    """Where one rank's check fails, or ranks have different arguments, all raise; none of them waits."""
+    if not isinstance(model, nn.Module):
+        return check()  # which says so
+    return together(axes_of_model(model), device_of_model(model), check, caller=caller, same=same)
+
+
+def _told_names(names: Any) -> Any:
+    """Which names were asked for, whatever collection they are in."""
+    if isinstance(names, Collection) and not isinstance(names, str):
+        return sorted(map(str, names))
+    return names
+
+
+def _chosen(model: nn.Module, names: Collection[str] | None) -> list[tuple[str, nn.Parameter]]:
+    every = list(parameters_of(model))
+    if names is None:
+        first: dict[int, tuple[str, nn.Parameter]] = {}
+        for name, param in every:
+            first.setdefault(id(param), (name, param))
+        return list(first.values())
+    if isinstance(names, str):
+        raise TypeError("iter_full_parameters: names is a string; pass a collection of names.")
+    if unknown := sorted(set(names) - {name for name, _ in every}):
+        raise ValueError(f"iter_full_parameters: the model has no parameter named {listed(unknown)}.")
+    wanted = set(names)
+    return [(name, param) for name, param in every if name in wanted]
+
+
+def _full_parameters(
+    chosen: list[tuple[str, nn.Parameter]], bucket_bytes: int, dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    staging = min(STAGING_BYTES, bucket_bytes // 4)
+    dtypes = [dtype if dtype and p.dtype.is_floating_point else p.dtype for _, p in chosen]
+    params: list[Tensor] = [param for _, param in chosen]
+    for batch in batches(params, bucket_bytes - 2 * staging, dtypes):
+        some = [params[index] for index in batch]
+        bucket = gather_full(some, None, [dtypes[index] for index in batch], staging)
+        for index in batch:
+            full, bucket[index - batch.start] = bucket[index - batch.start], None  # held by the caller alone
+            assert full is not None
+            yield chosen[index][0], full
+            del full
+
+
+def _first_rank(model: nn.Module) -> int | None:
+    """The global rank that is the first of the model's; None without a process group."""
+    if not dist.is_initialized():
+        return None
+    spread = Spread(axes_of_model(model), None, device_of_model(model))
+    return spread.object(dist.get_rank())

@@ -1,0 +1,228 @@
+"""What a model on the meta device lacks, and which modules give it, in which order, a group at a time."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.engine.group import Group
+from shardwise.layout.fqns import names_in
+from shardwise.params.placeholders import Filling, RefuseWrites, Spot, show_all
+from shardwise.ranks.model_ranks import mesh_device
+from shardwise.setup.discovery import joined
+from shardwise.setup.validation import PLACE, class_name
+from shardwise.state.lending import reorder
+
+
+class Inventory:
+    """The tensors of a model that have no values, and the modules that are to give them some, in order."""
+
+    def __init__(self, model: nn.Module, drawn_on: torch.device | None) -> None:
+        self.model = model
+        self.names = names_in(model)
+        self.group_of: dict[nn.Module, Group] = {
+            module: module.__dict__[PLACE].group for module in self.names if PLACE in module.__dict__
+        }
+        self.groups = list(dict.fromkeys(self.group_of.values()))
+        self.device = self.groups[0].device if self.groups else mesh_device(model)
+        self.drawn_on = drawn_on or self.device or torch.device("cpu")
+        self.fillings: dict[int, Filling] = {}
+        self._add_sharded()
+        sharded = set(self.fillings)
+        for module in self.names:
+            self._add_plain(module, sharded)
+        self._add_neighbours()
+        self.shards = {id(f.original): f.fqn for f in self.fillings.values() if f.param is not None}
+        self.todo = [module for module in _children_first(model) if self._is_empty(module)]
+
+    def _add_sharded(self) -> None:
+        for group in self.groups:
+            for bucket in group.buckets:
+                for param in bucket.params:
+                    spots = [Spot(s.module, s.module._parameters, s.name) for s in param.sites]
+                    if not any(spot.module in self.names for spot in spots):
+                        continue  # of a module beside, where only a part of a sharded model is asked for
+                    had_values = not param.sharded.is_meta
+                    self.fillings[id(param.sharded)] = Filling(
+                        param.fqn, param.sharded, bucket.storage.device, param, had_values, spots
+                    )
+
+    def _add_plain(self, module: nn.Module, sharded: set[int]) -> None:
+        """What no group has, or what it leaves alone."""
+        for entries in (module._parameters, module._buffers):
+            for name, tensor in entries.items():
+                if (
+                    tensor is None
+                    or id(tensor) in sharded
+                    or not tensor.is_meta
+                    or nn.parameter.is_lazy(tensor)
+                ):
+                    continue
+                fqn = joined(self.names[module], name)
+                home = self.device or self.drawn_on
+                filling = self.fillings.setdefault(id(tensor), Filling(fqn, tensor, home))
+                filling.spots.append(Spot(module, entries, name))
+
+    def _add_neighbours(self) -> None:
+        """Plain tensors with values beside ones without: an init of their module will write to both."""
+        beside = {spot.module for f in self.fillings.values() if f.is_empty for spot in f.spots}
+        for module in self.names:
+            if module not in beside:
+                continue
+            for entries in (module._parameters, module._buffers):
+                for name, tensor in entries.items():
+                    if tensor is None or tensor.is_meta or id(tensor) in self.fillings:
+                        continue
+                    fqn = joined(self.names[module], name)
+                    kept = Filling(fqn, tensor, tensor.device, None, True)
+                    kept.spots.append(Spot(module, entries, name))
+                    self.fillings[id(tensor)] = kept
+
+    def _is_empty(self, module: nn.Module) -> bool:
+        own = [*module._parameters.values(), *module._buffers.values()]
+        return any(t is not None and t.is_meta and not nn.parameter.is_lazy(t) for t in own)
+
+    def visits(self) -> Iterator["Visit"]:
+        """The modules to initialise, those together that follow each other in one group."""
+        visit: list[nn.Module] = []
+        for module in self.todo:
+            if visit and self.group_of.get(module) is not self.group_of.get(visit[-1]):
+                yield Visit(self, visit)
+                visit = []
+            visit.append(module)
+        if visit:
+            yield Visit(self, visit)
+
+    def missing(self) -> list[Filling]:
+        """What has no values yet."""
+        return [filling for filling in self.fillings.values() if filling.is_empty]
+
+
+def _children_first(model: nn.Module) -> Iterator[nn.Module]:
+    """All modules, each once, in the order of ``nn.Module.apply``."""
+    seen: set[nn.Module] = set()
+
+    def walk(module: nn.Module) -> Iterator[nn.Module]:
+        if module not in seen:
+            seen.add(module)
+            for child in module.children():
+                yield from walk(child)
+            yield module
+
+    return walk(model)
+
+
+@dataclass
+class Visit:
+    """Modules of one group, or of none, that are initialised while what they may write is whole."""
+
+    inventory: Inventory
+    modules: list[nn.Module]
+
+    def run(self, init_fn: Callable[[nn.Module], Any] | None) -> None:
+        """Initialise them. Afterwards everything registered is as before, with values."""
+        group = self.inventory.group_of.get(self.modules[0])
+        fillings = self._fillings(group)
+        for filling in fillings:
+            _check_place(filling)
+        orders = {m: list(m._parameters) for f in fillings for m in [spot.module for spot in f.spots]}
+        failed: nn.Module | None = None
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                show_all(fillings, self.inventory.drawn_on)
+            for module in self.modules:
+                failed = module
+                self._initialise(module, init_fn)
+            failed = None
+        finally:
+            with torch.inference_mode(False), torch.no_grad():
+                problems = self._settle(fillings, failed)
+            for module, names in orders.items():
+                reorder(module._parameters, names)
+            for each in self._groups_of(fillings):
+                each.follow_changes()
+        if problems:
+            more = f" And {len(problems) - 4} more." if len(problems) > 4 else ""
+            raise RuntimeError(f"materialize: {' '.join(problems[:4])}{more}")
+
+    def _fillings(self, group: Group | None) -> list[Filling]:
+        """What is shown: what the modules own, and what is inside them and theirs."""
+        own = set(self.modules)
+        inside = {module for each in self.modules for module in each.modules()}
+        mine = set(group.params) if group is not None else set()
+        return [
+            filling
+            for filling in self.inventory.fillings.values()
+            if filling.is_in(own)
+            or (
+                filling.is_in(inside) and (filling.param in mine if filling.param else not filling.had_values)
+            )
+        ]
+
+    def _groups_of(self, fillings: list[Filling]) -> list[Group]:
+        """More than one where a parameter is tied to a place in another group."""
+        shown = {filling.param for filling in fillings if filling.param is not None}
+        return [group for group in self.inventory.groups if not shown.isdisjoint(group.params)]
+
+    def _initialise(self, module: nn.Module, init_fn: Callable[[nn.Module], Any] | None) -> None:
+        init = init_fn
+        if init is None:
+            own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if own is None:
+                return
+            init = lambda _: own()  # noqa: E731
+        what = f"{self.inventory.names[module] or 'the model'} ({class_name(module)})"
+        try:
+            guard = RefuseWrites(self.inventory.shards, f"materialize: the init of {what}")
+            with torch.inference_mode(False), torch.no_grad(), guard:
+                init(module)
+        except Exception as error:
+            error.add_note(f"materialize: raised while initialising {what}.")
+            raise
+
+    def _settle(self, fillings: list[Filling], failed: nn.Module | None) -> list[str]:
+        problems: list[str] = []
+        for filling in fillings:
+            if failed is not None and filling.is_in({failed}):
+                filling.put_back()
+                continue
+            problem = filling.settle()
+            problems += [problem] if problem else []
+        return problems
+
+
+def _check_place(filling: Filling) -> None:
+    if not filling.is_in_place:
+        filling.put_back()
+        raise RuntimeError(
+            f"materialize: {filling.fqn} was replaced by the init of a module that does not own it. What was "
+            "there before is back in its place. Initialise parameters where they are owned."
+        )
+
+
+def refuse_what_is_missing(inventory: Inventory) -> None:
+    """At the end of the walk: everything has values, and shards are where they were.
+
+    Raises:
+        RuntimeError: with the names of what is not so.
+    """
+    for filling in inventory.fillings.values():
+        if filling.param is not None:
+            _check_place(filling)
+    missing = inventory.missing()
+    if not missing:
+        return
+    shown = [
+        f"{f.fqn} ({'buffer' if f.is_buffer else 'parameter'} of {class_name(f.spots[0].module)})"
+        for f in missing[:8]
+    ]
+    more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+    raise RuntimeError(
+        f"materialize: {len(missing)} tensor{'s' if len(missing) > 1 else ''} got no values, or not "
+        f"everywhere: {', '.join(shown)}{more}. Nothing initialises them: the class has no "
+        "reset_parameters(), or that, or init_fn, leaves them out. Give the class a reset_parameters() that "
+        "writes to all of its tensors, or pass an init_fn that does. They are still on the meta device; the "
+        "others have values."
+    )

@@ -1,0 +1,294 @@
+"""Full parameters lent to the caller, in place of the shards, with what is done to them written back.
+
+Forward has its own full parameters, which shadow the shards and are none of the caller's business. These
+here are others: in the dtype that is stored, registered in the modules, so that whoever walks
+``parameters()`` or ``state_dict()`` sees them, and with memory of their own. The shards wait meanwhile, the
+same objects as ever.
+
+    module._parameters["weight"]    shard  ->  full parameter  ->  the same shard, with the edits
+    group                           SHARDED    LENT               SHARDED
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.comm.all_gather import Gather
+from shardwise.comm.buffers import GatheredBuffer, local_views
+from shardwise.comm.communicators import make_communicator
+from shardwise.comm.streams import HostLane
+from shardwise.engine.group import GradientState, Group
+from shardwise.layout.slots import Layout, Slot
+from shardwise.params.bucket import Bucket, bytes_of, part_of
+from shardwise.params.deferred import DeferredGradient
+from shardwise.params.extension import ExtensionBucket
+from shardwise.params.parameter import Param, give_up_full
+from shardwise.torch_compat import dtensor, tensor_impl
+
+
+@dataclass(frozen=True)
+class Terms:
+    """``is_shown``: this rank gets full parameters, not only takes part in gathering them."""
+
+    writes_back: bool
+    is_shown: bool
+    to_host: bool
+    with_gradients: bool
+
+
+def check_can_lend(group: Group, terms: Terms) -> None:
+    """Refuse before anything has been gathered.
+
+    Raises:
+        RuntimeError: the group is lent already, or gradients wait that ``.grad`` does not show.
+        NotImplementedError: it has tensor subclasses that only gather themselves.
+    """
+    group.refuse_if_lent("another unsharded()")
+    for bucket in group.buckets:
+        if isinstance(bucket, ExtensionBucket):
+            raise NotImplementedError(
+                f"unsharded: {bucket.params[0].fqn} is a {type(bucket.params[0].local).__name__}, which "
+                "gathers itself in the form in which it is computed with; what is stored of it cannot be put "
+                "together. Shard it in a module of its own and leave that out with recurse=False."
+            )
+    if terms.with_gradients and group.gradient_state is not GradientState.EMPTY:
+        waiting = [p.fqn for p in group.params if isinstance(p.sharded.grad, DeferredGradient)]
+        raise RuntimeError(
+            f"unsharded(with_grads=True): gradients of {', '.join(waiting[:4]) or group.name} wait to be "
+            "reduced, so that .grad does not show them yet. Run a backward with synchronisation first, or "
+            "zero_grad()."
+        )
+
+
+@dataclass(eq=False)
+class _Loan:
+    """One parameter: the full one, and what it and its shard were when the caller got it."""
+
+    param: Param
+    bucket: Bucket
+    slot: Slot
+    full: nn.Parameter
+    version: int
+    gradient: Tensor | None
+    gradient_version: int
+    shard_before: Tensor | None  # None: nothing is written back
+    shard_gradient_before: Tensor | None
+
+    def part(self, whole: Tensor) -> Tensor:
+        """What this rank keeps of a full tensor."""
+        return part_of(self.param.content_in(whole.detach()), self.slot, self.bucket.mesh.shard.rank)
+
+    def settle(self, new: Tensor | str | None, with_gradients: bool) -> list[str]:
+        """Bring into the shard what was changed; what could not be is returned, in words."""
+        if self.shard_before is None:
+            return []
+        if not isinstance(new, Tensor):
+            return [
+                new or f"{self.param.fqn}: it was removed. Put it back, or change modules before fully_shard."
+            ]
+        problems = self._settle_value(new)
+        if new.requires_grad != self.param.sharded.requires_grad:
+            self.param.sharded.requires_grad_(new.requires_grad)
+        if with_gradients:
+            problems += self._settle_gradient(new.grad)
+        elif new.grad is not None:
+            problems.append(
+                f"{self.param.fqn}: .grad of its full parameter was set, and is lost. Pass with_grads=True "
+                "to keep it, or run backward outside."
+            )
+        return problems
+
+    def _settle_value(self, new: Tensor) -> list[str]:
+        assert self.shard_before is not None
+        local = self.param.local
+        part = self.part(new).to(local.device)
+        # Counted changes are those of all ranks, whoever keeps the rows: all shards count them then, and a
+        # backward that needs the old values fails on all ranks. Changes through .data are found by content.
+        is_changed = (
+            new is not self.full or new._version != self.version or not _same(part, self.shard_before)
+        )
+        if not is_changed:
+            return []
+        if not _same(local, self.shard_before):
+            return [
+                f"{self.param.fqn}: its shard was changed inside, by an optimizer perhaps, and its full "
+                "parameter as well. The shard's change stays. Change one of them only."
+            ]
+        local.copy_(part)
+        return []
+
+    def _settle_gradient(self, new: Tensor | None) -> list[str]:
+        is_same = new is self.gradient and (new is None or new._version == self.gradient_version)
+        if is_same:
+            return []
+        if self.param.sharded.grad is not self.shard_gradient_before:
+            return [
+                f"{self.param.fqn}: .grad of its shard was replaced inside, by zero_grad() of an optimizer "
+                "perhaps, and that of its full parameter was changed as well. The shard's stays."
+            ]
+        self.param.set_gradient(None if new is None else self.part(new))
+        return []
+
+
+class Lent:
+    """The parameters of one group, from ``__init__`` to ``take_back``."""
+
+    def __init__(self, group: Group, terms: Terms) -> None:
+        self._group = group
+        self._terms = terms
+        self._loans: list[_Loan] = []
+        group.lend()
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                for bucket in group.buckets:
+                    self._loans += self._lend(bucket)
+        except BaseException:
+            group.take_back()
+            raise
+        # An entry that is deleted and comes back would come last in parameters().
+        self._orders = {s.module: list(s.module._parameters) for p in group.params for s in p.sites}
+        for loan in self._loans:
+            _register(loan.param, loan.full)
+        group.refresh_flat_weights()
+
+    def _lend(self, bucket: Bucket) -> Iterator[_Loan]:
+        values = gather_whole(bucket, bucket.shard.bytes, bucket.stored)
+        gradients: list[Tensor | None] = [None] * len(values)
+        if self._terms.with_gradients:
+            gradients = _whole_gradients(bucket)
+        if not self._terms.is_shown:
+            return
+        rows = zip(bucket.params, bucket.stored.slots, values, gradients, strict=True)
+        for param, slot, value, gradient in rows:
+            full = param.as_original(self._landed(value))
+            vars(full).update(param.attributes)
+            if gradient is not None:
+                tensor_impl.set_grad_dtype(full, gradient.dtype)
+                full.grad = param.as_original(self._landed(gradient)).detach()
+            own = full.grad
+            yield _Loan(
+                param,
+                bucket,
+                slot,
+                full,
+                full._version,
+                own,
+                0 if own is None else own._version,
+                param.local.detach().clone() if self._terms.writes_back else None,
+                param.sharded.grad,
+            )
+
+    def _landed(self, tensor: Tensor) -> Tensor:
+        return tensor.cpu() if self._terms.to_host else tensor
+
+    def take_back(self) -> list[str]:
+        """Put the shards back, and into them what was changed; what could not be is returned, in words.
+
+        Never raises: the shards of other groups have to come back as well.
+        """
+        found = [_found_instead_of(loan.full, loan.param) for loan in self._loans]
+        for loan in self._loans:
+            _register(loan.param, loan.param.sharded)
+        for module, names in self._orders.items():
+            reorder(module._parameters, names)
+        self._group.refresh_flat_weights()
+        self._group.take_back()
+        problems: list[str] = []
+        with torch.inference_mode(False), torch.no_grad():
+            for loan, new in zip(self._loans, found, strict=True):
+                try:
+                    problems += loan.settle(new, self._terms.with_gradients)
+                except Exception as error:
+                    problems.append(f"{loan.param.fqn}: {error}")
+                give_up_full(loan.full, loan.param.fqn)
+        return problems
+
+
+def gather_whole(bucket: Bucket, flat: Tensor, layout: Layout) -> list[Tensor]:
+    """The full tensors, one a parameter, of which ``flat`` holds this rank's parts, laid out as ``layout``.
+
+    On the device of the mesh, in memory that they alone hold. Collective over the ranks that share the
+    bucket.
+    """
+    mesh = bucket.mesh
+    gathered = GatheredBuffer(layout, mesh.device)
+    flat = flat.to(mesh.device)
+    if mesh.shard.is_alone:
+        gathered.bytes.copy_(flat)
+    else:
+        comm = make_communicator(mesh.shard.pg, mesh.device)
+        comm.channel = bucket.channel
+        gather = Gather(comm, layout, gathered)
+        gather.start(HostLane(), gather.cut(flat))()
+    return [gathered.full_tensor(slot) for slot in layout.slots]
+
+
+def _whole_gradients(bucket: Bucket) -> list[Tensor | None]:
+    """The full gradients; None for parameters that have none on any rank."""
+    rank, axis = bucket.mesh.shard.rank, bucket.mesh.shard
+    flat = torch.zeros(bucket.kept.shard_bytes, dtype=torch.uint8, device=bucket.storage.device)
+    is_there = torch.zeros(len(bucket.params), dtype=torch.int32, device=bucket.mesh.device)
+    views = local_views(flat, bucket.kept, rank)
+    for index, (param, view) in enumerate(zip(bucket.params, views, strict=True)):
+        gradient = param.sharded.grad
+        if gradient is not None:
+            assert isinstance(gradient, DTensor)
+            wanted = param.sharded.placements  # type: ignore[attr-defined]
+            if gradient.placements != wanted:
+                gradient = gradient.redistribute(placements=wanted)
+            view.copy_(dtensor.local_tensor(gradient))
+            is_there[index] = 1
+    if not axis.is_alone:
+        dist.all_reduce(is_there, op=dist.ReduceOp.MAX, group=axis.pg)
+    fulls = gather_whole(bucket, flat, bucket.kept)
+    return [full if there else None for full, there in zip(fulls, is_there.tolist(), strict=True)]
+
+
+def _register(param: Param, tensor: nn.Parameter) -> None:
+    for site in param.sites:
+        site.module._parameters[site.name] = tensor
+
+
+def reorder(entries: dict[str, nn.Parameter | None], names: list[str]) -> None:
+    """Have ``names`` come first in ``entries``, in this order."""
+    if list(entries)[: len(names)] != names:
+        in_order = {name: entries[name] for name in [*names, *entries] if name in entries}
+        entries.clear()
+        entries.update(in_order)
+
+
+def _found_instead_of(full: nn.Parameter, param: Param) -> Tensor | str | None:
+    """What stands in the place of ``full`` now: itself, another tensor, or in words why it cannot be used."""
+    found: Sequence[Tensor | None] = [site.registered() for site in param.sites]
+    others = [tensor for tensor in found if tensor is not full]
+    if not others:
+        return _fitting(full, param)
+    if any(tensor is not others[0] for tensor in found):
+        names = " and ".join(site.fqn for site in param.sites)
+        return f"{names} are tied, but one alone was replaced. Replace all of them with the same parameter."
+    return None if others[0] is None else _fitting(others[0], param)
+
+
+def _fitting(tensor: Tensor, param: Param) -> Tensor | str:
+    wanted = tuple(param.sharded.shape)
+    if tensor.dtype != param.sharded.dtype or tensor.is_meta:
+        return (
+            f"{param.fqn}: what stands in its place is of {tensor.dtype} on {tensor.device}, where "
+            f"{param.sharded.dtype} with values is expected. Convert the model outside, with .to()."
+        )
+    is_alike = isinstance(tensor, DTensor) == param.is_tensor_parallel
+    if tuple(tensor.shape) == wanted and is_alike:
+        return tensor
+    return (
+        f"{param.fqn}: what stands in its place is a {type(tensor).__name__} of shape {tuple(tensor.shape)}, "
+        f"where {wanted} is expected. Its shard keeps its old values."
+    )
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    """Bit for bit."""
+    return left.dtype == right.dtype and torch.equal(bytes_of(left), bytes_of(right))

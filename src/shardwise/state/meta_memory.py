@@ -1,0 +1,82 @@
+"""Memory for models on the meta device that are about to be loaded, so that nothing has to be initialised."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.layout.fqns import clean
+from shardwise.params.placeholders import Spot, become_parameter, refresh_lists
+from shardwise.ranks.model_ranks import device_of_model
+from shardwise.setup.validation import groups_in
+from shardwise.state.names import listed
+from shardwise.torch_compat import dtensor
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers, persistent or not, each once."""
+    return [(clean(name), t) for name, t in [*model.named_parameters(), *model.named_buffers()]]
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether anything of it has no values yet."""
+    return any(tensor.is_meta for _, tensor in named_tensors(model))
+
+
+def refuse_lost(model: nn.Module, caller: str, coming: Iterable[Any]) -> None:
+    """Refuse tensors without values that are not among those ``coming``.
+
+    Raises:
+        RuntimeError: naming them.
+    """
+    known = {id(tensor) for tensor in coming}
+    lost = [name for name, tensor in named_tensors(model) if tensor.is_meta and id(tensor) not in known]
+    if lost:
+        are = "is" if len(lost) == 1 else "are"
+        raise RuntimeError(
+            f"{caller}: {listed(lost)} {are} on the meta device, without values, and will not be loaded "
+            "(buffers with persistent=False are in no state). Call shardwise.materialize(model) first."
+        )
+
+
+def give_memory(model: nn.Module) -> None:
+    """Let what is on the meta device have memory on the device of the model, its contents undefined.
+
+    Parameters stay the same objects, for the sake of ties and of an optimizer that has them already; a shared
+    buffer is the same one at all its places.
+    """
+    device = device_of_model(model)
+    with torch.inference_mode(False), torch.no_grad():
+        _give_plain_memory(model, device)
+        # What is left are shards: their groups follow, and put them into buffers of their own.
+        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+
+
+def _give_plain_memory(model: nn.Module, device: torch.device) -> None:
+    """To parameters that no group has (ignored ones, those outside sharded modules), and to buffers."""
+    sharded = {id(param.sharded) for group in groups_in(model) for param in group.params}
+    spots: dict[int, tuple[Tensor, list[Spot]]] = {}
+    for module in model.modules():
+        for entries in (module._parameters, module._buffers):
+            for name, tensor in entries.items():
+                if tensor is None or id(tensor) in sharded or nn.parameter.is_lazy(tensor):
+                    continue
+                if tensor.is_meta:
+                    spots.setdefault(id(tensor), (tensor, []))[1].append(Spot(module, entries, name))
+    for tensor, places in spots.values():
+        memory = _memory_like(tensor, device)
+        if isinstance(tensor, nn.Parameter):
+            become_parameter(tensor, memory, (spot.module for spot in places))
+        else:
+            for spot in places:
+                spot.entries[spot.name] = memory
+    refresh_lists(spot.module for _, places in spots.values() for spot in places)
+
+
+def _memory_like(tensor: Tensor, device: torch.device) -> Tensor:
+    if isinstance(tensor, DTensor):
+        local = dtensor.local_tensor(tensor)
+        return dtensor.make_dtensor(torch.empty_like(local, device=device), tensor._spec)
+    return torch.empty_like(tensor.detach(), device=device)

@@ -1,0 +1,247 @@
+"""A model's and its optimizers' state under the names that checkpoints use.
+
+The same names and nesting as torch's `get_state_dict(model, optimizer)`, so that either reads the other's:
+
+    {"state": {"layer.weight": {"step": ..., "exp_avg": ...}}, "param_groups": [{"lr": ..., "params": [...]}]}
+
+torch's own function takes a step of zeros with an optimizer that has never stepped, to give it a state to
+save; after it Adam counts one step too many, and Rprop has forgotten its step sizes. Here an optimizer
+without state has none in the checkpoint.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.layout.fqns import clean
+from shardwise.optim.offload import _StateMover
+from shardwise.state.names import parameters_of as named_parameters
+from shardwise.torch_compat import dtensor, optimizers
+
+Optimizers = Sequence[torch.optim.Optimizer]
+Names = dict[Tensor, list[str]]
+Place = tuple[Any, ...]  # keys and indices, from the outermost in
+
+
+def parameter_names(model: nn.Module) -> Names:
+    """All names of each parameter, tied ones have several, without those of wrappers."""
+    names: Names = {}
+    for name, param in named_parameters(model):
+        names.setdefault(param, []).append(name)
+    return names
+
+
+def as_optimizers(optimizer: Any) -> Optimizers:
+    """One optimizer, several, or none, as a list."""
+    if optimizer is None:
+        return []
+    is_many = isinstance(optimizer, Iterable) and not isinstance(optimizer, (str, nn.Module))
+    optimizers = list(optimizer) if is_many else [optimizer]
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer is a {type(each).__name__}; pass a torch.optim.Optimizer, or a list of them"
+            )
+    return optimizers
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters in the order in which `optimizer.state_dict()` numbers them."""
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+
+
+def state_of(optimizers: Optimizers, names: Names) -> dict[str, Any]:
+    """The state of `optimizers` by the names of parameters; nothing is copied.
+
+    Raises:
+        ValueError: an optimizer has parameters that are not the model's, or a state that cannot be put
+            together from what ranks have.
+    """
+    state: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for optimizer in optimizers:
+        check_parameters(optimizer, names)
+        saved = optimizer.state_dict()
+        params = parameters_of(optimizer)
+        for number, values in saved["state"].items():
+            name = names[params[number]][0] if isinstance(number, int) else str(number)
+            if not isinstance(number, int) or name in state:
+                kind = type(optimizer).__name__
+                raise ValueError(
+                    f"{kind}: its state of {name} is not that of one parameter, or in two optimizers"
+                )
+            for key, value in values.items():
+                _check_whole(optimizer, name, key, value, params[number])
+            state[name] = values
+        for group in saved["param_groups"]:
+            groups.append(_clean(group) | {"params": [names[params[n]][0] for n in group["params"]]})
+    return {"state": state, "param_groups": groups}
+
+
+def _clean(group: dict[str, Any]) -> dict[str, Any]:
+    """With the names that the optimizer was given, if any, as others go by."""
+    given = group.get("param_names")
+    return group if given is None else group | {"param_names": [clean(name) for name in given]}
+
+
+def check_parameters(optimizer: torch.optim.Optimizer, names: Names) -> None:
+    """Refuse parameters that are not the model's: they have no name."""
+    for index, group in enumerate(optimizer.param_groups):
+        for place, param in enumerate(group["params"]):
+            if param not in names:
+                raise ValueError(
+                    f"{type(optimizer).__name__}: parameter {place} of group {index}, of shape "
+                    f"{tuple(param.shape)}, is none of the model's, so its state has no name in a "
+                    "checkpoint. Build the optimizer from model.parameters(), after the model was sharded."
+                )
+
+
+def _check_whole(optimizer: Any, name: str, key: Any, value: Any, param: Tensor) -> None:
+    """Refuse what is a rank's own part of something, and does not say which part."""
+    if not isinstance(param, DTensor):
+        return
+    for _, part in leaves(value):
+        if isinstance(part, Tensor) and part.dim() and not isinstance(part, DTensor):
+            raise ValueError(
+                f"{name}: {type(optimizer).__name__} keeps '{key}' of it as a plain tensor of shape "
+                f"{tuple(part.shape)}, but the parameter is sharded: nothing says which part of the whole "
+                "this rank has. Optimizers whose state has the form of the parameters can be saved."
+            )
+        if isinstance(part, DTensor) and any(each.is_partial() for each in part.placements):
+            raise ValueError(
+                f"{name}: {type(optimizer).__name__} keeps '{key}' of it as sums that are yet to be added up "
+                f"({part.placements}), which a checkpoint cannot hold."
+            )
+
+
+def leaves(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """What is in nested dicts, lists and tuples, and where."""
+    if not (isinstance(value, dict) or type(value) in (list, tuple)):
+        yield place, value
+        return
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from leaves(each, (*place, key))
+
+
+def mapped(value: Any, act: Callable[[Place, Any], Any], place: Place = ()) -> Any:
+    """The same nest of dicts, lists and tuples, with what ``act`` makes of each of its leaves."""
+    if isinstance(value, dict):
+        return {key: mapped(each, act, (*place, key)) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(mapped(each, act, (*place, index)) for index, each in enumerate(value))
+    return act(place, value)
+
+
+def staged(value: Any) -> Any:
+    """A copy of nested dicts and lists, of their tensors in host memory."""
+    done: dict[int, Tensor] = {}
+
+    def copied(_: Place, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return deepcopy(leaf)
+        local = dtensor.plain(leaf)
+        # Tied parameters have several names and one memory: copied once.
+        key = hash((local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, local.device))
+        if key not in done or not local.numel():
+            done[key] = local.detach().to("cpu", copy=True)
+        return dtensor.make_dtensor(done[key], leaf._spec) if isinstance(leaf, DTensor) else done[key]
+
+    return mapped(value, copied)
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+def scalar_keys(states: Iterable[Mapping[str, Sequence[int]]]) -> set[str]:
+    """Names of states that are one number, whatever the shape of the parameter, such as a step count.
+
+    ``states``: of each parameter, the shape under each name.
+    """
+    found = {"step", "eta", "mu", "mu_product"}
+    for shapes in states:
+        if any(len(shape) for shape in shapes.values()):
+            found |= {key for key, shape in shapes.items() if not shape}
+    return found
+
+
+def blank(
+    param: Tensor, existing: Any, size: torch.Size, dtype: torch.dtype, is_scalar: bool
+) -> Tensor | None:
+    """Where to read a tensor of a parameter's state: what is there already, or memory of the same form.
+
+    None: nothing says how a tensor of this size would be laid out.
+    """
+    if isinstance(existing, Tensor) and existing.shape == size:
+        if not dtensor.plain(existing).is_meta or dtensor.plain(param).is_meta:
+            return existing
+        if not is_scalar:
+            return _with_memory(existing, dtensor.plain(param).device)
+    if isinstance(param, DTensor) and size == param.shape and not is_scalar:
+        local = torch.empty_like(dtensor.plain(param), dtype=dtype)
+        return dtensor.make_dtensor(local, param._spec if dtype == param.dtype else _with_dtype(param, dtype))
+    if not size or not isinstance(param, DTensor):
+        device = torch.device("cpu") if is_scalar else dtensor.plain(param).device
+        return torch.empty(size, dtype=dtype, device=device)
+    return None
+
+
+def _with_memory(state: Tensor, device: torch.device) -> Tensor:
+    """State as it is laid out, on ``device``.
+
+    Adagrad and others make their state when they are built: on the meta device where the model is there. It
+    stays there when the model gets memory.
+    """
+    local = torch.empty_like(dtensor.plain(state), device=device)
+    return dtensor.make_dtensor(local, dtensor.spec_of(state)) if isinstance(state, DTensor) else local
+
+
+def _with_dtype(param: DTensor, dtype: torch.dtype) -> Any:
+    return dtensor.sharded_spec(param.device_mesh, tuple(param.placements), param.shape, dtype)
+
+
+def load_into(
+    optimizer: torch.optim.Optimizer,
+    state: dict[int, dict[str, Any]],
+    groups: list[dict[str, Any]],
+    convert_dtype: bool,
+) -> None:
+    """Give `optimizer` a state by the numbers of parameters, and the hyperparameters of `groups`.
+
+    `convert_dtype`: states of the form of their parameter take its dtype.
+    """
+    params = parameters_of(optimizer)
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for number, values in state.items():
+        mine = optimizer.state[params[number]]
+        mine.update(_with_dtypes_of(values, mine, params[number] if convert_dtype else None))
+    for hook in optimizers.step_post_hooks(optimizer):
+        if isinstance(mover := getattr(hook, "__self__", None), _StateMover):
+            mover.to_host(optimizer, (), {})  # it came to the device, as load_state_dict does
+
+
+def _with_dtypes_of(saved: dict[str, Any], cast: dict[str, Any], converted: Tensor | None) -> Any:
+    """State as it was saved: torch has cast all but 'step' to the dtype of the parameter, ASGD's eta too.
+
+    What has the form of ``converted`` stays as it was cast.
+    """
+    before = dict(leaves(saved))
+
+    def uncast(place: Place, leaf: Any) -> Any:
+        old = before.get(place)
+        if not isinstance(leaf, Tensor) or not isinstance(old, Tensor) or place[0] == "step":
+            return leaf
+        is_converted = converted is not None and old.shape == converted.shape
+        return leaf if is_converted or leaf.dtype == old.dtype else old.to(leaf.device)
+
+    return mapped(cast, uncast)
+
+
+def same(values: Iterable[Any]) -> bool:
+    """Whether hyperparameters are equal; some are tensors."""
+    first, *others = values
+    return all(type(each) is type(first) and bool(each == first) for each in others)

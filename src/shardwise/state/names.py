@@ -1,0 +1,110 @@
+"""What of a model is saved, and under which names: those of the model as it was written.
+
+Wrappers (``torch.compile``, checkpointed blocks) put parts of their own into names. Saved states leave them
+out, so that a model loads what was saved with other wrappers or without.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.engine.group import meta_message
+from shardwise.fsdp_module import sharded_members
+from shardwise.layout.fqns import clean
+from shardwise.state.partial_loads import why_partly_loaded
+
+
+def canonical(name: str, model: nn.Module) -> str:
+    """``name``, of something in ``model``, without the parts that wrappers put into it, DDP included."""
+    kept: list[str] = []
+    module: Any = model
+    for part in name.split("."):
+        is_of_ddp = isinstance(module, DistributedDataParallel) and part == "module"
+        if not is_of_ddp:
+            kept.append(part)
+        module = getattr(module, part, None)
+    return clean(".".join(kept))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of a state dict. ``key`` is its name there, ``value`` the parameter or buffer itself.
+
+    ``is_own``: it is, and not something that a module or its hooks have made for the state dict.
+    """
+
+    name: str
+    key: str
+    value: Any
+    is_own: bool
+
+    @property
+    def is_tensor(self) -> bool:
+        """False for what modules save beside tensors (``get_extra_state``)."""
+        return isinstance(self.value, Tensor)
+
+
+def entries_of(model: nn.Module) -> list[Entry]:
+    """The entries of ``model.state_dict()``, as modules and their hooks make it."""
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    state = model.state_dict(keep_vars=True)
+    return [Entry(canonical(key, model), key, value, id(value) in own) for key, value in state.items()]
+
+
+def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Canonical names and parameters; a tied one under each of its names."""
+    for name, param in model.named_parameters(remove_duplicate=False):
+        yield canonical(name, model), param
+
+
+def listed(names: Iterable[str], limit: int = 8) -> str:
+    """``names`` for a message: the first few, and how many more."""
+    every = list(names)
+    more = f" and {len(every) - limit} more" if len(every) > limit else ""
+    return ", ".join(every[:limit]) + more
+
+
+def check_at_rest(model: nn.Module, caller: str) -> None:
+    """Refuse a model in the middle of something, or without values.
+
+    Raises:
+        TypeError: it is no module.
+        RuntimeError: called in a forward or backward, inside ``unsharded``, on the meta device, or partly
+            loaded.
+    """
+    check_idle(model, caller)
+    on_meta = [name for name, param in parameters_of(model) if param.is_meta]
+    if on_meta:
+        raise RuntimeError(f"{caller}: {meta_message(on_meta)}")
+    if (why := why_partly_loaded(model)) is not None:
+        raise RuntimeError(
+            f"{caller}: the model is partly loaded, for a load failed half-way ({why}), and its state is "
+            "nobody's. Load a complete checkpoint first."
+        )
+
+
+def check_flags(caller: str, **flags: Any) -> None:
+    """Refuse arguments that are to be True or False and are something else."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{caller}: {name} is {value!r}, a {type(value).__name__}; pass True or False.")
+
+
+def check_rank(caller: str, name: str, rank: Any) -> None:
+    """Refuse what is neither a global rank nor None."""
+    if isinstance(rank, bool) or not isinstance(rank, (int, type(None))):
+        raise TypeError(
+            f"{caller}: {name} is {rank!r}, a {type(rank).__name__}; pass a global rank, or None."
+        )
+
+
+def check_idle(model: nn.Module, caller: str) -> None:
+    """Refuse a model in the middle of something."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller}: model is a {type(model).__name__}, not an nn.Module.")
+    for member in sharded_members(model):
+        member.schedule.refuse_at_work(caller, member.group)
+        member.group.refuse_if_lent(caller)

@@ -1,0 +1,1 @@
+"""Whole models: strategies by name, wrap policies, tables."""

@@ -1,0 +1,134 @@
+"""``register_comm_hook``: gradients communicated in the caller's way, or in fewer bytes."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from shardwise.comm.gradient_sums import CallersHook, LowPrecision, Quantized, Reducer
+from shardwise.engine.group import GradientState, Group
+from shardwise.engine.schedule import Member
+from shardwise.fsdp_module import sharded_members
+from shardwise.params.bucket import Bucket
+from shardwise.policies import LowPrecisionReduction, QuantizedReduction
+
+_NAME = "register_comm_hook"
+_ELSEWHERE = ("set_custom_reduce_scatter", "set_allocate_memory_from_process_group_for_comm")
+
+Hook = Callable[..., None] | LowPrecisionReduction | QuantizedReduction
+
+
+def register_comm_hook(model: nn.Module, state: Any, hook: Hook) -> None:
+    """Have gradients reduced by ``hook``, in all sharded modules inside ``model``.
+
+    A function takes over the whole communication of gradients that share a mesh and dtype, one flat tensor a
+    group (groups of several dtypes: one each), division included. Its form goes by the mesh, as with FSDP1:
+
+    - sharded: ``hook(state, grad, output)``. ``grad``: the full gradient of this rank, 1D, of world * n
+      numbers; numbers r * n to (r + 1) * n belong to rank r. ``output``: n numbers, to be filled with this
+      rank's part of the average over ranks. Over a mesh (replicate, shard) it does the shards, and its
+      results are averaged over the replicas.
+    - replicated (strategy ddp): ``hook(state, grad)``. ``grad``: the full gradient, to be replaced in place
+      by the average over ranks.
+
+    A function with an optional third argument serves both. ``LowPrecisionReduction`` and
+    ``QuantizedReduction`` send fewer bytes, over shards and replicas alike, and divide as usual. With any
+    hook all small and large parameters of a group travel together where it needs them in one piece, which
+    costs copies.
+
+    Args:
+        model: a module with sharded modules in it.
+        state: passed to the function; None with a ready-made object.
+        hook: the function, or :class:`LowPrecisionReduction` or :class:`QuantizedReduction`.
+
+    Raises:
+        TypeError: the function does not take the arguments that a group's mesh asks for.
+        ValueError: nothing in ``model`` is sharded; a group communicates or divides in another way already; a
+            state beside a ready-made object.
+        RuntimeError: a hook is registered already, or gradients wait to be reduced.
+
+    Example::
+
+        def all_to_one(state, grad, output):
+            dist.reduce_scatter_tensor(output, grad, group=state.group)
+            output.div_(state.group.size())
+
+        register_comm_hook(model, state, all_to_one)
+        register_comm_hook(other_model, None, QuantizedReduction(block_size=256))
+    """
+    members = sharded_members(model) if isinstance(model, nn.Module) else []
+    if not members:
+        raise ValueError(f"{_NAME}: there is no sharded module in this {type(model).__name__}.")
+    for member in members:
+        member.schedule.refuse_at_work(_NAME, member.group)
+        member.group.refuse_if_lent(_NAME)
+    make = _maker(state, hook)
+    reducers = [[make(bucket, m.group) for bucket in m.group.buckets] for m in members]
+    for member in members:
+        _check_group(member, isinstance(hook, (LowPrecisionReduction, QuantizedReduction)))
+    for member in members:
+        member.schedule.free_between_passes(member.group, _NAME)
+    for member, own in zip(members, reducers, strict=True):
+        for bucket, reducer in zip(member.group.buckets, own, strict=True):
+            member.group.replan(partial(Bucket.communicate, reducer=reducer), bucket)
+        member.group.choices.add(_NAME)
+        member.schedule.prepare_anew()
+
+
+def _maker(state: Any, hook: Any) -> Callable[[Bucket, Group], Reducer]:
+    """What makes the reducer of a bucket."""
+    if isinstance(hook, (LowPrecisionReduction, QuantizedReduction)):
+        if state is not None:
+            raise ValueError(
+                f"{_NAME}: state is {state!r}, which {type(hook).__name__} has no use for: it keeps what it "
+                "needs by itself. Pass None."
+            )
+        if isinstance(hook, LowPrecisionReduction):
+            return lambda bucket, group: LowPrecision(hook.dtype)
+        return lambda bucket, group: Quantized(hook.block_size, hook.error_feedback)
+    if isinstance(hook, type) or not callable(hook):
+        raise TypeError(
+            f"{_NAME}: hook is {hook!r}; pass a function (state, grad, output), a LowPrecisionReduction() or "
+            "a QuantizedReduction()."
+        )
+    return partial(_callers_hook, state, hook)
+
+
+def _callers_hook(state: Any, hook: Callable[..., None], bucket: Bucket, group: Group) -> CallersHook:
+    shards = "shard" in bucket.mesh.roles
+    wanted = ("state", "grad", "output") if shards else ("state", "grad")
+    try:
+        inspect.signature(hook).bind(*wanted)
+    except TypeError:
+        kind = "sharded" if shards else "replicated"
+        raise TypeError(
+            f"{_NAME}: the parameters of {group.name} are {kind}, for which the hook is called with "
+            f"({', '.join(wanted)}), but it takes {inspect.signature(hook)}."
+        ) from None
+    except ValueError:
+        pass  # a built-in that does not tell
+    return CallersHook(state, hook, shards=shards, replicas=bucket.mesh.replicate.world)
+
+
+def _check_group(member: Member, divides_as_usual: bool) -> None:
+    group = member.group
+    if _NAME in group.choices:
+        raise RuntimeError(
+            f"{_NAME}: {group.name} has a hook already, and there can be one only: two would both reduce its "
+            "gradients. Combine them in one function."
+        )
+    for other in _ELSEWHERE:
+        if other in group.choices:
+            raise ValueError(f"{_NAME}: {group.name} was told by {other} how to reduce. Use one of the two.")
+    if group.divide_factor is not None and not divides_as_usual:
+        raise ValueError(
+            f"{_NAME}: {group.name} was given a factor by set_gradient_divide_factor, but a hook divides by "
+            "itself. Use one of the two."
+        )
+    if group.gradient_state is not GradientState.EMPTY:
+        raise RuntimeError(
+            f"{_NAME}: gradients of {group.name} wait to be reduced. Register the hook between steps, after "
+            "a backward with gradient synchronisation."
+        )

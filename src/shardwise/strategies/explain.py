@@ -1,0 +1,230 @@
+"""What became of a model: its groups as a table, with what they take in memory.
+
+Reads what the groups know: starts nothing, gathers nothing, communicates nothing.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from shardwise.engine.group import Group
+from shardwise.fsdp_module import is_sharded, sharded_members
+from shardwise.layout.fqns import names_in
+from shardwise.layout.mesh import ShardMesh
+from shardwise.params.bucket import Bucket
+from shardwise.setup.validation import class_name, describe
+from shardwise.strategies.wrap_policies import range_of_names
+
+
+def explain(model: nn.Module) -> str:
+    """The groups of ``model`` as a table: a line each, indented by which lies inside which.
+
+    - group: the name, as in errors and events. A group of several modules shows the first and the last.
+    - class: what the modules were before they were sharded.
+    - strategy: what :func:`shard_model` calls such settings. Full parameters are freed after forward and
+      after backward (``zero3``, ``hybrid``; the root and the last group keep them from forward to backward
+      unless told otherwise), after backward (``zero2``, ``hybrid_zero2``), or not (``zero1``). ``(within
+      2)``: pairs of ranks keep them from forward to backward.
+    - mesh: over how many ranks parameters are replicated and sharded.
+    - parameters: how many numbers, over all ranks.
+    - MB full: what gathered parameters take on a rank, in the dtype of computation. With ``ddp`` they are
+      not gathered: where the dtype is that of the shards, full and stored are the same memory.
+    - MB per rank: what a rank stores. Gradients and the optimizer's state come on top.
+    - dtype: what is stored and, after an arrow, what is computed with, where that differs.
+
+    MB are 10^6 bytes of buffers, padding included. The text is the same on every rank, but for tensor
+    parallelism of uneven sizes. Settings are shown as they are now.
+
+    Args:
+        model: a sharded module, or one with sharded modules inside.
+
+    Returns:
+        Lines to print: a header, the groups, totals, and parameters that no group manages, if any.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: nothing in it is sharded.
+
+    Example::
+
+        print(explain(shard_model(model)))
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"explain: expected a sharded module, got {describe(model)}.")
+    rows = list(_rows(model))
+    if not rows:
+        raise ValueError(
+            f"explain: this {class_name(model)} is not sharded, nor is any module inside it: there are no "
+            "groups to show. Call shard_model or fully_shard first."
+        )
+    megabytes = _Megabytes(decimals=1 if sum(_full_bytes(row.group) for row in rows) >= 10e6 else 4)
+    lines = _aligned([_HEADER, *(_cells(row, megabytes) for row in rows), _total(rows, megabytes)])
+    header, *groups, total = lines
+    rule = "-" * max(map(len, lines))
+    return "\n".join([header, rule, *groups, rule, total, *_not_managed(model, rows, megabytes)])
+
+
+# --- which groups, in which order -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Row:
+    name: str
+    depth: int
+    group: Group
+
+
+def _rows(model: nn.Module) -> Iterator[_Row]:
+    """The groups, each before those inside it; modules of a group stand together."""
+    groups = {m: member.group for member in sharded_members(model) for m in member.group.modules}
+    names = names_in(model)
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, depth: int) -> Iterator[_Row]:
+        if module in seen:
+            return
+        group = groups.get(module)
+        together = [module] if group is None else [m for m in group.modules if m in names]
+        seen.update(together)
+        if group is not None:
+            # Else its groups do not know their whole names.
+            is_named = is_sharded(model)
+            found = group.name.split(", ") if is_named else [names[m] for m in together]
+            yield _Row(range_of_names(found), depth, group)
+        for each in together:
+            for child in each.children():
+                yield from visit(child, depth + (group is not None))
+
+    return visit(model, 0)
+
+
+# --- cells ----------------------------------------------------------------------------------------
+
+_HEADER = ["group", "class", "strategy", "mesh", "parameters", "MB full", "MB per rank", "dtype"]
+_ALIGNED_RIGHT = (4, 5, 6)
+
+
+@dataclass(frozen=True)
+class _Megabytes:
+    decimals: int
+
+    def __call__(self, num_bytes: int) -> str:
+        return f"{num_bytes / 1e6:,.{self.decimals}f}"
+
+
+def _cells(row: _Row, megabytes: _Megabytes) -> list[str]:
+    group = row.group
+    return [
+        "  " * row.depth + row.name,
+        _classes(group),
+        _strategy(group),
+        ", ".join(dict.fromkeys(map(_mesh, group.buckets))) or _axes(group.mesh),
+        f"{_numel(group):,}",
+        megabytes(_full_bytes(group)),
+        megabytes(_stored_bytes(group)),
+        "; ".join(dict.fromkeys(dtype for bucket in group.buckets for dtype in _dtypes(bucket))),
+    ]
+
+
+def _total(rows: list[_Row], megabytes: _Megabytes) -> list[str]:
+    groups = [row.group for row in rows]
+    return [
+        "total",
+        f"{len(groups)} group{'s' * (len(groups) > 1)}",
+        "",
+        "",
+        f"{sum(map(_numel, groups)):,}",
+        megabytes(sum(map(_full_bytes, groups))),
+        megabytes(sum(map(_stored_bytes, groups))),
+        "",
+    ]
+
+
+def _classes(group: Group) -> str:
+    names = [class_name(module) for module in group.modules]
+    counts = {name: names.count(name) for name in names}
+    return ", ".join(name if count == 1 else f"{name} x {count}" for name, count in counts.items())
+
+
+def _strategy(group: Group) -> str:
+    """The name of the strategy that has such settings, and what else is set."""
+    roles, after_forward = group.mesh.roles, group.reshard_after_forward
+    if "shard" not in roles:
+        return "ddp"
+    if after_forward is False:
+        stage = "zero2" if group.reshard_after_backward else "zero1"
+        return f"hybrid_{stage}" if "replicate" in roles else stage
+    note = "" if group.reshard_after_backward else " (kept after backward)"
+    if after_forward is not None and after_forward is not True:
+        note = f" (within {after_forward}){note}"
+    return ("hybrid" if "replicate" in roles else "zero3") + note
+
+
+def _mesh(bucket: Bucket) -> str:
+    own = len(bucket.mesh.roles)
+    has_inner = any(param.sharded.device_mesh.ndim > own for param in bucket.params)  # type: ignore[attr-defined]
+    return _axes(bucket.mesh) + (" x tensor parallel" if has_inner else "")
+
+
+def _axes(mesh: ShardMesh) -> str:
+    sizes = {"replicate": mesh.replicate.world, "shard": mesh.shard.world}
+    return " x ".join(f"{role} {sizes[role]}" for role in mesh.roles)
+
+
+def _dtypes(bucket: Bucket) -> Iterator[str]:
+    where = f" on {bucket.storage.device.type}" if bucket.is_offloaded else ""
+    for param in bucket.params:
+        stored, computed = param.precision.stored, param.precision.computed
+        text = f"{stored}{where}" + (f" -> {computed}" if computed != stored else "")
+        yield text.replace("torch.", "")
+
+
+def _numel(group: Group) -> int:
+    return sum(param.sharded.numel() for param in group.params)
+
+
+def _full_bytes(group: Group) -> int:
+    return sum(bucket.computed.gathered_bytes for bucket in group.buckets)
+
+
+def _stored_bytes(group: Group) -> int:
+    return sum(bucket.stored.shard_bytes for bucket in group.buckets)
+
+
+# --- what is left ---------------------------------------------------------------------------------
+
+
+def _not_managed(model: nn.Module, rows: list[_Row], megabytes: _Megabytes) -> list[str]:
+    """A line on the parameters of ``model`` that belong to no group."""
+    managed = {(site.module, site.name) for row in rows for p in row.group.params for site in p.sites}
+    managed |= {(tie.site.module, tie.site.name) for row in rows for tie in row.group.ties}
+    left: dict[Tensor, str] = {}
+    for module, prefix in names_in(model).items():
+        for name, param in module._parameters.items():
+            if param is not None and (module, name) not in managed:
+                left.setdefault(param, f"{prefix}.{name}".lstrip("."))
+    if not left:
+        return []
+    numel = sum(param.numel() for param in left)
+    num_bytes = sum(param.numel() * param.element_size() for param in left)
+    shown = f"{numel:,} parameter{'s' * (numel != 1)}, {megabytes(num_bytes)} MB"
+    return [f"not managed: {shown} ({_some(list(left.values()))})"]
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if index in _ALIGNED_RIGHT else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,0 +1,528 @@
+"""``shard_model``: one line chooses among data parallelism and the stages of ZeRO.
+
+A strategy is a mesh and two settings of ``fully_shard``; what it is applied to, wrap.py chooses.
+
+                   over a host's ranks   over hosts    full parameters are kept
+    ddp            replicated            replicated    for ever
+    zero1          sharded               sharded       until the shards change
+    zero2          sharded               sharded       from forward to the end of backward
+    zero3          sharded               sharded       while a block runs
+    hybrid         sharded               replicated    while a block runs
+    hybrid_zero2   sharded               replicated    from forward to the end of backward
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020
+(https://arxiv.org/abs/1910.02054).
+"""
+
+import math
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from shardwise.fsdp_module import ShardedModule, is_sharded, sharded_members
+from shardwise.fully_shard import fully_shard
+from shardwise.layout.fqns import clean, names_in, uncompiled
+from shardwise.layout.mesh import default_device_type, resolve_mesh
+from shardwise.layout.precision import PrecisionRule
+from shardwise.policies import (
+    CommPolicy,
+    CPUOffloadPolicyLike,
+    DataParallelMeshDims,
+    DataParallelMeshDimsLike,
+    MixedPrecisionPolicyLike,
+    OffloadPolicy,
+    ShardPlacementFn,
+)
+from shardwise.setup.discovery import Found, Meshes, make_param, names_below
+from shardwise.setup.validation import (
+    PLACE,
+    check_flags,
+    check_ignored,
+    check_modules,
+    check_offload,
+    check_precision,
+    check_reshard,
+    class_name,
+    describe,
+)
+from shardwise.strategies.wrap_policies import Wrap, as_policy
+from shardwise.strategies.wrapping import chosen, merged
+
+Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2"]
+
+
+@dataclass(frozen=True)
+class _Strategy:
+    """``roles``: what the dimensions of its mesh are for. The rest are settings of each group."""
+
+    name: str
+    roles: tuple[str, ...]
+    reshard_after_forward: bool | None
+    reshard_after_backward: bool = True
+
+
+_STRATEGIES = {
+    strategy.name: strategy
+    for strategy in (
+        _Strategy("ddp", ("replicate",), None),
+        _Strategy("zero1", ("shard",), False, reshard_after_backward=False),
+        _Strategy("zero2", ("shard",), False),
+        _Strategy("zero3", ("shard",), None),
+        _Strategy("hybrid", ("replicate", "shard"), None),
+        _Strategy("hybrid_zero2", ("replicate", "shard"), False),
+    )
+}
+
+_OVERRIDABLE = (
+    *("strategy", "mesh", "dp_mesh_dims", "mp_policy", "offload_policy", "comm_policy"),
+    *("reshard_after_forward", "shard_placement_fn"),
+)
+
+_Override = Strategy | Mapping[str, Any]
+Overrides = Mapping[str | type[nn.Module], _Override]
+
+
+def shard_model(
+    model: nn.Module,
+    *,
+    strategy: Strategy = "zero3",
+    wrap: Wrap | None = None,
+    mesh: DeviceMesh | None = None,
+    dp_mesh_dims: DataParallelMeshDimsLike | None = None,
+    overrides: Overrides | None = None,
+    bucket_cap_mb: float | None = None,
+    mp_policy: MixedPrecisionPolicyLike | None = None,
+    offload_policy: OffloadPolicy | CPUOffloadPolicyLike | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    comm_policy: CommPolicy | None = None,
+    sync_module_states: bool = False,
+    check_equal_weights: bool = True,
+) -> ShardedModule:
+    """Shard a model by a named strategy: its blocks first, then what is left.
+
+    From equal weights on all ranks (see ``sync_module_states``), every strategy gives the same training and
+    the same checkpoint. They differ in what each of N ranks holds and sends. With P bytes of parameters, G of
+    gradients and S of optimizer state, and a backward for each optimizer step:
+
+    ================  =======================  ==============================================
+    strategy          bytes held               bytes sent, times (N - 1) / N
+    ================  =======================  ==============================================
+    ``ddp``           P + G + S                2 G: all-reduce
+    ``zero1``         P + (P + G + S) / N      P + G: gather once a step, reduce-scatter
+    ``zero2``         P + (P + G + S) / N      P + G a backward; P only from forward to backward
+    ``zero3``         (P + G + S) / N          2 P + G a backward: gathered for forward and backward
+    ``hybrid``        as ``zero3`` with the ranks of a host for N; and an all-reduce of G / N among hosts
+    ``hybrid_zero2``  as ``zero2``, likewise
+    ================  =======================  ==============================================
+
+    ``zero1`` and ``zero2`` keep their shards beside the full parameters. Inside :func:`no_sync` gradients are
+    whole under every strategy, and reduced once a step; ``zero1`` is made for that: its microbatches share
+    one gather as well.
+
+    Args:
+        model: not sharded itself. Modules inside it that are sharded already are left as they are.
+        strategy: one of the above.
+        wrap: which modules become groups, to be gathered for their own forward and backward. A module class
+            or a set of them, a predicate ``(module)`` or ``(name, module)``, FSDP1's recursive
+            ``(module, recurse, nonwrapped_numel)``, or a policy object (:class:`WrapClasses`,
+            :class:`WrapBySize`, or any with its method ``choose``). None: the repeated blocks; see
+            :class:`WrapRepeated`. :func:`explain` shows the result.
+        mesh: of one dimension, or of two, (replicate, shard), for the hybrid strategies. None: all ranks, for
+            the hybrid ones arranged by ``LOCAL_WORLD_SIZE``, which torchrun sets.
+        dp_mesh_dims: names of the dimensions to use, for a mesh of more.
+        overrides: for single groups, by module name, pattern of names (``"blocks.*"``) or module class,
+            another strategy, or a dict of these arguments: strategy, mesh, dp_mesh_dims, mp_policy,
+            offload_policy, comm_policy, reshard_after_forward, shard_placement_fn. The root's name is "".
+            Later entries go before earlier ones.
+        bucket_cap_mb: neighbouring modules share a group as long as its full parameters take up to this many
+            megabytes (10^6 bytes). None: each is a group of its own.
+        mp_policy: as in :func:`fully_shard`, like the rest.
+        offload_policy: where shards live.
+        ignored_params: parameters to leave as they are.
+        ignored_modules: modules whose parameters, and those of modules inside them, are left as they are.
+        shard_placement_fn: the dim to shard each parameter on.
+        comm_policy: how parameters travel.
+        sync_module_states: have all ranks begin with what the first rank of the mesh has; collective.
+        check_equal_weights: compare at the first forward with gradients what ranks have cut; see
+            :func:`fully_shard`.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        ValueError: an unknown strategy, a mesh that does not fit it, a policy or an override that matches
+            nothing, and what :func:`fully_shard` refuses.
+        TypeError: an argument is of the wrong kind.
+
+    Warns:
+        UserWarning: the root's own group keeps more than half of the parameters: they are gathered at once.
+
+    Example::
+
+        model = shard_model(model, strategy="zero2", wrap={TransformerBlock})
+        optimizer = torch.optim.AdamW(model.parameters())
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"shard_model: expected an nn.Module, got {describe(model)}.")
+    check_modules(model)
+    check_flags("shard_model", sync_module_states=sync_module_states, check_equal_weights=check_equal_weights)
+    left_alone = _check_ignored_modules(ignored_modules)
+    ignored = _ignored_params(ignored_params, left_alone)
+    taken = {p for m in model.modules() if PLACE in m.__dict__ for p in m.parameters(recurse=False)}
+    ids = {id(param) for param in ignored | taken}
+    blocks = _blocks_of(model, wrap, ids, left_alone)
+    options: dict[str, Any] = {
+        "strategy": strategy,
+        "mesh": mesh,
+        "dp_mesh_dims": dp_mesh_dims,
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+        "shard_placement_fn": shard_placement_fn,
+        "comm_policy": comm_policy,
+    }
+    plan = _Plan(options, overrides, model, blocks)
+    own = _own_modules(model, blocks)
+    _rehearse(model, own, plan, ids)
+    _warn_of_large_root(model, own, {id(param) for param in ignored})
+    groups = [[block] for block in blocks]
+    if bucket_cap_mb is not None:
+        groups = merged(model, blocks, ids, _cap_in_bytes(bucket_cap_mb), plan.key)
+    everything: list[list[nn.Module]] = [*groups, [model]]
+    for modules in everything:
+        kind, arguments = plan[modules[0]]
+        together: Any = modules if len(modules) > 1 else modules[0]
+        fully_shard(
+            together,
+            ignored_params=ignored,
+            sync_module_states=sync_module_states,
+            check_equal_weights=check_equal_weights,
+            **arguments,
+        )
+        if not kind.reshard_after_backward:
+            sharded_members(modules[0])[0].group.reshard_after_backward = False
+    return cast(ShardedModule, model)
+
+
+def _check_ignored_modules(modules: Iterable[nn.Module] | None) -> set[nn.Module]:
+    """``modules`` and all inside them."""
+    if isinstance(modules, nn.Module) or (modules is not None and not isinstance(modules, Iterable)):
+        raise TypeError(
+            f"shard_model: ignored_modules is {describe(modules)}; pass a list or set of modules."
+        )
+    found: set[nn.Module] = set()
+    for module in modules or ():
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"shard_model: ignored_modules contains {describe(module)}; pass nn.Modules.")
+        if is_sharded(module):
+            raise ValueError(
+                f"shard_model: ignored_modules contains a {class_name(module)} that is sharded already, by "
+                "its own fully_shard; such modules are left as they are without being named."
+            )
+        found |= set(module.modules())
+    return found
+
+
+def _ignored_params(params: Any, modules: set[nn.Module]) -> set[nn.Parameter]:
+    check_ignored(params)
+    inside = {p for module in modules for p in module.parameters(recurse=False) if not isinstance(p, DTensor)}
+    return {*(params or ()), *inside}
+
+
+def _blocks_of(model: nn.Module, wrap: Any, ignored: set[int], left_alone: set[nn.Module]) -> list[nn.Module]:
+    """What ``wrap`` chooses, but for what is sharded or to be left alone."""
+    blocks = [
+        module
+        for module in chosen(as_policy(wrap), model, ignored)
+        if module not in left_alone and PLACE not in module.__dict__
+    ]
+    for block in blocks:
+        check_modules(block)
+    return blocks
+
+
+class _Plan:
+    """For each module that becomes a group: its strategy, and the arguments of its ``fully_shard``.
+
+    Everything is resolved and checked here, before the first module is touched.
+    """
+
+    def __init__(
+        self, options: dict[str, Any], overrides: Overrides | None, model: nn.Module, blocks: list[nn.Module]
+    ) -> None:
+        self._meshes: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._keys: dict[nn.Module, tuple[Any, ...]] = {}
+        self._resolved: dict[tuple[Any, ...], tuple[_Strategy, dict[str, Any]]] = {}
+        names = names_in(model)
+        changes = _matched(overrides, [*blocks, model], names)
+        for module in [*blocks, model]:
+            asked = {**options, **changes.get(module, {})}
+            key = tuple(value if isinstance(value, str) else id(value) for value in asked.values())
+            key = (*asked, *key)
+            self._keys[module] = key
+            if key not in self._resolved:
+                self._resolved[key] = self._resolve(asked)
+
+    def __getitem__(self, module: nn.Module) -> tuple[_Strategy, dict[str, Any]]:
+        return self._resolved[self._keys[module]]
+
+    def key(self, module: nn.Module) -> Any:
+        """Equal for modules that are to be treated alike."""
+        return self._keys[module]
+
+    def _resolve(self, asked: dict[str, Any]) -> tuple[_Strategy, dict[str, Any]]:
+        strategy = _strategy_named(asked.pop("strategy"))
+        mesh, dims = asked.pop("mesh"), asked.pop("dp_mesh_dims")
+        key = (strategy.roles, id(mesh), id(dims))
+        if key not in self._meshes:
+            self._meshes[key] = _mesh_arguments(strategy, mesh, dims)
+        arguments = {"reshard_after_forward": strategy.reshard_after_forward, **asked, **self._meshes[key]}
+        check_precision(arguments["mp_policy"])
+        check_offload(arguments["offload_policy"])
+        resolved = resolve_mesh(arguments["mesh"], arguments.get("dp_mesh_dims"))
+        check_reshard(arguments["reshard_after_forward"], resolved)
+        return strategy, arguments
+
+
+def _strategy_named(name: Any, where: str = "") -> _Strategy:
+    known = ", ".join(_STRATEGIES)
+    if not isinstance(name, str):
+        raise TypeError(f"shard_model: strategy{where} is {describe(name)}; pass a name: {known}.")
+    if name not in _STRATEGIES:
+        raise ValueError(f"shard_model: there is no strategy '{name}'{where}. Pass one of {known}.")
+    return _STRATEGIES[name]
+
+
+def _matched(
+    overrides: Overrides | None, candidates: list[nn.Module], names: dict[nn.Module, str]
+) -> dict[nn.Module, dict[str, Any]]:
+    """What ``overrides`` changes, for each of the modules that become groups."""
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise TypeError(
+            f"shard_model: overrides is {describe(overrides)}; pass a dict from module names or classes to a "
+            "strategy or a dict of arguments."
+        )
+    changes: dict[nn.Module, dict[str, Any]] = {}
+    for key, change in (overrides or {}).items():
+        change = _check_change(key, change)
+        found = [module for module in candidates if _matches(key, module, names[module])]
+        if not found:
+            *blocks, root = candidates
+            shown = "".join(f"'{names[module]}', " for module in blocks[:4])
+            more = f"{len(blocks) - 4} more, " if len(blocks) > 4 else ""
+            raise ValueError(
+                f"shard_model: the override for {_key_text(key)} matches no module that becomes a group. "
+                f"Those are {shown}{more}and {class_name(root)} itself (''). Have wrap= choose the "
+                "module, or name one of these."
+            )
+        for module in found:
+            changes[module] = {**changes.get(module, {}), **change}
+    return changes
+
+
+def _matches(key: Any, module: nn.Module, name: str) -> bool:
+    return fnmatchcase(name, key) if isinstance(key, str) else isinstance(uncompiled(module), key)
+
+
+def _check_change(key: Any, change: Any) -> dict[str, Any]:
+    if not isinstance(key, str) and not (isinstance(key, type) and issubclass(key, nn.Module)):
+        raise TypeError(
+            f"shard_model: overrides has {describe(key)} for a key; pass module names, patterns or classes."
+        )
+    if isinstance(change, str):
+        change = {"strategy": change}
+    if not isinstance(change, Mapping):
+        raise TypeError(
+            f"shard_model: the override for {_key_text(key)} is {describe(change)}; pass the name of a "
+            "strategy or a dict of arguments."
+        )
+    for name in change:
+        if name not in _OVERRIDABLE:
+            raise ValueError(
+                f"shard_model: the override for {_key_text(key)} sets '{name}'. What can be set for a single "
+                f"group is {', '.join(_OVERRIDABLE)}."
+            )
+    if "strategy" in change:
+        _strategy_named(change["strategy"], f", in the override for {_key_text(key)}")
+    return dict(change)
+
+
+def _key_text(key: Any) -> str:
+    return f"'{key}'" if isinstance(key, str) else key.__name__
+
+
+def _cap_in_bytes(megabytes: Any) -> int:
+    if isinstance(megabytes, bool) or not isinstance(megabytes, (int, float)):
+        raise TypeError(f"shard_model: bucket_cap_mb is {describe(megabytes)}; pass a number of megabytes.")
+    if not 0 < megabytes < math.inf:
+        raise ValueError(
+            f"shard_model: bucket_cap_mb is {megabytes}; it is a size in megabytes, above 0. None puts each "
+            "module in a group of its own."
+        )
+    return int(megabytes * 1e6)
+
+
+# --- meshes ---------------------------------------------------------------------------------------
+
+
+def _mesh_arguments(strategy: _Strategy, mesh: DeviceMesh | None, dims: Any) -> dict[str, Any]:
+    """The mesh that a strategy runs on, as arguments of ``fully_shard``."""
+    if dims is not None:
+        resolve_mesh(mesh, dims)
+        _check_roles(strategy, dims)
+        return {"mesh": mesh, "dp_mesh_dims": dims}
+    if mesh is None:
+        return _arguments_for(strategy, _own_mesh(strategy))
+    resolve_mesh(mesh)  # refuses what is no mesh, or has more than two dimensions
+    if mesh.ndim != len(strategy.roles):
+        what = "of two dimensions, (replicate, shard)" if len(strategy.roles) == 2 else "of one dimension"
+        others = [s.name for s in _STRATEGIES.values() if len(s.roles) == mesh.ndim]
+        raise ValueError(
+            f"shard_model: strategy '{strategy.name}' takes a mesh {what}, and this one has {mesh.ndim}. "
+            f"Pass a mesh {what}, name the dimensions with dp_mesh_dims, or choose one of "
+            f"{', '.join(others)}."
+        )
+    return _arguments_for(strategy, mesh)
+
+
+def _arguments_for(strategy: _Strategy, mesh: DeviceMesh) -> dict[str, Any]:
+    if "shard" in strategy.roles:
+        return {"mesh": mesh}
+    if mesh.mesh_dim_names is None:  # roles go by names
+        pg = mesh.get_group()
+        mesh = DeviceMesh.from_group(pg, mesh.device_type, mesh.mesh, mesh_dim_names=strategy.roles)
+    assert mesh.mesh_dim_names is not None
+    return {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(replicate=mesh.mesh_dim_names[0])}
+
+
+def _check_roles(strategy: _Strategy, dims: Any) -> None:
+    named = tuple(role for role in ("replicate", "shard") if getattr(dims, role))
+    if named != strategy.roles:
+        raise ValueError(
+            f"shard_model: strategy '{strategy.name}' needs dp_mesh_dims to name dimensions to "
+            f"{' and to '.join(strategy.roles)} over; it names those to {' and to '.join(named)} over."
+        )
+
+
+def _own_mesh(strategy: _Strategy) -> DeviceMesh:
+    """A mesh of all ranks."""
+    kind = default_device_type("shard_model")
+    world = dist.get_world_size()
+    if len(strategy.roles) == 1:
+        return init_device_mesh(kind, (world,), mesh_dim_names=strategy.roles)
+    per_host = _ranks_per_host(strategy, kind, world)
+    return init_device_mesh(kind, (world // per_host, per_host), mesh_dim_names=strategy.roles)
+
+
+def _ranks_per_host(strategy: _Strategy, kind: str, world: int) -> int:
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    per_host = int(told) if told.isdecimal() else 0
+    # All ranks must find the same: they meet here, so that none waits for another in the mesh.
+    sizes = torch.tensor([per_host, -per_host], device=kind)
+    dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
+    most, least = sizes[0].item(), -sizes[1].item()
+    if most == least and per_host and world % per_host == 0:
+        return per_host
+    found = f"LOCAL_WORLD_SIZE is '{told}'" if told else "LOCAL_WORLD_SIZE is not set"
+    if most != least:
+        found = f"LOCAL_WORLD_SIZE is between {least} and {most} on the ranks"
+    raise ValueError(
+        f"shard_model: strategy '{strategy.name}' shards over the ranks of a host and replicates over hosts, "
+        f"but {found}, with {world} ranks in all, so they cannot be arranged. torchrun sets it; or pass "
+        'mesh=init_device_mesh(device_type, (hosts, ranks_per_host), mesh_dim_names=("replicate", "shard")).'
+    )
+
+
+# --- before anything is touched -------------------------------------------------------------------
+
+
+def _own_modules(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
+    """For each block and the model: the modules whose parameters will be in its group."""
+    own: dict[nn.Module, list[nn.Module]] = {block: [] for block in (*blocks, model)}
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, owner: nn.Module) -> None:
+        if module in seen or PLACE in module.__dict__:
+            return
+        seen.add(module)
+        owner = module if module in own else owner
+        own[owner].append(module)
+        for child in module.children():
+            visit(child, owner)
+
+    visit(model, model)
+    return own
+
+
+def _rehearse(
+    model: nn.Module, own: dict[nn.Module, list[nn.Module]], plan: _Plan, ignored: set[int]
+) -> None:
+    """Meet what ``fully_shard`` would refuse of any group, before the first is sharded."""
+    names = names_below([model])
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module, modules in own.items():
+        _, arguments = plan[module]
+        policy = arguments["mp_policy"]
+        meshes = Meshes(resolve_mesh(arguments["mesh"], arguments.get("dp_mesh_dims")))
+        rule = PrecisionRule(policy, modules)
+        found = Found([model], modules, names, ignored)
+        for param, sites in found.params.items():
+            make_param(meshes, arguments["shard_placement_fn"], rule, [model], param, sites)
+            places.setdefault(param, []).extend((module, site.fqn) for site in sites)
+    for found_at in places.values():
+        if len({module for module, _ in found_at}) > 1:
+            _check_tie(found_at, names, own, plan)
+
+
+def _check_tie(
+    found_at: list[tuple[nn.Module, str]],
+    names: dict[nn.Module, str],
+    own: dict[nn.Module, list[nn.Module]],
+    plan: _Plan,
+) -> None:
+    """A tied parameter moves to the lowest group around its places, if all of them share a mesh."""
+    around = [m for m in own if all(f"{fqn}.".startswith(f"{names[m]}.".lstrip(".")) for _, fqn in found_at)]
+    lowest = max(around, key=lambda module: len(names[module]))
+    meshes = {}
+    for module in (lowest, *(module for module, _ in found_at)):
+        _, arguments = plan[module]
+        meshes[id(arguments["mesh"]), id(arguments.get("dp_mesh_dims"))] = names[module] or "the model"
+    if len(meshes) > 1:
+        raise ValueError(
+            f"shard_model: {' and '.join(fqn for _, fqn in found_at)} are tied, but their groups, and the "
+            f"one around both, are sharded over different meshes ({', '.join(meshes.values())}). Give them "
+            "one strategy, or untie them."
+        )
+
+
+def _warn_of_large_root(model: nn.Module, own: dict[nn.Module, list[nn.Module]], ignored: set[int]) -> None:
+    """Say so if most of the model is in the root's group, with parameters that tie groups together."""
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    for owner, modules in own.items():
+        for param in {p for module in modules for p in module._parameters.values() if p is not None}:
+            if id(param) not in ignored:
+                owners.setdefault(param, []).append(owner)
+    names = {param: clean(name) for name, param in model.named_parameters()}
+    kept = {names[p]: p.numel() for p, found in owners.items() if found[0] is model or len(found) > 1}
+    total = sum(param.numel() for param in model.parameters() if id(param) not in ignored)
+    if 2 * sum(kept.values()) <= total:
+        return
+    largest = sorted(kept, key=lambda name: -kept[name])[:3]
+    numel = sum(kept.values())
+    warnings.warn(
+        f"shard_model: the root's own group keeps {numel:,} of {total:,} parameters, {numel / total:.0%}. "
+        "They are communicated in one piece, with little to overlap it, and are all in memory through "
+        f"forward and backward. The largest are {', '.join(largest)}. Choose the modules they are in with "
+        "wrap=.",
+        stacklevel=3,
+    )

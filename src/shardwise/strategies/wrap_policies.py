@@ -1,0 +1,393 @@
+"""Which modules become groups: policies over module trees."""
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Collection, Mapping, Set
+from typing import Any, Protocol
+
+from torch import nn
+
+from shardwise.strategies.wrapping import _choose_each, _choose_recursively, _inside, _repeated
+
+_log = logging.getLogger("shardwise")
+
+_Ask = Callable[[nn.Module, bool, int], Any]
+"""(module, whether to descend into it or else to choose it, parameters not chosen yet) -> yes or no."""
+
+
+class WrapPolicy(Protocol):
+    """Chooses the modules that become groups. Anything with this method is one."""
+
+    def choose(self, model: nn.Module, ignored: Set[int]) -> list[nn.Module]:
+        """The modules of ``model`` to shard, without ``model`` itself.
+
+        ``ignored`` holds the ids of parameters that are not to be managed. Must come out the same on every
+        rank.
+        """
+        ...
+
+
+Wrap = type[nn.Module] | Collection[type[nn.Module]] | Callable[..., bool] | WrapPolicy
+"""What ``wrap=`` may be: classes, a function of a module, or a policy."""
+
+
+class WrapClasses:
+    """Every module of some classes, subclasses included, becomes a group.
+
+    Args:
+        classes: a module class, or a set, list or tuple of them. Where matches lie inside each other, each
+            becomes a group, the inner ones first.
+
+    Raises:
+        TypeError: something else than module classes.
+        ValueError: no class; or, from ``choose``, a module without a forward is of one of them.
+
+    Example::
+
+        shard_model(model, wrap=WrapClasses({TransformerBlock, nn.Embedding}))
+        shard_model(model, wrap={TransformerBlock, nn.Embedding})  # the same
+    """
+
+    def __init__(self, classes: type[nn.Module] | Collection[type[nn.Module]]) -> None:
+        self.classes = _check_classes(classes, "WrapClasses: classes")
+
+    def choose(self, model: nn.Module, ignored: Set[int] = frozenset()) -> list[nn.Module]:
+        """The modules inside ``model`` of these classes, children before parents."""
+        return _choose_each(self, model, ignored, lambda _, module: isinstance(module, self.classes))
+
+    def __repr__(self) -> str:
+        return f"WrapClasses({', '.join(cls.__name__ for cls in self.classes)})"
+
+
+class WrapWhere:
+    """Every module for which a function says so becomes a group.
+
+    Args:
+        predicate: ``(module) -> bool`` or ``(name, module) -> bool``, with the module's name as in
+            ``model.named_modules()``. Must answer alike on every rank.
+
+    Raises:
+        TypeError: ``predicate`` takes other arguments; or it answers with a dict, as functions for torch's
+            ``CustomPolicy`` may: settings of single modules go into ``overrides=``.
+        ValueError: from ``choose``, for a module without a forward.
+
+    Example::
+
+        shard_model(model, wrap=WrapWhere(lambda name, module: name.startswith("layers.")))
+    """
+
+    def __init__(self, predicate: Callable[..., bool]) -> None:
+        style = _style(predicate, "WrapWhere: predicate")
+        if style == "recursive":
+            raise TypeError(
+                f"WrapWhere: {_text(predicate)} takes the arguments of FSDP1's recursive policies. Pass it "
+                "to WrapRecursively, or a function of (module) or of (name, module)."
+            )
+        self.predicate = predicate
+        self._takes_name = style == "named"
+
+    def choose(self, model: nn.Module, ignored: Set[int] = frozenset()) -> list[nn.Module]:
+        """The modules inside ``model`` that the predicate wants, children before parents."""
+        return _choose_each(self, model, ignored, self._wants)
+
+    def _wants(self, name: str, module: nn.Module) -> bool:
+        answer = self.predicate(name, module) if self._takes_name else self.predicate(module)
+        if isinstance(answer, dict):
+            raise TypeError(
+                f"{self!r} answered with a dict for '{name}'. It chooses modules only: answer True or False, "
+                "and give settings of single groups to shard_model(overrides={...})."
+            )
+        return bool(answer)
+
+    def __repr__(self) -> str:
+        return f"WrapWhere({_text(self.predicate)})"
+
+
+class WrapRecursively:
+    """FSDP1's ``auto_wrap_policy``: a function that is asked on the way down and on the way up.
+
+    For each module it is first asked with ``recurse=True`` and the number of parameters inside; if it
+    declines, neither the module nor anything inside becomes a group. Else its children are gone through,
+    and then it is asked with ``recurse=False`` and the number of parameters inside that no chosen module
+    has taken. A parameter counts once, an ignored one not at all.
+
+    The modules are those that ``FullyShardedDataParallel`` wraps, but for three kinds, which cannot work
+    or have nothing to do as groups and are passed over: modules without a forward (``nn.ModuleList``),
+    whose parameters then count for the module around; modules without parameters; and a second place of
+    one module. Two chosen modules may share a parameter, which FSDP1 did not support.
+
+    Args:
+        policy: ``(module, recurse, nonwrapped_numel) -> bool``; the last may be called
+            ``unwrapped_params``, as in torch 1.11, or be left to ``**kwargs``. ``functools.partial`` gives
+            further arguments. The functions and ``ModuleWrapPolicy`` of ``torch.distributed.fsdp.wrap``
+            will do.
+
+    Raises:
+        TypeError: ``policy`` takes other arguments, or needs some that are not given.
+
+    Example::
+
+        def policy(module, recurse, nonwrapped_numel, limit):
+            return recurse or nonwrapped_numel >= limit
+
+        shard_model(model, wrap=WrapRecursively(functools.partial(policy, limit=10_000)))
+    """
+
+    def __init__(self, policy: Callable[..., bool]) -> None:
+        self._ask = _asking(policy, _signature(policy, "WrapRecursively: policy"))
+        self.policy = policy
+
+    def choose(self, model: nn.Module, ignored: Set[int] = frozenset()) -> list[nn.Module]:
+        """The modules inside ``model`` that the function wants, children before parents."""
+        return _choose_recursively(model, ignored, self._ask)
+
+    def __repr__(self) -> str:
+        return f"WrapRecursively({_text(self.policy)})"
+
+
+class WrapBySize:
+    """Modules become groups of at least some number of parameters, from the leaves up.
+
+    A module is chosen if the parameters inside it, without those of modules chosen inside it, are
+    enough. What is left over at the top stays with the model.
+
+    Args:
+        min_num_params: how many parameters are enough. The default is that of FSDP1 and FairScale, for
+            models of billions.
+        keep_whole: classes whose modules are not divided and, as in FSDP1, not chosen: they belong to the
+            group around. ``nn.MultiheadAttention`` uses parameters of modules inside it without calling
+            these.
+        descend_only: classes whose modules are not chosen themselves, only modules inside them. Modules
+            without a forward never are.
+
+    Raises:
+        TypeError, ValueError: ``min_num_params`` is no number above 0; the others no module classes.
+
+    Example::
+
+        shard_model(model, wrap=WrapBySize(20_000_000))
+    """
+
+    def __init__(
+        self,
+        min_num_params: int = int(1e8),
+        *,
+        keep_whole: Collection[type[nn.Module]] = (nn.MultiheadAttention,),
+        descend_only: Collection[type[nn.Module]] = (nn.ModuleList, nn.ModuleDict),
+    ) -> None:
+        if isinstance(min_num_params, bool) or not isinstance(min_num_params, (int, float)):
+            raise TypeError(f"WrapBySize: min_num_params is {_kind(min_num_params)}; pass a number.")
+        if not min_num_params > 0:
+            raise ValueError(
+                f"WrapBySize: min_num_params is {min_num_params}; it is the least number of parameters of a "
+                "group. Pass one above 0."
+            )
+        self.min_num_params = min_num_params
+        self.keep_whole = _check_classes(keep_whole, "WrapBySize: keep_whole", may_be_empty=True)
+        self.descend_only = _check_classes(descend_only, "WrapBySize: descend_only", may_be_empty=True)
+
+    def choose(self, model: nn.Module, ignored: Set[int] = frozenset()) -> list[nn.Module]:
+        """The modules inside ``model`` that are large enough, children before parents."""
+        return _choose_recursively(model, ignored, self._ask)
+
+    def _ask(self, module: nn.Module, recurse: bool, num_params: int) -> bool:
+        if recurse:
+            return not isinstance(module, self.keep_whole)
+        return num_params >= self.min_num_params and not isinstance(module, self.descend_only)
+
+    def __repr__(self) -> str:
+        return f"WrapBySize(min_num_params={self.min_num_params:_.0f})"
+
+
+class WrapRepeated:
+    """The repeated blocks of a model become groups. This is what ``wrap=None`` means.
+
+    Blocks are modules of which two or more of the same class, with parameters, are children of the same
+    ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential``; the outermost such. Nothing inside a block is
+    chosen. A module that stands in several places counts once. The choice is logged, at level INFO, by the
+    logger "shardwise".
+
+    Example::
+
+        WrapRepeated().choose(model)  # [model.blocks[0], model.blocks[1], ...]
+    """
+
+    def choose(self, model: nn.Module, ignored: Set[int] = frozenset()) -> list[nn.Module]:
+        """The blocks of ``model``, children before parents; none if nothing is repeated."""
+        runs = _repeated(model, ignored)
+        names = _inside(model)
+        shown = [
+            f"{len(run)} x {cls.__name__} ({range_of_names([names[m] for m in run])})" for cls, run in runs
+        ]
+        what = ", ".join(shown) or "no module besides the model itself, as nothing in it is repeated"
+        _log.info("shard_model: chose %s", what)
+        wanted = {module for _, run in runs for module in run}
+        return [module for module in names if module in wanted]
+
+    def __repr__(self) -> str:
+        return "WrapRepeated()"
+
+
+# --- from the argument to a policy ----------------------------------------------------------------
+
+
+def as_policy(wrap: Any) -> WrapPolicy:
+    """The policy that the argument ``wrap=`` of ``shard_model`` means.
+
+    Args:
+        wrap: None (the repeated blocks); a module class, or a set, list or tuple of them; a function of
+            ``(module)``, of ``(name, module)`` or of FSDP1's ``(module, recurse, nonwrapped_numel)``; or an
+            object with a method ``choose``. Functions are told apart by their signatures.
+
+    Raises:
+        TypeError: anything else.
+
+    Example::
+
+        as_policy({TransformerBlock})  # WrapClasses(TransformerBlock)
+    """
+    if wrap is None:
+        return WrapRepeated()
+    if isinstance(wrap, (Set, list, tuple)) or (isinstance(wrap, type) and issubclass(wrap, nn.Module)):
+        return WrapClasses(_check_classes(wrap, "shard_model: wrap"))
+    if not isinstance(wrap, (type, nn.Module)):
+        if callable(getattr(wrap, "choose", None)):
+            return wrap
+        if callable(wrap):
+            is_recursive = _style(wrap, "shard_model: wrap") == "recursive"
+            return WrapRecursively(wrap) if is_recursive else WrapWhere(wrap)
+    raise TypeError(f"shard_model: wrap is {_kind(wrap)}. {_advice(wrap)}")
+
+
+def _advice(wrap: Any) -> str:
+    if isinstance(wrap, nn.Module):
+        return f"Pass its class, {type(wrap).__name__}, or a function that tells which modules to shard."
+    if isinstance(wrap, type) and hasattr(wrap, "choose"):
+        return f"Pass an instance: {wrap.__name__}(...)."
+    if type(wrap).__module__.startswith("torch.distributed.fsdp"):
+        return (
+            "It works inside FullyShardedDataParallel only. Pass the function that it was made of as wrap=, "
+            "and settings of single modules, if that returns any, as overrides=."
+        )
+    return (
+        "Pass a module class or a set of them, a function of (module), (name, module) or (module, recurse, "
+        "nonwrapped_numel), a policy such as WrapBySize(...), or None for the repeated blocks."
+    )
+
+
+def _check_classes(classes: Any, where: str, may_be_empty: bool = False) -> tuple[type[nn.Module], ...]:
+    """``classes`` as a tuple, those of a set in the order of their names, which all ranks share."""
+    if isinstance(classes, type):
+        classes = (classes,)
+    if not isinstance(classes, (Set, list, tuple)):
+        raise TypeError(f"{where} is {_kind(classes)}; pass a module class or a set of them.")
+    for each in classes:
+        if not (isinstance(each, type) and issubclass(each, nn.Module)):
+            hint = "pass module classes"
+            if isinstance(each, nn.Module):
+                hint += ". To choose single modules, pass a function: lambda module: module in {...}"
+            elif isinstance(each, str):
+                hint += ". To choose by name, pass a function: lambda name, module: name in {...}"
+            raise TypeError(f"{where} contains {_kind(each)}; {hint}.")
+    if not classes and not may_be_empty:
+        raise ValueError(f"{where} is empty; pass a module class, or wrap=None for the repeated blocks.")
+    if isinstance(classes, Set):
+        return tuple(sorted(classes, key=lambda cls: (cls.__name__, cls.__module__, cls.__qualname__)))
+    return tuple(dict.fromkeys(classes))
+
+
+def _style(function: Any, where: str) -> str:
+    """Which kind of function this is by its signature: of "module", "named" or "recursive"."""
+    parameters = _signature(function, where).parameters
+    required = [p for p in parameters.values() if p.default is p.empty]
+    num_positional = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in required)
+    kinds = {p.kind for p in parameters.values()}
+    takes_anything = kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    is_named = not {"recurse", "nonwrapped_numel", "unwrapped_params"}.isdisjoint(parameters)
+    if num_positional >= 3 or is_named or takes_anything:
+        return "recursive"
+    if num_positional in (1, 2) and not any(p.kind is p.KEYWORD_ONLY for p in required):
+        return ("module", "named")[num_positional - 1]
+    raise TypeError(
+        f"{where} is {_text(function)}, which takes ({_shown(parameters)}). Pass a "
+        "function of (module), of (name, module) or of (module, recurse, nonwrapped_numel); give further "
+        "arguments defaults, or values with functools.partial."
+    )
+
+
+def _shown(parameters: Mapping[str, inspect.Parameter]) -> str:
+    """Their names, without the annotations."""
+    stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    return ", ".join(stars.get(each.kind, "") + name for name, each in parameters.items())
+
+
+def _signature(function: Any, where: str) -> inspect.Signature:
+    if isinstance(function, type) or not callable(function):
+        raise TypeError(f"{where} is {_kind(function)}; pass a function.")
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{where} is {_text(function)}, which does not say what arguments it takes. Pass a function that "
+            "calls it: lambda module: ..."
+        ) from None
+
+
+def _asking(policy: Callable[..., Any], signature: inspect.Signature) -> _Ask:
+    """``policy`` as a function of three positional arguments, whatever names it has for them.
+
+    By name where it can be, since a partial makes arguments after those it gives keyword-only.
+    """
+    size = "unwrapped_params" if "unwrapped_params" in signature.parameters else "nonwrapped_numel"
+    forms: list[Callable[[nn.Module, bool, int], tuple[tuple[Any, ...], dict[str, Any]]]] = [
+        lambda module, recurse, numel: ((module,), {"recurse": recurse, size: numel}),
+        lambda module, recurse, numel: ((), {"module": module, "recurse": recurse, size: numel}),
+        lambda module, recurse, numel: ((module, recurse), {size: numel}),
+        lambda module, recurse, numel: ((module, recurse, numel), {}),
+        lambda module, recurse, numel: ((module,), {"recurse": recurse}),
+    ]
+    for form in forms:
+        args, kwargs = form(nn.Module(), True, 0)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            continue
+
+        def ask(module: nn.Module, recurse: bool, numel: int, form: Any = form) -> Any:
+            args, kwargs = form(module, recurse, numel)
+            return policy(*args, **kwargs)
+
+        return ask
+    raise TypeError(
+        f"WrapRecursively: {_text(policy)} takes ({_shown(signature.parameters)}), and would be "
+        "given (module, recurse, nonwrapped_numel). Give values to further arguments with functools.partial; "
+        "pass a function of (module) or of (name, module) to WrapWhere."
+    )
+
+
+def range_of_names(names: list[str]) -> str:
+    """One or two names as they are, more as the first and the last."""
+    return ", ".join(names) if len(names) <= 2 else f"{names[0]} ... {names[-1]}"
+
+
+def _kind(value: Any) -> str:
+    """What was passed, for messages."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return repr(value) if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
+
+
+def _text(value: Any) -> str:
+    """A policy, a function, or an argument that a partial gives it, without addresses."""
+    if isinstance(value, functools.partial):
+        given = [_text(each) for each in value.args]
+        given += [f"{name}={_text(each)}" for name, each in value.keywords.items()]
+        return f"partial({', '.join([_text(value.func), *given])})"
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return repr(value)
+    if isinstance(value, (Set, list, tuple)):
+        return f"{{{', '.join(sorted(map(_text, value)))}}}"
+    if hasattr(type(value), "choose") and type(value).__repr__ is not object.__repr__:
+        return repr(value)
+    return getattr(value, "__name__", None) or type(value).__name__

@@ -1,0 +1,254 @@
+"""Process groups: collectives, subgroups, stores, and the ends of waits."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import cache
+from threading import Lock
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# --- process groups -------------------------------------------------------------------------------
+
+# torch 2.13 renamed these methods and warns on the old names, which are all that 2.11 has.
+_GATHER = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
+_REDUCE = (
+    "reduce_scatter_single" if hasattr(dist.ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
+)
+_GATHER_MANY = (
+    "all_gather_single_coalesced"
+    if hasattr(dist.ProcessGroup, "all_gather_single_coalesced")
+    else "allgather_into_tensor_coalesced"
+)
+_REDUCE_MANY = (
+    "reduce_scatter_single_coalesced"
+    if hasattr(dist.ProcessGroup, "reduce_scatter_single_coalesced")
+    else "reduce_scatter_tensor_coalesced"
+)
+
+
+@cache
+def _gather_options(is_async: bool) -> Any:
+    options = dist.distributed_c10d.AllgatherOptions()
+    options.asyncOp = is_async
+    return options
+
+
+def all_gather(pg: dist.ProcessGroup, output: Tensor, source: Tensor, is_async: bool) -> Any:
+    """One all-gather; the work handle (None if ``is_async`` is False and the back end has none)."""
+    return getattr(pg, _GATHER)(output, source, _gather_options(is_async))
+
+
+def all_gather_coalesced(
+    pg: dist.ProcessGroup, outputs: Sequence[Tensor], sources: Sequence[Tensor], is_async: bool
+) -> Any:
+    """Several all-gathers as one call; there is no public function for that (a private context)."""
+    return getattr(pg, _GATHER_MANY)(outputs, sources, _gather_options(is_async))
+
+
+@cache
+def _reduce_options(op: Any, is_async: bool) -> Any:
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = op
+    options.asyncOp = is_async
+    return options
+
+
+def reduce_scatter(pg: dist.ProcessGroup, output: Tensor, source: Tensor, op: Any, is_async: bool) -> Any:
+    """One reduce-scatter."""
+    return getattr(pg, _REDUCE)(output, source, _reduce_options(op, is_async))
+
+
+def reduce_scatter_coalesced(
+    pg: dist.ProcessGroup,
+    outputs: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    op: Any,
+    is_async: bool,
+) -> Any:
+    """Several reduce-scatters as one call."""
+    return getattr(pg, _REDUCE_MANY)(outputs, sources, _reduce_options(op, is_async))
+
+
+def backend_name(pg: dist.ProcessGroup, device: torch.device) -> str:
+    """What serves ``device`` in ``pg``; ``dist.get_backend`` says "undefined" where several do."""
+    try:
+        return pg._get_backend(device).name().lower()
+    except (RuntimeError, AttributeError, TypeError):  # a process group that is written in Python
+        return str(dist.get_backend(pg)).lower()
+
+
+def subgroup(
+    parent: dist.ProcessGroup,
+    members: Iterable[int],
+    device: torch.device,
+    purpose: str,
+    backend: str | None = None,
+) -> dist.ProcessGroup:
+    """A process group of some ranks of ``parent``, of its timeout and back end or another. Only members call.
+
+    ``dist.new_group`` takes the name from how many groups a rank is in, so ranks that are in different
+    numbers of them wait for each other for ever. Here the name says what the group is.
+
+    No communication yet: see ``connect``.
+    """
+    c10d = dist.distributed_c10d
+    all_ranks = dist.get_process_group_ranks(parent)
+    ranks = [all_ranks[member] for member in members]
+    own = ranks.index(dist.get_rank())
+    name = f"shardwise_{purpose}_{parent.group_name}_{'_'.join(map(str, ranks))}"
+    while name in c10d._world.pg_names.values():  # of an earlier model: made as often on all ranks
+        name += "'"
+    timeout = timeout_of(parent, device)
+    make: Any = c10d._new_process_group_helper
+    with _world_stays_whole():
+        pg, _ = make(
+            len(ranks),
+            own,
+            ranks,
+            c10d.Backend(backend or backend_name(parent, device)),
+            job_store(),
+            name,
+            timeout=timeout,
+        )
+    c10d._world.pg_group_ranks[pg] = {rank: index for index, rank in enumerate(ranks)}
+    return pg
+
+
+_BOUND_DEVICE_LOCK = Lock()  # a checkpoint in the background makes a group of its own
+
+
+@contextmanager
+def _world_stays_whole() -> Iterator[None]:
+    """Inside, process groups are made without splitting the communicator of the whole world.
+
+    After ``init_process_group(device_id=...)`` torch makes the communicator of a group by such a split, at
+    the first collective. All ranks of the world have to take part in it, also those that are not in the group
+    and do not even know of it: other stages of a pipeline, ranks without a sharded model. Torch reads whether
+    to split from the device that the default group is bound to; nothing public says so.
+    """
+    world = dist.group.WORLD
+    if world is None or getattr(world, "bound_device_id", None) is None:
+        yield
+        return
+    with _BOUND_DEVICE_LOCK:
+        device, world.bound_device_id = world.bound_device_id, None
+        try:
+            yield
+        finally:
+            world.bound_device_id = device
+
+
+def connect(pg: dist.ProcessGroup, device: torch.device) -> None:
+    """Have the members of ``pg`` connect now, once. Back ends such as NCCL do so at the first collective
+    otherwise, which may be in the midst of other communication; there is no public way to ask for it."""
+    try:
+        backend = pg._get_backend(device)
+    except (RuntimeError, AttributeError, TypeError):  # a process group that is written in Python
+        return
+    if getattr(backend, "supports_splitting", False):  # as torch asks: those that have a communicator
+        backend.eager_connect_single_device(device)
+
+
+def timeout_of(pg: dist.ProcessGroup | None, device: torch.device) -> timedelta:
+    """How long collectives of ``pg`` may take; nothing public tells."""
+    try:
+        assert pg is not None
+        return pg._get_backend(device).options._timeout  # type: ignore[no-any-return]
+    except (RuntimeError, AttributeError, TypeError, AssertionError):
+        return dist.distributed_c10d.default_pg_timeout
+
+
+def job_store() -> dist.Store:
+    """The key-value store of the job; no public function gives it."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def job_store_client() -> dist.Store:
+    """The same with a connection of its own, which no other thread's waiting holds up.
+
+    Stores that cannot be cloned (in memory, in a file) have no connections.
+    """
+    store: Any = job_store()
+    with suppress(RuntimeError, AttributeError, NotImplementedError):
+        store = store.clone()
+    return store
+
+
+def is_fake(pg: dist.ProcessGroup) -> bool:
+    """True where a back end only pretends to communicate, as in plans for more ranks than there are."""
+    return "fake" in str(dist.get_backend(pg)).lower()
+
+
+_TAG_OF_NOTHING = 0x59FFFFFF
+
+
+def end_waits(pg: dist.ProcessGroup) -> None:
+    """Have every wait of this process in ``pg`` raise now. The process group is of no use afterwards.
+
+    gloo's ``abort`` does not end waits (seen on 2.13), but a receive that times out closes the connections
+    of its process group, upon which all waits in it raise, on both sides.
+    """
+    for kind in group_devices(pg):
+        device = torch.device(kind)
+        name = backend_name(pg, device)
+        if name == "gloo":
+            for peer in set(range(pg.size())) - {pg.rank()}:  # some may have closed theirs already
+                with suppress(RuntimeError):
+                    work = pg.recv([torch.empty(1)], peer, _TAG_OF_NOTHING)
+                    work.wait(timedelta(milliseconds=1))
+        elif name in ("nccl", "xccl"):  # not run here
+            with suppress(RuntimeError, AttributeError):
+                pg._get_backend(device).abort()
+
+
+def is_timeout(error: Exception) -> bool:
+    """Whether the timeout of the process group has passed: back ends say so in the text alone."""
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text
+
+
+def is_communication_error(error: Exception) -> bool:
+    """Whether a back end has raised it. gloo raises plain RuntimeErrors, with its file names in them."""
+    if isinstance(error, dist.DistError):
+        return True
+    return type(error) is RuntimeError and any(
+        each in str(error) for each in ("gloo", "pair closure", "Operation timed out!")
+    )
+
+
+def ranks_of(pg: dist.ProcessGroup) -> list[int]:
+    """Global ranks of the members of ``pg``."""
+    return list(dist.get_process_group_ranks(pg))
+
+
+def can_allocate(pg: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the back end of ``pg`` has an allocator of its own for ``device``."""
+    try:
+        return bool(pg._get_backend(device).supports_tensor_alloc(device))
+    except (RuntimeError, AttributeError, TypeError):
+        return False
+
+
+def allocate_from_group(
+    pg: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A tensor from the allocator of the back end of ``pg``; there is no public function for it."""
+    return pg._get_backend(device).allocate_tensor(numel, dtype=dtype, device=device)
+
+
+def symmetric_buffer(pg: dist.ProcessGroup, num_bytes: int, device: torch.device) -> Tensor:
+    """A buffer of bytes that all ranks of ``pg`` see; collective. torch's module for it is still private."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    buffer = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+    symmetric.rendezvous(buffer, pg.group_name)
+    return buffer
+
+
+def group_devices(pg: dist.ProcessGroup) -> set[str]:
+    """Device types for which ``pg`` has a back end; empty where it does not say (threads as ranks)."""
+    return {device.type for device in pg._device_types}

@@ -1,0 +1,109 @@
+"""Cheap DTensors, and meshes beyond the public slicing."""
+
+from collections.abc import Callable
+from functools import cache
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+# --- DTensor --------------------------------------------------------------------------------------
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """``Shard(dim)`` of what ``split_factor`` ranks of later mesh dims had split before. Private in torch,
+    but what torch's own composition of tensor parallelism and sharding rests on."""
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def is_strided_shard(placement: Placement) -> bool:
+    """True for what ``strided_shard`` makes; it is no ``Shard``."""
+    return isinstance(placement, _StridedShard)
+
+
+def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """The mesh of all dims of ``meshes``, slices of one root, in this order.
+
+    Public slicing (``root["dp", "tp"]``) keeps the root's order of dims, which may be the other one.
+    """
+    return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)
+
+
+def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """All dims of ``mesh`` as one; torch documents it, but with an underscore."""
+    return mesh._flatten()
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that ``mesh`` was sliced from, or itself. Nothing public tells."""
+    return mesh._get_root_mesh()
+
+
+def sharded_spec(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    full: Tensor | torch.Size,
+    dtype: torch.dtype,
+) -> DTensorSpec:
+    """A DTensorSpec for a contiguous full tensor of shape ``full``, to be made once and shared."""
+    shape = torch.Size(full if isinstance(full, torch.Size) else full.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+def make_dtensor(local: Tensor, spec: DTensorSpec, cls: type[DTensor] = DTensor) -> DTensor:
+    """A DTensor over ``local``, 8 times cheaper than ``DTensor.from_local`` (1.9 against 15.6 us).
+
+    Its ``__init__`` is passed over: it does nothing but import all of ``torch._dynamo``, and with it
+    torch's FSDP, the first time.
+    """
+    return DTensor.__new__(cls, local, spec, requires_grad=False)
+
+
+@cache
+def keep_views_of_complex_sharded() -> None:
+    """Have ``torch.view_as_real`` of any DTensor be a view, as it is of plain tensors.
+
+    Where rows are uneven, or fewer than the ranks, torch 2.13 gathers first. Its optimizers update complex
+    parameters through ``view_as_real``, so that all but weight decay goes to a copy and is lost. There is a
+    public way to register how an operator shards, but it leaves out tensors with fewer rows than ranks.
+    """
+    from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy
+
+    def as_given(schema: OpSchema) -> OpStrategy:
+        given: Any = schema.args_schema[0]
+        specs = [strategy.output_spec for strategy in given.strategies]
+        return OpStrategy(
+            [
+                OpSpec(
+                    DTensorSpec(spec.mesh, spec.placements), input_specs=(spec,), redistribute_cost=[[0.0]]
+                )
+                for spec in specs
+            ]
+        )
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagator.register_op_strategy(torch.ops.aten.view_as_real.default, as_given)
+
+
+local_tensor: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
+"""The local tensor itself; ``to_local()`` of a Parameter makes a new view at each call."""
+
+
+spec_of: Callable[[Tensor], DTensorSpec] = attrgetter("_spec")
+"""Mesh, placements and whole shape of a DTensor, as one object that can be told apart by identity."""
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor, and any other tensor itself."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def set_local_tensor(tensor: Tensor, local: Tensor) -> None:
+    """Let ``tensor`` stand on ``local``, which has the same shape, dtype and device as before."""
+    tensor._local_tensor = local  # type: ignore[attr-defined]

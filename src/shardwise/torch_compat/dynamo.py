@@ -1,0 +1,81 @@
+"""What ``torch.compile`` traces, and what it must leave alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def run_outside_graphs(function: Callable[..., Any]) -> None:
+    """Have ``torch.compile`` leave alone the frame of ``function`` and of all that it calls.
+
+    Where it is called from a frame that is being traced, it is traced as well.
+    """
+    _set_frame_action(function, inside="SKIP")
+
+
+def break_graphs(function: Callable[..., Any]) -> None:
+    """As ``run_outside_graphs``; a frame that is being traced is cut in two where it calls ``function``.
+
+    As ``torch.compiler.disable`` does, by the marks that it leaves; but that puts a wrapper around the
+    function, which costs 1 to 3 us a call, and imports dynamo.
+    """
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = "shardwise gathers, frees and reduces here"
+    run_outside_graphs(function)
+
+
+def skip_frame(function: Callable[..., Any]) -> None:
+    """Have ``torch.compile`` pass by the frame of ``function``, as it does by torch's own, but not by what it
+    calls."""
+    _set_frame_action(function, inside="DEFAULT")
+
+
+def _set_frame_action(function: Callable[..., Any], inside: str) -> None:
+    frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
+    actions = frames._FrameAction
+    strategy = frames._FrameExecStrategy(actions.SKIP, getattr(actions, inside))
+    frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+# torch 2.11 cannot trace that an entry of ``module.__dict__`` goes; in graphs the full tensor then takes the
+# place of the shard itself, where nobody but the graph sees it: what is traced does not happen to the module.
+# But what stands there afterwards is what was put back, so that must be what had stood there.
+RESTORES_ALL_IN_GRAPHS = not torch.__version__.startswith(("2.11.", "2.12."))
+
+
+def shadow_in_graph(module: nn.Module, name: str, full: Tensor) -> None:
+    """Let what is traced next see ``full`` as ``module.<name>``."""
+    if RESTORES_ALL_IN_GRAPHS:
+        module.__dict__[name] = full
+    else:
+        module._parameters[name] = full  # type: ignore[assignment]
+
+
+def unshadow_in_graph(module: nn.Module, name: str, sharded: nn.Parameter) -> None:
+    """Let what is traced next see the parameter."""
+    if RESTORES_ALL_IN_GRAPHS:
+        module.__dict__.pop(name)
+    else:
+        module._parameters[name] = sharded
+
+
+def is_shadowed(module: nn.Module, name: str) -> bool:
+    """True if ``module.<name>`` is not the registered parameter."""
+    return name in module.__dict__
+
+
+def allowed_in_checkpoints(function: Callable[..., None], *args: Any) -> None:
+    """While tracing, call ``function``, which changes modules and will have changed them back.
+
+    Inside activation checkpointing dynamo refuses all changes of objects from outside, also where nothing
+    remains of them. It lets torch's own pass by this function; there is no public one.
+    """
+    torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(function, *args)
+
+
+def refuse_graph(reason: str) -> None:
+    """While tracing, break the graph; with ``fullgraph=True`` an error that gives the reason."""
+    torch._dynamo.graph_break(msg=reason)
