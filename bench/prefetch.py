@@ -35,7 +35,7 @@ from gpt import GPT, batch_of
 from torch import nn
 
 from shardwise import CommPolicy, shard_model
-from shardwise.fsdp_module import sharded_members
+from shardwise.engine.members import sharded_members
 
 SETTINGS = {
     "default": CommPolicy(),

@@ -17,7 +17,8 @@ from reference import full
 from torch import Tensor, nn
 
 from shardwise import fully_shard
-from shardwise.checkpoint.checkpoint import Loaded, load_checkpoint, save_checkpoint
+from shardwise.checkpoint.load import Loaded, load_checkpoint
+from shardwise.checkpoint.save import save_checkpoint
 
 BATCH_SIZE = 12
 HALF = 2  # steps

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise import fully_shard
 from shardwise.comm import buffers
 from shardwise.engine.group import GradientState, State
-from shardwise.fsdp_module import sharded_members
+from shardwise.engine.members import sharded_members
 
 BATCH_SIZE = 12  # divisible by 1, 2, 3 and 4 ranks
 

@@ -44,7 +44,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
 from shardwise import fully_shard
-from shardwise.checkpoint.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from shardwise.checkpoint.calls import latest_checkpoint
+from shardwise.checkpoint.load import load_checkpoint
+from shardwise.checkpoint.save import save_checkpoint
 
 # --- from any world to any other ------------------------------------------------------------------
 

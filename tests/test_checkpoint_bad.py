@@ -29,7 +29,9 @@ from meshed import refusal
 from torch import nn
 
 from shardwise import EMA, fully_shard, save_safetensors
-from shardwise.checkpoint.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from shardwise.checkpoint.calls import latest_checkpoint
+from shardwise.checkpoint.load import load_checkpoint
+from shardwise.checkpoint.save import save_checkpoint
 from shardwise.state.partial_loads import mark_partly_loaded, why_partly_loaded
 
 

@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from shardwise import EMA
-from shardwise.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from shardwise.checkpoint.coverage import why_not_covered
+from shardwise.checkpoint.load import load_checkpoint
+from shardwise.checkpoint.save import save_checkpoint
+from shardwise.layout.coverage import why_not_covered
 from shardwise.layout.regions import Box
 
 

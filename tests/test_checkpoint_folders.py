@@ -20,8 +20,10 @@ from torch import nn
 
 from shardwise import fully_shard
 from shardwise.checkpoint import folders
-from shardwise.checkpoint.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from shardwise.checkpoint.calls import latest_checkpoint
 from shardwise.checkpoint.consensus import Team
+from shardwise.checkpoint.load import load_checkpoint
+from shardwise.checkpoint.save import save_checkpoint
 from shardwise.checkpoint.writing import write
 
 

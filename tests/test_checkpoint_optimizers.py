@@ -24,7 +24,8 @@ from reference import OptimizerByName
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from shardwise.checkpoint.load import load_checkpoint
+from shardwise.checkpoint.save import save_checkpoint
 
 
 class Kind(OptimizerByName):

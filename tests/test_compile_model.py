@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import MixedPrecisionPolicy, fully_shard
-from shardwise.fsdp_module import sharded_members
+from shardwise.engine.members import sharded_members
 
 HOWS = ["module", "function"]
 by_how = pytest.mark.parametrize("how", HOWS)

@@ -23,7 +23,7 @@ from torch._dynamo.utils import counters
 import shardwise
 from shardwise import FlatOptimizer, fully_shard, shard_model
 from shardwise.comm.full_tensors import full_values
-from shardwise.fsdp_module import sharded_members
+from shardwise.engine.members import sharded_members
 
 FORMS = [
     "plain",

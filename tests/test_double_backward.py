@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import CommPolicy
-from shardwise.fsdp_module import sharded_members
+from shardwise.engine.members import sharded_members
 
 RESHARD = [None, True, False]
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardwise import DataParallelMeshDims, MixedPrecisionPolicy, ShardPlacementResult, fully_shard
-from shardwise.fsdp_module import sharded_members
+from shardwise.engine.members import sharded_members
 from shardwise.params.bucket import Storage
 from shardwise.strategies import explain
 

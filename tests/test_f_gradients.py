@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise import CommPolicy
-from shardwise.fsdp_module import sharded_members
+from shardwise.engine.members import sharded_members
 
 WAYS = ["inside", "around", "pairs", "wrapper", "wrapped", "whole"]
 RESHARD = [None, True, False]

@@ -18,7 +18,7 @@ from scenario import Side, assert_same
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from shardwise.fsdp_module import sharded_members
+from shardwise.engine.members import sharded_members
 
 RESHARD = [None, True, False]
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard, inference, register_fsdp_forward_method
 from shardwise.engine.group import GATHERED
-from shardwise.fsdp_module import sharded_members
+from shardwise.engine.members import sharded_members
 
 
 class Path(nn.Module):

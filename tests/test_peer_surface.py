@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
-from shardwise.fsdp_module import sharded_members
+from shardwise.engine.members import sharded_members
 
 OURS, PEERS = "shardwise", "torch.distributed.fsdp"
 

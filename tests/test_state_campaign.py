@@ -54,7 +54,7 @@ from shardwise import (
     sync_module_states,
     unsharded,
 )
-from shardwise.fsdp_module import sharded_members
+from shardwise.engine.members import sharded_members
 
 Draw = dict[str, Any]
 Worlds = dict[int, World]

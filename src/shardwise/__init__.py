@@ -1,11 +1,13 @@
 """shardwise: train PyTorch models that do not fit on one device."""
 
-from shardwise.checkpoint.checkpoint import Loaded, latest_checkpoint, load_checkpoint, save_checkpoint
+from shardwise.checkpoint.calls import latest_checkpoint
+from shardwise.checkpoint.load import Loaded, load_checkpoint
 from shardwise.checkpoint.pending import PendingSave
+from shardwise.checkpoint.save import save_checkpoint
 from shardwise.checkpoint.stopping import StopSignal
 from shardwise.compile.options import compile_options
 from shardwise.engine.finalization import GradientReductionHandle
-from shardwise.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from shardwise.fsdp_module import FSDPModule, UnshardHandle
 from shardwise.fully_shard import fully_shard
 from shardwise.optim.clipping import clip_grad_norm_, grad_norms_by_module
 from shardwise.optim.flat_optimizer import FlatOptimizer
@@ -22,6 +24,7 @@ from shardwise.policies import (
     QuantizedReduction,
     ShardPlacementResult,
 )
+from shardwise.setup.forward_methods import register_fsdp_forward_method, share_comm_ctx
 from shardwise.state.contexts import inference, no_sync, unsharded
 from shardwise.state.ema import EMA
 from shardwise.state.export import save_safetensors

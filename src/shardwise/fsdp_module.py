@@ -1,30 +1,32 @@
 """FSDPModule: what a caller may do with a sharded module."""
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
-from shardwise.comm.communicators import make_communicator
 from shardwise.comm.custom import (
     CustomAllGather,
     CustomReduceScatter,
-    ProcessGroupMemory,
-    SymmetricMemory,
-    WithMemory,
 )
-from shardwise.comm.streams import has_streams, in_stream, is_of_device
-from shardwise.compile.hooks import wrap_method
+from shardwise.comm.streams import has_streams, in_stream
+from shardwise.engine.comm_choices import (
+    CUSTOM,
+    check_choice,
+    check_comm,
+    check_of_device,
+    communicate,
+    made,
+    with_memory,
+    with_symmetric_memory,
+)
 from shardwise.engine.finalization import GradientReductionHandle
 from shardwise.engine.group import Group
+from shardwise.engine.members import member_of, sharded_members
 from shardwise.engine.schedule import Member
 from shardwise.torch_compat import c10d
-
-_MEMBER = "_shardwise_member"
 
 
 class UnshardHandle:
@@ -57,7 +59,7 @@ class FSDPModule:
         of the mesh must call it in the same order.
         """
         check_bool("unshard", "async_op", async_op)
-        member = _member(self)
+        member = member_of(self)
         member.schedule.unshard_for_caller(member.group)
         handle = UnshardHandle(member.group)
         if not async_op:
@@ -70,7 +72,7 @@ class FSDPModule:
         Raises:
             RuntimeError: a full parameter was changed in place; the change would be lost.
         """
-        member = _member(self)
+        member = member_of(self)
         member.schedule.reshard_for_caller(member.group)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -116,16 +118,16 @@ class FSDPModule:
 
         An empty list turns prefetching off for this module. All ranks must choose the same.
         """
-        _member(self).group.forward_prefetch = _groups_of(modules, "set_modules_to_forward_prefetch")
-        _member(self).schedule.plan_changed()
+        member_of(self).group.forward_prefetch = _groups_of(modules, "set_modules_to_forward_prefetch")
+        member_of(self).schedule.plan_changed()
 
     def set_modules_to_backward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
         """Choose what this module's backward gathers ahead, in order, in place of the recorded order.
 
         An empty list turns prefetching off for this module. All ranks must choose the same.
         """
-        _member(self).group.backward_prefetch = _groups_of(modules, "set_modules_to_backward_prefetch")
-        _member(self).schedule.plan_changed()
+        member_of(self).group.backward_prefetch = _groups_of(modules, "set_modules_to_backward_prefetch")
+        member_of(self).schedule.plan_changed()
 
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = True) -> None:
         """Divide the sum of the ranks' gradients by ``factor`` instead of the world size."""
@@ -184,7 +186,7 @@ class FSDPModule:
         check_bool("set_may_be_unused", "may_be_unused", may_be_unused)
         for group in _groups(self, True, "set_may_be_unused"):
             group.may_be_unused = group.zeros_for_unused = may_be_unused
-        _member(self).schedule.prepare_anew()
+        member_of(self).schedule.prepare_anew()
 
     def set_reduce_ignored_params(self, reduce_ignored_params: bool, *, recurse: bool = True) -> None:
         """Average the gradients of ``ignored_params`` over the ranks at the end of each synchronised
@@ -200,8 +202,8 @@ class FSDPModule:
         variables "modified by an inplace operation": their memory was freed.
         """
         check_bool("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
-        _member(self).group.unshard_in_backward = unshard_in_backward
-        _member(self).schedule.plan_changed()
+        member_of(self).group.unshard_in_backward = unshard_in_backward
+        member_of(self).schedule.plan_changed()
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether full parameters keep their memory after they are resharded.
@@ -275,9 +277,9 @@ class FSDPModule:
 
         All parameters of the group then travel in one call, and are copied out of the buffer after it.
         """
-        _check_comm("set_custom_all_gather", comm)
-        _check_choice(self, "set_custom_all_gather", ["set_symm_mem_for_comm"])
-        _communicate(self, "set_custom_all_gather", make_gather=partial(_made, CustomAllGather, comm))
+        check_comm("set_custom_all_gather", comm)
+        check_choice(self, "set_custom_all_gather", ["set_symm_mem_for_comm"])
+        communicate(self, "set_custom_all_gather", make_gather=partial(made, CustomAllGather, comm))
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce-scatter the gradients of this module's group by ``comm``.
@@ -288,9 +290,9 @@ class FSDPModule:
 
         ``op`` is always a sum; the division comes after it.
         """
-        _check_comm("set_custom_reduce_scatter", comm)
-        _check_choice(self, "set_custom_reduce_scatter", ["set_symm_mem_for_comm", "register_comm_hook"])
-        _communicate(self, "set_custom_reduce_scatter", make_reduce=partial(_made, CustomReduceScatter, comm))
+        check_comm("set_custom_reduce_scatter", comm)
+        check_choice(self, "set_custom_reduce_scatter", ["set_symm_mem_for_comm", "register_comm_hook"])
+        communicate(self, "set_custom_reduce_scatter", make_reduce=partial(made, CustomReduceScatter, comm))
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Call ``hook`` with this module's reduced gradients, before they are added to ``.grad``.
@@ -308,7 +310,7 @@ class FSDPModule:
             raise TypeError(
                 f"set_all_reduce_hook: hook is {hook!r}, a {type(hook).__name__}; pass a function."
             )
-        group = _member(self).group
+        group = member_of(self).group
         if stream is not None:
             if any(not bucket.mesh.replicate.is_alone for bucket in group.buckets):
                 raise ValueError(
@@ -316,16 +318,16 @@ class FSDPModule:
                     "runs in a stream of its own; the hook runs there as well. Leave stream out."
                 )
             why = "the hook would not be ordered behind the reduction"
-            _check_of_device("set_all_reduce_hook", "Stream", stream, group.device, why)
+            check_of_device("set_all_reduce_hook", "Stream", stream, group.device, why)
             if has_streams(group.device):
                 hook = in_stream(hook, stream)
         group.all_reduce_hook = hook
-        _member(self).schedule.plan_changed()
+        member_of(self).schedule.plan_changed()
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Have the back end sum only, never average, for this module's group; the division comes after it."""
         check_bool("set_force_sum_reduction_for_comms", "enable", enable)
-        for bucket in _member(self).group.buckets:
+        for bucket in member_of(self).group.buckets:
             bucket.force_sums(enable)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -337,17 +339,17 @@ class FSDPModule:
         """
         check_bool("set_allocate_memory_from_process_group_for_comm", "enable", enable)
         method = "set_allocate_memory_from_process_group_for_comm"
-        group = _member(self).group
+        group = member_of(self).group
         if enable:
-            _check_choice(self, method, _CUSTOM)
+            check_choice(self, method, CUSTOM)
             pgs = [b.mesh.shard.pg for b in group.buckets if b.mesh.shard.pg is not None]
             if all(c10d.can_allocate(pg, group.device) for pg in pgs):
-                _communicate(self, method, make_gather=_with_memory, make_reduce=_with_memory)
+                communicate(self, method, make_gather=with_memory, make_reduce=with_memory)
             group.choices.add(method)
         elif method in group.choices:
             comms = group.buckets[0].comms  # alike in all of them
             made = {name: getattr(comms, name) for name in ("make_gather", "make_reduce")}
-            _communicate(self, method, **{name: None for name in made if made[name] is _with_memory})
+            communicate(self, method, **{name: None for name in made if made[name] is with_memory})
             group.choices.discard(method)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
@@ -357,14 +359,14 @@ class FSDPModule:
         """
         if backend != "NCCL":
             raise ValueError(f"set_symm_mem_for_comm: backend is {backend!r}; only 'NCCL' is supported.")
-        group = _member(self).group
+        group = member_of(self).group
         if group.device.type != "cuda":
             raise ValueError(
                 f"set_symm_mem_for_comm: the mesh is of {group.device.type}, and symmetric memory of NCCL is "
                 "memory of CUDA devices. Leave the call out."
             )
-        _check_choice(self, "set_symm_mem_for_comm", _CUSTOM)
-        _communicate(self, "set_symm_mem_for_comm", make_gather=_with_symmetric_memory)
+        check_choice(self, "set_symm_mem_for_comm", CUSTOM)
+        communicate(self, "set_symm_mem_for_comm", make_gather=with_symmetric_memory)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether reductions have a process group of their own, beside that of the gathers.
@@ -375,7 +377,7 @@ class FSDPModule:
         check_bool("set_separate_reduce_scatter_group", "enable", enable)
         for group in _groups(self, recurse, "set_separate_reduce_scatter_group"):
             group.separate_reduce_group = enable
-        _member(self).schedule.prepare_anew()
+        member_of(self).schedule.prepare_anew()
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many groups' full gradients may be on their way at once, beside those of the running group.
@@ -394,7 +396,7 @@ class FSDPModule:
             raise ValueError(f"{caller}: max_input_buffers is {max_input_buffers}; it must be 1 or more.")
         for group in _groups(self, recurse, "set_reduce_scatter_max_input_buffers"):
             group.max_reductions = max_input_buffers
-        _member(self).schedule.prepare_anew()
+        member_of(self).schedule.prepare_anew()
 
     def set_post_optim_event(self, event: Any) -> None:
         """Have the gathers of the next forward wait for ``event`` only, recorded after the optimizer's step.
@@ -416,11 +418,11 @@ class FSDPModule:
             model.set_post_optim_event(side.record_event())
             optimizer.zero_grad()
         """
-        member = _member(self)
+        member = member_of(self)
         device = member.group.device
         if event is not None or has_streams(device):
             why = "gathers would not wait for the optimizer"
-            _check_of_device("set_post_optim_event", "Event", event, device, why)
+            check_of_device("set_post_optim_event", "Event", event, device, why)
         member.schedule.post_optim_event = event
 
     def reset_iter_state(self) -> None:
@@ -449,81 +451,6 @@ else:
     ShardedModule = FSDPModule
 
 
-def share_comm_ctx(modules: "Sequence[FSDPModule]") -> None:
-    """Let several root modules communicate on the same streams, as chunks of a pipeline should.
-
-    Spares the memory that each stream's allocations would hold on to. On the host there are none.
-    """
-    if not isinstance(modules, (list, tuple)):
-        raise TypeError(
-            f"share_comm_ctx: modules is a {type(modules).__name__}; pass a list of sharded modules."
-        )
-    for index, module in enumerate(modules):
-        if not is_sharded(module):
-            raise TypeError(
-                f"share_comm_ctx: {type(module).__name__} at [{index}] is not sharded. Call fully_shard on "
-                "it first."
-            )
-    if modules:
-        first, *others = [_member(under_compile(module)).schedule for module in modules]
-        first.share_lanes(others)
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let ``module.<method_name>(...)`` gather parameters as ``module(...)`` does.
-
-    For modules that are run through other methods than forward, such as ``generate`` or ``encode``.
-    A module that is not sharded is left as it is, so that code need not ask.
-
-    Raises:
-        ValueError: the module has no method of this name.
-
-    Example::
-
-        register_fsdp_forward_method(model, "encode")
-        features = model.encode(images)
-    """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"register_fsdp_forward_method: {type(module).__name__} is not an nn.Module.")
-    if not isinstance(method_name, str):
-        raise TypeError(
-            f"register_fsdp_forward_method: method_name is {method_name!r}, a {type(method_name).__name__}; "
-            "pass the method's name as a string."
-        )
-    if not callable(getattr(module, method_name, None)):
-        raise ValueError(
-            f"register_fsdp_forward_method: {type(module).__name__} has no method '{method_name}'."
-        )
-    method = inspect.unwrap(getattr(module, method_name))
-    if (
-        inspect.isgeneratorfunction(method)
-        or inspect.iscoroutinefunction(method)
-        or inspect.isasyncgenfunction(method)
-    ):
-        raise NotImplementedError(
-            f"register_fsdp_forward_method: {type(module).__name__}.{method_name} is a generator or a "
-            "coroutine: it returns before it has run, so its parameters would be freed too early. Register "
-            "the methods it calls for each piece, or collect the pieces in a method that returns them."
-        )
-    module = under_compile(module)
-    if isinstance(module, FSDPModule):
-        wrap_method(module, method_name, _member(module))
-
-
-# --- from modules to groups -----------------------------------------------------------------------
-
-
-def set_member(module: nn.Module, member: Member) -> None:
-    """Note on a sharded module which group it belongs to."""
-    module.__dict__[_MEMBER] = member
-
-
-def sharded_members(module: nn.Module) -> list[Member]:
-    """The groups of ``module`` and of all sharded modules inside it, each once, outermost first."""
-    members = [m.__dict__[_MEMBER] for m in module.modules() if _MEMBER in m.__dict__]
-    return list({id(member): member for member in members}.values())
-
-
 def under_compile(module: nn.Module) -> nn.Module:
     """The sharded module that ``torch.compile`` was given to return ``module``; else as ``uncompiled``.
 
@@ -539,17 +466,13 @@ def is_sharded(module: Any) -> bool:
     return isinstance(module, nn.Module) and isinstance(under_compile(module), FSDPModule)
 
 
-def _member(module: Any) -> Member:
-    return module.__dict__[_MEMBER]
-
-
 _MOMENTARY = ("set_requires_gradient_sync", "set_requires_all_reduce", "set_reshard_after_backward")
 """What callers set from one microbatch to the next, and ranks do not compare each time."""
 
 
 def _root_member(module: Any, caller: str) -> Member:
     """The member of ``module``, which has to be the root."""
-    member = _member(module)
+    member = member_of(module)
     if member.schedule.root is not member.group:
         raise RuntimeError(
             f"{caller}: {member.group.name} is not the root, but inside a sharded module that drives it. "
@@ -561,7 +484,7 @@ def _root_member(module: Any, caller: str) -> Member:
 def _groups(module: Any, recurse: bool, caller: str) -> Iterator[Group]:
     """What a setter acts on."""
     check_bool(caller, "recurse", recurse)
-    members = sharded_members(module) if recurse else [_member(module)]
+    members = sharded_members(module) if recurse else [member_of(module)]
     for member in members if caller not in _MOMENTARY else ():
         member.schedule.plan_changed()
     return (member.group for member in members)
@@ -576,61 +499,7 @@ def _groups_of(modules: Any, caller: str) -> list[Group]:
                 f"{caller}: {type(module).__name__} at [{index}] is not sharded, so there is nothing to "
                 "prefetch. Call fully_shard on it first, or leave it out."
             )
-    return [_member(under_compile(module)).group for module in modules]
-
-
-_CUSTOM = ("set_custom_all_gather", "set_custom_reduce_scatter", "register_comm_hook")
-_MEMORY = ("set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm")
-
-
-def _check_choice(module: Any, method: str, others: Sequence[str]) -> None:
-    """``method`` does not go together with ``others``."""
-    group = _member(module).group
-    for other in others:
-        if other in group.choices:
-            raise ValueError(
-                f"{method}: {group.name} was told by {other} how to communicate, and the two do not go "
-                "together: each brings buffers or collectives of its own. Use one of the two."
-            )
-
-
-def _communicate(module: Any, method: str, **choices: Any) -> None:
-    """Have the buckets of a module's group communicate as ``choices`` (of Comms) say."""
-    member = _member(module)
-    member.group.replan(lambda bucket: bucket.communicate(**choices))
-    member.group.choices.add(method)
-    member.schedule.prepare_anew()
-
-
-def _made(kind: Any, comm: Any, pg: Any, device: torch.device) -> Any:
-    """The caller's own collective, where there is somebody to communicate with."""
-    return make_communicator(pg, device) if pg is None or pg.size() == 1 else kind(comm, pg, device)
-
-
-def _with_memory(pg: Any, device: torch.device) -> Any:
-    return make_communicator(pg, device) if pg is None else WithMemory(pg, device, ProcessGroupMemory(pg))
-
-
-def _with_symmetric_memory(pg: Any, device: torch.device) -> Any:
-    return make_communicator(pg, device) if pg is None else WithMemory(pg, device, SymmetricMemory(pg))
-
-
-def _check_comm(caller: str, comm: Any) -> None:
-    if isinstance(comm, type) or not (callable(comm) and callable(getattr(comm, "allocate", None))):
-        raise TypeError(
-            f"{caller}: comm is {comm!r}; pass an object with a method allocate(size, *, dtype, device) that "
-            "can be called with the tensors and the process group."
-        )
-
-
-def _check_of_device(caller: str, kind: str, value: Any, device: torch.device, why: str) -> None:
-    """``value`` is a stream or an event, as ``kind`` says, of ``device``; ``why`` that matters."""
-    if not is_of_device(value, kind, device):
-        found = f"{value!r} ({type(value).__module__}.{type(value).__qualname__})"
-        raise TypeError(
-            f"{caller}: {kind.lower()} is {found}, not one of '{device.type}', the device of the mesh: "
-            f"{why}. Pass a torch.{device.type}.{kind}."
-        )
+    return [member_of(under_compile(module)).group for module in modules]
 
 
 def check_bool(caller: str, name: str, value: object) -> None:

@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.compile.hooks import install_hooks
 from shardwise.engine.casts import Casts, cast_around
 from shardwise.engine.group import Group
+from shardwise.engine.members import set_member, sharded_members
 from shardwise.engine.outside_calls import explain_calls
 from shardwise.engine.schedule import Member, Schedule
-from shardwise.fsdp_module import ShardedModule, set_member, sharded_members
+from shardwise.fsdp_module import ShardedModule
 from shardwise.layout.mesh import resolve_mesh
 from shardwise.layout.precision import PrecisionRule, precision_of
 from shardwise.params.initial_values import note_starts, send_starts_around

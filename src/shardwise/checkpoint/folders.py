@@ -1,18 +1,4 @@
-"""Where checkpoints lie on disk, so that at every moment a complete one is found.
-
-Paths only: what is in the files is not known here. A folder is complete when it has a `.metadata`, which is
-the last file that is written. A save of `step-20` over an older one, by the process that TOKEN names:
-
-    .step-20.TOKEN.partial     written here, and synced
-    step-20                 -> .step-20.TOKEN.previous      moved aside
-    .step-20.TOKEN.partial  -> step-20                      in place
-    .step-20.TOKEN.previous -> .step-20.TOKEN.removed       which is removed
-
-Tokens differ from save to save, so that two jobs that save to one path do not write into each other's files:
-the one that moves its folder last is found, whole. After a crash between the two moves, what was moved aside
-is found. What a crash leaves behind, the next save into the same folder removes, whatever its own name is;
-but only if the process that the token names has certainly ended, or nothing in it has changed for a day.
-"""
+"""checkpoint.folders"""
 
 import errno
 import os
@@ -28,7 +14,12 @@ from hashlib import sha256
 from pathlib import Path
 from uuid import uuid4
 
-from shardwise.state.disk import _hidden, sync
+from shardwise.state.disk import sync
+
+
+def _hidden(path: Path, token: str, kind: str) -> Path:
+    return path.with_name(f".{path.name}.{token}.{kind}")
+
 
 METADATA = ".metadata"
 ABANDONED_S = 24 * 3600  # without a change, on a host whose processes are not seen from here

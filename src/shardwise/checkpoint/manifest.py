@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import folders
-from shardwise.checkpoint.coverage import why_not_covered
 from shardwise.checkpoint.digests import DIGESTS, Digests, Wanted, damaged
+from shardwise.layout.coverage import why_not_covered
 from shardwise.layout.regions import Box
 from shardwise.state.model_files import leaves_folder
 from shardwise.state.names import listed

@@ -1,18 +1,16 @@
 """The all-gather of a layout."""
 
-from collections.abc import Iterator, Sequence
-from itertools import repeat
-from operator import attrgetter, is_not
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.comm.buffers import GatheredBuffer, dtype_of
+from shardwise.comm.buffers import GatheredBuffer
 from shardwise.comm.communicators import Communicator, Memory
-from shardwise.comm.gloo import _Staging, _stretches
+from shardwise.comm.pieces import Staging, stretches_in, strided_pieces
 from shardwise.comm.streams import Finish, Lane
-from shardwise.layout.slots import Layout, Slot
+from shardwise.layout.slots import Layout
 
 
 class Gather:
@@ -59,7 +57,7 @@ class Gather:
 
         On the host, one copy takes all parameters of one size; a device takes all in one kernel.
         """
-        self._stretches = _stretches(layout) if gathered.bytes.device.type == "cpu" else []
+        self._stretches = stretches_in(layout) if gathered.bytes.device.type == "cpu" else []
         self._homes = [
             gathered.bytes.as_strided(
                 (s.length, self._world, s.num_bytes), (s.slot_pitch, s.num_bytes, 1), s.slot_start
@@ -79,7 +77,7 @@ class Gather:
         self._strided = [(layout.slots[i], gathered.full_tensor(layout.slots[i])) for i in layout.strided]
         self._staged = ("gather", self._world, layout.packed_bytes, tuple(self._sizes))
 
-    def _stage(self, buffer: Tensor) -> "_Staging":
+    def _stage(self, buffer: Tensor) -> "Staging":
         """The views of a staging buffer that bytes come into and go out of."""
         flat = buffer[: self._world * self._layout.packed_bytes]
         rows = flat.view(self._world, -1)
@@ -87,64 +85,13 @@ class Gather:
             flat.as_strided((s.length, self._world, s.num_bytes), (s.pitch, rows.stride(0), 1), s.start)
             for s in self._stretches
         ]
-        return _Staging(flat, rows, rows[:, : sum(self._sizes)], stretches)
+        return Staging(flat, rows, rows[:, : sum(self._sizes)], stretches)
 
-    def _unpack(self, staging: "_Staging") -> None:
+    def _unpack(self, staging: "Staging") -> None:
         if self._sizes and staging.flat.device.type == "cpu":
             torch._foreach_copy_(self._homes, staging.stretches)
         elif self._sizes:  # one kernel
             torch.split_with_sizes_copy(staging.packed, self._sizes, dim=1, out=self._targets)
         for slot, full in self._strided:
-            for piece, part in _strided_pieces(slot, staging.rows, self._layout.packed_start, full):
+            for piece, part in strided_pieces(slot, staging.rows, self._layout.packed_start, full):
                 part.copy_(piece)
-
-
-_dtype = attrgetter("dtype")
-
-
-def _are_dense_of(dtype: torch.dtype, tensors: Sequence[Any]) -> bool:
-    """True if all are there, contiguous and of ``dtype``; in passes that run in C."""
-    there = all(map(is_not, tensors, repeat(None)))
-    return there and set(map(_dtype, tensors)) == {dtype} and all(map(Tensor.is_contiguous, tensors))
-
-
-def _typed_rows(key: tuple[str, int, int, torch.dtype], buffer: Tensor) -> tuple[Tensor, Tensor]:
-    """The first bytes of a buffer as numbers, flat and by rank."""
-    _, world, num_bytes, dtype = key
-    flat = buffer[:num_bytes].view(dtype)
-    return flat, flat.view(world, -1)
-
-
-def _whole_slot(gradient: Tensor, slot: Slot) -> Tensor:
-    """``gradient`` as the world * chunk rows of its slot: itself where it is even and contiguous."""
-    if slot.is_replicated:
-        return gradient.expand(slot.world).contiguous()
-    if slot.is_even:
-        return gradient.contiguous()
-    dim = slot.entry.dim
-    shape = list(gradient.shape)
-    shape[dim] = slot.world * slot.chunk_size
-    padded = gradient.new_zeros(shape)
-    padded.narrow(dim, 0, gradient.shape[dim]).copy_(gradient)
-    return padded
-
-
-def _strided_pieces(slot: Slot, rows: Tensor, origin: int, full: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each rank's part of a strided parameter, twice: in ``rows`` and in ``full``.
-
-    Row r of ``rows`` holds what rank r keeps, in bytes, from the offset ``origin`` of the shard buffer on.
-    """
-    if not slot.chunk_bytes:
-        return
-    start = slot.shard_offset - origin
-    dtype, dim = dtype_of(slot), slot.entry.dim
-    columns = rows[:, start : start + slot.chunk_bytes].view(dtype)
-    if slot.is_even:
-        parts = full.unflatten(dim, (slot.world, slot.chunk_size)).movedim(dim, 0)
-        yield columns.unflatten(1, slot.local_shape(0)), parts
-        return
-    for rank in range(slot.world):
-        first, end = slot.index_range(rank)
-        if end > first:
-            shape = slot.local_shape(rank)
-            yield columns[rank, : torch.Size(shape).numel()].view(shape), full.narrow(dim, first, end - first)

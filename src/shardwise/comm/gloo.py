@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.streams import Finish
-from shardwise.layout.slots import ALIGNMENT, Layout, Slot
+from shardwise.layout.slots import ALIGNMENT
 from shardwise.torch_compat import c10d
 
 
@@ -122,53 +122,3 @@ class GlooExchange:
             output.add_(piece)
         if divisor != 1:
             output.div_(divisor)
-
-
-class _Staging(NamedTuple):
-    """A buffer that a packed gather fills: as one, by rank, what is not strided of that, by stretches."""
-
-    flat: Tensor
-    rows: Tensor
-    packed: Tensor
-    stretches: list[Tensor]
-
-
-class _Stretch(NamedTuple):
-    """``length`` packed parameters of one size, side by side.
-
-    Of each rank ``num_bytes``, ``pitch`` bytes apart from ``start`` on in the rank's row, for slots
-    ``slot_pitch`` bytes apart from ``slot_start`` on.
-    """
-
-    length: int
-    num_bytes: int
-    pitch: int
-    start: int
-    slot_pitch: int
-    slot_start: int
-
-    def takes(self, slot: Slot, start: int) -> bool:
-        """True if ``slot``, at ``start`` in the row, is one more of them."""
-        sizes = (slot.chunk_bytes, slot.padded_bytes)
-        slot_pitch = self.slot_pitch if self.length > 1 else slot.slot_offset - self.slot_start
-        return (*sizes, start, slot.slot_offset) == (
-            self.num_bytes,
-            self.pitch,
-            self.start + self.length * self.pitch,
-            self.slot_start + self.length * slot_pitch,
-        )
-
-
-def _stretches(layout: Layout) -> list[_Stretch]:
-    found: list[_Stretch] = []
-    for slot in [layout.slots[index] for index in layout.packed]:
-        start = slot.shard_offset - layout.packed_start
-        if not slot.chunk_bytes:
-            continue
-        if found and found[-1].takes(slot, start):
-            last = found[-1]
-            slot_pitch = (slot.slot_offset - last.slot_start) // last.length
-            found[-1] = last._replace(length=last.length + 1, slot_pitch=slot_pitch)
-        else:
-            found.append(_Stretch(1, slot.chunk_bytes, slot.padded_bytes, start, 0, slot.slot_offset))
-    return found

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.all_gather import _are_dense_of, _strided_pieces, _typed_rows, _whole_slot
 from shardwise.comm.buffers import dtype_of, typed_stretch
 from shardwise.comm.communicators import Communicator, Memory
+from shardwise.comm.pieces import are_dense_of, strided_pieces, typed_rows, whole_slot
 from shardwise.comm.streams import Finish, Lane, Scratch
 from shardwise.layout.slots import Layout, Run
 from shardwise.torch_compat import tensor_impl
@@ -104,7 +104,7 @@ class Reduce:
             if gradient is not None:
                 slot = self._layout.slots[index]
                 dtype = dtype_of(slot)
-                inputs.append(_whole_slot(gradient.to(dtype), slot).view(-1))
+                inputs.append(whole_slot(gradient.to(dtype), slot).view(-1))
                 end = slot.shard_offset + slot.chunk_bytes
                 outputs.append(typed_stretch(output, slot.shard_offset, end, dtype))
         for run in part.packed_runs:
@@ -113,7 +113,7 @@ class Reduce:
                 num_bytes = self._layout.world * (run.end - run.start)
                 scratch = memory.borrow(num_bytes, self._device, run.dtype)
                 key = ("reduce", self._layout.world, num_bytes, run.dtype)
-                flat, rows = scratch.view(key, partial(_typed_rows, key))
+                flat, rows = scratch.view(key, partial(typed_rows, key))
                 self._pack(run, gradients, rows)
                 borrowed.append(scratch)
                 inputs.append(flat)
@@ -132,7 +132,7 @@ class Reduce:
         world, dtype = self._layout.world, target.dtype
         if run.start in self._chunked:
             own: list[Any] = [gradients[index] for index in run.slots]
-            if _are_dense_of(dtype, own):
+            if are_dense_of(dtype, own):
                 tensor_impl.chunk_cat(own, world, target)
                 return
         columns: list[Tensor] = []
@@ -144,7 +144,7 @@ class Reduce:
             if gradient is None:
                 gradient = torch.zeros(slot.entry.shape, dtype=dtype, device=self._device)
             if slot.chunk_bytes:
-                columns.append(_whole_slot(gradient, slot).view(world, -1))
+                columns.append(whole_slot(gradient, slot).view(world, -1))
             if padding := slot.padded_numel - slot.chunk_numel:
                 columns.append(gradient.new_zeros(world, padding))
             packed_numel += slot.padded_numel
@@ -162,5 +162,5 @@ class Reduce:
         for index in run.slots:
             slot, gradient = self._layout.slots[index], gradients[index]
             if slot.is_strided and gradient is not None:
-                for piece, part in _strided_pieces(slot, target.view(torch.uint8), run.start, gradient):
+                for piece, part in strided_pieces(slot, target.view(torch.uint8), run.start, gradient):
                     piece.copy_(part)

@@ -13,7 +13,7 @@ from operator import attrgetter, is_, is_not
 from torch import nn
 
 from shardwise.layout.fqns import clean
-from shardwise.params.parameter import sharded_before
+from shardwise.params.sharded_away import sharded_before
 
 PLACE = "_shardwise_place"
 """An entry of the ``__dict__`` of every module whose parameters a group has taken; see checks.Place."""

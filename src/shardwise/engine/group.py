@@ -29,7 +29,8 @@ from shardwise.layout.mesh import Axis, ShardMesh
 from shardwise.params.bucket import Bucket
 from shardwise.params.changes import FullWatch, ShardWatch, are_all_there, take_gradients
 from shardwise.params.extension import check_protocol, has_methods, split_off
-from shardwise.params.parameter import FREED, Param, Site, refresh_flat_weights, sharded_before
+from shardwise.params.parameter import FREED, Param, Site, refresh_flat_weights
+from shardwise.params.sharded_away import sharded_before
 from shardwise.policies import CommPolicy
 from shardwise.ranks.failures import SILENT, Relay, Wait, relay_of_job
 from shardwise.torch_compat import autograd, c10d, dtensor, dynamo

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from shardwise.engine.group import Group
-from shardwise.params.parameter import sharded_before
+from shardwise.params.sharded_away import sharded_before
 from shardwise.torch_compat import dynamo, nn_modules
 
 _MIXED = "mixed torch.Tensor and DTensor"

@@ -13,8 +13,8 @@ from functools import partial
 from torch import nn
 
 from shardwise.engine.group import Group, Observer
+from shardwise.engine.members import sharded_members
 from shardwise.engine.schedule import Schedule
-from shardwise.fsdp_module import sharded_members
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from shardwise.optim.norms import (
     norms_of_pieces,
     stacked,
 )
-from shardwise.params.parameter import sharded_before
+from shardwise.params.sharded_away import sharded_before
 from shardwise.ranks.failures import relay_of_job, relayed
 from shardwise.ranks.model_ranks import axes_of_given
 from shardwise.setup.validation import describe

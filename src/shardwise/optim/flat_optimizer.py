@@ -35,7 +35,7 @@ from shardwise.optim.flat_runs import (
     make_runs,
     own_copy,
 )
-from shardwise.params.parameter import sharded_before
+from shardwise.params.sharded_away import sharded_before
 from shardwise.torch_compat import dtensor, optimizers
 
 Optimizer = torch.optim.Optimizer

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.comm.all_gather import Gather
-from shardwise.comm.buffers import FlatShard, GatheredBuffer, buffer_for, cast_buffer, local_views
-from shardwise.comm.communicators import BackendCollectives, Communicator, all_reduce, make_communicator
+from shardwise.comm.buffers import FlatShard, GatheredBuffer, buffer_for, cast_buffer
+from shardwise.comm.communicators import BackendCollectives, all_reduce, make_communicator
 from shardwise.comm.gradient_sums import AllReduce, Reducer
 from shardwise.comm.quantized import Int8Gather, QuantizedExchange, QuantizedSum
 from shardwise.comm.reduce_scatter import Part, Reduce
@@ -30,6 +30,7 @@ from shardwise.layout.mesh import Axis, ShardMesh
 from shardwise.layout.slots import ALIGNMENT, Entry, Layout, plan_layout
 from shardwise.params.changes import all_start_at
 from shardwise.params.parameter import Param
+from shardwise.params.partly_gathered import PartlyGathered, part_of
 from shardwise.params.sharded_gradients import Landing
 from shardwise.policies import CommPolicy
 from shardwise.torch_compat import dtensor
@@ -66,49 +67,6 @@ class Comms:
     make_reduce: Make | None = None
     reducer: Reducer | None = None
     force_sum: bool = False
-
-
-class PartlyGathered:
-    """The full parameters, kept by a few ranks together between forward and backward.
-
-    ``comm`` is between those ranks: each keeps its part of every full parameter, as it was computed with.
-    """
-
-    def __init__(
-        self, comm: Communicator, rank: int, layout: Layout, gathered: GatheredBuffer, device: torch.device
-    ) -> None:
-        self._rank = rank
-        self._layout = layout
-        self._gathered = gathered
-        self._device = device
-        self._comm = comm
-        self._gather = Gather(comm, layout, gathered)
-        self._bytes: Tensor | None = None
-
-    def use_channel(self, channel: int) -> None:
-        """Keep these messages apart from those of other buckets."""
-        self._comm.channel = channel
-
-    @property
-    def has_contents(self) -> bool:
-        """True between ``keep`` and ``drop``."""
-        return self._bytes is not None
-
-    def keep(self) -> None:
-        """Copy this rank's part out of the gathered buffer."""
-        self._bytes = torch.zeros(self._layout.shard_bytes, dtype=torch.uint8, device=self._device)
-        views = local_views(self._bytes, self._layout, self._rank)
-        for view, slot in zip(views, self._layout.slots, strict=True):
-            view.copy_(part_of(self._gathered.full_tensor(slot), slot, self._rank))
-
-    def drop(self) -> None:
-        """Free what was kept."""
-        self._bytes = None
-
-    def start_gather(self, lane: Lane) -> Finish:
-        """Fill the gathered buffer again, from these ranks alone."""
-        assert self._bytes is not None
-        return self._gather.start(lane, self._gather.cut(self._bytes))
 
 
 class Bucket:
@@ -525,14 +483,6 @@ class Bucket:
         """Forget all of them, and what was in flight."""
         self._earlier = None
         self._is_earlier = [False] * len(self.params)
-
-
-def part_of(full: Tensor, slot: Any, rank: int) -> Tensor:
-    """What ``rank`` keeps of a full tensor."""
-    if slot.is_replicated:
-        return full
-    start, end = slot.index_range(rank)
-    return full.narrow(slot.entry.dim, start, end - start)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -27,17 +27,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from shardwise.layout.chunks import chunk_of, tensor_parallel_part
 from shardwise.layout.fqns import clean
 from shardwise.layout.mesh import ShardMesh
-from shardwise.layout.nested import find_tensors
 from shardwise.layout.precision import Precision
 from shardwise.params.deferred import DeferredGradient, deferred_gradient
+from shardwise.params.sharded_away import NAME, ShardedAway
 from shardwise.torch_compat import autograd, dtensor, tensor_impl
 
 FREED = 2**31 - 1
 """The version of a full parameter without contents; no tensor is changed that often."""
-
-_NAME = "_shardwise_name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +154,7 @@ class Param:
         """Leave our name on the sharded parameter and on the original, for whoever meets them."""
         original = self._original()
         for tensor in (self.sharded, *([] if original is None else [original])):
-            setattr(tensor, _NAME, self.fqn)
+            setattr(tensor, NAME, self.fqn)
 
     # --- the shard --------------------------------------------------------------------------------
 
@@ -295,7 +294,7 @@ class Param:
         if self._inner is not None:
             value = tensor_parallel_part(value, self._inner)
         if value.dim():
-            value = _chunk(value, self.dim, self.mesh.shard.world, self.mesh.shard.rank)
+            value = chunk_of(value, self.dim, self.mesh.shard.world, self.mesh.shard.rank)
         return dtensor.make_dtensor(value, self._make_spec(self.sharded.shape, value.dtype))
 
     def describe_itself(self) -> None:
@@ -496,82 +495,6 @@ class Param:
             existing = dtensor.make_dtensor(dtensor.local_tensor(existing), self.gradient_spec)
             self.sharded.grad = existing
         dtensor.local_tensor(existing).add_(local)
-
-
-def give_up_full(full: nn.Parameter, fqn: str) -> None:
-    """``full`` stands in no module any more: have it say so to whoever still holds it."""
-    if type(full) is nn.Parameter:
-        full.grad = None
-        setattr(full, _NAME, fqn)
-        full.__class__ = ShardedAway
-
-
-class ShardedAway(nn.Parameter):
-    """What a parameter becomes whose shard has taken its place, for whoever still holds it.
-
-    Nothing that is computed with it trains the shard. Its values may be read: an optimizer that was built
-    before ``fully_shard`` and code that keeps weights outside of their modules are told.
-    """
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """As for any parameter, but no graph may lead to it."""
-        result = super().__torch_function__(func, types, args, kwargs or {})
-        if torch.is_grad_enabled() and any(tensor.grad_fn is not None for tensor in find_tensors(result)):
-            _refuse_sharded_away((args, kwargs))
-        return result
-
-    @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
-        """Refused: no gradient will ever come here."""
-        raise RuntimeError(
-            f"{getattr(self, _NAME, 'a parameter')}: this is the full parameter, as it was before "
-            "fully_shard or inside unsharded(); its shard, another parameter, stands in the module now, and "
-            "no gradient comes here any more. Was the optimizer built before fully_shard? Build it after, "
-            "from model.parameters()."
-        )
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        if value is not None:
-            raise RuntimeError(f"{getattr(self, _NAME, 'a parameter')} was sharded: set .grad of its shard.")
-
-
-def _refuse_sharded_away(arguments: Any) -> None:
-    for value in find_tensors(arguments):
-        if isinstance(value, ShardedAway) and value.requires_grad:
-            raise RuntimeError(
-                f"{getattr(value, _NAME, 'a parameter')}: this is the full parameter, as it was before "
-                "fully_shard or inside unsharded(). Its shard stands in the module now, and what is computed "
-                "with this tensor would not train it. Does the module keep weights in a plain list, dict or "
-                "attribute? Read them from the modules that own them in each forward (self.layer.weight), or "
-                "keep the modules in an nn.ModuleList. To compute with the old values, detach() them."
-            )
-
-
-def sharded_before(param: nn.Parameter) -> str | None:
-    """The name under which an earlier ``fully_shard`` took ``param``, or made it; None if none did.
-
-    Whoever still holds an original shares nothing with its shard any more.
-    """
-    return getattr(param, _NAME, None)
-
-
-def tensor_parallel_part(value: Tensor, spec: Any) -> Tensor:
-    """This rank's part of a full tensor under the placements of ``spec``, as torch.chunk cuts it."""
-    coordinate = spec.mesh.get_coordinate()
-    for dim, placement in enumerate(spec.placements):
-        if placement.is_shard():
-            value = _chunk(value, placement.dim, spec.mesh.size(dim), coordinate[dim])
-    return value
-
-
-def _chunk(value: Tensor, dim: int, count: int, index: int) -> Tensor:
-    """Part ``index`` of ``count`` along ``dim``; empty where torch.chunk makes fewer."""
-    parts = value.chunk(count, dim)
-    return parts[index] if index < len(parts) else value.narrow(dim, 0, 0)
 
 
 def refresh_flat_weights(modules: Iterable[nn.Module]) -> None:

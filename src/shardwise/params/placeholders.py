@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from shardwise.comm.full_tensors import gather_full
-from shardwise.params.parameter import Param, refresh_flat_weights, tensor_parallel_part
+from shardwise.layout.chunks import tensor_parallel_part
+from shardwise.params.parameter import Param, refresh_flat_weights
 from shardwise.torch_compat import dtensor, tensor_impl
 
 

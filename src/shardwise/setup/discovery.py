@@ -17,7 +17,8 @@ from shardwise.layout.mesh import ShardMesh, resolve_mesh
 from shardwise.layout.precision import PrecisionRule, precision_of
 from shardwise.params.bucket import Bucket, Storage
 from shardwise.params.extension import ExtensionBucket, check_protocol, is_extension
-from shardwise.params.parameter import Param, Site, sharded_before
+from shardwise.params.parameter import Param, Site
+from shardwise.params.sharded_away import sharded_before
 from shardwise.policies import CommPolicy, DataParallelMeshDims
 from shardwise.setup.validation import class_name, describe
 from shardwise.torch_compat import dtensor, nn_modules

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.fsdp_module import FSDPModule, _member, sharded_members
+from shardwise.engine.members import member_of, sharded_members
+from shardwise.fsdp_module import FSDPModule
 from shardwise.layout.fqns import uncompiled
 from shardwise.setup.deepcopy import fill_copies, prepare_memo
 
@@ -80,13 +81,13 @@ def original_class(module: nn.Module) -> type:
 def _apply_and_follow(self: Any, fn: Any, recurse: bool = True) -> Any:
     """What ``.to()`` and its like call: the shards move back into their buffer at once."""
     result = original_class(self)._apply(self, fn, recurse)  # type: ignore[attr-defined]
-    _member(self).group.follow_changes()
+    member_of(self).group.follow_changes()
     return result
 
 
 def _deep_copy(self: Any, memo: dict[int, Any]) -> Any:
     """A copy with shards and groups of its own, over the same mesh; see runtime/copying.py."""
-    is_outermost = id(_member(self)) not in memo
+    is_outermost = id(member_of(self)) not in memo
     members = sharded_members(self) if is_outermost else []
     for member in members:
         member.group.refuse_if_lent("copy.deepcopy")
@@ -120,7 +121,7 @@ def _copy_attributes(module: Any, twin: Any, memo: dict[int, Any]) -> None:
 
 def _refuse_to_copy(self: Any, protocol: Any) -> Any:
     raise NotImplementedError(
-        f"{_member(self).group.name}: a sharded module cannot be pickled or copied shallowly: its process "
+        f"{member_of(self).group.name}: a sharded module cannot be pickled or copied shallowly: its process "
         "groups stay behind, or two modules would drive one group. Use copy.deepcopy, or save its "
         "state_dict()."
     )

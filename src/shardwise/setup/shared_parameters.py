@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.engine.group import GradientState, Group, State, Tie
-from shardwise.fsdp_module import sharded_members
+from shardwise.engine.members import sharded_members
 from shardwise.layout.fqns import clean
 from shardwise.layout.mesh import ShardMesh
 from shardwise.params.bucket import Bucket

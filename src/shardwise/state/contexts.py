@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.engine.group import Group
+from shardwise.engine.members import sharded_members
 from shardwise.engine.schedule import Member, Schedule
-from shardwise.fsdp_module import is_sharded, sharded_members
+from shardwise.fsdp_module import is_sharded
 from shardwise.layout.mesh import axes_of
 from shardwise.ranks.agreement import together
 from shardwise.ranks.failures import relay_of_job

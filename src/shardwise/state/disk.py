@@ -11,7 +11,3 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _hidden(path: Path, token: str, kind: str) -> Path:
-    return path.with_name(f".{path.name}.{token}.{kind}")

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine.group import Group, State, meta_message
+from shardwise.engine.members import sharded_members
 from shardwise.engine.schedule import Member
-from shardwise.fsdp_module import sharded_members
 from shardwise.layout.fqns import clean
 from shardwise.layout.mesh import Axis, axes_of, highest_over
 from shardwise.ranks.agreement import together

@@ -23,10 +23,12 @@ from shardwise.comm.communicators import make_communicator
 from shardwise.comm.streams import HostLane
 from shardwise.engine.group import GradientState, Group
 from shardwise.layout.slots import Layout, Slot
-from shardwise.params.bucket import Bucket, bytes_of, part_of
+from shardwise.params.bucket import Bucket, bytes_of
 from shardwise.params.deferred import DeferredGradient
 from shardwise.params.extension import ExtensionBucket
-from shardwise.params.parameter import Param, give_up_full
+from shardwise.params.parameter import Param
+from shardwise.params.partly_gathered import part_of
+from shardwise.params.sharded_away import give_up_full
 from shardwise.torch_compat import dtensor, tensor_impl
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.engine.group import meta_message
-from shardwise.fsdp_module import sharded_members
+from shardwise.engine.members import sharded_members
 from shardwise.layout.fqns import clean
 from shardwise.state.partial_loads import why_partly_loaded
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.fsdp_module import sharded_members
+from shardwise.engine.members import sharded_members
 from shardwise.layout.fqns import uncompiled
 from shardwise.setup.validation import groups_in
 

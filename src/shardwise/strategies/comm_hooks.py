@@ -9,8 +9,8 @@ from torch import nn
 
 from shardwise.comm.gradient_sums import CallersHook, LowPrecision, Quantized, Reducer
 from shardwise.engine.group import GradientState, Group
+from shardwise.engine.members import sharded_members
 from shardwise.engine.schedule import Member
-from shardwise.fsdp_module import sharded_members
 from shardwise.params.bucket import Bucket
 from shardwise.policies import LowPrecisionReduction, QuantizedReduction
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from shardwise.engine.group import Group
-from shardwise.fsdp_module import is_sharded, sharded_members
+from shardwise.engine.members import sharded_members
+from shardwise.fsdp_module import is_sharded
 from shardwise.layout.fqns import names_in
 from shardwise.layout.mesh import ShardMesh
 from shardwise.params.bucket import Bucket
 from shardwise.setup.validation import class_name, describe
-from shardwise.strategies.wrap_policies import range_of_names
+from shardwise.strategies.module_trees import range_of_names
 
 
 def explain(model: nn.Module) -> str:

@@ -15,28 +15,24 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 """
 
 import math
-import os
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, cast
+from typing import Any, cast
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwise.fsdp_module import ShardedModule, is_sharded, sharded_members
+from shardwise.engine.members import sharded_members
+from shardwise.fsdp_module import ShardedModule, is_sharded
 from shardwise.fully_shard import fully_shard
 from shardwise.layout.fqns import clean, names_in, uncompiled
-from shardwise.layout.mesh import default_device_type, resolve_mesh
+from shardwise.layout.mesh import resolve_mesh
 from shardwise.layout.precision import PrecisionRule
 from shardwise.policies import (
     CommPolicy,
     CPUOffloadPolicyLike,
-    DataParallelMeshDims,
     DataParallelMeshDimsLike,
     MixedPrecisionPolicyLike,
     OffloadPolicy,
@@ -54,33 +50,9 @@ from shardwise.setup.validation import (
     class_name,
     describe,
 )
+from shardwise.strategies.meshes import Strategy, Ways, mesh_arguments, strategy_named
 from shardwise.strategies.wrap_policies import Wrap, as_policy
 from shardwise.strategies.wrapping import chosen, merged
-
-Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2"]
-
-
-@dataclass(frozen=True)
-class _Strategy:
-    """``roles``: what the dimensions of its mesh are for. The rest are settings of each group."""
-
-    name: str
-    roles: tuple[str, ...]
-    reshard_after_forward: bool | None
-    reshard_after_backward: bool = True
-
-
-_STRATEGIES = {
-    strategy.name: strategy
-    for strategy in (
-        _Strategy("ddp", ("replicate",), None),
-        _Strategy("zero1", ("shard",), False, reshard_after_backward=False),
-        _Strategy("zero2", ("shard",), False),
-        _Strategy("zero3", ("shard",), None),
-        _Strategy("hybrid", ("replicate", "shard"), None),
-        _Strategy("hybrid_zero2", ("replicate", "shard"), False),
-    )
-}
 
 _OVERRIDABLE = (
     *("strategy", "mesh", "dp_mesh_dims", "mp_policy", "offload_policy", "comm_policy"),
@@ -262,7 +234,7 @@ class _Plan:
     ) -> None:
         self._meshes: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._keys: dict[nn.Module, tuple[Any, ...]] = {}
-        self._resolved: dict[tuple[Any, ...], tuple[_Strategy, dict[str, Any]]] = {}
+        self._resolved: dict[tuple[Any, ...], tuple[Ways, dict[str, Any]]] = {}
         names = names_in(model)
         changes = _matched(overrides, [*blocks, model], names)
         for module in [*blocks, model]:
@@ -273,34 +245,25 @@ class _Plan:
             if key not in self._resolved:
                 self._resolved[key] = self._resolve(asked)
 
-    def __getitem__(self, module: nn.Module) -> tuple[_Strategy, dict[str, Any]]:
+    def __getitem__(self, module: nn.Module) -> tuple[Ways, dict[str, Any]]:
         return self._resolved[self._keys[module]]
 
     def key(self, module: nn.Module) -> Any:
         """Equal for modules that are to be treated alike."""
         return self._keys[module]
 
-    def _resolve(self, asked: dict[str, Any]) -> tuple[_Strategy, dict[str, Any]]:
-        strategy = _strategy_named(asked.pop("strategy"))
+    def _resolve(self, asked: dict[str, Any]) -> tuple[Ways, dict[str, Any]]:
+        strategy = strategy_named(asked.pop("strategy"))
         mesh, dims = asked.pop("mesh"), asked.pop("dp_mesh_dims")
         key = (strategy.roles, id(mesh), id(dims))
         if key not in self._meshes:
-            self._meshes[key] = _mesh_arguments(strategy, mesh, dims)
+            self._meshes[key] = mesh_arguments(strategy, mesh, dims)
         arguments = {"reshard_after_forward": strategy.reshard_after_forward, **asked, **self._meshes[key]}
         check_precision(arguments["mp_policy"])
         check_offload(arguments["offload_policy"])
         resolved = resolve_mesh(arguments["mesh"], arguments.get("dp_mesh_dims"))
         check_reshard(arguments["reshard_after_forward"], resolved)
         return strategy, arguments
-
-
-def _strategy_named(name: Any, where: str = "") -> _Strategy:
-    known = ", ".join(_STRATEGIES)
-    if not isinstance(name, str):
-        raise TypeError(f"shard_model: strategy{where} is {describe(name)}; pass a name: {known}.")
-    if name not in _STRATEGIES:
-        raise ValueError(f"shard_model: there is no strategy '{name}'{where}. Pass one of {known}.")
-    return _STRATEGIES[name]
 
 
 def _matched(
@@ -353,7 +316,7 @@ def _check_change(key: Any, change: Any) -> dict[str, Any]:
                 f"group is {', '.join(_OVERRIDABLE)}."
             )
     if "strategy" in change:
-        _strategy_named(change["strategy"], f", in the override for {_key_text(key)}")
+        strategy_named(change["strategy"], f", in the override for {_key_text(key)}")
     return dict(change)
 
 
@@ -370,77 +333,6 @@ def _cap_in_bytes(megabytes: Any) -> int:
             "module in a group of its own."
         )
     return int(megabytes * 1e6)
-
-
-# --- meshes ---------------------------------------------------------------------------------------
-
-
-def _mesh_arguments(strategy: _Strategy, mesh: DeviceMesh | None, dims: Any) -> dict[str, Any]:
-    """The mesh that a strategy runs on, as arguments of ``fully_shard``."""
-    if dims is not None:
-        resolve_mesh(mesh, dims)
-        _check_roles(strategy, dims)
-        return {"mesh": mesh, "dp_mesh_dims": dims}
-    if mesh is None:
-        return _arguments_for(strategy, _own_mesh(strategy))
-    resolve_mesh(mesh)  # refuses what is no mesh, or has more than two dimensions
-    if mesh.ndim != len(strategy.roles):
-        what = "of two dimensions, (replicate, shard)" if len(strategy.roles) == 2 else "of one dimension"
-        others = [s.name for s in _STRATEGIES.values() if len(s.roles) == mesh.ndim]
-        raise ValueError(
-            f"shard_model: strategy '{strategy.name}' takes a mesh {what}, and this one has {mesh.ndim}. "
-            f"Pass a mesh {what}, name the dimensions with dp_mesh_dims, or choose one of "
-            f"{', '.join(others)}."
-        )
-    return _arguments_for(strategy, mesh)
-
-
-def _arguments_for(strategy: _Strategy, mesh: DeviceMesh) -> dict[str, Any]:
-    if "shard" in strategy.roles:
-        return {"mesh": mesh}
-    if mesh.mesh_dim_names is None:  # roles go by names
-        pg = mesh.get_group()
-        mesh = DeviceMesh.from_group(pg, mesh.device_type, mesh.mesh, mesh_dim_names=strategy.roles)
-    assert mesh.mesh_dim_names is not None
-    return {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(replicate=mesh.mesh_dim_names[0])}
-
-
-def _check_roles(strategy: _Strategy, dims: Any) -> None:
-    named = tuple(role for role in ("replicate", "shard") if getattr(dims, role))
-    if named != strategy.roles:
-        raise ValueError(
-            f"shard_model: strategy '{strategy.name}' needs dp_mesh_dims to name dimensions to "
-            f"{' and to '.join(strategy.roles)} over; it names those to {' and to '.join(named)} over."
-        )
-
-
-def _own_mesh(strategy: _Strategy) -> DeviceMesh:
-    """A mesh of all ranks."""
-    kind = default_device_type("shard_model")
-    world = dist.get_world_size()
-    if len(strategy.roles) == 1:
-        return init_device_mesh(kind, (world,), mesh_dim_names=strategy.roles)
-    per_host = _ranks_per_host(strategy, kind, world)
-    return init_device_mesh(kind, (world // per_host, per_host), mesh_dim_names=strategy.roles)
-
-
-def _ranks_per_host(strategy: _Strategy, kind: str, world: int) -> int:
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    per_host = int(told) if told.isdecimal() else 0
-    # All ranks must find the same: they meet here, so that none waits for another in the mesh.
-    sizes = torch.tensor([per_host, -per_host], device=kind)
-    dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
-    most, least = sizes[0].item(), -sizes[1].item()
-    if most == least and per_host and world % per_host == 0:
-        return per_host
-    found = f"LOCAL_WORLD_SIZE is '{told}'" if told else "LOCAL_WORLD_SIZE is not set"
-    if most != least:
-        found = f"LOCAL_WORLD_SIZE is between {least} and {most} on the ranks"
-    raise ValueError(
-        f"shard_model: strategy '{strategy.name}' shards over the ranks of a host and replicates over hosts, "
-        f"but {found}, with {world} ranks in all, so they cannot be arranged. torchrun sets it; or pass "
-        'mesh=init_device_mesh(device_type, (hosts, ranks_per_host), mesh_dim_names=("replicate", "shard")).'
-    )
 
 
 # --- before anything is touched -------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Which modules become groups: policies over module trees."""
 
-import functools
 import inspect
 import logging
 from collections.abc import Callable, Collection, Mapping, Set
@@ -8,12 +7,18 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from shardwise.strategies.wrapping import _choose_each, _choose_recursively, _inside, _repeated
+from shardwise.strategies.module_trees import (
+    Ask,
+    choose_each,
+    choose_recursively,
+    kind_of,
+    modules_inside,
+    range_of_names,
+    repeated_modules,
+    text_of,
+)
 
 _log = logging.getLogger("shardwise")
-
-_Ask = Callable[[nn.Module, bool, int], Any]
-"""(module, whether to descend into it or else to choose it, parameters not chosen yet) -> yes or no."""
 
 
 class WrapPolicy(Protocol):
@@ -54,7 +59,7 @@ class WrapClasses:
 
     def choose(self, model: nn.Module, ignored: Set[int] = frozenset()) -> list[nn.Module]:
         """The modules inside ``model`` of these classes, children before parents."""
-        return _choose_each(self, model, ignored, lambda _, module: isinstance(module, self.classes))
+        return choose_each(self, model, ignored, lambda _, module: isinstance(module, self.classes))
 
     def __repr__(self) -> str:
         return f"WrapClasses({', '.join(cls.__name__ for cls in self.classes)})"
@@ -81,7 +86,7 @@ class WrapWhere:
         style = _style(predicate, "WrapWhere: predicate")
         if style == "recursive":
             raise TypeError(
-                f"WrapWhere: {_text(predicate)} takes the arguments of FSDP1's recursive policies. Pass it "
+                f"WrapWhere: {text_of(predicate)} takes the arguments of FSDP1's recursive policies. Pass it "
                 "to WrapRecursively, or a function of (module) or of (name, module)."
             )
         self.predicate = predicate
@@ -89,7 +94,7 @@ class WrapWhere:
 
     def choose(self, model: nn.Module, ignored: Set[int] = frozenset()) -> list[nn.Module]:
         """The modules inside ``model`` that the predicate wants, children before parents."""
-        return _choose_each(self, model, ignored, self._wants)
+        return choose_each(self, model, ignored, self._wants)
 
     def _wants(self, name: str, module: nn.Module) -> bool:
         answer = self.predicate(name, module) if self._takes_name else self.predicate(module)
@@ -101,7 +106,7 @@ class WrapWhere:
         return bool(answer)
 
     def __repr__(self) -> str:
-        return f"WrapWhere({_text(self.predicate)})"
+        return f"WrapWhere({text_of(self.predicate)})"
 
 
 class WrapRecursively:
@@ -140,10 +145,10 @@ class WrapRecursively:
 
     def choose(self, model: nn.Module, ignored: Set[int] = frozenset()) -> list[nn.Module]:
         """The modules inside ``model`` that the function wants, children before parents."""
-        return _choose_recursively(model, ignored, self._ask)
+        return choose_recursively(model, ignored, self._ask)
 
     def __repr__(self) -> str:
-        return f"WrapRecursively({_text(self.policy)})"
+        return f"WrapRecursively({text_of(self.policy)})"
 
 
 class WrapBySize:
@@ -177,7 +182,7 @@ class WrapBySize:
         descend_only: Collection[type[nn.Module]] = (nn.ModuleList, nn.ModuleDict),
     ) -> None:
         if isinstance(min_num_params, bool) or not isinstance(min_num_params, (int, float)):
-            raise TypeError(f"WrapBySize: min_num_params is {_kind(min_num_params)}; pass a number.")
+            raise TypeError(f"WrapBySize: min_num_params is {kind_of(min_num_params)}; pass a number.")
         if not min_num_params > 0:
             raise ValueError(
                 f"WrapBySize: min_num_params is {min_num_params}; it is the least number of parameters of a "
@@ -189,7 +194,7 @@ class WrapBySize:
 
     def choose(self, model: nn.Module, ignored: Set[int] = frozenset()) -> list[nn.Module]:
         """The modules inside ``model`` that are large enough, children before parents."""
-        return _choose_recursively(model, ignored, self._ask)
+        return choose_recursively(model, ignored, self._ask)
 
     def _ask(self, module: nn.Module, recurse: bool, num_params: int) -> bool:
         if recurse:
@@ -215,8 +220,8 @@ class WrapRepeated:
 
     def choose(self, model: nn.Module, ignored: Set[int] = frozenset()) -> list[nn.Module]:
         """The blocks of ``model``, children before parents; none if nothing is repeated."""
-        runs = _repeated(model, ignored)
-        names = _inside(model)
+        runs = repeated_modules(model, ignored)
+        names = modules_inside(model)
         shown = [
             f"{len(run)} x {cls.__name__} ({range_of_names([names[m] for m in run])})" for cls, run in runs
         ]
@@ -257,7 +262,7 @@ def as_policy(wrap: Any) -> WrapPolicy:
         if callable(wrap):
             is_recursive = _style(wrap, "shard_model: wrap") == "recursive"
             return WrapRecursively(wrap) if is_recursive else WrapWhere(wrap)
-    raise TypeError(f"shard_model: wrap is {_kind(wrap)}. {_advice(wrap)}")
+    raise TypeError(f"shard_model: wrap is {kind_of(wrap)}. {_advice(wrap)}")
 
 
 def _advice(wrap: Any) -> str:
@@ -281,7 +286,7 @@ def _check_classes(classes: Any, where: str, may_be_empty: bool = False) -> tupl
     if isinstance(classes, type):
         classes = (classes,)
     if not isinstance(classes, (Set, list, tuple)):
-        raise TypeError(f"{where} is {_kind(classes)}; pass a module class or a set of them.")
+        raise TypeError(f"{where} is {kind_of(classes)}; pass a module class or a set of them.")
     for each in classes:
         if not (isinstance(each, type) and issubclass(each, nn.Module)):
             hint = "pass module classes"
@@ -289,7 +294,7 @@ def _check_classes(classes: Any, where: str, may_be_empty: bool = False) -> tupl
                 hint += ". To choose single modules, pass a function: lambda module: module in {...}"
             elif isinstance(each, str):
                 hint += ". To choose by name, pass a function: lambda name, module: name in {...}"
-            raise TypeError(f"{where} contains {_kind(each)}; {hint}.")
+            raise TypeError(f"{where} contains {kind_of(each)}; {hint}.")
     if not classes and not may_be_empty:
         raise ValueError(f"{where} is empty; pass a module class, or wrap=None for the repeated blocks.")
     if isinstance(classes, Set):
@@ -310,7 +315,7 @@ def _style(function: Any, where: str) -> str:
     if num_positional in (1, 2) and not any(p.kind is p.KEYWORD_ONLY for p in required):
         return ("module", "named")[num_positional - 1]
     raise TypeError(
-        f"{where} is {_text(function)}, which takes ({_shown(parameters)}). Pass a "
+        f"{where} is {text_of(function)}, which takes ({_shown(parameters)}). Pass a "
         "function of (module), of (name, module) or of (module, recurse, nonwrapped_numel); give further "
         "arguments defaults, or values with functools.partial."
     )
@@ -324,17 +329,17 @@ def _shown(parameters: Mapping[str, inspect.Parameter]) -> str:
 
 def _signature(function: Any, where: str) -> inspect.Signature:
     if isinstance(function, type) or not callable(function):
-        raise TypeError(f"{where} is {_kind(function)}; pass a function.")
+        raise TypeError(f"{where} is {kind_of(function)}; pass a function.")
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
         raise TypeError(
-            f"{where} is {_text(function)}, which does not say what arguments it takes. Pass a function that "
-            "calls it: lambda module: ..."
+            f"{where} is {text_of(function)}, which does not say what arguments it takes. Pass a function "
+            "that calls it: lambda module: ..."
         ) from None
 
 
-def _asking(policy: Callable[..., Any], signature: inspect.Signature) -> _Ask:
+def _asking(policy: Callable[..., Any], signature: inspect.Signature) -> Ask:
     """``policy`` as a function of three positional arguments, whatever names it has for them.
 
     By name where it can be, since a partial makes arguments after those it gives keyword-only.
@@ -360,34 +365,7 @@ def _asking(policy: Callable[..., Any], signature: inspect.Signature) -> _Ask:
 
         return ask
     raise TypeError(
-        f"WrapRecursively: {_text(policy)} takes ({_shown(signature.parameters)}), and would be "
+        f"WrapRecursively: {text_of(policy)} takes ({_shown(signature.parameters)}), and would be "
         "given (module, recurse, nonwrapped_numel). Give values to further arguments with functools.partial; "
         "pass a function of (module) or of (name, module) to WrapWhere."
     )
-
-
-def range_of_names(names: list[str]) -> str:
-    """One or two names as they are, more as the first and the last."""
-    return ", ".join(names) if len(names) <= 2 else f"{names[0]} ... {names[-1]}"
-
-
-def _kind(value: Any) -> str:
-    """What was passed, for messages."""
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    return repr(value) if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
-
-
-def _text(value: Any) -> str:
-    """A policy, a function, or an argument that a partial gives it, without addresses."""
-    if isinstance(value, functools.partial):
-        given = [_text(each) for each in value.args]
-        given += [f"{name}={_text(each)}" for name, each in value.keywords.items()]
-        return f"partial({', '.join([_text(value.func), *given])})"
-    if isinstance(value, (bool, int, float, str, type(None))):
-        return repr(value)
-    if isinstance(value, (Set, list, tuple)):
-        return f"{{{', '.join(sorted(map(_text, value)))}}}"
-    if hasattr(type(value), "choose") and type(value).__repr__ is not object.__repr__:
-        return repr(value)
-    return getattr(value, "__name__", None) or type(value).__name__

@@ -6,8 +6,17 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.layout.fqns import names_in, uncompiled
-from shardwise.strategies.wrap_policies import WrapPolicy, WrapRepeated, _Ask, _kind, _text
+from shardwise.layout.fqns import uncompiled
+from shardwise.strategies.module_trees import (
+    _message_without_forward,
+    has_forward,
+    kind_of,
+    modules_inside,
+    never_called,
+    sizes_of,
+    text_of,
+)
+from shardwise.strategies.wrap_policies import WrapPolicy, WrapRepeated
 
 # --- what a policy chooses ------------------------------------------------------------------------
 
@@ -40,30 +49,30 @@ def chosen(policy: WrapPolicy, model: nn.Module, ignored: Set[int]) -> list[nn.M
     found = policy.choose(model, ignored)
     if not isinstance(found, (list, tuple, Set)):
         raise TypeError(
-            f"shard_model: {_text(policy)}.choose() returned {_kind(found)}; return a list of modules."
+            f"shard_model: {text_of(policy)}.choose() returned {kind_of(found)}; return a list of modules."
         )
-    order = _inside(model)
+    order = modules_inside(model)
     seen: set[nn.Module] = set()
     for module in found:
         _check_choice(policy, module, model, order)
         if module in seen:
             raise ValueError(
-                f"shard_model: {_text(policy)}.choose() returned '{order[module]}' twice; return it once."
+                f"shard_model: {text_of(policy)}.choose() returned '{order[module]}' twice; return it once."
             )
         seen.add(module)
     wanted = set(map(uncompiled, seen))
-    uncalled = _never_called(model)
-    result = [m for m in order if m in wanted and m not in uncalled and _sizes(m, ignored)]
+    uncalled = never_called(model)
+    result = [m for m in order if m in wanted and m not in uncalled and sizes_of(m, ignored)]
     if not result and not isinstance(policy, WrapRepeated):
         raise ValueError(_message_about_nothing(policy, model, ignored))
     return result
 
 
 def _check_choice(policy: Any, module: Any, model: nn.Module, names: dict[nn.Module, str]) -> None:
-    where = f"shard_model: {_text(policy)}.choose() returned"
+    where = f"shard_model: {text_of(policy)}.choose() returned"
     if not isinstance(module, nn.Module):
         hint = ", not their names" if isinstance(module, str) else ""
-        raise TypeError(f"{where} {_kind(module)} among the modules; return the modules themselves{hint}.")
+        raise TypeError(f"{where} {kind_of(module)} among the modules; return the modules themselves{hint}.")
     if isinstance(module, nn.Module) and uncompiled(module) is uncompiled(model):
         raise ValueError(
             f"{where} the model itself, a {type(model).__name__}, which is sharded in any case, after what "
@@ -74,101 +83,23 @@ def _check_choice(policy: Any, module: Any, model: nn.Module, names: dict[nn.Mod
             f"{where} a {type(module).__name__} that is not inside the {type(model).__name__} to be sharded. "
             "Return modules of the model it was given."
         )
-    if not _has_forward(module):
+    if not has_forward(module):
         raise ValueError(_message_without_forward(policy, names[module], module))
 
 
-def _message_without_forward(policy: Any, name: str, module: nn.Module) -> str:
-    return (
-        f"shard_model: {_text(policy)} chose '{name}', a {type(module).__name__}, which has no forward: its "
-        "children are called one by one, so nothing would tell when to gather its parameters. Choose its "
-        "children, or the module around it."
-    )
-
-
 def _message_about_nothing(policy: Any, model: nn.Module, ignored: Set[int]) -> str:
-    head = f"shard_model: {_text(policy)} chose no module with parameters inside the {type(model).__name__}"
-    can_be = [m for m in _inside(model) if _has_forward(m) and _sizes(m, ignored)]
+    head = f"shard_model: {text_of(policy)} chose no module with parameters inside the {type(model).__name__}"
+    can_be = [m for m in modules_inside(model) if has_forward(m) and sizes_of(m, ignored)]
     if not can_be:
         return f"{head}, and there is none. Pass wrap=None to have the model as one group."
     counts = Counter(type(m).__name__ for m in can_be)
     classes = ", ".join(f"{count} x {name}" for name, count in counts.most_common(6))
     more = " and others" if len(counts) > 6 else ""
-    total = sum(_sizes(model, ignored).values())
+    total = sum(sizes_of(model, ignored).values())
     return (
         f"{head}: it has {classes}{more}, {total:,} parameters in all. They would all be in one group, "
         "gathered at once. Choose some of these with wrap=, or pass wrap=None for the repeated blocks."
     )
-
-
-def _choose_each(
-    policy: Any, model: nn.Module, ignored: Set[int], wants: Callable[[str, nn.Module], bool]
-) -> list[nn.Module]:
-    """The modules with parameters that are wanted, each for itself."""
-    found = []
-    for module, name in _inside(model).items():
-        if _sizes(module, ignored) and wants(name, module):
-            if not _has_forward(module):
-                raise ValueError(_message_without_forward(policy, name, module))
-            found.append(module)
-    return found
-
-
-def _choose_recursively(model: nn.Module, ignored: Set[int], ask: _Ask) -> list[nn.Module]:
-    """FSDP1's recursion; see WrapRecursively."""
-    found: list[nn.Module] = []
-    root = uncompiled(model)
-    taken: dict[nn.Module, dict[int, int]] = {}  # by what was chosen inside each module gone through
-
-    def visit(module: nn.Module) -> dict[int, int]:
-        if module in taken:
-            return taken[module]
-        inside = taken[module] = {}
-        own = _sizes(module, ignored)
-        if not own or not ask(module, True, sum(own.values())):
-            return inside
-        for child in module.children():
-            inside.update(visit(child))
-        left_over = sum(numel for param, numel in own.items() if param not in inside)
-        if module is not root and _has_forward(module) and ask(module, False, left_over):
-            found.append(module)
-            inside.update(own)
-        return inside
-
-    visit(root)
-    return found
-
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-
-def _repeated(model: nn.Module, ignored: Set[int]) -> list[tuple[type, list[nn.Module]]]:
-    """The runs of blocks in ``model``: for each container, class by class; see WrapRepeated."""
-    containers = [module for module in model.modules() if isinstance(module, _CONTAINERS)]
-    runs = [run for container in containers for run in _runs_of(container, ignored).items()]
-    inside = {inner for _, run in runs for block in run for inner in block.modules() if inner is not block}
-    result = []
-    for cls, run in runs:
-        if left := [block for block in run if block not in inside]:
-            result.append((cls, left))
-            inside.update(left)  # the next container may have it as well
-    return result
-
-
-def _runs_of(container: nn.Module, ignored: Set[int]) -> dict[type, list[nn.Module]]:
-    """The children of a container that are repeated, by class.
-
-    A child also counts for the class of a sibling that its own derives from: so does a sharded module,
-    whose class derives from that of those that are not.
-    """
-    inside = map(uncompiled, container.children())
-    children = [child for child in inside if _has_forward(child) and _sizes(child, ignored)]
-    classes = {type(child) for child in children}
-    runs: dict[type, list[nn.Module]] = {}
-    for child in children:
-        base = next(cls for cls in reversed(type(child).__mro__) if cls in classes)
-        runs.setdefault(base, []).append(child)
-    return {cls: run for cls, run in runs.items() if len(run) > 1}
 
 
 # --- several modules in one group -----------------------------------------------------------------
@@ -234,49 +165,9 @@ def _bytes_of_group(module: nn.Module, wanted: set[nn.Module], ignored: Set[int]
         if inner is not module and inner in wanted
         for param in inner.parameters()
     }
-    sizes = _sizes(module, ignored)
+    sizes = sizes_of(module, ignored)
     return {
         id(param): sizes[id(param)] * param.element_size()
         for param in module.parameters()
         if id(param) in sizes and id(param) not in others
     }
-
-
-# --- about modules --------------------------------------------------------------------------------
-
-
-def _inside(model: nn.Module) -> dict[nn.Module, str]:
-    """All modules inside ``model`` and their names, children before parents, else as they stand."""
-    names = names_in(model)
-    order: dict[nn.Module, str] = {}
-    seen: set[nn.Module] = set()
-
-    def visit(module: nn.Module) -> None:
-        if module not in seen:
-            seen.add(module)
-            for child in module.children():
-                visit(child)
-            order[module] = names[module]
-
-    visit(model)
-    return {module: name for module, name in order.items() if uncompiled(module) is not uncompiled(model)}
-
-
-def _sizes(module: nn.Module, ignored: Set[int]) -> dict[int, int]:
-    """Numbers of elements of the parameters to manage in ``module``, by their ids. Lazy ones count 0."""
-    return {
-        id(param): 0 if nn.parameter.is_lazy(param) else param.numel()
-        for param in module.parameters()
-        if id(param) not in ignored
-    }
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return getattr(module.forward, "__func__", None) is not nn.Module.forward
-
-
-def _never_called(model: nn.Module) -> set[nn.Module]:
-    """Modules whose parameters are used by the module around, without a call that would gather them."""
-    forward = nn.MultiheadAttention.forward
-    users = [m for m in model.modules() if getattr(type(m), "forward", None) is forward]
-    return {inner for user in users for inner in user.modules() if inner is not user}

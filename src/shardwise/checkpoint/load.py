@@ -1,17 +1,10 @@
-"""Sharded checkpoints: every rank writes its part, any number of ranks reads them.
-
-The format is that of `torch.distributed.checkpoint`, and its planners, writer and reader do the work: a
-folder that torch's own recipe reads, and that may have been written by it. What is added here is that a
-checkpoint is there whole or not at all, whatever ends the job; that all ranks raise alike; that a checkpoint
-which does not fit is refused before the model has changed; and that a save may go on beside training.
-"""
+"""``load_checkpoint``."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -23,19 +16,14 @@ from shardwise.checkpoint import folders
 from shardwise.checkpoint.beside import (
     STATES,
     StatePlan,
-    as_whole,
     check_objects,
-    copied,
     original,
     plan_states,
-    refuse_shards,
-    refuse_unreadable,
-    states_of,
     tensor_places,
 )
+from shardwise.checkpoint.calls import OptimizerOrMany, check_call, in_plain_mode
 from shardwise.checkpoint.consensus import Team
 from shardwise.checkpoint.manifest import (
-    HAS_DIGESTS,
     INFO,
     Manifest,
     Place,
@@ -45,29 +33,17 @@ from shardwise.checkpoint.manifest import (
     nested,
 )
 from shardwise.checkpoint.optimizer_plan import OptimizerPlan, check_optimizers, saved_groups
-from shardwise.checkpoint.pending import PendingSave, saves_of, team_of_all
+from shardwise.checkpoint.pending import saves_of, team_of_all
 from shardwise.checkpoint.reading import check_records, read, read_objects
-from shardwise.checkpoint.writing import write
 from shardwise.state.meta_memory import give_memory, is_on_meta, refuse_lost
 from shardwise.state.named_state import (
     Optimizers,
     as_optimizers,
     load_into,
     parameter_names,
-    staged,
-    state_of,
 )
 from shardwise.state.names import entries_of, listed
-from shardwise.state.partial_loads import clear_partly_loaded, mark_partly_loaded, why_partly_loaded
-
-OptimizerOrMany = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
-
-
-@contextmanager
-def _in_plain_mode() -> Iterator[None]:
-    """Neither inference mode, where versions of tensors cannot be counted, nor gradients."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+from shardwise.state.partial_loads import clear_partly_loaded, mark_partly_loaded
 
 
 @dataclass(frozen=True)
@@ -93,194 +69,10 @@ class Loaded:
     unexpected: tuple[str, ...] = ()
 
 
-# --- saving ---------------------------------------------------------------------------------------
-
-
-@_in_plain_mode()
-def save_checkpoint(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: OptimizerOrMany | None = None,
-    *,
-    states: dict[str, Any] | None = None,
-    shared: dict[str, Any] | None = None,
-    per_rank: dict[str, Any] | None = None,
-    asynchronous: bool = False,
-    keep: int | None = None,
-) -> PendingSave:
-    """Write a checkpoint; it is at `path` whole or not at all, whatever happens meanwhile.
-
-    Collective over all ranks of the default process group, also those that have no part of the model. It is
-    written beside `path`, synced to disk, and moved there when all ranks have written; what was there before
-    is found until then. The folder is one of `torch.distributed.checkpoint`, with the keys of torch's recipe,
-    `{"model": ..., "optimizer": ...}`.
-
-    Args:
-        path: a folder on a file system that all ranks see, the same path on all of them.
-        model: sharded or not.
-        optimizer: one, or several, whose state is saved by the names of parameters.
-        states: objects with `state_dict()` and `load_state_dict()`, by names: a :class:`shardwise.EMA`, a
-            scheduler of the learning rate, a gradient scaler. Their DTensors are written as the model's are,
-            and may be loaded by any number of ranks; all else in their states is the same on all ranks.
-        shared: what is the same on all ranks: a step, a position in the data. Values are tensors or anything
-            that pickles, and no DTensors; rank 0's are written. What is neither a tensor nor plain (numbers,
-            texts, lists, dicts) is loaded with `trust=True` only.
-        per_rank: what differs by rank: states of random generators. Comes back where as many ranks load.
-        asynchronous: copy everything to host memory and return; write in the background, while training goes
-            on. Costs host memory for this rank's shards.
-        keep: afterwards remove older checkpoints beside `path` whose names differ by the number at their end
-            only, such that this many are left. Nothing that is not a complete checkpoint is removed.
-
-    Returns:
-        A :class:`PendingSave`; without `asynchronous` it has ended. Wait for the last one before
-        `destroy_process_group`.
-
-    Raises:
-        ValueError: ranks disagree on the arguments, the optimizer's state cannot be saved, `shared` or
-            `per_rank` has DTensors, or something is of a tensor subclass that torch would not read again.
-        FileExistsError: `path` is something else than a checkpoint.
-        OSError: a rank could not write. All ranks raise the same, the checkpoint before is untouched, and
-            what was written is removed as far as possible.
-
-    Costs no memory beyond one parameter's shard at a time (see `asynchronous`), and a few collectives of
-    small objects. A save waits for the one before it.
-
-    Example::
-
-        beside = {"ema": ema, "scheduler": scheduler}
-        save_checkpoint(f"run/step-{step}", model, optimizer, states=beside, shared={"step": step}, keep=3)
-        ...
-        if (latest := latest_checkpoint("run")) is not None:
-            step = load_checkpoint(latest, model, optimizer, states=beside).shared["step"]
-    """
-    team = team_of_all()
-    saves = saves_of(team)
-    if saves.last is not None:
-        saves.last.end_before_next()
-    flags = {"asynchronous": asynchronous}
-    place = team.together(lambda: _check_call("save_checkpoint", path, model, flags))
-    state = team.together(lambda: _state(team, place, model, optimizer, states, shared, per_rank, keep))
-    told = {
-        "path": str(place),
-        "keep": keep,
-        "optimizer": "optimizer" in state,
-        "states": list(state[STATES]),
-    }
-    team.agree("save_checkpoint", told | flags)
-    if "optimizer" in state:
-        _join_optimizers(team, state)
-    if not team.is_first:  # rank 0's are written
-        del state["shared"], state[INFO]
-    pending = PendingSave(place)
-    if asynchronous:
-        team_there = saves.team_in_background(team)
-        in_host_memory = team.together(lambda: _copied(state))
-        saves.last = pending  # not before: if copying fails, nothing ends it
-        pending.run_beside(partial(write, team_there, place, in_host_memory, keep, is_staged=True))
-    else:
-        saves.last = pending
-        pending.run(partial(write, team, place, state, keep, is_staged=False))
-        pending.wait()
-    return pending
-
-
-def _state(
-    team: Team,
-    path: Path,
-    model: nn.Module,
-    optimizer: Any,
-    states: dict[str, Any] | None,
-    shared: dict[str, Any] | None,
-    per_rank: dict[str, Any] | None,
-    keep: int | None,
-) -> dict[str, Any]:
-    """What this rank brings to the checkpoint. Tensors are the model's own."""
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-    if not path.name or path.name.startswith("."):
-        raise ValueError(f"{path}: a checkpoint needs a name that does not start with a dot")
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int)):
-        raise TypeError(f"save_checkpoint: keep is {keep!r:.80}; pass how many checkpoints to keep, or None.")
-    if keep is not None and (keep < 1 or folders.numbered(path.name) is None):
-        raise ValueError(
-            f"keep={keep} of {path.name}: keep counts from 1, and needs names that end in a number, as "
-            "step-100"
-        )
-    if why := why_partly_loaded(model):
-        raise ValueError(f"the model is not to be saved: {why}")
-    optimizers = as_optimizers(optimizer)
-    state: dict[str, Any] = {"model": get_model_state_dict(model)}
-    if optimizers:
-        state["optimizer"] = state_of(optimizers, parameter_names(model))
-    state[STATES] = states_of(check_objects(states))
-    for what in state:
-        refuse_unreadable(what, state[what])
-    state["shared"] = _extras("shared", shared)
-    kinds = [type(each).__name__ for each in optimizers]
-    state[INFO] = {"world_size": team.size, "optimizers": kinds, HAS_DIGESTS: True}
-    if per_rank is not None:
-        state["per_rank"] = {str(team.rank): {"": team.rank} | _extras("per_rank", per_rank)}
-    return state
-
-
-def _extras(name: str, extras: dict[str, Any] | None) -> dict[str, Any]:
-    """A caller's dict, such that its values come back as they were."""
-    extras = {} if extras is None else extras
-    if not isinstance(extras, dict) or not all(isinstance(key, str) and key for key in extras):
-        raise TypeError(f"{name} is to be a dict with names as keys, not {extras!r:.80}")
-    refuse_shards(name, extras)
-    return {key: as_whole(value) for key, value in extras.items()}
-
-
-def _check_call(caller: str, path: Any, model: Any, flags: dict[str, Any]) -> Path:
-    """The folder that a call is about; what it was given is of the right kinds.
-
-    Raises:
-        TypeError: something is not.
-    """
-    if path is None and caller == "load_checkpoint":
-        raise TypeError(
-            "load_checkpoint: path is None. That is what latest_checkpoint returns where it finds no "
-            "checkpoint: the folder does not exist on this host, or has none yet. Ask on one rank, tell the "
-            "others what it found, and load only if that is a path; and have checkpoints on a file system "
-            "that all hosts share."
-        )
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(
-            f"{caller}: path is {path!r:.80}; pass the folder of a checkpoint, as a str or a Path."
-        )
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{caller}: model is {type(model).__name__}; pass an nn.Module.")
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{caller}: {name} is {value!r:.80}; pass True or False.")
-    return folders.absolute(path)
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """`state` as it is now, in host memory, whatever becomes of the original."""
-    own = {name: staged(part) for name, part in state.items() if name in ("model", "optimizer")}
-    own[STATES] = copied(state[STATES])
-    return own | {name: deepcopy(part) for name, part in state.items() if name not in own}
-
-
-def _join_optimizers(team: Team, state: dict[str, Any]) -> None:
-    """The kinds and param groups of all ranks, each once: ranks of a pipeline have different ones."""
-    kinds: list[str] = []
-    groups: list[dict[str, Any]] = []
-    own_kinds, own = state[INFO]["optimizers"], state["optimizer"]["param_groups"]
-    key = own_kinds, [group["params"] for group in own]
-    for some_kinds, some_groups in team.distinct((own_kinds, own), key):
-        known = [group["params"] for group in groups]
-        groups += [group for group in some_groups if group["params"] not in known]
-        kinds += [kind for kind in some_kinds if kind not in kinds]
-    state[INFO]["optimizers"], state["optimizer"]["param_groups"] = kinds, groups
-
-
 # --- loading --------------------------------------------------------------------------------------
 
 
-@_in_plain_mode()
+@in_plain_mode()
 def load_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -343,7 +135,7 @@ def load_checkpoint(
     flags = {"strict": strict, "convert_dtype": convert_dtype, "verify": verify, "trust": trust}
 
     def check() -> tuple[Path, Optimizers, dict[str, Any]]:
-        place = _check_call("load_checkpoint", path, model, flags)
+        place = check_call("load_checkpoint", path, model, flags)
         return place, as_optimizers(optimizer), check_objects(states)
 
     place, optimizers, beside = team.together(check)
@@ -570,26 +362,3 @@ def _give_optimizer(
 
 def _cause(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint in `directory`; None if it has none, or does not exist.
-
-    Newest is the highest number at the end of a name: step-90 before step-100, whatever the dates of files.
-    What a save that did not end has left behind is passed by. Not collective: each rank looks for itself, and
-    hosts of a file system that shows old states may find different ones, which load_checkpoint refuses. Wait
-    for a save with ``keep`` that is still going on: it removes older ones.
-
-    Args:
-        directory: where the folders `step-10`, `step-20` and so on are.
-
-    Returns:
-        A path for :func:`load_checkpoint`. After a crash in the middle of replacing a checkpoint by one of
-        the same name this is the older one, under the name at which it was set aside.
-
-    Example::
-
-        path = latest_checkpoint("run")
-        first_step = 0 if path is None else load_checkpoint(path, model, optimizer).shared["step"]
-    """
-    return folders.newest(folders.absolute(directory))

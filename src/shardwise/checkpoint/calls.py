@@ -1,0 +1,69 @@
+"""What calls that save and load have in common."""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint import folders
+
+OptimizerOrMany = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+
+
+@contextmanager
+def in_plain_mode() -> Iterator[None]:
+    """Neither inference mode, where versions of tensors cannot be counted, nor gradients."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def check_call(caller: str, path: Any, model: Any, flags: dict[str, Any]) -> Path:
+    """The folder that a call is about; what it was given is of the right kinds.
+
+    Raises:
+        TypeError: something is not.
+    """
+    if path is None and caller == "load_checkpoint":
+        raise TypeError(
+            "load_checkpoint: path is None. That is what latest_checkpoint returns where it finds no "
+            "checkpoint: the folder does not exist on this host, or has none yet. Ask on one rank, tell the "
+            "others what it found, and load only if that is a path; and have checkpoints on a file system "
+            "that all hosts share."
+        )
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(
+            f"{caller}: path is {path!r:.80}; pass the folder of a checkpoint, as a str or a Path."
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller}: model is {type(model).__name__}; pass an nn.Module.")
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{caller}: {name} is {value!r:.80}; pass True or False.")
+    return folders.absolute(path)
+
+
+def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint in `directory`; None if it has none, or does not exist.
+
+    Newest is the highest number at the end of a name: step-90 before step-100, whatever the dates of files.
+    What a save that did not end has left behind is passed by. Not collective: each rank looks for itself, and
+    hosts of a file system that shows old states may find different ones, which load_checkpoint refuses. Wait
+    for a save with ``keep`` that is still going on: it removes older ones.
+
+    Args:
+        directory: where the folders `step-10`, `step-20` and so on are.
+
+    Returns:
+        A path for :func:`load_checkpoint`. After a crash in the middle of replacing a checkpoint by one of
+        the same name this is the older one, under the name at which it was set aside.
+
+    Example::
+
+        path = latest_checkpoint("run")
+        first_step = 0 if path is None else load_checkpoint(path, model, optimizer).shared["step"]
+    """
+    return folders.newest(folders.absolute(directory))

@@ -1,0 +1,71 @@
+"""Methods beside forward that gather, and streams that several roots share."""
+
+import inspect
+from collections.abc import Sequence
+
+from torch import nn
+
+from shardwise.compile.hooks import wrap_method
+from shardwise.engine.members import member_of
+from shardwise.fsdp_module import FSDPModule, is_sharded, under_compile
+
+
+def share_comm_ctx(modules: "Sequence[FSDPModule]") -> None:
+    """Let several root modules communicate on the same streams, as chunks of a pipeline should.
+
+    Spares the memory that each stream's allocations would hold on to. On the host there are none.
+    """
+    if not isinstance(modules, (list, tuple)):
+        raise TypeError(
+            f"share_comm_ctx: modules is a {type(modules).__name__}; pass a list of sharded modules."
+        )
+    for index, module in enumerate(modules):
+        if not is_sharded(module):
+            raise TypeError(
+                f"share_comm_ctx: {type(module).__name__} at [{index}] is not sharded. Call fully_shard on "
+                "it first."
+            )
+    if modules:
+        first, *others = [member_of(under_compile(module)).schedule for module in modules]
+        first.share_lanes(others)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let ``module.<method_name>(...)`` gather parameters as ``module(...)`` does.
+
+    For modules that are run through other methods than forward, such as ``generate`` or ``encode``.
+    A module that is not sharded is left as it is, so that code need not ask.
+
+    Raises:
+        ValueError: the module has no method of this name.
+
+    Example::
+
+        register_fsdp_forward_method(model, "encode")
+        features = model.encode(images)
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"register_fsdp_forward_method: {type(module).__name__} is not an nn.Module.")
+    if not isinstance(method_name, str):
+        raise TypeError(
+            f"register_fsdp_forward_method: method_name is {method_name!r}, a {type(method_name).__name__}; "
+            "pass the method's name as a string."
+        )
+    if not callable(getattr(module, method_name, None)):
+        raise ValueError(
+            f"register_fsdp_forward_method: {type(module).__name__} has no method '{method_name}'."
+        )
+    method = inspect.unwrap(getattr(module, method_name))
+    if (
+        inspect.isgeneratorfunction(method)
+        or inspect.iscoroutinefunction(method)
+        or inspect.isasyncgenfunction(method)
+    ):
+        raise NotImplementedError(
+            f"register_fsdp_forward_method: {type(module).__name__}.{method_name} is a generator or a "
+            "coroutine: it returns before it has run, so its parameters would be freed too early. Register "
+            "the methods it calls for each piece, or collect the pieces in a method that returns them."
+        )
+    module = under_compile(module)
+    if isinstance(module, FSDPModule):
+        wrap_method(module, method_name, member_of(module))

@@ -1,0 +1,123 @@
+"""Strategies by name, and the meshes that they take."""
+
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.layout.mesh import default_device_type, resolve_mesh
+from shardwise.policies import (
+    DataParallelMeshDims,
+)
+from shardwise.setup.validation import (
+    describe,
+)
+
+Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2"]
+
+
+@dataclass(frozen=True)
+class Ways:
+    """``roles``: what the dimensions of its mesh are for. The rest are settings of each group."""
+
+    name: str
+    roles: tuple[str, ...]
+    reshard_after_forward: bool | None
+    reshard_after_backward: bool = True
+
+
+STRATEGIES = {
+    strategy.name: strategy
+    for strategy in (
+        Ways("ddp", ("replicate",), None),
+        Ways("zero1", ("shard",), False, reshard_after_backward=False),
+        Ways("zero2", ("shard",), False),
+        Ways("zero3", ("shard",), None),
+        Ways("hybrid", ("replicate", "shard"), None),
+        Ways("hybrid_zero2", ("replicate", "shard"), False),
+    )
+}
+
+
+def strategy_named(name: Any, where: str = "") -> Ways:
+    """The strategy that goes by ``name``."""
+    known = ", ".join(STRATEGIES)
+    if not isinstance(name, str):
+        raise TypeError(f"shard_model: strategy{where} is {describe(name)}; pass a name: {known}.")
+    if name not in STRATEGIES:
+        raise ValueError(f"shard_model: there is no strategy '{name}'{where}. Pass one of {known}.")
+    return STRATEGIES[name]
+
+
+# --- meshes ---------------------------------------------------------------------------------------
+
+
+def mesh_arguments(strategy: Ways, mesh: DeviceMesh | None, dims: Any) -> dict[str, Any]:
+    """The mesh that a strategy runs on, as arguments of ``fully_shard``."""
+    if dims is not None:
+        resolve_mesh(mesh, dims)
+        _check_roles(strategy, dims)
+        return {"mesh": mesh, "dp_mesh_dims": dims}
+    if mesh is None:
+        return _arguments_for(strategy, _own_mesh(strategy))
+    resolve_mesh(mesh)  # refuses what is no mesh, or has more than two dimensions
+    if mesh.ndim != len(strategy.roles):
+        what = "of two dimensions, (replicate, shard)" if len(strategy.roles) == 2 else "of one dimension"
+        others = [s.name for s in STRATEGIES.values() if len(s.roles) == mesh.ndim]
+        raise ValueError(
+            f"shard_model: strategy '{strategy.name}' takes a mesh {what}, and this one has {mesh.ndim}. "
+            f"Pass a mesh {what}, name the dimensions with dp_mesh_dims, or choose one of "
+            f"{', '.join(others)}."
+        )
+    return _arguments_for(strategy, mesh)
+
+
+def _arguments_for(strategy: Ways, mesh: DeviceMesh) -> dict[str, Any]:
+    if "shard" in strategy.roles:
+        return {"mesh": mesh}
+    if mesh.mesh_dim_names is None:  # roles go by names
+        pg = mesh.get_group()
+        mesh = DeviceMesh.from_group(pg, mesh.device_type, mesh.mesh, mesh_dim_names=strategy.roles)
+    assert mesh.mesh_dim_names is not None
+    return {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(replicate=mesh.mesh_dim_names[0])}
+
+
+def _check_roles(strategy: Ways, dims: Any) -> None:
+    named = tuple(role for role in ("replicate", "shard") if getattr(dims, role))
+    if named != strategy.roles:
+        raise ValueError(
+            f"shard_model: strategy '{strategy.name}' needs dp_mesh_dims to name dimensions to "
+            f"{' and to '.join(strategy.roles)} over; it names those to {' and to '.join(named)} over."
+        )
+
+
+def _own_mesh(strategy: Ways) -> DeviceMesh:
+    """A mesh of all ranks."""
+    kind = default_device_type("shard_model")
+    world = dist.get_world_size()
+    if len(strategy.roles) == 1:
+        return init_device_mesh(kind, (world,), mesh_dim_names=strategy.roles)
+    per_host = _ranks_per_host(strategy, kind, world)
+    return init_device_mesh(kind, (world // per_host, per_host), mesh_dim_names=strategy.roles)
+
+
+def _ranks_per_host(strategy: Ways, kind: str, world: int) -> int:
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    per_host = int(told) if told.isdecimal() else 0
+    # All ranks must find the same: they meet here, so that none waits for another in the mesh.
+    sizes = torch.tensor([per_host, -per_host], device=kind)
+    dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
+    most, least = sizes[0].item(), -sizes[1].item()
+    if most == least and per_host and world % per_host == 0:
+        return per_host
+    found = f"LOCAL_WORLD_SIZE is '{told}'" if told else "LOCAL_WORLD_SIZE is not set"
+    if most != least:
+        found = f"LOCAL_WORLD_SIZE is between {least} and {most} on the ranks"
+    raise ValueError(
+        f"shard_model: strategy '{strategy.name}' shards over the ranks of a host and replicates over hosts, "
+        f"but {found}, with {world} ranks in all, so they cannot be arranged. torchrun sets it; or pass "
+        'mesh=init_device_mesh(device_type, (hosts, ranks_per_host), mesh_dim_names=("replicate", "shard")).'
+    )
