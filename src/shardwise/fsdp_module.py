@@ -12,7 +12,7 @@ from shardwise.comm.custom import (
     CustomReduceScatter,
 )
 from shardwise.comm.streams import has_streams, in_stream
-from shardwise.engine.comm_choices import (
+from shardwise.groups.comm_choices import (
     CUSTOM,
     check_choice,
     check_comm,
@@ -22,22 +22,22 @@ from shardwise.engine.comm_choices import (
     with_memory,
     with_symmetric_memory,
 )
-from shardwise.engine.finalization import GradientReductionHandle
-from shardwise.engine.group import Group
+from shardwise.features.finalization import GradientReductionHandle
+from shardwise.groups.group import ParameterGroup
 from shardwise.engine.members import member_of, sharded_members
-from shardwise.engine.schedule import Member
+from shardwise.engine.root import Member
 from shardwise.torch_compat import c10d
 
 
 class UnshardHandle:
     """Returned by :meth:`FSDPModule.unshard`; ``wait`` until the full parameters may be used."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ParameterGroup) -> None:
         self._group = group
 
     def wait(self) -> None:
         """Wait for the gather. From then on the module's attributes are the full parameters."""
-        self._group.wait_if_unsharded()
+        self._group.unsharded.wait_if_on_the_way()
 
 
 class FSDPModule:
@@ -60,7 +60,7 @@ class FSDPModule:
         """
         check_bool("unshard", "async_op", async_op)
         member = member_of(self)
-        member.schedule.unshard_for_caller(member.group)
+        member.root.unshard_for_caller(member.group)
         handle = UnshardHandle(member.group)
         if not async_op:
             handle.wait()
@@ -73,7 +73,7 @@ class FSDPModule:
             RuntimeError: a full parameter was changed in place; the change would be lost.
         """
         member = member_of(self)
-        member.schedule.reshard_for_caller(member.group)
+        member.root.reshard_for_caller(member.group)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. False: they stay full and unreduced, and add up.
@@ -119,7 +119,7 @@ class FSDPModule:
         An empty list turns prefetching off for this module. All ranks must choose the same.
         """
         member_of(self).group.forward_prefetch = _groups_of(modules, "set_modules_to_forward_prefetch")
-        member_of(self).schedule.plan_changed()
+        member_of(self).root.plan_changed()
 
     def set_modules_to_backward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
         """Choose what this module's backward gathers ahead, in order, in place of the recorded order.
@@ -127,7 +127,7 @@ class FSDPModule:
         An empty list turns prefetching off for this module. All ranks must choose the same.
         """
         member_of(self).group.backward_prefetch = _groups_of(modules, "set_modules_to_backward_prefetch")
-        member_of(self).schedule.plan_changed()
+        member_of(self).root.plan_changed()
 
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = True) -> None:
         """Divide the sum of the ranks' gradients by ``factor`` instead of the world size."""
@@ -186,7 +186,7 @@ class FSDPModule:
         check_bool("set_may_be_unused", "may_be_unused", may_be_unused)
         for group in _groups(self, True, "set_may_be_unused"):
             group.may_be_unused = group.zeros_for_unused = may_be_unused
-        member_of(self).schedule.prepare_anew()
+        member_of(self).root.prepare_anew()
 
     def set_reduce_ignored_params(self, reduce_ignored_params: bool, *, recurse: bool = True) -> None:
         """Average the gradients of ``ignored_params`` over the ranks at the end of each synchronised
@@ -203,7 +203,7 @@ class FSDPModule:
         """
         check_bool("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
         member_of(self).group.unshard_in_backward = unshard_in_backward
-        member_of(self).schedule.plan_changed()
+        member_of(self).root.plan_changed()
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether full parameters keep their memory after they are resharded.
@@ -229,7 +229,7 @@ class FSDPModule:
         """
         check_bool("set_manual_backward_finalization", "enabled", enabled)
         member = _root_member(self, "set_manual_backward_finalization")
-        member.schedule.finalize_by_hand(member.group, enabled)
+        member.root.finalize_by_hand(member.group, enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce the gradients that backward passes have left, for groups that synchronise now.
@@ -260,7 +260,7 @@ class FSDPModule:
         """
         check_bool("finalize_backward", "async_op", async_op)
         member = _root_member(self, "finalize_backward")
-        handle = member.schedule.finalize_backward(member.group)
+        handle = member.root.finalize_backward(member.group)
         if async_op:
             return handle
         handle.wait()
@@ -322,7 +322,7 @@ class FSDPModule:
             if has_streams(group.device):
                 hook = in_stream(hook, stream)
         group.all_reduce_hook = hook
-        member_of(self).schedule.plan_changed()
+        member_of(self).root.plan_changed()
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Have the back end sum only, never average, for this module's group; the division comes after it."""
@@ -377,7 +377,7 @@ class FSDPModule:
         check_bool("set_separate_reduce_scatter_group", "enable", enable)
         for group in _groups(self, recurse, "set_separate_reduce_scatter_group"):
             group.separate_reduce_group = enable
-        member_of(self).schedule.prepare_anew()
+        member_of(self).root.prepare_anew()
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many groups' full gradients may be on their way at once, beside those of the running group.
@@ -396,7 +396,7 @@ class FSDPModule:
             raise ValueError(f"{caller}: max_input_buffers is {max_input_buffers}; it must be 1 or more.")
         for group in _groups(self, recurse, "set_reduce_scatter_max_input_buffers"):
             group.max_reductions = max_input_buffers
-        member_of(self).schedule.prepare_anew()
+        member_of(self).root.prepare_anew()
 
     def set_post_optim_event(self, event: Any) -> None:
         """Have the gathers of the next forward wait for ``event`` only, recorded after the optimizer's step.
@@ -423,7 +423,7 @@ class FSDPModule:
         if event is not None or has_streams(device):
             why = "gathers would not wait for the optimizer"
             check_of_device("set_post_optim_event", "Event", event, device, why)
-        member.schedule.post_optim_event = event
+        member.root.post_optim_event = event
 
     def reset_iter_state(self) -> None:
         """Forget what a failed iteration left behind, gradients that wait to be reduced included.
@@ -434,7 +434,7 @@ class FSDPModule:
         Raises:
             RuntimeError: this is not the root module.
         """
-        _root_member(self, "reset_iter_state").schedule.reset()
+        _root_member(self, "reset_iter_state").root.reset()
 
 
 if TYPE_CHECKING:
@@ -473,7 +473,7 @@ _MOMENTARY = ("set_requires_gradient_sync", "set_requires_all_reduce", "set_resh
 def _root_member(module: Any, caller: str) -> Member:
     """The member of ``module``, which has to be the root."""
     member = member_of(module)
-    if member.schedule.root is not member.group:
+    if member.root.root is not member.group:
         raise RuntimeError(
             f"{caller}: {member.group.name} is not the root, but inside a sharded module that drives it. "
             "Call it on the outermost sharded module."
@@ -481,16 +481,16 @@ def _root_member(module: Any, caller: str) -> Member:
     return member
 
 
-def _groups(module: Any, recurse: bool, caller: str) -> Iterator[Group]:
+def _groups(module: Any, recurse: bool, caller: str) -> Iterator[ParameterGroup]:
     """What a setter acts on."""
     check_bool(caller, "recurse", recurse)
     members = sharded_members(module) if recurse else [member_of(module)]
     for member in members if caller not in _MOMENTARY else ():
-        member.schedule.plan_changed()
+        member.root.plan_changed()
     return (member.group for member in members)
 
 
-def _groups_of(modules: Any, caller: str) -> list[Group]:
+def _groups_of(modules: Any, caller: str) -> list[ParameterGroup]:
     if isinstance(modules, (nn.Module, str)) or not isinstance(modules, Sequence):
         raise TypeError(f"{caller}: modules is a {type(modules).__name__}; pass a list of sharded modules.")
     for index, module in enumerate(modules):

@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.compile.hooks import install_hooks
-from shardwise.engine.casts import Casts, cast_around
-from shardwise.engine.group import Group
+from shardwise.groups.casts import Casts, cast_around
+from shardwise.groups.group import ParameterGroup
 from shardwise.engine.members import set_member, sharded_members
-from shardwise.engine.outside_calls import explain_calls
-from shardwise.engine.schedule import Member, Schedule
+from shardwise.features.outside_calls import explain_calls
+from shardwise.engine.root import Member, Root
 from shardwise.fsdp_module import ShardedModule
 from shardwise.layout.mesh import resolve_mesh
 from shardwise.layout.precision import PrecisionRule, precision_of
@@ -210,7 +210,7 @@ def fully_shard(
     storage = storage_of(offload_policy if is_offloaded else None, meshes.default.device)
     buckets = make_buckets(params, meshes, policy, storage, mp_policy)
     name = class_name(modules[0])
-    group = Group(name, modules, managed, buckets, meshes.default, policy, Casts(mp_policy))
+    group = ParameterGroup(name, modules, managed, buckets, meshes.default, policy, Casts(mp_policy))
     group.reshard_after_forward = reshards
     group.ignored = [p for p in found.ignored if p.is_floating_point() or p.is_complex()]
     for param in params:
@@ -218,7 +218,7 @@ def fully_shard(
     if sync_module_states:
         send_starts_around(params, _buffers_of(managed, found.names), meshes.default)
     shards = group.plan()
-    note_starts(group.params, shards)
+    note_starts(group.shards.params, shards)
     if any(param.requires_grad for param in group.ignored):  # here, since a warning may be an error
         warnings.warn(_message_about_ignored(group, found), stacklevel=2)
 
@@ -239,9 +239,9 @@ def fully_shard(
     return module
 
 
-def _set_going(group: Group, modules: list[nn.Module], names: dict[nn.Module, str]) -> None:
+def _set_going(group: ParameterGroup, modules: list[nn.Module], names: dict[nn.Module, str]) -> None:
     """Note on the modules whose they are, and have their forwards drive the group."""
-    member = Member(group, Schedule(group.device))
+    member = Member(group, Root(group.device))
     for module in modules:
         set_member(module, member)
         nn_modules.register_api(module)
@@ -253,7 +253,7 @@ def _set_going(group: Group, modules: list[nn.Module], names: dict[nn.Module, st
     _build_tree(modules, member)
 
 
-def _message_about_ignored(group: Group, found: Found) -> str:
+def _message_about_ignored(group: ParameterGroup, found: Found) -> str:
     names = [found.ignored[p] for p in group.ignored if p.requires_grad]
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return (
@@ -306,7 +306,7 @@ def _move_buffers(managed: list[nn.Module], device: torch.device, dtype: torch.d
 def _build_tree(modules: list[nn.Module], member: Member) -> None:
     """Put all groups inside the newly sharded modules under its schedule, and name them by it."""
     members = {id(m): m for module in modules for m in sharded_members(module)}
-    member.schedule.adopt(list(members.values()), member)
+    member.root.adopt(list(members.values()), member)
     for root in modules:
         names = {module: name for name, module in root.named_modules()}
         for inner in sharded_members(root):

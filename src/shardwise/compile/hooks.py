@@ -8,8 +8,8 @@ from torch.compiler import is_dynamo_compiling
 
 from shardwise.compile import traced
 from shardwise.engine import hooks
-from shardwise.engine.group import State
-from shardwise.engine.schedule import Member
+from shardwise.groups.group import UnshardState
+from shardwise.engine.root import Member
 from shardwise.torch_compat import dynamo
 
 _WRAPPED = "_shardwise_methods"
@@ -34,10 +34,10 @@ def install_hooks(member: Member) -> None:
 
 def _before_load(member: Member, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Full tensors in a state dict become shards: each rank takes its part."""
-    if member.group.state is State.LENT:
+    if member.group.unsharded.state is UnshardState.SUMMONED:
         return  # full parameters are what is loaded into
     names = {inner: name for name, inner in module.named_modules(prefix=prefix.rstrip("."))}
-    for param in member.group.params:
+    for param in member.group.shards.params:
         for site in param.sites:
             key = ".".join(part for part in (names.get(site.module), site.name) if part)
             if site.module in names and param.is_full_value(state.get(key)):
@@ -46,7 +46,7 @@ def _before_load(member: Member, module: nn.Module, state: dict[str, Any], prefi
 
 def _after_load(member: Member, module: nn.Module, incompatible_keys: Any) -> None:
     """Shards that ``load_state_dict(assign=True)`` put in place move into the buffer at once."""
-    member.group.follow_changes()
+    member.group.shards.follow_as_soon_as_here()
     if not incompatible_keys.missing_keys:
         member.group.partly_loaded = None
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.compile.functional import Piece, Ways, gather, gather_again_in_backward
-from shardwise.engine.group import DEFERRED, Group, meta_message, open_tie_message
-from shardwise.engine.schedule import Member
+from shardwise.groups.group import DEFERRED, ParameterGroup, meta_message, open_tie_message
+from shardwise.engine.root import Member
 from shardwise.layout.mesh import Axis
 from shardwise.layout.nested import map_tensors
 from shardwise.params.bucket import Bucket
@@ -36,9 +36,9 @@ from shardwise.torch_compat import dynamo
 def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Let the module see full tensors, and bring inputs to the device and dtype of the computation."""
     group = member.group
-    is_root = group is member.schedule.root
+    is_root = group is member.root.root
     _refuse_in_graphs(member)
-    gathers_again = member.schedule.reshards_after_forward(group) and torch.is_grad_enabled()
+    gathers_again = member.root.reshards_after_forward(group) and torch.is_grad_enabled()
     for bucket in group.buckets:
         params = _params_of(module, group, bucket)
         fulls = _full_tensors(group, bucket, params, gathers_again)
@@ -56,7 +56,7 @@ def after_forward(member: Member, module: nn.Module, output: Any) -> Any:
     return group.casts.output(output)
 
 
-def _params_of(module: nn.Module, group: Group, bucket: Bucket) -> list[Param]:
+def _params_of(module: nn.Module, group: ParameterGroup, bucket: Bucket) -> list[Param]:
     """Those that are gathered for a call of ``module``: its own, where the group is of several modules."""
     if len(group.modules) == 1:
         return bucket.params
@@ -64,7 +64,7 @@ def _params_of(module: nn.Module, group: Group, bucket: Bucket) -> list[Param]:
     return [p for p in bucket.params if any(site.module is m for site in p.sites for m in inside)]
 
 
-def _full_tensors(group: Group, bucket: Bucket, params: Sequence[Param], gathers_again: bool) -> list[Tensor]:
+def _full_tensors(group: ParameterGroup, bucket: Bucket, params: Sequence[Param], gathers_again: bool) -> list[Tensor]:
     shards = [_registered(param).to_local() for param in params]
     pieces = [_piece(param, shard) for param, shard in zip(params, shards, strict=True)]
     run = partial(gather, pieces=pieces, ways=_ways(group, bucket))
@@ -81,7 +81,7 @@ def _piece(param: Param, shard: Tensor) -> Piece:
     return Piece(param.shape, param.dim, own_size, param.precision.computed, param.precision.reduced)
 
 
-def _ways(group: Group, bucket: Bucket) -> Ways:
+def _ways(group: ParameterGroup, bucket: Bucket) -> Ways:
     mesh = bucket.mesh
     return Ways(
         group.device,
@@ -89,7 +89,7 @@ def _ways(group: Group, bucket: Bucket) -> Ways:
         _name(mesh.shard),
         _name(mesh.shard) if bucket.comms.reduce_pg is None else bucket.comms.reduce_pg.group_name,
         _name(mesh.replicate),
-        group.divide_factor or float(mesh.num_ranks),
+        group.settings.divide_factor or float(mesh.num_ranks),
     )
 
 
@@ -157,21 +157,21 @@ def _about_model(member: Member) -> str:
         return open_tie_message(group.ties[0].site.fqn, "a parameter that")
     try:
         group.refuse_partly_loaded()
-        if not group.modules_watch.is_untouched_in_graph():
-            group.refuse_added(member.schedule.names())
+        if not group.added.is_untouched_in_graph():
+            group.refuse_added(member.root.names())
     except RuntimeError as error:
         return str(error)
     # As the modules have them: of tensors that it meets elsewhere first, dynamo takes the sizes for dynamic.
-    standing = [(param.fqn, param.sites[0].registered()) for param in group.params]
+    standing = [(param.fqn, param.sites[0].registered()) for param in group.shards.params]
     if names := [fqn for fqn, tensor in standing if tensor is not None and tensor.is_meta]:
         return f"Cannot run forward: {meta_message(names)}"
     return ""
 
 
 def _about_weights(member: Member) -> str:
-    if member.schedule.is_in_inference:
+    if member.root.is_in_inference:
         return "inference() keeps parameters gathered, but a graph gathers by itself. Leave the context"
-    if member.schedule.post_optim_event is not None:
+    if member.root.post_optim_event is not None:
         return (
             "set_post_optim_event() was called, but a graph gathers without waiting for it. Let the "
             "computing stream wait for the event instead: "
@@ -180,33 +180,33 @@ def _about_weights(member: Member) -> str:
     return ""
 
 
-def _about_gradients(group: Group) -> str:
-    if not group.requires_gradient_sync:
+def _about_gradients(group: ParameterGroup) -> str:
+    if not group.settings.requires_gradient_sync:
         return (
             "gradients are to stay unreduced (no_sync), but a graph reduces those of its backward. Leave "
             "synchronisation on: reduced gradients add up to the same"
         )
-    if not group.requires_all_reduce and group.replicates:
+    if not group.settings.requires_all_reduce and group.replicates:
         return (
             "set_requires_all_reduce(False), but a graph sums over replicas in each backward. Leave it on: "
             "the gradients add up to the same"
         )
-    if group.gradient_state is DEFERRED:
+    if group.gradients.state is DEFERRED:
         return (
             "gradients of earlier backwards wait to be reduced together with these, which a graph does not "
             "know of. Run the last of these steps uncompiled"
         )
-    if isinstance(group.reshard_after_forward, int) and not isinstance(group.reshard_after_forward, bool):
+    if isinstance(group.settings.reshard_after_forward, int) and not isinstance(group.settings.reshard_after_forward, bool):
         return (
-            f"reshard_after_forward={group.reshard_after_forward} keeps parameters together among so many "
+            f"reshard_after_forward={group.settings.reshard_after_forward} keeps parameters together among so many "
             "ranks until backward, but a graph gathers them again from all. Use True or False"
         )
-    if group.zeros_for_unused or group.may_be_unused:
+    if group.settings.zeros_for_unused or group.settings.may_be_unused:
         return (
             "ranks were said to differ in what they use, but a graph communicates in what it uses only. Let "
             "all ranks use all modules"
         )
-    if group.all_reduce_hook is not None or group.averages_ignored:
+    if group.settings.all_reduce_hook is not None or group.settings.averages_ignored:
         return (
             "set_all_reduce_hook() or set_reduce_ignored_params() was called, but a graph reduces without "
             "asking. Do without it"

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.group import Group
-from shardwise.engine.schedule import ANNOUNCED, FAILED, NO_BACKWARD, UNANNOUNCED, Call, Member, Outcome
+from shardwise.groups.group import ParameterGroup
+from shardwise.engine.root import ANNOUNCED, FAILED, NO_BACKWARD, UNANNOUNCED, Call, Member, Outcome
 from shardwise.layout.nested import NotAContainer, find_tensors, map_tensors, replace_tensors
 from shardwise.torch_compat import dynamo, functorch, nn_modules
 from shardwise.torch_compat.functorch import with_layers
@@ -31,7 +31,7 @@ def before_forward(
     if after is not None:
         nn_modules.put_last(module, after)
     group = member.group
-    call = member.schedule.enter_forward(group, module)
+    call = member.root.enter_forward(group, module)
     is_moved = call.is_outermost and group.device.type != "cpu"
     if is_moved:
         args, kwargs = map_tensors((args, kwargs), lambda t: t.to(group.device, non_blocking=True))
@@ -46,9 +46,9 @@ def before_forward(
 
 def after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     """Free the group, once the outputs carry what will announce their backward."""
-    call = member.schedule.current_call(module)
+    call = member.root.current_call(module)
     if call is None:
-        member.schedule.tell_failed_forward()
+        member.root.tell_failed_forward()
         return None  # the hook before forward had failed
     outcome = FAILED
     try:
@@ -57,9 +57,9 @@ def after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, out
         output, outcome = _announce(member, call, (*args, *kwargs.values()), output)
         return output
     finally:
-        member.schedule.exit_forward(call, outcome)
+        member.root.exit_forward(call, outcome)
         if outcome is FAILED:
-            member.schedule.tell_failed_forward()
+            member.root.tell_failed_forward()
 
 
 def _announce(member: Member, call: Call, inputs: Any, output: Any) -> tuple[Any, Outcome]:
@@ -68,7 +68,7 @@ def _announce(member: Member, call: Call, inputs: Any, output: Any) -> tuple[Any
     Tensors that forward has put into what it was given (a list to append to, a cache) are outputs as well.
     """
     group = call.group
-    member.schedule.refuse_added(group)
+    member.root.refuse_added(group)
     output = group.casts.output(output)
     tensors = [output] if isinstance(output, Tensor) else find_tensors(output)
     given = [value for value in inputs if value is not None]
@@ -76,8 +76,8 @@ def _announce(member: Member, call: Call, inputs: Any, output: Any) -> tuple[Any
     if _may_be_raw(inside):
         _refuse_hidden_parameters(group, inside)
     if _may_be_raw(tensors):
-        owners = member.schedule.freed_by_exit(call)
-        raw = [t for t in tensors if any(owner.owns(t) for owner in owners)]
+        owners = member.root.freed_by_exit(call)
+        raw = [t for t in tensors if any(owner.unsharded.owns(t) for owner in owners)]
         if raw:
             copies = {id(t): t.clone() for t in raw}
             output = _replace(output, copies, group.name)
@@ -85,7 +85,7 @@ def _announce(member: Member, call: Call, inputs: Any, output: Any) -> tuple[Any
     if not torch.is_grad_enabled():
         return output, NO_BACKWARD
     # Inputs anew: what was changed in place has another node now.
-    nodes = _nodes_of((*tensors, *group.side_tensors(), *given, *inside))
+    nodes = _nodes_of((*tensors, *group.side_tensors.find(), *given, *inside))
     for node in call.given:  # handed on: of calls before this one
         nodes.pop(node, None)
     if nodes:
@@ -93,7 +93,7 @@ def _announce(member: Member, call: Call, inputs: Any, output: Any) -> tuple[Any
         for node in nodes.values():
             node.register_prehook(announce)
         return output, ANNOUNCED
-    if tensors or not group.is_trainable:
+    if tensors or not group.gradients.are_wanted:
         return output, NO_BACKWARD
     return output, UNANNOUNCED
 
@@ -108,12 +108,12 @@ def _may_be_raw(tensors: Iterable[Tensor]) -> bool:
     return any(t.grad_fn is None or t._is_view() for t in tensors)
 
 
-def _refuse_hidden_parameters(group: Group, inside: Iterable[Tensor]) -> None:
+def _refuse_hidden_parameters(group: ParameterGroup, inside: Iterable[Tensor]) -> None:
     """No parameter of ``group`` may be in what the caller gave to forward: no copy can take its place."""
     if len(group.modules) > 1:
         return  # another module of the group may have handed it over
     for tensor in inside:
-        if group.owns(tensor):
+        if group.unsharded.owns(tensor):
             raise TypeError(
                 f"{group.name}: forward has put one of its own parameters, of shape {tuple(tensor.shape)}, "
                 "into a container that it was given. The parameter's memory is freed after forward. Put "
@@ -143,7 +143,7 @@ def _collect_nodes(tensor: Tensor, nodes: dict[int, Any]) -> None:
 
 
 def _before_backward(member: Member, call: Call, gradients: Any) -> None:
-    member.schedule.enter_backward(call)
+    member.root.enter_backward(call)
 
 
 def _replace(output: Any, copies: dict[int, Tensor], name: str) -> Any:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine.schedule import Member
+from shardwise.engine.root import Member
 
 _MEMBER = "_shardwise_member"
 

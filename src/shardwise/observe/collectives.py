@@ -12,9 +12,9 @@ from functools import partial
 
 from torch import nn
 
-from shardwise.engine.group import Group, Observer
+from shardwise.groups.group import ParameterGroup, Observer
 from shardwise.engine.members import sharded_members
-from shardwise.engine.schedule import Schedule
+from shardwise.engine.root import Root
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ def count_collectives(model: nn.Module) -> Iterator[CollectiveCounts]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"count_collectives: {type(model).__name__} is not an nn.Module.")
-    schedules: dict[Schedule, list[Group]] = {}
+    schedules: dict[Root, list[ParameterGroup]] = {}
     for member in sharded_members(model):
-        schedules.setdefault(member.schedule, []).append(member.group)
+        schedules.setdefault(member.root, []).append(member.group)
     if not schedules:
         raise ValueError(
             f"count_collectives: there is no sharded module in this {type(model).__name__}. Call fully_shard "
@@ -79,7 +79,7 @@ def count_collectives(model: nn.Module) -> Iterator[CollectiveCounts]:
 
 
 def _count(
-    counts: CollectiveCounts, named: dict[str, Group], others: Observer | None, event: str, name: str
+    counts: CollectiveCounts, named: dict[str, ParameterGroup], others: Observer | None, event: str, name: str
 ) -> None:
     if others is not None:
         others(event, name)
@@ -91,4 +91,4 @@ def _count(
         counts.all_gather[name] += 1
     elif event == "reduce":
         counts.reduce_scatter[name] += shares
-        counts.all_reduce[name] += group.replicates and group.requires_all_reduce
+        counts.all_reduce[name] += group.replicates and group.settings.requires_all_reduce

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from shardwise.compile.hooks import wrap_method, wrapped_methods
-from shardwise.engine.group import Group
-from shardwise.engine.outside_calls import explain_calls
-from shardwise.engine.schedule import Member, Schedule
+from shardwise.groups.group import ParameterGroup
+from shardwise.features.outside_calls import explain_calls
+from shardwise.engine.root import Member, Root
 from shardwise.params.bucket import Bucket
 from shardwise.params.extension import ExtensionBucket
 from shardwise.params.parameter import Param, Site
@@ -28,7 +28,7 @@ def prepare_memo(members: Sequence[Member], memo: Memo) -> None:
     keep_alive = memo.setdefault(id(memo), [])
     for member in members:
         memo[id(member)] = object.__new__(Member)
-        memo[id(member.group)] = object.__new__(Group)
+        memo[id(member.group)] = object.__new__(ParameterGroup)
         keep_alive += [member, member.group]
         for bucket in member.group.buckets:
             for param in bucket.params:
@@ -46,11 +46,11 @@ def _copy_of(param: Param) -> nn.Parameter:
 def fill_copies(members: Sequence[Member], memo: Memo) -> None:
     """Make the groups of the copy, once its modules are there. ``members`` outermost first."""
     copies: list[Member] = [memo[id(member)] for member in members]
-    schedule = Schedule(members[0].group.device)
+    schedule = Root(members[0].group.device)
     for member, copy in zip(members, copies, strict=True):
         _fill_group(member.group, memo)
         Member.__init__(copy, memo[id(member.group)], schedule)
-    schedule.finalization.is_manual = members[0].schedule.finalization.is_manual
+    schedule.finalization.is_manual = members[0].root.finalization.is_manual
     schedule.adopt(copies, copies[0])
     for copy in copies:
         explain_calls(copy.group)
@@ -62,12 +62,12 @@ def fill_copies(members: Sequence[Member], memo: Memo) -> None:
                 wrap_method(twin, name, copy)
 
 
-def _fill_group(old: Group, memo: Memo) -> None:
-    new: Group = memo[id(old)]
+def _fill_group(old: ParameterGroup, memo: Memo) -> None:
+    new: ParameterGroup = memo[id(old)]
     buckets = [_copied_bucket(bucket, memo) for bucket in old.buckets]
     modules = [_twin(module, memo) for module in old.modules]
     owners = [_twin(module, memo) for module in old.owners]
-    Group.__init__(new, old.name, modules, owners, buckets, old.mesh, old.policy, old.casts)
+    ParameterGroup.__init__(new, old.name, modules, owners, buckets, old.mesh, old.policy, old.casts)
     new.take_settings(old)
     new.ignored = [memo.get(id(param), param) for param in old.ignored]
     for bucket in buckets:
@@ -85,7 +85,7 @@ def _twin(module: nn.Module, memo: Memo) -> nn.Module:
 
 
 def _copied_bucket(old: Bucket, memo: Memo) -> Bucket:
-    params = [_copied_param(param, memo) for param in old.params]
+    params = [_copied_param(param, memo) for param in old.shards.params]
     if isinstance(old, ExtensionBucket):
         new: Bucket = ExtensionBucket(params[0], old.mesh, old.policy, old.storage, old.mp_policy)
     else:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardwise.engine.group import Tie
+from shardwise.groups.group import Tie
 from shardwise.fsdp_module import FSDPModule
 from shardwise.layout.fqns import names_in
 from shardwise.layout.mesh import ShardMesh, resolve_mesh

@@ -26,7 +26,7 @@ def share_comm_ctx(modules: "Sequence[FSDPModule]") -> None:
                 "it first."
             )
     if modules:
-        first, *others = [member_of(under_compile(module)).schedule for module in modules]
+        first, *others = [member_of(under_compile(module)).root for module in modules]
         first.share_lanes(others)
 
 

@@ -81,7 +81,7 @@ def original_class(module: nn.Module) -> type:
 def _apply_and_follow(self: Any, fn: Any, recurse: bool = True) -> Any:
     """What ``.to()`` and its like call: the shards move back into their buffer at once."""
     result = original_class(self)._apply(self, fn, recurse)  # type: ignore[attr-defined]
-    member_of(self).group.follow_changes()
+    member_of(self).group.shards.follow_as_soon_as_here()
     return result
 
 
@@ -90,10 +90,10 @@ def _deep_copy(self: Any, memo: dict[int, Any]) -> Any:
     is_outermost = id(member_of(self)) not in memo
     members = sharded_members(self) if is_outermost else []
     for member in members:
-        member.group.refuse_if_lent("copy.deepcopy")
-    shown = [member.group for member in members if member.group.is_shown]
+        member.group.refuse_if_summoned("copy.deepcopy")
+    shown = [member.group for member in members if member.group.unsharded.is_shown]
     for group in shown:
-        group.hide()  # the copy is not gathered
+        group.unsharded.hide()  # the copy is not gathered
     try:
         if is_outermost:
             prepare_memo(members, memo)
@@ -103,7 +103,7 @@ def _deep_copy(self: Any, memo: dict[int, Any]) -> Any:
             fill_copies(members, memo)
     finally:
         for group in shown:
-            group.show()
+            group.unsharded.show()
     return twin
 
 

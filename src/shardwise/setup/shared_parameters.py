@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine.group import GradientState, Group, State, Tie
+from shardwise.groups.group import GradientState, ParameterGroup, UnshardState, Tie
 from shardwise.engine.members import sharded_members
 from shardwise.layout.fqns import clean
 from shardwise.layout.mesh import ShardMesh
@@ -28,7 +28,7 @@ class Move:
     """A parameter of a group inside, tied to one of another, that moves to the group of the call."""
 
     param: Param
-    owner: Group
+    owner: ParameterGroup
     ties: list[Tie]
     mesh: ShardMesh  # of the call
     modules: list[nn.Module]  # of the call
@@ -48,17 +48,17 @@ class Move:
                 f"and this fully_shard call has {self.mesh.mesh} ({', '.join(self.mesh.roles)}). Shard both "
                 "over one mesh, or untie them."
             )
-        if self.owner.state is not State.SHARDED or self.owner.gradient_state is not GradientState.EMPTY:
+        if self.owner.unsharded.state is not UnshardState.SHARDED or self.owner.gradients.state is not GradientState.EMPTY:
             raise RuntimeError(
                 f"{names} are tied, but the group '{self.owner.name}' has run already and holds gathered "
                 "parameters or gradients. Call fully_shard on all modules before the first forward."
             )
 
-    def apply(self, group: Group, precision_for: Any, bucket_for: Callable[[Param], Bucket]) -> None:
+    def apply(self, group: ParameterGroup, precision_for: Any, bucket_for: Callable[[Param], Bucket]) -> None:
         """Take the parameter out of its group and into ``group``."""
-        self.owner.give_up(self.param)
+        self.owner.shards.give_up(self.param)
         self.param.take_over([tie.site for tie in self.ties], self.mesh, precision_for)
-        group.take_in(self.param, bucket_for)
+        group.shards.take_in(self.param, bucket_for)
 
 
 def resolve_ties(modules: list[nn.Module], found: Found, mesh: ShardMesh) -> list[Move]:
@@ -68,7 +68,7 @@ def resolve_ties(modules: list[nn.Module], found: Found, mesh: ShardMesh) -> lis
     ties = found.ties + [tie for group in inner for tie in group.ties]
     moves: list[Move] = []
     for group in inner:
-        for param in group.params:
+        for param in group.shards.params:
             own = [tie for tie in ties if param.was_made_from(tie.original)]
             if own:
                 moves.append(Move(param, group, own, mesh, modules))
@@ -77,7 +77,7 @@ def resolve_ties(modules: list[nn.Module], found: Found, mesh: ShardMesh) -> lis
     return moves
 
 
-def leave_ties(group: Group, ties: list[Tie], moves: list[Move]) -> None:
+def leave_ties(group: ParameterGroup, ties: list[Tie], moves: list[Move]) -> None:
     """Leave what could not be resolved to a later call, and forget what was."""
     resolved = {tie for move in moves for tie in move.ties}
     group.ties = [tie for tie in ties if tie not in resolved]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardwise.engine import added_parameters
-from shardwise.engine.group import Group
+from shardwise.groups.group import ParameterGroup
 from shardwise.fsdp_module import FSDPModule, check_bool, under_compile
 from shardwise.layout.fqns import clean, uncompiled
 from shardwise.layout.mesh import ShardMesh
@@ -23,7 +23,7 @@ PLACE = added_parameters.PLACE
 class Place:
     """Noted on every module whose parameters a group has taken: the group, and the module's name."""
 
-    group: Group
+    group: ParameterGroup
     fqn: str
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Place | None":
@@ -32,7 +32,7 @@ class Place:
         return None if group is None else Place(group, self.fqn)
 
 
-def groups_in(model: nn.Module) -> list[Group]:
+def groups_in(model: nn.Module) -> list[ParameterGroup]:
     """The groups that have parameters of modules in ``model``, each once, also where they reach beyond it."""
     places = [module.__dict__[PLACE].group for module in model.modules() if PLACE in module.__dict__]
     return list(dict.fromkeys(places))

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.engine.group import Group
+from shardwise.groups.group import ParameterGroup
 from shardwise.engine.members import sharded_members
-from shardwise.engine.schedule import Member, Schedule
+from shardwise.engine.root import Member, Root
 from shardwise.fsdp_module import is_sharded
 from shardwise.layout.mesh import axes_of
 from shardwise.ranks.agreement import together
@@ -47,16 +47,16 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     members = _members_to_change(model, "no_sync")
     groups = [member.group for member in members]
-    before = [(group.requires_gradient_sync, group.reshard_after_backward) for group in groups]
+    before = [(group.settings.requires_gradient_sync, group.settings.reshard_after_backward) for group in groups]
     for group in groups:
         group.requires_gradient_sync = False
-        if group.reshard_after_forward is False:
+        if group.settings.reshard_after_forward is False:
             group.reshard_after_backward = False
     try:
         yield
     finally:
         for group, (syncs, reshards) in zip(groups, before, strict=True):
-            group.requires_gradient_sync, group.reshard_after_backward = syncs, reshards
+            group.settings.requires_gradient_sync, group.reshard_after_backward = syncs, reshards
 
 
 @contextmanager
@@ -136,12 +136,12 @@ def unsharded(
     try:
         with relay_of_job().call("unsharded", lambda: axes_of_given(module)):
             for member in terms:
-                member.schedule.free_between_passes(member.group, "unsharded")
+                member.root.free_between_passes(member.group, "unsharded")
                 lent.append(Lent(member.group, terms[member]))
         yield
         has_failed = False
     finally:
-        problems = [problem for each in lent for problem in each.take_back()]
+        problems = [problem for each in lent for problem in each.unsharded.end_summon()]
         if problems and not has_failed:
             raise RuntimeError(f"unsharded: not everything could be taken over. {' '.join(problems)}")
 
@@ -188,7 +188,7 @@ def inference(model: nn.Module, *, budget_bytes: int | None = None) -> Iterator[
             raise ValueError(f"inference: budget_bytes is {budget_bytes}; it must be 0 or more.")
         members = _members_to_change(model, "inference")
         for member in members:
-            member.group.refuse_if_lent("inference()")
+            member.group.refuse_if_summoned("inference()")
         return members
 
     members = _agreed("inference", model, check, {"budget_bytes": budget_bytes})
@@ -230,7 +230,7 @@ def _members_to_change(module: Any, caller: str, recurse: bool = True) -> list[M
         )
     members = members if recurse else members[:1]
     for member in members:
-        member.schedule.refuse_at_work(caller, member.group)
+        member.root.refuse_at_work(caller, member.group)
     return members
 
 
@@ -240,8 +240,8 @@ def _terms(member: Member, writeback: bool, rank0_only: bool, to_host: bool, wit
     return Terms(writeback, is_shown, to_host, with_grads)
 
 
-def _by_schedule(members: list[Member]) -> dict[Schedule, list[Group]]:
-    found: dict[Schedule, list[Group]] = {}
+def _by_schedule(members: list[Member]) -> dict[Root, list[ParameterGroup]]:
+    found: dict[Root, list[ParameterGroup]] = {}
     for member in members:
-        found.setdefault(member.schedule, []).append(member.group)
+        found.setdefault(member.root, []).append(member.group)
     return found

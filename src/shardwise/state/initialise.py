@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.group import Group, State, meta_message
+from shardwise.groups.group import ParameterGroup, UnshardState, meta_message
 from shardwise.engine.members import sharded_members
-from shardwise.engine.schedule import Member
+from shardwise.engine.root import Member
 from shardwise.layout.fqns import clean
 from shardwise.layout.mesh import Axis, axes_of, highest_over
 from shardwise.ranks.agreement import together
@@ -211,8 +211,8 @@ def _check_arguments(model: Any, init_fn: Any, device: Any) -> torch.device | No
     return drawn_on
 
 
-def _check_group(group: Group) -> None:
-    group.refuse_if_lent("materialize()")
+def _check_group(group: ParameterGroup) -> None:
+    group.refuse_if_summoned("materialize()")
     group.refuse_open_ties()
 
 
@@ -289,8 +289,8 @@ def _check_syncable(model: nn.Module, src: Any) -> None:
     if isinstance(src, bool) or not isinstance(src, int):
         raise TypeError(f"sync_module_states: src is {src!r}, a {type(src).__name__}; pass a global rank.")
     for member in _members_at_rest(model, "sync_module_states"):
-        if member.group.state is not State.SHARDED:
-            member.schedule.free_between_passes(member.group, "sync_module_states")
+        if member.group.unsharded.state is not UnshardState.SHARDED:
+            member.root.free_between_passes(member.group, "sync_module_states")
     for name, tensor in named_tensors(model):
         kind = type(dtensor.plain(tensor))
         if kind not in (Tensor, nn.Parameter):
@@ -329,8 +329,8 @@ def _members_at_rest(model: Any, caller: str) -> list[Member]:
     """The groups in ``model``, which need not have any, none of them at work."""
     members = sharded_members(model)
     for member in members:
-        member.schedule.refuse_at_work(caller, member.group)
-        member.group.refuse_if_lent(f"{caller}()")
+        member.root.refuse_at_work(caller, member.group)
+        member.group.refuse_if_summoned(f"{caller}()")
     return members
 
 

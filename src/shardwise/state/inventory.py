@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.group import Group
+from shardwise.groups.group import ParameterGroup
 from shardwise.layout.fqns import names_in
 from shardwise.params.placeholders import Filling, RefuseWrites, Spot, show_all
 from shardwise.ranks.model_ranks import mesh_device
@@ -22,7 +22,7 @@ class Inventory:
     def __init__(self, model: nn.Module, drawn_on: torch.device | None) -> None:
         self.model = model
         self.names = names_in(model)
-        self.group_of: dict[nn.Module, Group] = {
+        self.group_of: dict[nn.Module, ParameterGroup] = {
             module: module.__dict__[PLACE].group for module in self.names if PLACE in module.__dict__
         }
         self.groups = list(dict.fromkeys(self.group_of.values()))
@@ -142,16 +142,16 @@ class Visit:
             for module, names in orders.items():
                 reorder(module._parameters, names)
             for each in self._groups_of(fillings):
-                each.follow_changes()
+                each.shards.follow_as_soon_as_here()
         if problems:
             more = f" And {len(problems) - 4} more." if len(problems) > 4 else ""
             raise RuntimeError(f"materialize: {' '.join(problems[:4])}{more}")
 
-    def _fillings(self, group: Group | None) -> list[Filling]:
+    def _fillings(self, group: ParameterGroup | None) -> list[Filling]:
         """What is shown: what the modules own, and what is inside them and theirs."""
         own = set(self.modules)
         inside = {module for each in self.modules for module in each.modules()}
-        mine = set(group.params) if group is not None else set()
+        mine = set(group.shards.params) if group is not None else set()
         return [
             filling
             for filling in self.inventory.fillings.values()
@@ -161,10 +161,10 @@ class Visit:
             )
         ]
 
-    def _groups_of(self, fillings: list[Filling]) -> list[Group]:
+    def _groups_of(self, fillings: list[Filling]) -> list[ParameterGroup]:
         """More than one where a parameter is tied to a place in another group."""
         shown = {filling.param for filling in fillings if filling.param is not None}
-        return [group for group in self.inventory.groups if not shown.isdisjoint(group.params)]
+        return [group for group in self.inventory.groups if not shown.isdisjoint(group.shards.params)]
 
     def _initialise(self, module: nn.Module, init_fn: Callable[[nn.Module], Any] | None) -> None:
         init = init_fn

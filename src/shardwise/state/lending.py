@@ -21,7 +21,7 @@ from shardwise.comm.all_gather import Gather
 from shardwise.comm.buffers import GatheredBuffer, local_views
 from shardwise.comm.communicators import make_communicator
 from shardwise.comm.streams import HostLane
-from shardwise.engine.group import GradientState, Group
+from shardwise.groups.group import GradientState, ParameterGroup
 from shardwise.layout.slots import Layout, Slot
 from shardwise.params.bucket import Bucket, bytes_of
 from shardwise.params.deferred import DeferredGradient
@@ -42,14 +42,14 @@ class Terms:
     with_gradients: bool
 
 
-def check_can_lend(group: Group, terms: Terms) -> None:
+def check_can_lend(group: ParameterGroup, terms: Terms) -> None:
     """Refuse before anything has been gathered.
 
     Raises:
         RuntimeError: the group is lent already, or gradients wait that ``.grad`` does not show.
         NotImplementedError: it has tensor subclasses that only gather themselves.
     """
-    group.refuse_if_lent("another unsharded()")
+    group.refuse_if_summoned("another unsharded()")
     for bucket in group.buckets:
         if isinstance(bucket, ExtensionBucket):
             raise NotImplementedError(
@@ -57,8 +57,8 @@ def check_can_lend(group: Group, terms: Terms) -> None:
                 "gathers itself in the form in which it is computed with; what is stored of it cannot be put "
                 "together. Shard it in a module of its own and leave that out with recurse=False."
             )
-    if terms.with_gradients and group.gradient_state is not GradientState.EMPTY:
-        waiting = [p.fqn for p in group.params if isinstance(p.sharded.grad, DeferredGradient)]
+    if terms.with_gradients and group.gradients.state is not GradientState.EMPTY:
+        waiting = [p.fqn for p in group.shards.params if isinstance(p.sharded.grad, DeferredGradient)]
         raise RuntimeError(
             f"unsharded(with_grads=True): gradients of {', '.join(waiting[:4]) or group.name} wait to be "
             "reduced, so that .grad does not show them yet. Run a backward with synchronisation first, or "
@@ -139,23 +139,23 @@ class _Loan:
 class Lent:
     """The parameters of one group, from ``__init__`` to ``take_back``."""
 
-    def __init__(self, group: Group, terms: Terms) -> None:
+    def __init__(self, group: ParameterGroup, terms: Terms) -> None:
         self._group = group
         self._terms = terms
         self._loans: list[_Loan] = []
-        group.lend()
+        group.unsharded.summon()
         try:
             with torch.inference_mode(False), torch.no_grad():
                 for bucket in group.buckets:
                     self._loans += self._lend(bucket)
         except BaseException:
-            group.take_back()
+            group.unsharded.end_summon()
             raise
         # An entry that is deleted and comes back would come last in parameters().
-        self._orders = {s.module: list(s.module._parameters) for p in group.params for s in p.sites}
+        self._orders = {s.module: list(s.module._parameters) for p in group.shards.params for s in p.sites}
         for loan in self._loans:
             _register(loan.param, loan.full)
-        group.refresh_flat_weights()
+        group.shards.refresh_flat_weights()
 
     def _lend(self, bucket: Bucket) -> Iterator[_Loan]:
         values = gather_whole(bucket, bucket.shard.bytes, bucket.stored)
@@ -197,8 +197,8 @@ class Lent:
             _register(loan.param, loan.param.sharded)
         for module, names in self._orders.items():
             reorder(module._parameters, names)
-        self._group.refresh_flat_weights()
-        self._group.take_back()
+        self._group.shards.refresh_flat_weights()
+        self._group.unsharded.end_summon()
         problems: list[str] = []
         with torch.inference_mode(False), torch.no_grad():
             for loan, new in zip(self._loans, found, strict=True):

@@ -56,7 +56,7 @@ def give_memory(model: nn.Module) -> None:
 
 def _give_plain_memory(model: nn.Module, device: torch.device) -> None:
     """To parameters that no group has (ignored ones, those outside sharded modules), and to buffers."""
-    sharded = {id(param.sharded) for group in groups_in(model) for param in group.params}
+    sharded = {id(param.sharded) for group in groups_in(model) for param in group.shards.params}
     spots: dict[int, tuple[Tensor, list[Spot]]] = {}
     for module in model.modules():
         for entries in (module._parameters, module._buffers):

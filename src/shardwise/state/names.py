@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.engine.group import meta_message
+from shardwise.groups.group import meta_message
 from shardwise.engine.members import sharded_members
 from shardwise.layout.fqns import clean
 from shardwise.state.partial_loads import why_partly_loaded
@@ -106,5 +106,5 @@ def check_idle(model: nn.Module, caller: str) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller}: model is a {type(model).__name__}, not an nn.Module.")
     for member in sharded_members(model):
-        member.schedule.refuse_at_work(caller, member.group)
-        member.group.refuse_if_lent(caller)
+        member.root.refuse_at_work(caller, member.group)
+        member.group.refuse_if_summoned(caller)

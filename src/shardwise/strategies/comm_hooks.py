@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from shardwise.comm.gradient_sums import CallersHook, LowPrecision, Quantized, Reducer
-from shardwise.engine.group import GradientState, Group
+from shardwise.groups.group import GradientState, ParameterGroup
 from shardwise.engine.members import sharded_members
-from shardwise.engine.schedule import Member
+from shardwise.engine.root import Member
 from shardwise.params.bucket import Bucket
 from shardwise.policies import LowPrecisionReduction, QuantizedReduction
 
@@ -62,22 +62,22 @@ def register_comm_hook(model: nn.Module, state: Any, hook: Hook) -> None:
     if not members:
         raise ValueError(f"{_NAME}: there is no sharded module in this {type(model).__name__}.")
     for member in members:
-        member.schedule.refuse_at_work(_NAME, member.group)
-        member.group.refuse_if_lent(_NAME)
+        member.root.refuse_at_work(_NAME, member.group)
+        member.group.refuse_if_summoned(_NAME)
     make = _maker(state, hook)
     reducers = [[make(bucket, m.group) for bucket in m.group.buckets] for m in members]
     for member in members:
         _check_group(member, isinstance(hook, (LowPrecisionReduction, QuantizedReduction)))
     for member in members:
-        member.schedule.free_between_passes(member.group, _NAME)
+        member.root.free_between_passes(member.group, _NAME)
     for member, own in zip(members, reducers, strict=True):
         for bucket, reducer in zip(member.group.buckets, own, strict=True):
-            member.group.replan(partial(Bucket.communicate, reducer=reducer), bucket)
+            member.group.shards.replan(partial(Bucket.communicate, reducer=reducer), bucket)
         member.group.choices.add(_NAME)
-        member.schedule.prepare_anew()
+        member.root.prepare_anew()
 
 
-def _maker(state: Any, hook: Any) -> Callable[[Bucket, Group], Reducer]:
+def _maker(state: Any, hook: Any) -> Callable[[Bucket, ParameterGroup], Reducer]:
     """What makes the reducer of a bucket."""
     if isinstance(hook, (LowPrecisionReduction, QuantizedReduction)):
         if state is not None:
@@ -96,7 +96,7 @@ def _maker(state: Any, hook: Any) -> Callable[[Bucket, Group], Reducer]:
     return partial(_callers_hook, state, hook)
 
 
-def _callers_hook(state: Any, hook: Callable[..., None], bucket: Bucket, group: Group) -> CallersHook:
+def _callers_hook(state: Any, hook: Callable[..., None], bucket: Bucket, group: ParameterGroup) -> CallersHook:
     shards = "shard" in bucket.mesh.roles
     wanted = ("state", "grad", "output") if shards else ("state", "grad")
     try:
@@ -122,12 +122,12 @@ def _check_group(member: Member, divides_as_usual: bool) -> None:
     for other in _ELSEWHERE:
         if other in group.choices:
             raise ValueError(f"{_NAME}: {group.name} was told by {other} how to reduce. Use one of the two.")
-    if group.divide_factor is not None and not divides_as_usual:
+    if group.settings.divide_factor is not None and not divides_as_usual:
         raise ValueError(
             f"{_NAME}: {group.name} was given a factor by set_gradient_divide_factor, but a hook divides by "
             "itself. Use one of the two."
         )
-    if group.gradient_state is not GradientState.EMPTY:
+    if group.gradients.state is not GradientState.EMPTY:
         raise RuntimeError(
             f"{_NAME}: gradients of {group.name} wait to be reduced. Register the hook between steps, after "
             "a backward with gradient synchronisation."

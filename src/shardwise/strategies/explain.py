@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from shardwise.engine.group import Group
+from shardwise.groups.group import ParameterGroup
 from shardwise.engine.members import sharded_members
 from shardwise.fsdp_module import is_sharded
 from shardwise.layout.fqns import names_in
@@ -73,7 +73,7 @@ def explain(model: nn.Module) -> str:
 class _Row:
     name: str
     depth: int
-    group: Group
+    group: ParameterGroup
 
 
 def _rows(model: nn.Module) -> Iterator[_Row]:
@@ -142,21 +142,21 @@ def _total(rows: list[_Row], megabytes: _Megabytes) -> list[str]:
     ]
 
 
-def _classes(group: Group) -> str:
+def _classes(group: ParameterGroup) -> str:
     names = [class_name(module) for module in group.modules]
     counts = {name: names.count(name) for name in names}
     return ", ".join(name if count == 1 else f"{name} x {count}" for name, count in counts.items())
 
 
-def _strategy(group: Group) -> str:
+def _strategy(group: ParameterGroup) -> str:
     """The name of the strategy that has such settings, and what else is set."""
-    roles, after_forward = group.mesh.roles, group.reshard_after_forward
+    roles, after_forward = group.mesh.roles, group.settings.reshard_after_forward
     if "shard" not in roles:
         return "ddp"
     if after_forward is False:
-        stage = "zero2" if group.reshard_after_backward else "zero1"
+        stage = "zero2" if group.settings.reshard_after_backward else "zero1"
         return f"hybrid_{stage}" if "replicate" in roles else stage
-    note = "" if group.reshard_after_backward else " (kept after backward)"
+    note = "" if group.settings.reshard_after_backward else " (kept after backward)"
     if after_forward is not None and after_forward is not True:
         note = f" (within {after_forward}){note}"
     return ("hybrid" if "replicate" in roles else "zero3") + note
@@ -181,15 +181,15 @@ def _dtypes(bucket: Bucket) -> Iterator[str]:
         yield text.replace("torch.", "")
 
 
-def _numel(group: Group) -> int:
-    return sum(param.sharded.numel() for param in group.params)
+def _numel(group: ParameterGroup) -> int:
+    return sum(param.sharded.numel() for param in group.shards.params)
 
 
-def _full_bytes(group: Group) -> int:
+def _full_bytes(group: ParameterGroup) -> int:
     return sum(bucket.computed.gathered_bytes for bucket in group.buckets)
 
 
-def _stored_bytes(group: Group) -> int:
+def _stored_bytes(group: ParameterGroup) -> int:
     return sum(bucket.stored.shard_bytes for bucket in group.buckets)
 
 
@@ -198,7 +198,7 @@ def _stored_bytes(group: Group) -> int:
 
 def _not_managed(model: nn.Module, rows: list[_Row], megabytes: _Megabytes) -> list[str]:
     """A line on the parameters of ``model`` that belong to no group."""
-    managed = {(site.module, site.name) for row in rows for p in row.group.params for site in p.sites}
+    managed = {(site.module, site.name) for row in rows for p in row.group.shards.params for site in p.sites}
     managed |= {(tie.site.module, tie.site.name) for row in rows for tie in row.group.ties}
     left: dict[Tensor, str] = {}
     for module, prefix in names_in(model).items():

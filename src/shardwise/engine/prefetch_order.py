@@ -1,17 +1,17 @@
 """Order is recorded, then replayed."""
 
-from shardwise.engine.group import Group
+from shardwise.groups.group import ParameterGroup
 
 
 class Order:
     """A planned sequence of groups and how far it was followed."""
 
     def __init__(self) -> None:
-        self._planned: list[Group] = []
+        self._planned: list[ParameterGroup] = []
         self._cursor = 0
         self._is_followed = False
 
-    def plan(self, sequence: list[Group]) -> None:
+    def plan(self, sequence: list[ParameterGroup]) -> None:
         """Expect ``sequence`` next."""
         self._planned = sequence
         self.rewind()
@@ -21,7 +21,7 @@ class Order:
         self._cursor = 0
         self._is_followed = True
 
-    def enter(self, group: Group) -> None:
+    def enter(self, group: ParameterGroup) -> None:
         """Note that ``group`` comes up now; stop following if another was planned."""
         if not self._is_followed:
             return
@@ -30,7 +30,7 @@ class Order:
         elif self._cursor == 0 or self._planned[self._cursor - 1] is not group:
             self._is_followed = False
 
-    def find(self, group: Group) -> None:
+    def find(self, group: ParameterGroup) -> None:
         """Go on from the next place of ``group`` in the plan, wherever that is."""
         if not self._is_followed:
             places = [i for i, g in enumerate(self._planned) if g is group]
@@ -39,6 +39,6 @@ class Order:
                 self._cursor = (later or places)[0] + 1
                 self._is_followed = True
 
-    def upcoming(self, count: int) -> list[Group]:
+    def upcoming(self, count: int) -> list[ParameterGroup]:
         """The next groups of the plan; none if it is not being followed."""
         return self._planned[self._cursor : self._cursor + count] if self._is_followed else []

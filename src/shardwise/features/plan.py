@@ -13,21 +13,16 @@ from collections.abc import Mapping, Sequence
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.engine.group import Group
+from shardwise.groups.group import ParameterGroup
+from shardwise.groups.settings import shared_settings
 from shardwise.params.bucket import Bucket
 from shardwise.params.parameter import Param
 
 Plan = dict[tuple[int, ...], dict[tuple[str, str], str]]
 """Facts, by where and what, for each set of ranks; the largest sets first, alike on all ranks."""
 
-_SETTINGS = (
-    *("reshard_after_forward", "unshard_in_backward", "zeros_for_unused", "may_be_unused", "divide_factor"),
-    *("separate_reduce_group", "averages_ignored"),
-)
-_MOMENTARY = ("reshard_after_backward", "requires_gradient_sync", "requires_all_reduce")
 
-
-def plan_of(groups: Sequence[Group], trained: Mapping[Param, bool], *, is_first: bool) -> Plan:
+def plan_of(groups: Sequence[ParameterGroup], trained: Mapping[Param, bool], *, is_first: bool) -> Plan:
     """The plan of ``groups``; ``trained`` says of which parameters gradients are wanted.
 
     ``is_first``: with what may change from one microbatch to the next.
@@ -61,7 +56,7 @@ def plan_of(groups: Sequence[Group], trained: Mapping[Param, bool], *, is_first:
     }
 
 
-def _facts_of(param: Param, bucket: Bucket, group: Group) -> dict[str, str]:
+def _facts_of(param: Param, bucket: Bucket, group: ParameterGroup) -> dict[str, str]:
     precision = param.precision
     return {
         "its group": f"'{group.name}'",
@@ -77,25 +72,24 @@ def _facts_of(param: Param, bucket: Bucket, group: Group) -> dict[str, str]:
     }
 
 
-def _settings_of(group: Group, is_first: bool) -> dict[str, str]:
-    names = (*_SETTINGS, *_MOMENTARY) if is_first else _SETTINGS
-    settings = {name: str(getattr(group, name)) for name in names}
+def _settings_of(group: ParameterGroup, is_first: bool) -> dict[str, str]:
+    settings = group.settings
     reducers = {type(bucket.comms.reducer).__name__ for bucket in group.buckets if bucket.comms.reducer}
     return {
         "mesh": f"{_mesh_text(group.mesh.mesh)} ({', '.join(group.mesh.roles)})",
-        **settings,
+        **shared_settings(settings, with_those_of_microbatch=is_first),
         "number of modules": str(len(group.modules)),
         "comm_policy": str(group.policy),
         "where shards are kept": ", ".join(sorted({b.storage.device.type for b in group.buckets})),
-        "set_all_reduce_hook": str(group.all_reduce_hook is not None),
+        "set_all_reduce_hook": str(settings.all_reduce_hook is not None),
         "communication chosen by": ", ".join(sorted({*group.choices, *reducers})),
-        "set_modules_to_forward_prefetch": _names(group.forward_prefetch),
-        "set_modules_to_backward_prefetch": _names(group.backward_prefetch),
-        "ignored parameters": str([tuple(p.shape) for p in group.ignored] if group.averages_ignored else []),
+        "set_modules_to_forward_prefetch": _names(settings.forward_prefetch),
+        "set_modules_to_backward_prefetch": _names(settings.backward_prefetch),
+        "ignored parameters": str([tuple(p.shape) for p in group.ignored] if settings.averages_ignored else []),
     }
 
 
-def _names(groups: Sequence[Group] | None) -> str:
+def _names(groups: Sequence[ParameterGroup] | None) -> str:
     return "None" if groups is None else str([group.name for group in groups])
 
 

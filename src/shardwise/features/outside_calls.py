@@ -11,14 +11,14 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from shardwise.engine.group import Group
+from shardwise.groups.group import ParameterGroup
 from shardwise.params.sharded_away import sharded_before
 from shardwise.torch_compat import dynamo, nn_modules
 
 _MIXED = "mixed torch.Tensor and DTensor"
 
 
-def explain_calls(group: Group) -> None:
+def explain_calls(group: ParameterGroup) -> None:
     """Let the modules that hold the parameters of ``group`` explain what a call outside of it lacks."""
     dynamo.skip_frame(_Explained.__call__)
     for module in group.owners:
@@ -29,7 +29,7 @@ def explain_calls(group: Group) -> None:
 class _Explained:
     """Calls the module; when that fails for want of full parameters, says so."""
 
-    def __init__(self, module: nn.Module, group: Group) -> None:
+    def __init__(self, module: nn.Module, group: ParameterGroup) -> None:
         self._module = module
         self._group = group
 
@@ -42,13 +42,13 @@ class _Explained:
             _raise_explained(self._module, self._group, error)
 
 
-def _raise_explained(module: nn.Module, group: Group, error: RuntimeError) -> NoReturn:
+def _raise_explained(module: nn.Module, group: ParameterGroup, error: RuntimeError) -> NoReturn:
     names = [name for p in module._parameters.values() if p is not None and (name := sharded_before(p))]
-    is_shown = group.is_shown and any(site.module is module for p in group.params for site in p.sites)
+    is_shown = group.unsharded.is_shown and any(site.module is module for p in group.shards.params for site in p.sites)
     if not names or is_shown:
         raise error
     owner = f"'{group.name}'"
-    if not any(site.module is module for param in group.params for site in param.sites):
+    if not any(site.module is module for param in group.shards.params for site in param.sites):
         owner = f"the module around {owner} that owns them, as they are tied to others"
     raise RuntimeError(
         f"{', '.join(names)}: {type(module).__name__} was called while its parameters are sharded. They are "

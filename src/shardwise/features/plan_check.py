@@ -11,8 +11,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shardwise.engine.group import Group
-from shardwise.engine.plan import plan_of
+from shardwise.engine.feature import Feature
+from shardwise.engine.root import Root
+from shardwise.features.plan import plan_of
+from shardwise.groups.group import ParameterGroup
+from shardwise.params.initial_values import refuse_unequal_starts
+from shardwise.torch_compat import autograd
 from shardwise.layout.mesh import Axis
 from shardwise.params.parameter import Param
 from shardwise.ranks.comparison import Comparison, Facts, Unequal, digest_of
@@ -21,7 +25,7 @@ from shardwise.ranks.replicas import are_silent
 from shardwise.torch_compat import c10d
 
 
-class PlanCheck:
+class _Agreement:
     """The plan of one module tree, as its ranks have agreed on it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -31,15 +35,15 @@ class PlanCheck:
         self._axes: list[Axis] = []
         self._wait = Wait("comparison of plans", "", lambda: self._axes)
 
-    def look(self, groups: Sequence[Group]) -> None:
+    def look(self, groups: Sequence[ParameterGroup]) -> None:
         """Look at which parameters are trained now.
 
         Otherwise what was seen the last time counts: all ranks have to look at the same moment, and most
         notice a change only where they gather.
         """
-        self._trained = {param: param.sharded.requires_grad for group in groups for param in group.params}
+        self._trained = {param: param.sharded.requires_grad for group in groups for param in group.shards.params}
 
-    def run(self, name: str, groups: Sequence[Group]) -> None:
+    def run(self, name: str, groups: Sequence[ParameterGroup]) -> None:
         """Raise on all ranks alike if their plans for the model ``name`` differ.
 
         Collective where the plan has changed since it was agreed on.
@@ -98,3 +102,48 @@ class PlanCheck:
             f"the plan has changed since the ranks last agreed on it ({where}: {what} was "
             f"{before.get(changed[0], 'missing')} and is {facts.get(changed[0], 'missing')}{more})"
         )
+
+
+class PlanCheck(Feature):
+    """Asks before the first forward with gradients, and whenever the plan has changed since."""
+
+    def __init__(self, root: Root) -> None:
+        super().__init__(root)
+        self._agreement = _Agreement(root.device)
+        self._is_agreed = False  # on the plan as it is known now
+        self._has_compared = False  # what parameters begin with
+
+    def plan_changed(self) -> None:
+        """Compare the plan again, if it is another, before the next forward with gradients."""
+        self._is_agreed = False
+
+    def agree(self) -> None:
+        """Before training: the ranks have the same plan.
+
+        Collective, unless this was agreed before. Not where gradients are off: there, ranks that keep copies
+        may run forwards that others do not, such as a dry run on one rank.
+        """
+        if not self._is_agreed and torch.is_grad_enabled():
+            self._run()
+
+    def connected(self) -> None:
+        """Once, before training: ranks begin with the same weights, and keep equal copies. Collective."""
+        if not self._has_compared and torch.is_grad_enabled():
+            params = [param for group in self.root.groups for param in group.shards.params]
+            refuse_unequal_starts(params, self.root.device)
+            self._has_compared = True
+
+    def changes_followed(self) -> None:
+        """In a pass, a group has followed what the caller changed: before it communicates, the ranks agree.
+
+        They all come here at the same group.
+        """
+        if self._is_agreed or not self._has_compared:
+            return
+        self._agreement.look(self.root.groups)
+        if torch.is_grad_enabled() or autograd.current_graph_task_id() != -1:
+            self._run()
+
+    def _run(self) -> None:
+        self._agreement.run(self.root.name, self.root.groups)
+        self._is_agreed = True

@@ -28,9 +28,9 @@ def check_choice(module: Any, method: str, others: Sequence[str]) -> None:
 def communicate(module: Any, method: str, **choices: Any) -> None:
     """Have the buckets of a module's group communicate as ``choices`` (of Comms) say."""
     member = member_of(module)
-    member.group.replan(lambda bucket: bucket.communicate(**choices))
+    member.group.shards.replan(lambda bucket: bucket.communicate(**choices))
     member.group.choices.add(method)
-    member.schedule.prepare_anew()
+    member.root.prepare_anew()
 
 
 def made(kind: Any, comm: Any, pg: Any, device: torch.device) -> Any:

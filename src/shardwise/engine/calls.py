@@ -1,0 +1,89 @@
+"""The calls of sharded modules that are running, and the clock that orders them."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from shardwise.groups.group import ParameterGroup
+from shardwise.torch_compat import interpreter
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One call of a module of ``group``: when it was entered, and when it exited."""
+
+    group: ParameterGroup
+    module: nn.Module
+    enter: int
+    parent: "Call | None"
+    exit: int = 0
+    given: dict[int, Any] = field(default_factory=dict)  # graph nodes of its inputs, while it runs
+    frame: FrameType | None = None  # of the outermost call: whether it still runs
+    handled: BaseException | None = None  # what was being handled when it was entered
+
+    @property
+    def is_outermost(self) -> bool:
+        """True where nothing sharded has called it."""
+        return self.parent is None
+
+
+class Outcome(Enum):
+    """How a call ended, as far as its backward is concerned."""
+
+    FAILED = "raised an exception"
+    NO_BACKWARD = "no gradient will flow through it"
+    ANNOUNCED = "its outputs will announce its backward"
+    UNANNOUNCED = "gradients may come, but nothing announces them"
+
+
+FAILED, NO_BACKWARD, ANNOUNCED, UNANNOUNCED = Outcome  # quicker than attributes, see groups/states.py
+
+
+class CallStack:
+    """The running calls of one root, outermost first."""
+
+    def __init__(self) -> None:
+        self.clock = 0
+        """Ticks at every enter and exit."""
+        self.running: list[Call] = []
+
+    def open(self, group: ParameterGroup, module: nn.Module) -> Call:
+        """``module`` is entered."""
+        self.clock += 1
+        parent = self.running[-1] if self.running else None
+        call = Call(group, module, self.clock, parent, handled=sys.exc_info()[1])
+        if parent is None:
+            call.frame = interpreter.frame_of_call()
+        self.running.append(call)
+        return call
+
+    def close(self, call: Call) -> None:
+        """Its module has run. Calls inside it that never closed had failed."""
+        self.clock += 1
+        call.exit = self.clock
+        while self.running and self.running.pop() is not call:
+            pass
+        call.frame = call.handled = None
+        call.given = {}
+
+    def innermost(self, module: nn.Module) -> Call | None:
+        """The innermost running call of ``module``; None if it never got to run."""
+        for call in reversed(self.running):
+            if call.module is module:
+                return call
+        return None
+
+    def forget_interrupted(self) -> None:
+        """Forget a forward that an interrupt ended, which runs no hooks: its frame no longer runs."""
+        if self.running and self.running[0].frame is not None:
+            if not interpreter.is_running(self.running[0].frame):
+                self.running.clear()
+
+    def groups(self) -> Sequence[ParameterGroup]:
+        """Those whose modules are running."""
+        return [call.group for call in self.running]

@@ -1,0 +1,138 @@
+"""One forward of the outermost module: what is unshard and freed as its modules are entered and left.
+
+Order is recorded, then replayed: the groups a forward enters are written down, and the next forward, on entering
+a group, first begins to unshard the one that came after it. Its all-gather travels during the computation. The
+record is checked at every step; where the order differs, prefetch stops until the next forward, and the new
+order is what counts.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from shardwise.engine.calls import ANNOUNCED, FAILED, NO_BACKWARD, UNANNOUNCED, Call, Outcome
+from shardwise.engine.memory import AHEAD, CALLER, FOR_EARLIER_BACKWARD, IN_USE, INFERENCE
+from shardwise.groups.group import ParameterGroup
+from shardwise.groups.states import GATHERING, UNSHARDED
+from shardwise.ranks.failures import relay_of_job
+from shardwise.torch_compat import functorch
+
+if TYPE_CHECKING:
+    from shardwise.engine.root import Root
+
+
+class ForwardPass:
+    """A forward of ``root``, which lives as long as its outermost module runs."""
+
+    def __init__(self, root: "Root") -> None:
+        self._root = root
+        self._entered: list[ParameterGroup] = []
+        self._exited: list[ParameterGroup] = []
+        self._has_run: dict[ParameterGroup, set[nn.Module]] = {}
+
+    def begin(self) -> None:
+        """Have everything in order before the first group is unsharded. All ranks come here alike."""
+        root = self._root
+        relay_of_job().begin()
+        if functorch.is_recorded():
+            raise RuntimeError(
+                f"{root.name}: make_fx, which torch.func.linearize uses, records what forward computes, "
+                "with the full parameters as constants. They are freed after forward, so that the program "
+                "would read memory that is gone. Use torch.func.jvp or vjp, which compute anew."
+            )
+        root.refuse_unfit()
+        for agree in root.points.agree:
+            agree()
+        for begins in root.points.pass_begins:
+            begins("a forward")
+        root.prepare()
+        if torch.is_grad_enabled():
+            root.process_groups.connect()
+        for connected in root.points.connected:
+            connected()
+        if root.backward is not None:  # none is running now, whatever still holds on to one
+            root.abandon()
+        for group in root.groups:
+            group.gradients.drop_cleared()
+        for group in root.groups:
+            if group.unsharded.state is GATHERING:  # asked for and not used: on some ranks, perhaps
+                group.unsharded.wait()
+        for forward_begins in root.points.forward_begins:
+            forward_begins()
+        if root.points.ranks_run_alike:
+            root.free_stale([g for g in root.groups if root.memory.reason(g) is not FOR_EARLIER_BACKWARD])
+        event, root.post_optim_event = root.post_optim_event, None
+        root.streams.follow_optimizer(event)
+        root.forward_order.rewind()
+
+    def enter(self, call: Call) -> None:
+        """The module of ``call`` is about to run: have the parameters of its group unsharded."""
+        root, group = self._root, call.group
+        if group not in root.led:
+            root.forward_order.enter(group)
+            self._entered.append(group)
+        root.unshard(group)
+        if root.memory.reason(group) is not INFERENCE:
+            root.memory.hold(group, IN_USE)
+        root.unshard_led(group)
+        root.prefetch(group, group.settings.forward_prefetch, in_backward=False)
+        group.unsharded.wait()
+        root.tell("forward", group)
+
+    def exit(self, call: Call, outcome: Outcome) -> None:
+        """The module of ``call`` has run."""
+        root, group = self._root, call.group
+        is_led = group in root.led
+        if not is_led and (outcome is not NO_BACKWARD or not torch.is_grad_enabled()):
+            self._exited.append(group)
+        if outcome is ANNOUNCED:
+            root.first_entries.setdefault(group, call.enter)
+        if outcome is FAILED:
+            root.memory.release(group)
+        elif not is_led and self._is_over(call, outcome):
+            if not any(keeps(group, outcome) for keeps in root.points.instead_of_reshard):
+                root.memory.release(group)
+            for led in root.leads.get(group, ()):
+                root.memory.release(led)
+
+    def _is_over(self, call: Call, outcome: Outcome) -> bool:
+        """Whether the group is freed now that ``call`` is over."""
+        group = call.group
+        has_run = self._has_run.setdefault(group, set())
+        has_run.add(call.module)
+        if len(has_run) < len(group.modules) or outcome is UNANNOUNCED:
+            return False
+        if group in self._root.calls.groups():
+            return False
+        return self._root.reshards_after_forward(group)
+
+    def end(self, outcome: Outcome) -> None:
+        """The outermost module has run."""
+        root = self._root
+        if outcome is not FAILED:
+            root.forward_order.plan(self._entered)
+        for ended in root.points.forward_ended:
+            ended(outcome)
+        if torch.is_grad_enabled():
+            root.backward_order.plan(self._exited[::-1])
+        if outcome in (ANNOUNCED, UNANNOUNCED) and torch.is_grad_enabled():
+            unneeded = [*root.memory.held_for(AHEAD), *self._partly_run()]
+        else:
+            # No backward will come for whose sake a group could be kept.
+            unneeded = [
+                g for g in root.memory if root.memory.reason(g) not in (CALLER, FOR_EARLIER_BACKWARD)
+            ]
+        for group in unneeded:
+            root.memory.release(group)
+        root.hide_kept()
+        if not torch.is_grad_enabled():
+            root.let_host_write()
+
+    def _partly_run(self) -> list[ParameterGroup]:
+        """Groups of several modules of which not all have run, and that need not be kept."""
+        return [
+            group
+            for group, modules in self._has_run.items()
+            if len(modules) < len(group.modules) and group.settings.reshard_after_forward
+        ]

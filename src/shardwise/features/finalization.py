@@ -1,0 +1,111 @@
+"""The end of a backward that the caller brings about: ``finalize_backward``."""
+
+from collections.abc import Callable
+
+from shardwise.comm.streams import nothing
+from shardwise.engine.feature import Feature
+from shardwise.engine.root import Root
+from shardwise.groups.group import ParameterGroup
+
+
+class GradientReductionHandle:
+    """Returned by ``finalize_backward(async_op=True)``; ``wait`` until gradients may be used."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish: Callable[[], None] | None = finish
+        self._is_void = False
+
+    def wait(self) -> None:
+        """Wait for the reductions. From then on ``.grad`` of the parameters is complete; once is enough.
+
+        Raises:
+            RuntimeError: ``reset_iter_state()`` has dropped the gradients.
+        """
+        if self._is_void:
+            raise RuntimeError(
+                "GradientReductionHandle.wait: reset_iter_state() was called after finalize_backward() and "
+                "has dropped the gradients that this handle stands for. Run the iteration again."
+            )
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+    @property
+    def is_pending(self) -> bool:
+        """True until somebody has waited."""
+        return self._finish is not None
+
+    def drop(self) -> None:
+        """What it stands for will not come."""
+        self._is_void = self.is_pending
+        self._finish = None
+
+
+class ManualFinalization(Feature):
+    """Lets the caller of one root end its backwards (``root.ends_by_hand``)."""
+
+    def __init__(self, root: Root) -> None:
+        super().__init__(root)
+        self._is_due = False  # a backward has run since the caller last ended one
+        self._handle: GradientReductionHandle | None = None
+
+    def end_by_hand(self, group: ParameterGroup, by_hand: bool) -> None:
+        """Whether the caller ends backwards from now on."""
+        caller, root = "set_manual_backward_finalization", self.root
+        if by_hand == root.ends_by_hand:
+            return
+        root.refuse_at_work(caller, group)
+        self.pass_begins(f"{caller}()")
+        if self._is_due:
+            raise RuntimeError(
+                f"{caller}: {root.name} has run a backward that was not finalized. Call "
+                "finalize_backward(), or reset_iter_state() to drop its gradients, before changing who ends "
+                "a backward."
+            )
+        root.ends_by_hand = by_hand
+
+    def finalize(self, group: ParameterGroup) -> GradientReductionHandle:
+        """Begin to reduce what backwards have left to the caller's call."""
+        root = self.root
+        self.pass_begins("finalize_backward()")
+        if not root.calls.clock:  # before the first forward
+            return GradientReductionHandle(nothing)
+        if not root.ends_by_hand:
+            raise RuntimeError(
+                f"finalize_backward: {root.name} ends its backwards by itself, and their gradients are "
+                "complete. Call set_manual_backward_finalization(True) before forward, or leave this call "
+                "out."
+            )
+        root.refuse_at_work("finalize_backward", group, "afterwards")
+        for each in root.groups:
+            wants = each.gradients.have_sums_to_reduce or root.joins_by_hand(each)
+            if each.settings.requires_gradient_sync and wants:
+                root.reductions.reduce(each)
+        self._is_due = False
+        self._handle = GradientReductionHandle(self._finish)
+        return self._handle
+
+    def _finish(self) -> None:
+        self.root.finish_reductions()
+        self.root.average_ignored()
+
+    def pass_begins(self, what: str) -> None:
+        """The caller has to wait for the last one before ``what``."""
+        if self._handle is not None and self._handle.is_pending:
+            raise RuntimeError(
+                f"{self.root.name}: {what} while gradients are still being reduced: "
+                "finalize_backward(async_op=True) returned a handle, and nobody has called its wait(). Call "
+                "it before."
+            )
+        self._handle = None
+
+    def backward_ended(self) -> None:
+        """The caller has one to end."""
+        self._is_due = self.root.ends_by_hand
+
+    def reset(self) -> None:
+        """The gradients are dropped."""
+        self._is_due = False
+        if self._handle is not None:
+            self._handle.drop()
+            self._handle = None

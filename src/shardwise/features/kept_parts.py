@@ -1,0 +1,29 @@
+"""``reshard_after_forward=N``: N ranks keep the unsharded parameters together between forward and backward."""
+
+from shardwise.engine.calls import ANNOUNCED, Outcome
+from shardwise.engine.feature import Feature
+from shardwise.engine.memory import CALLER
+from shardwise.groups.group import ParameterGroup
+from shardwise.groups.states import PARTLY, UNSHARDED
+
+
+class KeptParts(Feature):
+    """Keeps this rank's part in place of freeing all."""
+
+    def forward_begins(self) -> None:
+        """What an earlier forward has left is not needed."""
+        for group in self.root.memory:
+            if group.unsharded.state is PARTLY:
+                self.root.memory.release(group)
+
+    def instead_of_reshard(self, group: ParameterGroup, outcome: Outcome) -> bool:
+        """Keep a part where that was asked for, and backward will come."""
+        keeps = (
+            group.settings.ranks_that_keep is not None
+            and outcome is ANNOUNCED
+            and group.unsharded.state is UNSHARDED
+            and self.root.memory.reason(group) is not CALLER
+        )
+        if keeps:
+            group.unsharded.keep_part()
+        return keeps

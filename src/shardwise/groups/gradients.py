@@ -1,0 +1,453 @@
+"""The gradients of a group: counted as autograd puts them in place, reduced, left for later, dropped.
+
+Owns the state of the gradients (states.py). Decides nothing about *when*: it tells the listener what has come.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import accumulate
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.comm.reduction import Reduction, Shipment
+from shardwise.groups.gradient_parts import Departure, Departures
+from shardwise.groups.states import (
+    DEFERRED,
+    EMPTY,
+    GRADIENT_STATES,
+    PENDING,
+    REDUCING,
+    GradientState,
+    next_state,
+)
+from shardwise.layout.mesh import Axis
+from shardwise.params.bucket import Bucket
+from shardwise.params.changes import are_all_there, take_gradients
+from shardwise.params.parameter import Param
+from shardwise.torch_compat import dtensor, dynamo
+from shardwise.torch_compat.functorch import outside_transforms
+
+if TYPE_CHECKING:
+    from shardwise.groups.group import ParameterGroup
+
+_lands_on_host = attrgetter("lands_on_host")
+
+
+class Gradients:
+    """The gradients of ``group``: unsharded ones, reductions in flight, and what waits to be reduced."""
+
+    def __init__(self, group: "ParameterGroup") -> None:
+        self._group = group
+        self.state = EMPTY
+        # What earlier backwards have shown: whether they were reduced, and came in nested backwards.
+        self.were_reduced = False
+        self.come_nested = False
+        self._reductions: list[Reduction | None] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew: the parameters are others."""
+        self._reductions = [None] * len(self._group.buckets)
+        # Whether some parameters may remember unreduced gradients.
+        self._has_deferred = any(param.remembers_deferred for param in self._group.shards.params)
+        self._departures: Departures | None = None  # None: all gradients leave together
+        self._hooked: set[int] = set()
+        self._trainable: frozenset[int] = frozenset()
+        self._awaited: set[int] = set()
+
+    # --- arrival ----------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Have the trainable unsharded parameters report their gradients."""
+        own, fulls = weakref.ref(self), self._group.unsharded.params
+        trainable = [i for i, full in enumerate(fulls) if full.requires_grad]
+        for index in trainable:
+            if index not in self._hooked:
+                self._group.shards.params[index].attach_hooks_of_full()
+                fulls[index].register_post_accumulate_grad_hook(partial(_tell_arrival, own, index))
+                self._hooked.add(index)
+        self._trainable = frozenset(trainable)
+        self._awaited = set(self._trainable)
+        self._departures = self._plan_departures()
+
+    def _plan_departures(self) -> Departures | None:
+        """None where all gradients leave together."""
+        buckets = self._group.buckets
+        if all(len(bucket.parts) == 1 for bucket in buckets):
+            return None
+        firsts = accumulate([len(bucket.params) for bucket in buckets], initial=0)
+        parts = [bucket.parts for bucket in buckets]
+        return Departures(list(zip(firsts, parts, strict=False)), self._trainable)
+
+    @outside_transforms
+    def arrived(self, index: int) -> None:
+        """Autograd has put the gradient of one unsharded parameter in place."""
+        departures, listener = self._departures, self._group.listener
+        if self.state is not PENDING:
+            if self._group.unsharded.are_shards:
+                self._refuse_changed_shards()
+            listener.gradient_came()
+            if self.state is REDUCING:
+                self.finish()
+            self._step("accumulate")
+            self._awaited = set(self._trainable)
+            if departures is not None:
+                departures.begin()
+        elif departures is not None and index in departures.gone:
+            self._finish_sent()  # a sum of its own: this gradient is of another nested backward
+        elif self._group.policy.backward_prefetch == "after":
+            listener.gradient_came()  # perhaps of a nested backward, which decides when the group is freed
+        self._awaited.discard(index)
+        if not self._awaited:
+            self._awaited = set(self._trainable)  # of a call that a nested backward has yet to come to
+            listener.gradients_complete()
+        elif departures is not None and departures.arrive(index):
+            listener.part_complete()
+
+    def _refuse_changed_shards(self) -> None:
+        """Shards may have changed on which a graph was computed that nothing has announced."""
+        if changed := self._group.unsharded.shards_changed_since():
+            raise RuntimeError(
+                f"{', '.join(changed)}: changed in place between the forward that used it and this backward "
+                f"(group '{self._group.name}'), so that the gradient would be that of other weights. Run "
+                "backward before the weights are changed, as by an optimizer's step."
+            )
+
+    # --- reduction --------------------------------------------------------------------------------
+
+    @property
+    def leave_in_parts(self) -> bool:
+        """True if some gradients may leave before all are there."""
+        return self._departures is not None
+
+    def send_ready(self) -> list[Shipment]:
+        """Begin to reduce the parts of the gradients that may leave before the others."""
+        assert self._departures is not None
+        departures = self._departures
+        with _without_graph(), self._group.label("reduce"):
+            return self._issue(lambda: self._send(departures.leave()))
+
+    def reduce(self) -> list[Shipment]:
+        """Begin to reduce the unsharded gradients that are there; all that is in flight now."""
+        joins = self._group.settings.zeros_for_unused and self.state is EMPTY
+        state = self._next("join" if joins else "reduce")
+        with _without_graph(), self._group.label("reduce"):
+            if not self._group.unsharded.params:  # it has not run here
+                self._departures = self._plan_departures()
+            shipments = self._issue(self._send_rest)
+            for bucket, reduction in zip(self._group.buckets, self._reductions, strict=True):
+                self._close(bucket, reduction)
+        self.state = state
+        self._group.tell("reduce")
+        return shipments
+
+    def _issue(self, send: Callable[[], list[Shipment]]) -> list[Shipment]:
+        waits = self._group.waits
+        try:
+            shipments = send()
+        except RuntimeError as error:
+            waits.raise_explained(error, waits.for_reduction)
+        waits.issued(waits.for_reduction)
+        return shipments
+
+    def _send_rest(self) -> list[Shipment]:
+        """All gradients that have not left yet."""
+        if self._departures is None:
+            return self._send_all()
+        if self.state is not PENDING:
+            self._departures.begin()
+        return self._send(self._departures.rest())
+
+    def _send_all(self) -> list[Shipment]:
+        """The gradients of each bucket, all together."""
+        shipments = []
+        buckets = self._group.buckets
+        gradients = self._take(self._group.shards.params, self._group.unsharded.params)
+        for number, bucket in enumerate(buckets):
+            own = gradients
+            if len(buckets) > 1:
+                own, gradients = gradients[: len(bucket.params)], gradients[len(bucket.params) :]
+            reduction = self._open(number, is_filled=are_all_there(own))
+            shipments += [reduction.send(part, own) for part in bucket.parts]
+        return shipments
+
+    def _send(self, departures: Iterable[Departure]) -> list[Shipment]:
+        """The gradients of these parts."""
+        shipments = []
+        all_params, all_fulls = self._group.shards.params, self._group.unsharded.params
+        for departure in departures:
+            reduction = self._reductions[departure.bucket] or self._open(departure.bucket, is_filled=False)
+            params = [all_params[index] for index in departure.indices]
+            fulls = [all_fulls[index] for index in departure.indices] if all_fulls else ()
+            gradients: list[Tensor | None] = [None] * len(self._group.buckets[departure.bucket].params)
+            taken = self._take(params, fulls)
+            for index, gradient in zip(departure.part.indices, taken, strict=True):
+                gradients[index] = gradient
+            shipments.append(reduction.send(departure.part, gradients))
+        return shipments
+
+    def _open(self, number: int, *, is_filled: bool) -> Reduction:
+        bucket = self._group.buckets[number]
+        divisor = self._group.settings.divide_factor or float(bucket.mesh.num_ranks)
+        self._reductions[number] = made = bucket.open_reduction(
+            self._group.streams, divisor, is_filled=is_filled
+        )
+        return made
+
+    def _close(self, bucket: Bucket, reduction: Reduction | None) -> None:
+        assert reduction is not None
+        settings = self._group.settings
+        bucket.close_reduction(reduction, settings.requires_all_reduce, settings.all_reduce_hook)
+
+    @torch.no_grad()
+    def _finish_sent(self) -> None:
+        """Bring to an end what has left before the other gradients of the running backward."""
+        for number, (bucket, reduction) in enumerate(zip(self._group.buckets, self._reductions, strict=True)):
+            if reduction is not None:
+                self._close(bucket, reduction)
+                self._finish(number)
+        there = [i for i in self._trainable if self._group.unsharded.params[i].grad is not None]
+        self._awaited = set(self._trainable.difference(there))
+        if self._departures is not None:
+            self._departures.begin(there)
+
+    def advance(self) -> None:
+        """Let the reduction go on to the replicas."""
+        for reduction in self._in_flight():
+            self._wait(reduction.advance)
+
+    @property
+    def land_on_host(self) -> bool:
+        """True if a reduction in flight ends in host memory, where it is better waited for late."""
+        return any(map(_lands_on_host, self._in_flight()))
+
+    def release_shipment(self, shipment: Shipment) -> None:
+        """Free the unsharded gradients of one shipment, as soon as they have been summed."""
+        self._wait(shipment.release)
+
+    def release(self) -> None:
+        """Free the unsharded gradients of a reduction in flight."""
+        for reduction in self._in_flight():
+            self._wait(reduction.release)
+
+    def finish(self) -> None:
+        """Wait for the reduction and add its result to ``.grad`` of the shards."""
+        finished = self._next("finish")
+        with _without_graph():
+            waits = [self._finish(number) for number in range(len(self._group.buckets))]
+            self.state = self._next("defer") if any(waits) else finished
+            self._group.tell("reduced")
+            params = self._group.shards.params
+            self._has_deferred = self._has_deferred and any(p.remembers_deferred for p in params)
+            if any(waits):
+                self._mark_deferred()
+
+    def _finish(self, number: int) -> bool:
+        """Wait for the sums of one bucket; True if they wait for those over replicas."""
+        bucket, reduction = self._group.buckets[number], self._reductions[number]
+        assert reduction is not None
+        self._wait(reduction.finish)
+        self._reductions[number] = None
+        plainly = not self._has_deferred and self._group.shards.watch().takes_gradients_plainly()
+        return bucket.land(reduction, plainly=plainly)
+
+    def _wait(self, finish: Callable[[], Any]) -> None:
+        self._group.waits.finish(finish, self._group.waits.for_reduction)
+
+    def _in_flight(self) -> Iterator[Reduction]:
+        return filter(None, self._reductions)
+
+    @property
+    def in_flight(self) -> list[Reduction]:
+        """The reductions that have not been waited for."""
+        return list(self._in_flight())
+
+    # --- left for later ---------------------------------------------------------------------------
+
+    def defer(self) -> None:
+        """Leave the unsharded gradients unreduced until a later backward."""
+        if any(self._in_flight()):
+            self._finish_sent()  # synchronisation was switched off in the midst of a backward
+        self._step("defer")
+        with _without_graph():
+            self._mark_deferred()
+
+    def _mark_deferred(self) -> None:
+        self._has_deferred = True
+        params = self._group.shards.params
+        fulls = [full.grad for full in self._group.unsharded.params] or [None] * len(params)
+        for param, waits, full in zip(params, self._waiting(), fulls, strict=True):
+            if waits:
+                param.defer_gradient(full)
+
+    def _waiting(self) -> list[bool]:
+        """Of which parameters gradients of earlier backwards wait, unsharded ones or sums."""
+        fulls = self._group.unsharded.params
+        sums = [bucket.waits(i) for bucket in self._group.buckets for i in range(len(bucket.params))]
+        if not fulls:
+            return sums
+        return [s or full.grad is not None for s, full in zip(sums, fulls, strict=True)]
+
+    @property
+    def have_sums_to_reduce(self) -> bool:
+        """True if deferred gradients are there that a reduction now would bring further."""
+        if self.state is not DEFERRED:
+            return False
+        if any(full.grad is not None for full in self._group.unsharded.params):
+            return True
+        settings = self._group.settings
+        return settings.requires_all_reduce and any(bucket.has_earlier for bucket in self._group.buckets)
+
+    def drop_cleared(self) -> None:
+        """Drop deferred gradients of parameters whose ``.grad`` the caller has cleared since."""
+        if self.state is not DEFERRED:
+            return
+        fulls, index = self._group.unsharded.params, 0
+        for bucket in self._group.buckets:
+            for own, param in enumerate(bucket.params):
+                if param.was_cleared():
+                    if fulls:
+                        fulls[index].grad = None
+                    if bucket.waits(own):
+                        bucket.drop_earlier(own)
+                index += 1
+        if any(self._waiting()):
+            self._mark_deferred()
+        else:
+            self._step("drop")
+
+    def drop(self) -> None:
+        """Forget unsharded gradients, in flight or not."""
+        for reduction in self._in_flight():
+            self._wait(reduction.drop)
+        self._reductions = [None] * len(self._group.buckets)
+        for full in self._group.unsharded.params:
+            full.grad = None
+        for param in self._group.shards.params:
+            param.hide_deferred()
+        for bucket in self._group.buckets:
+            bucket.drop_all_earlier()
+        if self.state is not EMPTY:
+            self._step("drop")
+
+    def drop_of_backward(self) -> None:
+        """Forget those of a backward that has failed; what waits from earlier ones stays."""
+        if self.state in (PENDING, REDUCING):
+            self.drop()
+
+    # --- taking them ------------------------------------------------------------------------------
+
+    def _take(self, params: Sequence[Param], fulls: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
+        """The unsharded gradients of ``params``, which belong to the reduction from now on."""
+        if not fulls:
+            return [self._zeros_for(param) if param.sharded.requires_grad else None for param in params]
+        makes_graph = torch.is_grad_enabled()
+        has_zeros = self._group.settings.zeros_for_unused
+        if not (makes_graph or has_zeros or self._group.shards.is_tensor_parallel):
+            plain = take_gradients(fulls)
+            if plain is not None:
+                return plain
+        gradients: list[Tensor | None] = []
+        for param, full in zip(params, fulls, strict=True):
+            gradient = full.grad
+            if gradient is not None:
+                full.grad = None
+                if makes_graph:  # create_graph=True
+                    gradient = gradient.detach()
+                if gradient.layout is not torch.strided:
+                    raise RuntimeError(
+                        f"{param.fqn}: its gradient has layout {gradient.layout}; only dense gradients "
+                        "can be reduce-scattered. Build the module without sparse gradients "
+                        "(nn.Embedding(sparse=False))."
+                    )
+                if param.is_tensor_parallel:
+                    gradient = param.content_of(gradient)
+            elif full.requires_grad:
+                gradient = self._zeros_for(param)
+            gradients.append(gradient)
+        return gradients
+
+    def _zeros_for(self, param: Param) -> Tensor | None:
+        """What stands for a gradient that has not come, if anything is to."""
+        if not self._group.settings.zeros_for_unused:
+            return None
+        return torch.zeros(param.shape, dtype=param.precision.reduced, device=self._group.device)
+
+    # --- questions --------------------------------------------------------------------------------
+
+    @property
+    def are_wanted(self) -> bool:
+        """True if any parameter of the group wants a gradient."""
+        if self._group.unsharded.params:
+            return bool(self._trainable)
+        return any(param.sharded.requires_grad for param in self._group.shards.params)
+
+    @property
+    def are_all_wanted(self) -> bool:
+        """True if all parameters of the group want gradients."""
+        return len(self._trainable) == len(self._group.shards.params)
+
+    def _next(self, event: str) -> GradientState:
+        return next_state(GRADIENT_STATES, self.state, event, self._group.name)
+
+    def _step(self, event: str) -> None:
+        self.state = self._next(event)
+
+
+@torch.no_grad()
+def average_ignored(group: "ParameterGroup") -> None:
+    """Average over all ranks the gradients of parameters that ``group`` was told to ignore, if it was told to.
+
+    All of them take part on every rank, with zeros where there is none, lest ranks send different amounts.
+    """
+    if not group.settings.averages_ignored:
+        return
+    trainable = [param for param in group.ignored if param.requires_grad]
+    if not trainable:
+        return
+    for param in trainable:
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+    gradients = [dtensor.plain(param.grad) for param in trainable if param.grad is not None]
+    for axis in group.mesh.axes():
+        _average(gradients, axis)
+
+
+def _average(gradients: list[Tensor], axis: Axis) -> None:
+    """Average tensors over the ranks of ``axis``, in place, all of one dtype together."""
+    for dtype in dict.fromkeys(g.dtype for g in gradients):
+        same = [g for g in gradients if g.dtype == dtype]
+        flat = torch.cat([g.reshape(-1) for g in same]).div_(axis.world)
+        dist.all_reduce(flat, group=axis.pg)
+        for gradient, part in zip(same, flat.split([g.numel() for g in same]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _tell_arrival(gradients: "weakref.ref[Gradients]", index: int, _full: Tensor) -> None:
+    """A hook on an unsharded parameter. Weak: Python's collector sees no hooks that C++ holds."""
+    if (alive := gradients()) is not None:
+        alive.arrived(index)
+
+
+dynamo.break_graphs(_tell_arrival)  # of compiled autograd
+
+_NO_CONTEXT = nullcontext()
+
+
+@contextmanager
+def _neither_graph_nor_inference() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _without_graph() -> AbstractContextManager[Any]:
+    """No graph is recorded inside, and tensors made inside may be trained: so it is in most backwards."""
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return _neither_graph_nor_inference()
+    return _NO_CONTEXT

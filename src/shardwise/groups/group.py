@@ -1,0 +1,266 @@
+"""The parameters of one ``fully_shard`` call: identity, settings, and the owners of their two states.
+
+    ParameterGroup
+      settings      what the caller has chosen
+      shards        the registered parameters, and what the caller does to them
+      unsharded     the gathered ones: SHARDED -> GATHERING -> UNSHARDED -> SHARDED
+      gradients     EMPTY -> PENDING -> REDUCING -> EMPTY
+
+A group decides nothing about *when*: the root does. It knows *whether* a step is allowed, and how to do it.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from shardwise.comm.streams import Lanes
+from shardwise.groups.added_parameters import ModuleWatch
+from shardwise.groups.casts import Casts
+from shardwise.groups.gradients import Gradients
+from shardwise.groups.settings import Settings
+from shardwise.groups.shards import Shards
+from shardwise.groups.side_tensors import SideTensors
+from shardwise.groups.states import SUMMONED
+from shardwise.groups.unsharded import Unsharded
+from shardwise.groups.waits import Waits
+from shardwise.layout.fqns import clean
+from shardwise.layout.mesh import Axis, ShardMesh
+from shardwise.params.bucket import Bucket
+from shardwise.params.parameter import Site
+from shardwise.params.sharded_away import sharded_before
+from shardwise.policies import CommPolicy
+from shardwise.torch_compat import autograd
+
+
+class Observer(Protocol):
+    """Hears of every event, with the name of its group."""
+
+    def __call__(self, event: str, name: str, /) -> None: ...
+
+
+class Listener(Protocol):
+    """Who decides when, for one group: hears what happens to it."""
+
+    def gradient_came(self) -> None:
+        """The first gradient of a backward is in."""
+
+    def part_complete(self) -> None:
+        """Some gradients may leave before the others."""
+
+    def gradients_complete(self) -> None:
+        """The gradients of all trainable parameters are in."""
+
+    def plan_changed(self) -> None:
+        """The parameters are others, or trained otherwise."""
+
+    def changes_followed(self) -> None:
+        """In a pass, what the caller had changed was followed; nothing was communicated yet."""
+
+
+class _Deaf:
+    def gradient_came(self) -> None: ...
+
+    def part_complete(self) -> None: ...
+
+    def gradients_complete(self) -> None: ...
+
+    def plan_changed(self) -> None: ...
+
+    def changes_followed(self) -> None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Tie:
+    """A place where a parameter is registered that another group has taken: the two are tied."""
+
+    site: Site
+    original: nn.Parameter
+
+
+class ParameterGroup:
+    """The parameters of ``modules``, in buckets by mesh. ``owners``: all modules whose parameters they are."""
+
+    def __init__(
+        self,
+        name: str,
+        modules: Sequence[nn.Module],
+        owners: Sequence[nn.Module],
+        buckets: list[Bucket],
+        mesh: ShardMesh,
+        policy: CommPolicy,
+        casts: Casts,
+    ) -> None:
+        self.name = name
+        self.modules = tuple(modules)
+        self.owners = tuple(owners)
+        self.buckets = buckets
+        self.mesh = mesh  # of the call; single parameters may have been given others
+        self.device = mesh.device
+        self.policy = policy
+        self.casts = casts
+        self.settings = Settings()
+        self.ties: list[Tie] = []
+        self.ignored: list[nn.Parameter] = []
+        self.choices: set[str] = set()  # which setters of communication were called
+        self.partly_loaded: str | None = None  # why a load failed half-way
+        self.added = ModuleWatch(owners)
+        self.side_tensors = SideTensors(owners)
+        self.observer: Observer | None = None
+        self.listener: Listener = _Deaf()
+        self.streams: Lanes
+        self.waits = Waits(name)
+        self.shards = Shards(self)
+        self.unsharded = Unsharded(self)
+        self.gradients = Gradients(self)
+        self.shards.take_stock()
+
+    def configure(self, **changes: Any) -> None:
+        """Change settings."""
+        self.settings = replace(self.settings, **changes)
+
+    def take_settings(self, other: "ParameterGroup") -> None:
+        """Take over what the caller has set for ``other``, but for the modules to prefetch."""
+        self.settings = replace(other.settings, forward_prefetch=None, backward_prefetch=None)
+        self.choices = set(other.choices)
+        self.partly_loaded = other.partly_loaded
+
+    @torch.no_grad()
+    def plan(self) -> list[nn.Parameter]:
+        """Lay out the buckets and make their shards from the full parameters; touches no module."""
+        with torch.inference_mode(False):
+            return [shard for bucket in self.buckets for shard in bucket.make_shards()]
+
+    def install(self, shards: Sequence[nn.Parameter]) -> None:
+        """Register the shards in the modules, in place of the full parameters."""
+        for param, sharded in zip(self.shards.params, shards, strict=True):
+            param.install_shard(sharded)
+
+    def attach(self, streams: Lanes) -> None:
+        """Tell the group where its communication runs."""
+        self.streams = streams
+        self.waits.attach(self.name, self.all_axes)
+
+    def rename(self, names: Mapping[nn.Module, str]) -> None:
+        """Take names from the view of a module further out, where ``names`` knows our modules."""
+        found = [clean(names[module]) for module in self.modules if module in names]
+        if len(found) == len(self.modules):
+            self.name = ", ".join(found)
+        self.shards.rename(names)
+
+    # --- what cannot be ---------------------------------------------------------------------------
+
+    def refuse_open_ties(self) -> None:
+        """No parameter may be tied to one of a group that nothing sharded has in common with this one."""
+        if self.ties:
+            tie = self.ties[0]
+            raise RuntimeError(open_tie_message(tie.site.fqn, f"{sharded_before(tie.original)}, which"))
+
+    def refuse_partly_loaded(self) -> None:
+        """Some of its parameters are of a checkpoint that could not be loaded to its end."""
+        if self.partly_loaded is not None:
+            raise RuntimeError(
+                f"{self.name}: the model is partly loaded, for a load failed half-way "
+                f"({self.partly_loaded}). Load a complete checkpoint before the next forward."
+            )
+
+    def refuse_if_summoned(self, what: str, instead: str = "Leave the context first.") -> None:
+        """Inside ``unsharded()`` the caller has the parameters."""
+        if self.unsharded.state is SUMMONED:
+            raise RuntimeError(
+                f"{self.name}: {what} is not possible inside unsharded(), which has put full parameters in "
+                f"place of the shards that its group works with. {instead}"
+            )
+
+    def refuse_added(self, names: Mapping[nn.Module, str]) -> None:
+        """Refuse parameters that were added after sharding: nobody would reduce their gradients.
+
+        ``names`` are those of all modules of the tree.
+        """
+        added = self.added.find_added(names, self.unsharded.params)
+        if not added:
+            return
+        for where, tensor in added:
+            ours = [param.fqn for param in self.shards.params if param.full is tensor]
+            if ours:
+                raise RuntimeError(
+                    f"{where}: forward assigned the gathered parameter {ours[0]} to this attribute, which "
+                    "makes it a second parameter, and its memory is freed after forward. Keep a copy "
+                    "(.clone())."
+                )
+        shown = ", ".join(where for where, _ in added[:4])
+        more = f" and {len(added) - 4} more" if len(added) > 4 else ""
+        were = "these parameters were" if len(added) > 1 else "this parameter was"
+        raise RuntimeError(
+            f"{shown}{more}: {were} added after fully_shard (group '{self.name}'). No group reduces the "
+            "gradients, so they would stay this rank's own and the ranks would drift apart. Add parameters "
+            "before fully_shard, call fully_shard on the new module, or freeze what is not to be trained."
+        )
+
+    # --- questions --------------------------------------------------------------------------------
+
+    @property
+    def replicates(self) -> bool:
+        """True if ranks keep copies of some of its shards."""
+        return self.shards.are_replicated
+
+    @property
+    def max_in_flight(self) -> int:
+        """How many reductions may be in flight beside each other: memory against overlap."""
+        return self.settings.max_reductions + (1 if self.replicates else 0)
+
+    def axes(self) -> list[Axis]:
+        """The axes along which its shards are spread, the longest first."""
+        axes = {id(axis.pg): axis for b in self.buckets for axis in b.mesh.axes() if axis is b.mesh.shard}
+        return sorted(axes.values(), key=lambda axis: -axis.world)
+
+    def all_axes(self) -> list[Axis]:
+        """Those, and the axes along which there are copies."""
+        axes = {id(axis.pg): axis for bucket in self.buckets for axis in bucket.mesh.axes()}
+        return sorted(axes.values(), key=lambda axis: -axis.world)
+
+    # --- for its owners ---------------------------------------------------------------------------
+
+    def label(self, what: str) -> AbstractContextManager[Any]:
+        """A profiler range for ``what``, if a profiler records."""
+        if not autograd.profiler_is_on():
+            return _NO_CONTEXT
+        return torch.autograd.profiler.record_function(f"shardwise.{what} {self.name}")
+
+    def tell(self, event: str) -> None:
+        """Report ``event`` to who observes."""
+        if self.observer is not None:
+            self.observer(event, self.name)
+
+    def __del__(self) -> None:
+        """What is under way stays: a back end writes into memory that it was given, whoever dies (gloo stops
+        to receive anything at all)."""
+        own = vars(self)  # perhaps not all of it: a copy that failed
+        if "gradients" in own:
+            under_way = [self.unsharded.in_flight, *self.gradients.in_flight]
+            if any(each is not None for each in under_way):
+                _IN_FLIGHT.append(under_way)
+
+
+_IN_FLIGHT: list[Any] = []
+"""Communication of groups that died before it ended."""
+
+_NO_CONTEXT = nullcontext()
+
+
+def open_tie_message(fqn: str, other: str) -> str:
+    """What to say of the parameter ``fqn``, which is tied to one that ``other`` begins a clause about."""
+    return (
+        f"{fqn} is tied to {other} was sharded in another fully_shard call, and no sharded module contains "
+        "both, to own the parameter. Call fully_shard on the module around both, after these two, or shard "
+        "both in one call, as a list."
+    )
+
+
+def axes_of(groups: Sequence[ParameterGroup]) -> list[Axis]:
+    """The axes along which the shards of ``groups`` are spread, the longest first."""
+    axes = {id(axis.pg): axis for group in groups for axis in group.axes() if not axis.is_alone}
+    return sorted(axes.values(), key=lambda axis: -axis.world)

@@ -1,0 +1,66 @@
+"""What the caller has chosen for a parameter group: one list of fields, which everybody reads."""
+
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from shardwise.comm.reduction import Hook
+
+if TYPE_CHECKING:
+    from shardwise.groups.group import ParameterGroup
+
+
+def _of_microbatch(default: Any) -> Any:
+    """A setting that ranks must share, and that may change from one microbatch to the next."""
+    return field(default=default, metadata={"shared": True, "of_microbatch": True})
+
+
+def _shared(default: Any) -> Any:
+    """A setting that ranks must share."""
+    return field(default=default, metadata={"shared": True})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Set through ``fully_shard`` and the methods of ``FSDPModule``; replaced as a whole."""
+
+    reshard_after_forward: bool | int | None = _shared(None)
+    """None: reshard, but not the root. A number: so many ranks keep the parameters together until backward."""
+    reshard_after_backward: bool = _of_microbatch(True)
+    requires_gradient_sync: bool = _of_microbatch(True)
+    requires_all_reduce: bool = _of_microbatch(True)
+    unshard_in_backward: bool = _shared(True)
+    keeps_unsharded_storage: bool = False
+    zeros_for_unused: bool = _shared(False)
+    """Parameters without a gradient take part in the reduction with zeros."""
+    may_be_unused: bool = _shared(False)
+    """Some ranks may not run the group's modules."""
+    averages_ignored: bool = _shared(False)
+    divide_factor: float | None = _shared(None)
+    max_reductions: int = 1
+    separate_reduce_group: bool | None = _shared(None)
+    """None: where it pays."""
+    all_reduce_hook: Hook | None = None
+    forward_prefetch: "tuple[ParameterGroup, ...] | None" = None
+    """Which groups to unshard ahead, in place of the recorded order."""
+    backward_prefetch: "tuple[ParameterGroup, ...] | None" = None
+
+    @property
+    def ranks_that_keep(self) -> int | None:
+        """How many ranks keep the unsharded parameters together after forward, if that was asked for."""
+        asked = self.reshard_after_forward
+        return asked if isinstance(asked, int) and not isinstance(asked, bool) else None
+
+    @property
+    def ranks_may_differ(self) -> bool:
+        """True if ranks may use different parameters."""
+        return self.zeros_for_unused or self.may_be_unused
+
+
+def shared_settings(settings: Settings, *, with_those_of_microbatch: bool) -> dict[str, str]:
+    """What ranks must have in common, as text by name."""
+    chosen = [
+        each.name
+        for each in fields(settings)
+        if "shared" in each.metadata and (with_those_of_microbatch or "of_microbatch" not in each.metadata)
+    ]
+    return {name: str(getattr(settings, name)) for name in chosen}

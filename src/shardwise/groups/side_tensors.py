@@ -1,0 +1,32 @@
+"""Tensors of a graph that forward leaves on attributes of its modules, such as auxiliary losses."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class SideTensors:
+    """Where to look for them: the attributes of ``owners``."""
+
+    def __init__(self, owners: Sequence[nn.Module]) -> None:
+        is_torchs = {module: type(module).__module__.startswith("torch.nn.") for module in owners}
+        self._own_attributes = [module.__dict__ for module in owners if not is_torchs[module]]
+        self._torch_attributes = [module.__dict__ for module in owners if is_torchs[module]]
+        self._num_torch_attributes = -1
+
+    def find(self) -> list[Tensor]:
+        """Those that are there now and want gradients."""
+        found = _left_on(self._own_attributes)
+        # Those of torch hold none of their own accord: they are searched where something was added to them.
+        if sum(map(len, self._torch_attributes)) != self._num_torch_attributes:
+            on_torch = _left_on(self._torch_attributes)
+            if not on_torch:
+                self._num_torch_attributes = sum(map(len, self._torch_attributes))
+            found += on_torch
+        return found
+
+
+def _left_on(attributes: list[dict[str, Any]]) -> list[Tensor]:
+    with_tensors = [own for own in attributes if Tensor in map(type, own.values())]
+    return [t for own in with_tensors for t in own.values() if type(t) is Tensor and t.requires_grad]

@@ -1,0 +1,347 @@
+"""The unsharded parameters of a group: gathered, shown to the modules, freed.
+
+Owns the state of the parameters (states.py). Decides nothing about *when*.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from operator import attrgetter, is_, methodcaller
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.comm.streams import Finish, Ticket
+from shardwise.groups.states import (
+    GATHERING,
+    PARTLY,
+    PENDING,
+    SHARDED,
+    SUMMONED,
+    UNSHARD_STATES,
+    UNSHARDED,
+    UnshardState,
+    next_state,
+)
+from shardwise.params.changes import FullWatch
+from shardwise.params.parameter import FREED, Param
+from shardwise.torch_compat import autograd, dtensor
+from shardwise.torch_compat.functorch import innermost
+
+if TYPE_CHECKING:
+    from shardwise.groups.group import ParameterGroup
+
+_gathered = attrgetter("gathered")
+
+_FOR_FORWARDS = (
+    "Leave the context first. To run forwards with parameters that stay gathered, as generation does, use "
+    "inference()."
+)
+
+
+class Unsharded:
+    """The unsharded parameters of ``group``; they stay the same objects from the first unshard on."""
+
+    def __init__(self, group: "ParameterGroup") -> None:
+        self._group = group
+        self.state = SHARDED
+        self.is_shown = False
+        self._ticket: Ticket | None = None
+        self._versions: list[int] = []  # of the shards, when they were gathered
+        self.forget()
+
+    def forget(self) -> None:
+        """The next unshard makes new ones."""
+        self.params: tuple[nn.Parameter, ...] = ()
+        self._freed: tuple[nn.Parameter, ...] = ()  # those that lose their contents when they are freed
+        self._watch = FullWatch((), ())
+        self._versions = [0] * len(self._group.shards.params)
+
+    def make(self) -> None:
+        """Make them over buffers for the gathered bytes."""
+        group = self._group
+        group.shards.refuse_meta()
+        with group.streams.gather.memory(), torch.inference_mode(False), torch.no_grad():
+            for bucket in group.buckets:
+                bucket.make_full_parameters()
+                bucket.gathered.keep_memory(group.settings.keeps_unsharded_storage)
+        self.params = tuple(full for bucket in group.buckets for full in bucket.fulls)
+        self._freed = tuple(full for b in group.buckets if not b.gathered.is_alias for full in b.fulls)
+        self._watch = FullWatch(group.shards.params, self.params)
+        group.gradients.watch()
+
+    # --- unshard ----------------------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Begin to gather them, if they are not there or on their way."""
+        group = self._group
+        if self.state is SHARDED:
+            if group.shards.follow():
+                group.listener.changes_followed()
+                group.streams.gather.follow_compute()  # which is where the shards were just moved
+            if len(self.params) != len(group.shards.params):
+                self.make()
+        self._gather()
+
+    def unshard_again(self) -> None:
+        """As ``unshard``, for the backward of a forward that has gathered them.
+
+        From the same shards, whatever was assigned to the modules since: a backward is of what forward has
+        used. Changes in place are left to autograd to find, by their versions; freezing is followed.
+        """
+        group = self._group
+        if not group.shards.were_looked_at or not self.params:
+            self.unshard()
+            return
+        if not group.shards.watch().is_as_trainable() and group.gradients.state is not PENDING:
+            group.shards.follow_freezing()
+            group.listener.changes_followed()
+        self._gather()
+
+    def unshard_ahead(self) -> None:
+        """As ``unshard_again``, before its turn in backward: changes of requires_grad are applied at use."""
+        if not self._group.shards.were_looked_at or not self.params:
+            self.unshard()
+        else:
+            self._gather()
+
+    def _gather(self) -> None:
+        if self.state is UNSHARDED or self.state is GATHERING:
+            return
+        group = self._group
+        group.refuse_if_summoned("gathering for a forward, a backward or unshard()", _FOR_FORWARDS)
+        if self.state is SHARDED:
+            self._versions = group.shards.watch().versions()
+        group.tell("gather")
+        with group.label("gather"):
+            try:
+                self._ticket = group.streams.gather.submit(self._start_gather)
+            except RuntimeError as error:
+                group.waits.raise_explained(error, group.waits.for_gather)
+        group.waits.issued(group.waits.for_gather)
+        self._step("unshard")
+
+    def _start_gather(self) -> Finish:
+        stream, buckets = self._group.streams.gather, self._group.buckets
+        if len(buckets) == 1:
+            return buckets[0].start_gather(stream)
+        finishes = [bucket.start_gather(stream) for bucket in buckets]
+
+        def finish() -> None:
+            for each in finishes:
+                each()
+
+        return finish
+
+    def wait(self) -> None:
+        """Wait for the all-gather and let the modules see the unsharded parameters."""
+        if self.state is UNSHARDED:
+            self.show()
+            return
+        state = self._next("wait")
+        self._finish_gather()
+        for bucket in self._group.buckets:
+            bucket.drop_part()
+        autograd.set_versions(self.params, self._versions)
+        self.show()
+        self.state = state
+
+    def _finish_gather(self) -> None:
+        assert self._ticket is not None
+        self._group.waits.finish(self._ticket.wait, self._group.waits.for_gather)
+        self._ticket = None
+
+    def wait_if_on_the_way(self) -> None:
+        """Have them visible, unless they were freed meanwhile."""
+        if self.state in (GATHERING, UNSHARDED):
+            self.wait()
+
+    @property
+    def in_flight(self) -> Ticket | None:
+        """The all-gather that has not been waited for."""
+        return self._ticket
+
+    # --- what modules see -------------------------------------------------------------------------
+
+    def show(self) -> None:
+        """Let the modules see them."""
+        if not self.is_shown:
+            self.is_shown = True
+            self._watch.shadow()
+            self._group.shards.refresh_flat_weights()
+
+    def hide(self) -> None:
+        """Let the modules see the shards, also where the unsharded parameters are kept in memory.
+
+        Between a forward and what follows it, the caller's edits of ``module.weight`` are meant for the
+        shard.
+        """
+        if self.is_shown:
+            self.is_shown = False
+            self._watch.unshadow()
+            self._group.shards.refresh_flat_weights()
+
+    def summon(self) -> None:
+        """Leave the modules to the caller, who puts full parameters there."""
+        self._group.shards.follow()
+        self._step("summon")
+
+    def end_summon(self) -> None:
+        """The shards are in their places again."""
+        self._step("end_summon")
+
+    # --- reshard ----------------------------------------------------------------------------------
+
+    def reshard(self) -> None:
+        """Free them.
+
+        Raises:
+            RuntimeError: one was changed in place; the change would be lost.
+        """
+        if self.state is PARTLY:
+            self._drop_parts()
+            return
+        state = self._next("reshard")
+        changed = self.changed_in_place()
+        self._free(state)
+        if changed:
+            self._refuse_changes(changed)
+
+    def keep_part(self) -> None:
+        """Free them, but for what a few ranks keep together until backward."""
+        state = self._next("keep_part")
+        changed = self.changed_in_place()
+        stream = self._group.streams.gather
+        stream.follow_compute()
+        with stream.memory(), torch.inference_mode(False), torch.no_grad():
+            for bucket in self._group.buckets:
+                bucket.keep_part()
+        self._free(state)
+        if changed:
+            self._refuse_changes(changed)
+
+    def abandon(self) -> None:
+        """Return to SHARDED from any state, after a failed iteration."""
+        if self.state is GATHERING:
+            self._finish_gather()
+        if self.state is PARTLY:
+            self._drop_parts()
+        elif self.state is not SHARDED:
+            self._free(SHARDED)
+
+    def _drop_parts(self) -> None:
+        self._step("reshard")
+        with self._group.streams.gather.memory():
+            for bucket in self._group.buckets:
+                bucket.drop_part()
+
+    def _free(self, state: UnshardState) -> None:
+        self.hide()
+        autograd.set_versions(self._freed, (FREED,) * len(self._freed))
+        self._free_memory()
+        self._group.tell("free")
+        self.state = state
+
+    def _free_memory(self) -> None:
+        stream = self._group.streams.gather
+        stream.follow_compute()
+        with stream.memory():
+            for bucket in self._group.buckets:
+                bucket.gathered.free()
+
+    def keep_storage(self, keep: bool) -> None:
+        """Whether they keep their memory while nobody uses them."""
+        if not self.params:
+            return
+        for bucket in self._group.buckets:
+            bucket.gathered.keep_memory(keep)
+        if self.state is not UNSHARDED and self.state is not GATHERING:
+            self._free_memory()
+
+    # --- changes ----------------------------------------------------------------------------------
+
+    def shards_changed_since(self) -> list[str]:
+        """Names of parameters whose shards have changed since, where PyTorch has counted it."""
+        return [
+            param.fqn
+            for param, version in zip(self._group.shards.params, self._versions, strict=True)
+            if param.version() != version
+        ]
+
+    def follow_versions(self) -> None:
+        """Carry the versions of the shards, which have the same contents."""
+        self._versions = [param.version() for param in self._group.shards.params]
+        autograd.set_versions(self.params, self._versions)
+
+    def changed_in_place(self) -> list[str]:
+        """Names of parameters that are no longer what was gathered: what ``reshard`` refuses to lose."""
+        changed: list[str] = []
+        for bucket in self._group.buckets:
+            changed += bucket.moved_params()
+        versions = self._watch.versions()
+        if versions != self._versions:
+            rows = zip(self._group.shards.params, versions, self._versions, strict=True)
+            moved = [param for param, now, before in rows if now != before]
+            # Of a frozen embedding each forward renormalises anew, which gives what doing it once would.
+            changed += [p.fqn for p in moved if p.sharded.requires_grad or not _is_renormalised(p)]
+        return changed
+
+    def _refuse_changes(self, changed: list[str]) -> NoReturn:
+        name, params = self._group.name, self._group.shards.params
+        renormalised = [p.fqn for p in params if p.fqn in changed and _is_renormalised(p)]
+        if renormalised:
+            raise RuntimeError(
+                f"{', '.join(renormalised)}: nn.Embedding(max_norm=...) renormalises rows of its weight in "
+                f"place in each forward, here those of a gathered copy (group '{name}'). The shard "
+                "would keep the rows as they were, and training would go another way than in plain PyTorch. "
+                "Set max_norm to None and renormalise the shard after each optimizer step, under "
+                "torch.no_grad(). A frozen weight is allowed: requires_grad_(False)."
+            )
+        raise RuntimeError(
+            f"{', '.join(changed)}: changed in place while gathered (group '{name}'). Inside "
+            "forward a module sees a gathered copy, which is now freed, so the change would be "
+            "lost. Change the sharded parameter outside of forward, under torch.no_grad()."
+        )
+
+    # --- questions --------------------------------------------------------------------------------
+
+    @property
+    def are_shards(self) -> bool:
+        """True if they are the shards themselves, as where a rank is alone."""
+        return bool(self.params) and not self._freed
+
+    @property
+    def num_bytes(self) -> int:
+        """What they take, as they are computed with."""
+        return sum(bucket.computed.gathered_bytes for bucket in self._group.buckets)
+
+    def owns(self, tensor: Tensor) -> bool:
+        """True if ``tensor`` is one of them, in memory, or shares memory with one.
+
+        Where a rank is alone, freeing takes nothing, but the caller is handed a copy there as everywhere.
+        """
+        if self.state is not UNSHARDED:
+            return False
+        if any(map(partial(is_, tensor), self.params)):
+            return True
+        if isinstance(tensor, DTensor):
+            tensor = dtensor.local_tensor(tensor)
+        if type(tensor) not in (Tensor, nn.Parameter):
+            return False
+        address = innermost(tensor).data_ptr()
+        return any(map(methodcaller("holds", address), map(_gathered, self._group.buckets)))
+
+    def _next(self, event: str) -> UnshardState:
+        return next_state(UNSHARD_STATES, self.state, event, self._group.name)
+
+    def _step(self, event: str) -> None:
+        self.state = self._next(event)
+
+
+def _is_renormalised(param: Param) -> bool:
+    """True if an embedding writes to the weight in forward: ``max_norm``."""
+    return any(
+        isinstance(site.module, (nn.Embedding, nn.EmbeddingBag)) and site.module.max_norm is not None
+        for site in param.sites
+    )

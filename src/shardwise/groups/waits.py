@@ -1,0 +1,46 @@
+"""What a group waits for from other ranks, and what to say when that fails."""
+
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from shardwise.comm.streams import Finish
+from shardwise.layout.mesh import Axis
+from shardwise.ranks.failures import SILENT, Relay, Wait, relay_of_job
+from shardwise.torch_compat import c10d
+
+
+class Waits:
+    """The waits of one group: for its all-gathers, and for its reductions."""
+
+    def __init__(self, name: str) -> None:
+        self.for_gather = Wait("gather", name, list)
+        self.for_reduction = Wait("reduction", name, list)
+        self._relay: Relay = SILENT
+
+    def attach(self, name: str, axes: Callable[[], Sequence[Axis]]) -> None:
+        """Tell who takes part, and let other ranks hear of failures."""
+        self._relay = relay_of_job()
+        for wait in (self.for_gather, self.for_reduction):
+            wait.name, wait.axes = name, axes
+            self._relay.waits.add(wait)
+
+    def issued(self, wait: Wait) -> None:
+        """Collectives were issued that ``wait`` will wait for."""
+        self._relay.issue(wait)
+
+    def finish(self, finish: Finish, wait: Wait) -> None:
+        """Run ``finish``, which waits for other ranks; say why where it fails."""
+        relay = self._relay
+        around, relay.waiting = relay.waiting, wait
+        try:
+            finish()
+        except RuntimeError as error:
+            self.raise_explained(error, wait)
+        finally:
+            relay.waiting = around
+
+    def raise_explained(self, error: RuntimeError, wait: Wait) -> NoReturn:
+        """Raise the failure behind ``error``, if that comes from communicating."""
+        if not c10d.is_communication_error(error):
+            raise error
+        raise self._relay.explained(error, wait.event, wait.name, wait.axes()) from error
