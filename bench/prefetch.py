@@ -69,7 +69,7 @@ class Memory:
             self.phase = event
         buckets = [bucket for group in self.groups for bucket in group.buckets]
         gathered = sum(b.gathered._storage.nbytes() for b in buckets if hasattr(b, "gathered"))
-        waiting = [full.grad for group in self.groups for full in group._fulls]
+        waiting = [full.grad for group in self.groups for full in group.unsharded.params]
         flying = [g for group in self.groups for r in group._reductions for g in r.gradients or ()]
         gradients = sum(g.untyped_storage().nbytes() for g in (*waiting, *flying) if g is not None)
         self.peaks[self.phase] = max(self.peaks[self.phase], gathered)
@@ -101,7 +101,7 @@ class Trainer:
     def peaks(self) -> dict[str, float]:
         """Of one more step, in blocks."""
         memory = Memory(self.model)
-        schedule = sharded_members(self.model)[0].schedule
+        schedule = sharded_members(self.model)[0].root
         schedule.observe(memory.look)
         self.timed_step(0)
         schedule.observe(None)

@@ -104,12 +104,12 @@ class Checkpoint(Stateful):
         optimizer: torch.optim.Optimizer,
         schedule: torch.optim.lr_scheduler.LRScheduler,
     ) -> None:
-        self.model, self.optimizer, self.schedule = model, optimizer, schedule
+        self.model, self.optimizer, self.root = model, optimizer, schedule
         self.step = 0
 
     def state_dict(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        schedule = self.schedule.state_dict()
+        schedule = self.root.state_dict()
         return {"model": model, "optimizer": optimizer, "schedule": schedule, "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ class Checkpoint(Stateful):
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
-        self.schedule.load_state_dict(state["schedule"])
+        self.root.load_state_dict(state["schedule"])
         self.step = state["step"]
 
 

@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import fully_shard
 from shardwise.comm import buffers
-from shardwise.engine.group import GradientState, State
 from shardwise.engine.members import sharded_members
+from shardwise.groups.states import GradientState, UnshardState
 
 BATCH_SIZE = 12  # divisible by 1, 2, 3 and 4 ranks
 
@@ -151,13 +151,15 @@ class Side:
                 assert name not in module.__dict__, f"{name} of {type(module).__name__} is still shadowed"
         for member in sharded_members(model):
             group = member.group
-            assert group.state is State.SHARDED, f"'{group.name}' is still {group.state.value}"
-            assert group.gradient_state is GradientState.EMPTY, (
-                f"gradients of '{group.name}' are still {group.gradient_state.value}"
+            assert group.unsharded.state is UnshardState.SHARDED, (
+                f"'{group.name}' is still {group.unsharded.state.value}"
             )
-            held = sum(0 if full.grad is None else full.grad.numel() for full in group._fulls)
+            assert group.gradients.state is GradientState.EMPTY, (
+                f"gradients of '{group.name}' are still {group.gradients.state.value}"
+            )
+            held = sum(0 if full.grad is None else full.grad.numel() for full in group.unsharded.params)
             assert held == 0, f"'{group.name}' holds {held} numbers of full gradients"
-            for bucket in group.buckets if self.world > 1 and group._fulls else ():
+            for bucket in group.buckets if self.world > 1 and group.unsharded.params else ():
                 left = 0 if bucket.gathered._keeps_memory else bucket.gathered._storage.nbytes()
                 assert left == 0, f"'{group.name}' holds {left} bytes of full parameters"
         for name, param in model.named_parameters():

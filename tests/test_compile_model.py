@@ -568,9 +568,7 @@ def events_with_compiled_blocks() -> tuple[list[str], list[str], int, list[str]]
             block.compile(backend="aot_eager", fullgraph=True)
         for _ in range(3):
             events.append([])
-            sharded_members(model)[0].schedule.observe(
-                lambda event, name: events[-1].append(f"{event} {name}")
-            )
+            sharded_members(model)[0].root.observe(lambda event, name: events[-1].append(f"{event} {name}"))
             plain.zero_grad()
             model.zero_grad()
             backward(plain, inputs)

@@ -285,7 +285,7 @@ def messages(form: str) -> dict[str, str]:
     next(block.up.parameters()).grad.fill_(float("nan"))
     said["not finite"] = told(lambda: shardwise.clip_grad_norm_(model, 1.0, error_if_nonfinite=True))
     events: list[str] = []
-    sharded_members(model)[0].schedule.observe(lambda event, name: events.append(f"{event} {name}"))
+    sharded_members(model)[0].root.observe(lambda event, name: events.append(f"{event} {name}"))
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         model(batch())
     said["events"] = ", ".join(sorted(set(events)))  # nothing is gathered ahead the first time
@@ -321,15 +321,16 @@ def use(form: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     model.set_requires_gradient_sync(False)
-    found["setter"] = [group.requires_gradient_sync for group in groups]
+    found["setter"] = [group.settings.requires_gradient_sync for group in groups]
     model.set_requires_gradient_sync(True)
     blocks[1].set_reshard_after_backward(False)
-    found["setter of a block"] = [group.reshard_after_backward for group in groups]
+    found["setter of a block"] = [group.settings.reshard_after_backward for group in groups]
     blocks[1].set_reshard_after_backward(True)
     model.set_modules_to_forward_prefetch(blocks[:2])
     blocks[0].set_modules_to_backward_prefetch([blocks[2]])
     found["prefetch"] = [
-        [g.name for g in each] for each in (groups[0].forward_prefetch, groups[1].backward_prefetch)
+        [g.name for g in each]
+        for each in (groups[0].settings.forward_prefetch, groups[1].settings.backward_prefetch)
     ]
     shardwise.share_comm_ctx([model])
 

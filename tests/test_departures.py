@@ -10,6 +10,7 @@ from harness import World
 from models import random_batch
 from reference import Recipe, assert_same_training, mean_of_squares
 from scenario import Side, assert_same
+from shardwise.engine.gradient_parts import Departures
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -17,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise import CommPolicy, fully_shard
 from shardwise.comm.communicators import SingleRank
 from shardwise.comm.reduce_scatter import Part, Reduce
-from shardwise.engine.gradient_parts import Departures
-from shardwise.engine.group import Group
+from shardwise.groups.group import ParameterGroup
 from shardwise.layout.slots import Entry, plan_layout
 
 by_world = pytest.mark.parametrize("world", [1, 2, 3, 4], indirect=True)
@@ -143,19 +143,19 @@ def left_at_completion(order: str) -> list[str]:
         fully_shard(block, comm_policy=IN_PARTS)
     fully_shard(model, comm_policy=IN_PARTS)
     told = []
-    reduce = Group.reduce
+    reduce = ParameterGroup.reduce
 
-    def tell(group: Group) -> Any:
+    def tell(group: ParameterGroup) -> Any:
         departures = group._departures
         told.append(f"{group.name} {sorted(departures.gone) if departures else 'all together'}")
         return reduce(group)
 
     loss = model(torch.randn(2, 8)).sum()
-    Group.reduce = tell  # type: ignore[method-assign]
+    ParameterGroup.reduce = tell  # type: ignore[method-assign]
     try:
         loss.backward()
     finally:
-        Group.reduce = reduce  # type: ignore[method-assign]
+        ParameterGroup.reduce = reduce  # type: ignore[method-assign]
     return told
 
 

@@ -191,7 +191,7 @@ def events_of_a_penalty() -> list[str]:
     penalty(model, side.inputs(0)).backward()
     events: list[str] = []
     punished = penalty(model, side.inputs(0))
-    schedule = sharded_members(model)[0].schedule
+    schedule = sharded_members(model)[0].root
     schedule.observe(lambda event, name: events.append(f"{event} {name}"))
     punished.backward()
     return [event for event in events if event.startswith(("gather", "free"))]

@@ -12,7 +12,7 @@ from shardwise import CommPolicy, fully_shard
 def observed(model: nn.Module) -> list[str]:
     """The list to which every event of ``model`` is appended from now on."""
     events: list[str] = []
-    model._shardwise_member.schedule.observe(lambda event, name: events.append(f"{event} {name}"))
+    model._shardwise_member.root.observe(lambda event, name: events.append(f"{event} {name}"))
     return events
 
 

@@ -685,7 +685,7 @@ def gathers_of_frozen_blocks() -> dict[str, int]:
     model.blocks[2].set_reshard_after_forward(True)  # else it is kept for backward
     mean_of_squares(model, side.inputs(0)).backward()
     events: list[str] = []
-    sharded_members(model)[0].schedule.observe(
+    sharded_members(model)[0].root.observe(
         lambda event, name: events.append(name) if event == "gather" else None
     )
     mean_of_squares(model, side.inputs(0)).backward()

@@ -626,7 +626,7 @@ def gathers_of_passing_through() -> dict[str, int]:
     side = Side(is_sharded=True)
     model = side.shard_tower(built(Dense))
     model.set_reshard_after_forward(True)
-    schedule = sharded_members(model)[0].schedule
+    schedule = sharded_members(model)[0].root
     mean_of_squares(model, side.inputs(0)).backward()
     events: list[tuple[str, str]] = []
     schedule.observe(lambda event, name: events.append((event, name)))

@@ -27,7 +27,7 @@ result = {
 }
 try:
     events = []
-    model._shardwise_member.schedule.observe(lambda event, name: events.append(f"{event} {name}"))
+    model._shardwise_member.root.observe(lambda event, name: events.append(f"{event} {name}"))
     model(torch.ones(2, 256)).sum().backward()
     result["events"] = len(events)
 except RuntimeError as error:

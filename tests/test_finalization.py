@@ -132,7 +132,7 @@ def events_by_hand() -> list[str]:
         model(random_batch(number, 4)).sum().backward()
     model.set_requires_gradient_sync(True)
     events: list[str] = []
-    model._shardwise_member.schedule.observe(lambda event, name: events.append(f"{event} {name}"))
+    model._shardwise_member.root.observe(lambda event, name: events.append(f"{event} {name}"))
     handle = model.finalize_backward(async_op=True)
     events.append("-- the caller goes on")
     handle.wait()

@@ -35,7 +35,7 @@ def stack(policy: CommPolicy | None = None) -> nn.Module:
 
 def gathered_bytes(model: nn.Module) -> int:
     """Bytes of gathered buffers that are allocated now."""
-    groups = model._shardwise_member.schedule.groups
+    groups = model._shardwise_member.root.groups
     buckets = [bucket for group in groups for bucket in group.buckets if hasattr(bucket, "gathered")]
     return sum(bucket.gathered._storage.nbytes() for bucket in buckets)
 
@@ -43,10 +43,10 @@ def gathered_bytes(model: nn.Module) -> int:
 def full_gradient_bytes(model: nn.Module) -> int:
     """Bytes of full gradients that are allocated now, waiting or in flight."""
     total = 0
-    for group in model._shardwise_member.schedule.groups:
+    for group in model._shardwise_member.root.groups:
         shipments = [s for reduction in group._reductions if reduction for s in reduction.shipments]
         in_flight = [gradient for shipment in shipments for gradient in shipment.gradients]
-        waiting = [full.grad for full in group._fulls]
+        waiting = [full.grad for full in group.unsharded.params]
         total += sum(g.untyped_storage().nbytes() for g in (*in_flight, *waiting) if g is not None)
     return total
 
@@ -62,7 +62,7 @@ def peaks_of_a_step(part_bytes: int | None) -> dict[str, float]:
         peaks[phase] = max(peaks[phase], gathered_bytes(model) / B)
         peaks["gradients"] = max(peaks["gradients"], full_gradient_bytes(model) / B)
 
-    model._shardwise_member.schedule.observe(look)
+    model._shardwise_member.root.observe(look)
     loss = model(x).sum()
     phase = "backward"
     loss.backward()

@@ -269,7 +269,7 @@ def gathers(plan: Plan, pattern: str) -> list[list[str]]:
         for param in model.parameters():
             param.mul_(0.5)
     events: list[str] = []
-    model._shardwise_member.schedule.observe(lambda event, name: events.append(f"{event} {name}"))
+    model._shardwise_member.root.observe(lambda event, name: events.append(f"{event} {name}"))
     found = []
     for microbatch, what in enumerate(pattern):
         events.clear()
@@ -313,7 +313,7 @@ def freed_after(plan: Plan) -> tuple[bool, bool]:
     for is_quiet in (True, False):
         with quiet(model, plan, is_quiet):
             loss_of(model, plan, 0).backward()
-        kept.append(model.blocks[0]._shardwise_member.group.state.value == "gathered")
+        kept.append(model.blocks[0]._shardwise_member.group.unsharded.state.value == "gathered")
     return kept[0], kept[1]
 
 
@@ -352,7 +352,7 @@ def test_an_evaluation_between_microbatches_disturbs_nothing(world2: World) -> N
 def settings_of(model: nn.Module) -> list[bool]:
     """Of the root and of each block, in this order: whether gradients are reduced."""
     groups = [each._shardwise_member.group for each in (model, *model.blocks)]
-    return [group.requires_gradient_sync for group in groups]
+    return [group.settings.requires_gradient_sync for group in groups]
 
 
 def settings_around(how: str) -> list[list[bool]]:
@@ -391,7 +391,9 @@ def kept_settings(raises: bool) -> tuple[list[Any], list[Any]]:
 
     def settings() -> list[Any]:
         groups = [each._shardwise_member.group for each in (model, *model.blocks)]
-        return [(group.reshard_after_backward, group.reshard_after_forward) for group in groups]
+        return [
+            (group.settings.reshard_after_backward, group.settings.reshard_after_forward) for group in groups
+        ]
 
     before = settings()
     with suppress(Failure), shardwise.no_sync(model):

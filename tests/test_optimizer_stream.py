@@ -139,7 +139,7 @@ def answers_on_a_device(device: str) -> list[str]:
     """What the root says to things that may be meant as events and streams, and what it waits for after."""
     model = sharded_tower()
     model._shardwise_member.group.device = torch.device(device)
-    schedule = model._shardwise_member.schedule
+    schedule = model._shardwise_member.root
     answers = []
     for thing in (None, torch.Event("cpu"), torch.cpu.Event(), threading.Event(), "now"):
         try:

@@ -357,7 +357,7 @@ def test_the_version_is_that_of_the_distribution() -> None:
 def names_of_the_root() -> dict[str, str]:
     model = shardwise.fully_shard(Tower())
     names: list[str] = []
-    sharded_members(model)[0].schedule.observe(lambda event, name: names.append(name))
+    sharded_members(model)[0].root.observe(lambda event, name: names.append(name))
     x = random_batch(0, 2, dtype=torch.float32)
     model(x).sum().backward()
     try:

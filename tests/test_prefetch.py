@@ -330,7 +330,7 @@ def peaks_of_a_step(choices: Choices) -> dict[str, float]:
     def look(_event: str, _name: str) -> None:
         peaks[phase] = max(peaks[phase], gathered_bytes(model) / B)
 
-    model._shardwise_member.schedule.observe(look)
+    model._shardwise_member.root.observe(look)
     loss = model(x).sum()
     phase = "backward"
     loss.backward()

@@ -152,7 +152,7 @@ class Backend:
         self.connected.append(device)
 
 
-class Group:
+class ParameterGroup:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
 
@@ -162,6 +162,6 @@ class Group:
 
 @pytest.mark.parametrize("has_communicator", [True, False])
 def test_what_has_a_communicator_is_told_to_connect_with_its_device(has_communicator: bool) -> None:
-    group: Any = Group(Backend(has_communicator))
+    group: Any = ParameterGroup(Backend(has_communicator))
     c10d.connect(group, GPU)
     assert group.backend.connected == [GPU] * has_communicator

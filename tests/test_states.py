@@ -12,7 +12,7 @@ from harness import World
 from torch import nn
 
 from shardwise import fully_shard
-from shardwise.engine.group import GRADIENT_STATES, STATES, GradientState, State
+from shardwise.groups.states import GRADIENT_STATES, UNSHARD_STATES, GradientState, UnshardState
 
 
 def printed(table: Mapping[tuple[Any, str], Any]) -> str:
@@ -55,7 +55,7 @@ reducing --drop--> empty""",
 
 @pytest.mark.parametrize(
     ("states", "table", "home"),
-    [(State, STATES, State.SHARDED), (GradientState, GRADIENT_STATES, GradientState.EMPTY)],
+    [(UnshardState, UNSHARD_STATES, UnshardState.SHARDED), (GradientState, GRADIENT_STATES, GradientState.EMPTY)],
 )
 def test_from_every_state_there_is_a_way_home_and_back(
     states: type[Enum], table: Mapping[tuple[Any, str], Any], home: Any

@@ -425,7 +425,7 @@ def gathers_of(strategy: str) -> list[list[str]]:
     optimizer = adamw(model)
     found: list[list[str]] = []
     events: list[str] = []
-    model._shardwise_member.schedule.observe(lambda event, name: events.append(f"{event} {name}"))
+    model._shardwise_member.root.observe(lambda event, name: events.append(f"{event} {name}"))
     for index in range(5):
         with torch.set_grad_enabled(index < 4):
             output = model(torch.ones(2, WIDTH)).sum()
@@ -649,10 +649,10 @@ def described(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             group = module._shardwise_member.group
-            param = group.params[0]
-            frees = group.reshard_after_forward
+            param = group.shards.params[0]
+            frees = group.settings.reshard_after_forward
             after = ("freed" if name else "as root") if frees is None else ("freed" if frees else "kept")
-            between = "" if group.reshard_after_backward else ", kept on"
+            between = "" if group.settings.reshard_after_backward else ", kept on"
             dtype = str(param.precision.computed).removeprefix("torch.")
             found[name] = f"{param.sharded.placements}: {after}{between}, {dtype}"
     return found
@@ -891,7 +891,7 @@ def sharded_before(strategy: str, cap: float | None) -> dict[str, Any]:
     kept = list(model.blocks[1].parameters())
     shard_model(model, strategy=strategy, bucket_cap_mb=cap)
     assert model.blocks[1]._shardwise_member is member
-    assert member.group.reshard_after_forward is False
+    assert member.group.settings.reshard_after_forward is False
     assert all(now is then for now, then in zip(model.blocks[1].parameters(), kept, strict=True))
     mean_of_squares(model, part(Plan("zero3", 2), uneven_batch(0, 12))).backward()
     return gradients_of(model)

@@ -73,8 +73,8 @@ from shardwise import (
     unsharded,
 )
 from shardwise.comm import buffers
-from shardwise.engine.group import GradientState, State
 from shardwise.engine.members import sharded_members
+from shardwise.groups.states import GradientState, UnshardState
 from shardwise.strategies import explain
 from shardwise.strategies.wrap_policies import as_policy
 from shardwise.strategies.wrapping import chosen
@@ -939,8 +939,8 @@ class Run:
             self.note(f"output {index}", value, "some")
         if self.is_sharded:
             for member in sharded_members(self.model):
-                assert member.group.state is State.SHARDED, (
-                    f"{member.group.name} is {member.group.state.value}"
+                assert member.group.unsharded.state is UnshardState.SHARDED, (
+                    f"{member.group.name} is {member.group.unsharded.state.value}"
                 )
 
     def do_no_sync_fails(self, action: Draw) -> None:
@@ -950,7 +950,7 @@ class Run:
             self.model(self.batch())
         self.model.fails_at = None
         if self.is_sharded:
-            assert all(member.group.requires_gradient_sync for member in sharded_members(self.model))
+            assert all(member.group.settings.requires_gradient_sync for member in sharded_members(self.model))
 
     def do_eval(self, action: Draw) -> None:
         module = self.module_for(action)
@@ -1064,15 +1064,17 @@ class Run:
             return
         for member in sharded_members(self.model):
             group = member.group
-            if group in member.schedule._kept_by_caller:
+            if group in member.root._kept_by_caller:
                 continue
-            for param in group.params:
+            for param in group.shards.params:
                 assert not any(s.name in s.module.__dict__ for s in param.sites), f"{param.fqn} is shadowed"
-            assert group.gradient_state is GradientState.EMPTY, (
-                f"{group.name} is {group.gradient_state.value}"
+            assert group.gradients.state is GradientState.EMPTY, (
+                f"{group.name} is {group.gradients.state.value}"
             )
-            is_kept = group.state is not State.SHARDED
-            assert not (is_kept and group.reshard_after_backward), f"{group.name} is {group.state.value}"
+            is_kept = group.unsharded.state is not UnshardState.SHARDED
+            assert not (is_kept and group.settings.reshard_after_backward), (
+                f"{group.name} is {group.unsharded.state.value}"
+            )
         for param in self.model.parameters():
             assert isinstance(param, DTensor) != (id(param) in self.ignored)
 

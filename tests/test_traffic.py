@@ -60,7 +60,7 @@ def sums_over_replicas() -> tuple[list[int], list[int], list[str]]:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = stack(mesh=mesh)
     events: list[str] = []
-    model._shardwise_member.schedule.observe(lambda event, name: events.append(f"{event} {name}"))
+    model._shardwise_member.root.observe(lambda event, name: events.append(f"{event} {name}"))
     sizes: list[int] = []
     plain = dist.all_reduce
 

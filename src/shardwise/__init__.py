@@ -6,7 +6,7 @@ from shardwise.checkpoint.pending import PendingSave
 from shardwise.checkpoint.save import save_checkpoint
 from shardwise.checkpoint.stopping import StopSignal
 from shardwise.compile.options import compile_options
-from shardwise.engine.finalization import GradientReductionHandle
+from shardwise.features.finalization import GradientReductionHandle
 from shardwise.fsdp_module import FSDPModule, UnshardHandle
 from shardwise.fully_shard import fully_shard
 from shardwise.optim.clipping import clip_grad_norm_, grad_norms_by_module

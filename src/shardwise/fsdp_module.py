@@ -12,7 +12,10 @@ from shardwise.comm.custom import (
     CustomReduceScatter,
 )
 from shardwise.comm.streams import has_streams, in_stream
-from shardwise.groups.comm_choices import (
+from shardwise.engine.members import member_of, sharded_members
+from shardwise.engine.root import Member
+from shardwise.features.finalization import GradientReductionHandle, ManualFinalization
+from shardwise.engine.comm_choices import (
     CUSTOM,
     check_choice,
     check_comm,
@@ -22,10 +25,7 @@ from shardwise.groups.comm_choices import (
     with_memory,
     with_symmetric_memory,
 )
-from shardwise.features.finalization import GradientReductionHandle
 from shardwise.groups.group import ParameterGroup
-from shardwise.engine.members import member_of, sharded_members
-from shardwise.engine.root import Member
 from shardwise.torch_compat import c10d
 
 
@@ -83,7 +83,7 @@ class FSDPModule:
         """
         check_bool("set_requires_gradient_sync", "requires_gradient_sync", requires_gradient_sync)
         for group in _groups(self, recurse, "set_requires_gradient_sync"):
-            group.requires_gradient_sync = requires_gradient_sync
+            group.configure(requires_gradient_sync=requires_gradient_sync)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether parameters are freed after forward and gathered again for backward.
@@ -93,7 +93,7 @@ class FSDPModule:
         """
         check_bool("set_reshard_after_forward", "reshard_after_forward", reshard_after_forward)
         for group in _groups(self, recurse, "set_reshard_after_forward"):
-            group.reshard_after_forward = reshard_after_forward
+            group.configure(reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are freed after backward. False spares the next microbatch a gather.
@@ -103,7 +103,7 @@ class FSDPModule:
         """
         check_bool("set_reshard_after_backward", "reshard_after_backward", reshard_after_backward)
         for group in _groups(self, recurse, "set_reshard_after_backward"):
-            group.reshard_after_backward = reshard_after_backward
+            group.configure(reshard_after_backward=reshard_after_backward)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last before the optimizer step; accepted and not needed.
@@ -118,7 +118,8 @@ class FSDPModule:
 
         An empty list turns prefetching off for this module. All ranks must choose the same.
         """
-        member_of(self).group.forward_prefetch = _groups_of(modules, "set_modules_to_forward_prefetch")
+        chosen = _groups_of(modules, "set_modules_to_forward_prefetch")
+        member_of(self).group.configure(forward_prefetch=chosen)
         member_of(self).root.plan_changed()
 
     def set_modules_to_backward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
@@ -126,7 +127,8 @@ class FSDPModule:
 
         An empty list turns prefetching off for this module. All ranks must choose the same.
         """
-        member_of(self).group.backward_prefetch = _groups_of(modules, "set_modules_to_backward_prefetch")
+        chosen = _groups_of(modules, "set_modules_to_backward_prefetch")
+        member_of(self).group.configure(backward_prefetch=chosen)
         member_of(self).root.plan_changed()
 
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = True) -> None:
@@ -144,7 +146,7 @@ class FSDPModule:
                     "(register_comm_hook), which divides by itself. Divide there."
                 )
         for group in groups:
-            group.divide_factor = float(factor)
+            group.configure(divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The former name of :meth:`set_gradient_divide_factor`."""
@@ -158,7 +160,7 @@ class FSDPModule:
         """
         check_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
         for group in _groups(self, recurse, "set_requires_all_reduce"):
-            group.requires_all_reduce = requires_all_reduce
+            group.configure(requires_all_reduce=requires_all_reduce)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -174,7 +176,7 @@ class FSDPModule:
             "set_reduce_scatter_unused_params", "reduce_scatter_unused_params", reduce_scatter_unused_params
         )
         for group in _groups(self, recurse, "set_reduce_scatter_unused_params"):
-            group.zeros_for_unused = reduce_scatter_unused_params
+            group.configure(zeros_for_unused=reduce_scatter_unused_params)
 
     def set_may_be_unused(self, may_be_unused: bool = True) -> None:
         """Whether some ranks may leave out this module while others run it.
@@ -185,7 +187,7 @@ class FSDPModule:
         """
         check_bool("set_may_be_unused", "may_be_unused", may_be_unused)
         for group in _groups(self, True, "set_may_be_unused"):
-            group.may_be_unused = group.zeros_for_unused = may_be_unused
+            group.configure(may_be_unused=may_be_unused, zeros_for_unused=may_be_unused)
         member_of(self).root.prepare_anew()
 
     def set_reduce_ignored_params(self, reduce_ignored_params: bool, *, recurse: bool = True) -> None:
@@ -193,7 +195,7 @@ class FSDPModule:
         backward."""
         check_bool("set_reduce_ignored_params", "reduce_ignored_params", reduce_ignored_params)
         for group in _groups(self, recurse, "set_reduce_ignored_params"):
-            group.averages_ignored = reduce_ignored_params
+            group.configure(averages_ignored=reduce_ignored_params)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs this module's full parameters. An embedding does not, for one.
@@ -202,7 +204,7 @@ class FSDPModule:
         variables "modified by an inplace operation": their memory was freed.
         """
         check_bool("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
-        member_of(self).group.unshard_in_backward = unshard_in_backward
+        member_of(self).group.configure(unshard_in_backward=unshard_in_backward)
         member_of(self).root.plan_changed()
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
@@ -214,7 +216,8 @@ class FSDPModule:
         """
         check_bool("set_keep_unsharded_storage", "keep", keep)
         for group in _groups(self, recurse, "set_keep_unsharded_storage"):
-            group.keep_unsharded_storage(keep)
+            group.configure(keeps_unsharded_storage=keep)
+            group.unsharded.keep_storage(keep)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Whether the caller ends a backward, by :meth:`finalize_backward`. For the root module.
@@ -229,7 +232,7 @@ class FSDPModule:
         """
         check_bool("set_manual_backward_finalization", "enabled", enabled)
         member = _root_member(self, "set_manual_backward_finalization")
-        member.root.finalize_by_hand(member.group, enabled)
+        _finalization(member).end_by_hand(member.group, enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce the gradients that backward passes have left, for groups that synchronise now.
@@ -260,7 +263,7 @@ class FSDPModule:
         """
         check_bool("finalize_backward", "async_op", async_op)
         member = _root_member(self, "finalize_backward")
-        handle = member.root.finalize_backward(member.group)
+        handle = _finalization(member).finalize(member.group)
         if async_op:
             return handle
         handle.wait()
@@ -321,7 +324,7 @@ class FSDPModule:
             check_of_device("set_all_reduce_hook", "Stream", stream, group.device, why)
             if has_streams(group.device):
                 hook = in_stream(hook, stream)
-        group.all_reduce_hook = hook
+        group.configure(all_reduce_hook=hook)
         member_of(self).root.plan_changed()
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -376,7 +379,7 @@ class FSDPModule:
         """
         check_bool("set_separate_reduce_scatter_group", "enable", enable)
         for group in _groups(self, recurse, "set_separate_reduce_scatter_group"):
-            group.separate_reduce_group = enable
+            group.configure(separate_reduce_group=enable)
         member_of(self).root.prepare_anew()
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -395,7 +398,7 @@ class FSDPModule:
         if max_input_buffers < 1:
             raise ValueError(f"{caller}: max_input_buffers is {max_input_buffers}; it must be 1 or more.")
         for group in _groups(self, recurse, "set_reduce_scatter_max_input_buffers"):
-            group.max_reductions = max_input_buffers
+            group.configure(max_reductions=max_input_buffers)
         member_of(self).root.prepare_anew()
 
     def set_post_optim_event(self, event: Any) -> None:
@@ -473,12 +476,18 @@ _MOMENTARY = ("set_requires_gradient_sync", "set_requires_all_reduce", "set_resh
 def _root_member(module: Any, caller: str) -> Member:
     """The member of ``module``, which has to be the root."""
     member = member_of(module)
-    if member.root.root is not member.group:
+    if member.root.group is not member.group:
         raise RuntimeError(
             f"{caller}: {member.group.name} is not the root, but inside a sharded module that drives it. "
             "Call it on the outermost sharded module."
         )
     return member
+
+
+def _finalization(member: Member) -> ManualFinalization:
+    found = member.root.feature(ManualFinalization)
+    assert found is not None
+    return found
 
 
 def _groups(module: Any, recurse: bool, caller: str) -> Iterator[ParameterGroup]:
@@ -490,7 +499,7 @@ def _groups(module: Any, recurse: bool, caller: str) -> Iterator[ParameterGroup]
     return (member.group for member in members)
 
 
-def _groups_of(modules: Any, caller: str) -> list[ParameterGroup]:
+def _groups_of(modules: Any, caller: str) -> tuple[ParameterGroup, ...]:
     if isinstance(modules, (nn.Module, str)) or not isinstance(modules, Sequence):
         raise TypeError(f"{caller}: modules is a {type(modules).__name__}; pass a list of sharded modules.")
     for index, module in enumerate(modules):
@@ -499,7 +508,7 @@ def _groups_of(modules: Any, caller: str) -> list[ParameterGroup]:
                 f"{caller}: {type(module).__name__} at [{index}] is not sharded, so there is nothing to "
                 "prefetch. Call fully_shard on it first, or leave it out."
             )
-    return [member_of(under_compile(module)).group for module in modules]
+    return tuple(member_of(under_compile(module)).group for module in modules)
 
 
 def check_bool(caller: str, name: str, value: object) -> None:

@@ -13,12 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.compile.hooks import install_hooks
+from shardwise.engine.members import set_member, sharded_members
+from shardwise.engine.root import Member
+from shardwise.features.outside_calls import explain_calls
+from shardwise.features.standard import new_root
+from shardwise.fsdp_module import ShardedModule
 from shardwise.groups.casts import Casts, cast_around
 from shardwise.groups.group import ParameterGroup
-from shardwise.engine.members import set_member, sharded_members
-from shardwise.features.outside_calls import explain_calls
-from shardwise.engine.root import Member, Root
-from shardwise.fsdp_module import ShardedModule
 from shardwise.layout.mesh import resolve_mesh
 from shardwise.layout.precision import PrecisionRule, precision_of
 from shardwise.params.initial_values import note_starts, send_starts_around
@@ -211,7 +212,7 @@ def fully_shard(
     buckets = make_buckets(params, meshes, policy, storage, mp_policy)
     name = class_name(modules[0])
     group = ParameterGroup(name, modules, managed, buckets, meshes.default, policy, Casts(mp_policy))
-    group.reshard_after_forward = reshards
+    group.configure(reshard_after_forward=reshards)
     group.ignored = [p for p in found.ignored if p.is_floating_point() or p.is_complex()]
     for param in params:
         param.compares = check_equal_weights
@@ -241,7 +242,7 @@ def fully_shard(
 
 def _set_going(group: ParameterGroup, modules: list[nn.Module], names: dict[nn.Module, str]) -> None:
     """Note on the modules whose they are, and have their forwards drive the group."""
-    member = Member(group, Root(group.device))
+    member = Member(group, new_root(group.device))
     for module in modules:
         set_member(module, member)
         nn_modules.register_api(module)

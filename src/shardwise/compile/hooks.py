@@ -8,8 +8,8 @@ from torch.compiler import is_dynamo_compiling
 
 from shardwise.compile import traced
 from shardwise.engine import hooks
-from shardwise.groups.group import UnshardState
 from shardwise.engine.root import Member
+from shardwise.groups.states import UnshardState
 from shardwise.torch_compat import dynamo
 
 _WRAPPED = "_shardwise_methods"

@@ -24,8 +24,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.compile.functional import Piece, Ways, gather, gather_again_in_backward
-from shardwise.groups.group import DEFERRED, ParameterGroup, meta_message, open_tie_message
 from shardwise.engine.root import Member
+from shardwise.groups.group import ParameterGroup, open_tie_message
+from shardwise.groups.shards import meta_message
+from shardwise.groups.states import DEFERRED
 from shardwise.layout.mesh import Axis
 from shardwise.layout.nested import map_tensors
 from shardwise.params.bucket import Bucket
@@ -36,7 +38,7 @@ from shardwise.torch_compat import dynamo
 def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Let the module see full tensors, and bring inputs to the device and dtype of the computation."""
     group = member.group
-    is_root = group is member.root.root
+    is_root = group is member.root.group
     _refuse_in_graphs(member)
     gathers_again = member.root.reshards_after_forward(group) and torch.is_grad_enabled()
     for bucket in group.buckets:
@@ -64,7 +66,9 @@ def _params_of(module: nn.Module, group: ParameterGroup, bucket: Bucket) -> list
     return [p for p in bucket.params if any(site.module is m for site in p.sites for m in inside)]
 
 
-def _full_tensors(group: ParameterGroup, bucket: Bucket, params: Sequence[Param], gathers_again: bool) -> list[Tensor]:
+def _full_tensors(
+    group: ParameterGroup, bucket: Bucket, params: Sequence[Param], gathers_again: bool
+) -> list[Tensor]:
     shards = [_registered(param).to_local() for param in params]
     pieces = [_piece(param, shard) for param, shard in zip(params, shards, strict=True)]
     run = partial(gather, pieces=pieces, ways=_ways(group, bucket))
@@ -158,7 +162,7 @@ def _about_model(member: Member) -> str:
     try:
         group.refuse_partly_loaded()
         if not group.added.is_untouched_in_graph():
-            group.refuse_added(member.root.names())
+            group.refuse_added(member.root.module_names())
     except RuntimeError as error:
         return str(error)
     # As the modules have them: of tensors that it meets elsewhere first, dynamo takes the sizes for dynamic.
@@ -169,7 +173,7 @@ def _about_model(member: Member) -> str:
 
 
 def _about_weights(member: Member) -> str:
-    if member.root.is_in_inference:
+    if not member.root.points.ranks_run_alike:
         return "inference() keeps parameters gathered, but a graph gathers by itself. Leave the context"
     if member.root.post_optim_event is not None:
         return (
@@ -196,7 +200,9 @@ def _about_gradients(group: ParameterGroup) -> str:
             "gradients of earlier backwards wait to be reduced together with these, which a graph does not "
             "know of. Run the last of these steps uncompiled"
         )
-    if isinstance(group.settings.reshard_after_forward, int) and not isinstance(group.settings.reshard_after_forward, bool):
+    if isinstance(group.settings.reshard_after_forward, int) and not isinstance(
+        group.settings.reshard_after_forward, bool
+    ):
         return (
             f"reshard_after_forward={group.settings.reshard_after_forward} keeps parameters together among so many "
             "ranks until backward, but a graph gathers them again from all. Use True or False"

@@ -27,7 +27,6 @@ from torch import nn
 
 from shardwise.engine.calls import Call
 from shardwise.engine.memory import AHEAD, CALLER, FOR_BACKWARD, FOR_EARLIER_BACKWARD, IN_USE
-from shardwise.groups.gradients import average_ignored
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import DEFERRED, EMPTY, PENDING, UNSHARDED
 from shardwise.ranks.failures import relay_of_job

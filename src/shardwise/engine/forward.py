@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.engine.calls import ANNOUNCED, FAILED, NO_BACKWARD, UNANNOUNCED, Call, Outcome
 from shardwise.engine.memory import AHEAD, CALLER, FOR_EARLIER_BACKWARD, IN_USE, INFERENCE
 from shardwise.groups.group import ParameterGroup
-from shardwise.groups.states import GATHERING, UNSHARDED
+from shardwise.groups.states import GATHERING
 from shardwise.ranks.failures import relay_of_job
 from shardwise.torch_compat import functorch
 
@@ -120,9 +120,7 @@ class ForwardPass:
             unneeded = [*root.memory.held_for(AHEAD), *self._partly_run()]
         else:
             # No backward will come for whose sake a group could be kept.
-            unneeded = [
-                g for g in root.memory if root.memory.reason(g) not in (CALLER, FOR_EARLIER_BACKWARD)
-            ]
+            unneeded = [g for g in root.memory if root.memory.reason(g) not in (CALLER, FOR_EARLIER_BACKWARD)]
         for group in unneeded:
             root.memory.release(group)
         root.hide_kept()

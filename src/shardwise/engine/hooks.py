@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.engine.calls import ANNOUNCED, FAILED, NO_BACKWARD, UNANNOUNCED, Call, Outcome
+from shardwise.engine.root import Member
 from shardwise.groups.group import ParameterGroup
-from shardwise.engine.root import ANNOUNCED, FAILED, NO_BACKWARD, UNANNOUNCED, Call, Member, Outcome
 from shardwise.layout.nested import NotAContainer, find_tensors, map_tensors, replace_tensors
 from shardwise.torch_compat import dynamo, functorch, nn_modules
 from shardwise.torch_compat.functorch import with_layers
@@ -46,7 +47,7 @@ def before_forward(
 
 def after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     """Free the group, once the outputs carry what will announce their backward."""
-    call = member.root.current_call(module)
+    call = member.root.calls.innermost(module)
     if call is None:
         member.root.tell_failed_forward()
         return None  # the hook before forward had failed

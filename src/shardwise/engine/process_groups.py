@@ -25,9 +25,7 @@ class ProcessGroups:
         self._for_reductions.update(other._for_reductions)
         self._unconnected += [pg for pg in other._unconnected if pg not in self._unconnected]
 
-    def for_reductions(
-        self, group: ParameterGroup, pg: dist.ProcessGroup | None
-    ) -> dist.ProcessGroup | None:
+    def for_reductions(self, group: ParameterGroup, pg: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         """On NCCL, reductions have a process group of their own: else all-gathers wait for them."""
         wanted = group.settings.separate_reduce_group
         if pg is None or pg.size() == 1 or wanted is False:

@@ -1,13 +1,13 @@
 """What drives the groups of one module tree: the state that outlives a forward or a backward.
 
-    Root
-      groups, group         all of the tree, and the root module's own
-      calls                 which sharded modules are running
-      memory                which groups are unsharded, and why
-      forward, backward     the passes that run now; dropped when they are over, or have failed
-      forward_order, ...    what the next pass unshards ahead
-      reductions            those in flight
-      features              optional parts, each at named points (feature.py)
+Root
+  groups, group         all of the tree, and the root module's own
+  calls                 which sharded modules are running
+  memory                which groups are unsharded, and why
+  forward, backward     the passes that run now; dropped when they are over, or have failed
+  forward_order, ...    what the next pass unshards ahead
+  reductions            those in flight
+  features              optional parts, each at named points (feature.py)
 """
 
 import sys
@@ -27,7 +27,6 @@ from shardwise.engine.forward import ForwardPass
 from shardwise.engine.memory import (
     AHEAD,
     CALLER,
-    FOR_BACKWARD,
     FOR_EARLIER_BACKWARD,
     IN_USE,
     INFERENCE,
@@ -507,9 +506,7 @@ class Root:
         self.memory.release(group)
 
 
-def _parents(
-    groups: list[ParameterGroup], root: ParameterGroup
-) -> dict[ParameterGroup, ParameterGroup]:
+def _parents(groups: list[ParameterGroup], root: ParameterGroup) -> dict[ParameterGroup, ParameterGroup]:
     """For each group, that of the sharded module right around its own."""
     owners = {module: group for group in groups for module in group.modules}
     parents: dict[ParameterGroup, ParameterGroup] = {}

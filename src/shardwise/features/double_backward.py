@@ -55,9 +55,7 @@ class DoubleBackward(Feature):
     def mark(self) -> Mark:
         """The groups that the running backward computes with, for the nodes that it has just created."""
         notes, memory = self.root.session().notes, self.root.memory
-        groups = tuple(
-            g for g in memory if g.unsharded.state is UNSHARDED and memory.reason(g) is not AHEAD
-        )
+        groups = tuple(g for g in memory if g.unsharded.state is UNSHARDED and memory.reason(g) is not AHEAD)
         last: Mark | None = notes.get(_MARK)
         if last is None or last.groups != groups:
             last = notes[_MARK] = Mark(groups, last)

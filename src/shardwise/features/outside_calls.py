@@ -44,7 +44,9 @@ class _Explained:
 
 def _raise_explained(module: nn.Module, group: ParameterGroup, error: RuntimeError) -> NoReturn:
     names = [name for p in module._parameters.values() if p is not None and (name := sharded_before(p))]
-    is_shown = group.unsharded.is_shown and any(site.module is module for p in group.shards.params for site in p.sites)
+    is_shown = group.unsharded.is_shown and any(
+        site.module is module for p in group.shards.params for site in p.sites
+    )
     if not names or is_shown:
         raise error
     owner = f"'{group.name}'"

@@ -85,7 +85,9 @@ def _settings_of(group: ParameterGroup, is_first: bool) -> dict[str, str]:
         "communication chosen by": ", ".join(sorted({*group.choices, *reducers})),
         "set_modules_to_forward_prefetch": _names(settings.forward_prefetch),
         "set_modules_to_backward_prefetch": _names(settings.backward_prefetch),
-        "ignored parameters": str([tuple(p.shape) for p in group.ignored] if settings.averages_ignored else []),
+        "ignored parameters": str(
+            [tuple(p.shape) for p in group.ignored] if settings.averages_ignored else []
+        ),
     }
 
 

@@ -15,14 +15,13 @@ from shardwise.engine.feature import Feature
 from shardwise.engine.root import Root
 from shardwise.features.plan import plan_of
 from shardwise.groups.group import ParameterGroup
-from shardwise.params.initial_values import refuse_unequal_starts
-from shardwise.torch_compat import autograd
 from shardwise.layout.mesh import Axis
+from shardwise.params.initial_values import refuse_unequal_starts
 from shardwise.params.parameter import Param
 from shardwise.ranks.comparison import Comparison, Facts, Unequal, digest_of
 from shardwise.ranks.failures import Wait, relay_of_job
 from shardwise.ranks.replicas import are_silent
-from shardwise.torch_compat import c10d
+from shardwise.torch_compat import autograd, c10d
 
 
 class _Agreement:
@@ -41,7 +40,9 @@ class _Agreement:
         Otherwise what was seen the last time counts: all ranks have to look at the same moment, and most
         notice a change only where they gather.
         """
-        self._trained = {param: param.sharded.requires_grad for group in groups for param in group.shards.params}
+        self._trained = {
+            param: param.sharded.requires_grad for group in groups for param in group.shards.params
+        }
 
     def run(self, name: str, groups: Sequence[ParameterGroup]) -> None:
         """Raise on all ranks alike if their plans for the model ``name`` differ.

@@ -3,7 +3,6 @@
 Owns the state of the parameters (states.py). Decides nothing about *when*.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter, is_, methodcaller
 from typing import TYPE_CHECKING, NoReturn
@@ -18,7 +17,6 @@ from shardwise.groups.states import (
     PARTLY,
     PENDING,
     SHARDED,
-    SUMMONED,
     UNSHARD_STATES,
     UNSHARDED,
     UnshardState,
@@ -126,12 +124,18 @@ class Unsharded:
         stream, buckets = self._group.streams.gather, self._group.buckets
         if len(buckets) == 1:
             return buckets[0].start_gather(stream)
-        finishes = [bucket.start_gather(stream) for bucket in buckets]
+        finishes: list[Finish] = []
 
         def finish() -> None:
             for each in finishes:
                 each()
 
+        try:
+            for bucket in buckets:
+                finishes.append(bucket.start_gather(stream))
+        except BaseException:
+            finish()  # all ranks have issued these; dropped, they would hold up whatever comes after them
+            raise
         return finish
 
     def wait(self) -> None:

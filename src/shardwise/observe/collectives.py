@@ -12,9 +12,9 @@ from functools import partial
 
 from torch import nn
 
-from shardwise.groups.group import ParameterGroup, Observer
 from shardwise.engine.members import sharded_members
 from shardwise.engine.root import Root
+from shardwise.groups.group import Observer, ParameterGroup
 
 
 @dataclass(frozen=True)
@@ -58,24 +58,24 @@ def count_collectives(model: nn.Module) -> Iterator[CollectiveCounts]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"count_collectives: {type(model).__name__} is not an nn.Module.")
-    schedules: dict[Root, list[ParameterGroup]] = {}
+    roots: dict[Root, list[ParameterGroup]] = {}
     for member in sharded_members(model):
-        schedules.setdefault(member.root, []).append(member.group)
-    if not schedules:
+        roots.setdefault(member.root, []).append(member.group)
+    if not roots:
         raise ValueError(
             f"count_collectives: there is no sharded module in this {type(model).__name__}. Call fully_shard "
             "or shard_model first."
         )
     counts = CollectiveCounts()
-    before = {schedule: schedule.observer for schedule in schedules}
-    for schedule, groups in schedules.items():
+    before = {root: root.observer for root in roots}
+    for root, groups in roots.items():
         named = {group.name: group for group in groups}
-        schedule.observe(partial(_count, counts, named, schedule.observer))
+        root.observe(partial(_count, counts, named, root.observer))
     try:
         yield counts
     finally:
-        for schedule, observer in before.items():
-            schedule.observe(observer)
+        for root, observer in before.items():
+            root.observe(observer)
 
 
 def _count(

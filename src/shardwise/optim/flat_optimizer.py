@@ -167,7 +167,7 @@ class FlatOptimizer(Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> Any:
-        """UnshardState by parameter: views of what the steps work with, good until the next one."""
+        """State by parameter: views of what the steps work with, good until the next one."""
         if self._is_stepping:
             return self._flat_state
         if self._shown is None:

@@ -6,7 +6,7 @@ side and have come equally far. Padding between them takes part; its gradient is
     shard buffer   | w1 . . . . | b1 pad | w2 . . | b2 pad | w3 . . . . |
     runs           [----- one tensor ----)  rests [---- another one ----)     w2 has no gradient
 
-UnshardState of a run is flat as well. Runs are cut and joined by taking it apart: `Part` says where a parameter's
+State of a run is flat as well. Runs are cut and joined by taking it apart: `Part` says where a parameter's
 share of a state lies. What lies right is not copied.
 """
 

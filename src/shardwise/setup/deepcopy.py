@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from shardwise.compile.hooks import wrap_method, wrapped_methods
-from shardwise.groups.group import ParameterGroup
+from shardwise.engine.root import Member
 from shardwise.features.outside_calls import explain_calls
-from shardwise.engine.root import Member, Root
+from shardwise.features.standard import new_root
+from shardwise.groups.group import ParameterGroup
 from shardwise.params.bucket import Bucket
 from shardwise.params.extension import ExtensionBucket
 from shardwise.params.parameter import Param, Site
@@ -46,12 +47,12 @@ def _copy_of(param: Param) -> nn.Parameter:
 def fill_copies(members: Sequence[Member], memo: Memo) -> None:
     """Make the groups of the copy, once its modules are there. ``members`` outermost first."""
     copies: list[Member] = [memo[id(member)] for member in members]
-    schedule = Root(members[0].group.device)
+    root = new_root(members[0].group.device)
     for member, copy in zip(members, copies, strict=True):
         _fill_group(member.group, memo)
-        Member.__init__(copy, memo[id(member.group)], schedule)
-    schedule.finalization.is_manual = members[0].root.finalization.is_manual
-    schedule.adopt(copies, copies[0])
+        Member.__init__(copy, memo[id(member.group)], root)
+    root.ends_by_hand = members[0].root.ends_by_hand
+    root.adopt(copies, copies[0])
     for copy in copies:
         explain_calls(copy.group)
     for member, copy in zip(members, copies, strict=True):
@@ -85,7 +86,7 @@ def _twin(module: nn.Module, memo: Memo) -> nn.Module:
 
 
 def _copied_bucket(old: Bucket, memo: Memo) -> Bucket:
-    params = [_copied_param(param, memo) for param in old.shards.params]
+    params = [_copied_param(param, memo) for param in old.params]
     if isinstance(old, ExtensionBucket):
         new: Bucket = ExtensionBucket(params[0], old.mesh, old.policy, old.storage, old.mp_policy)
     else:

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardwise.groups.group import Tie
 from shardwise.fsdp_module import FSDPModule
+from shardwise.groups.group import Tie
 from shardwise.layout.fqns import names_in
 from shardwise.layout.mesh import ShardMesh, resolve_mesh
 from shardwise.layout.precision import PrecisionRule, precision_of

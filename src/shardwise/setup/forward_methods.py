@@ -27,7 +27,7 @@ def share_comm_ctx(modules: "Sequence[FSDPModule]") -> None:
             )
     if modules:
         first, *others = [member_of(under_compile(module)).root for module in modules]
-        first.share_lanes(others)
+        first.share_streams(others)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

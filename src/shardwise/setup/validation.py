@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine import added_parameters
-from shardwise.groups.group import ParameterGroup
 from shardwise.fsdp_module import FSDPModule, check_bool, under_compile
+from shardwise.groups import added_parameters
+from shardwise.groups.group import ParameterGroup
 from shardwise.layout.fqns import clean, uncompiled
 from shardwise.layout.mesh import ShardMesh
 from shardwise.params.bucket import Storage

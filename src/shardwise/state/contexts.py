@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.groups.group import ParameterGroup
 from shardwise.engine.members import sharded_members
 from shardwise.engine.root import Member, Root
+from shardwise.features.inference import begin_inference, end_inference
 from shardwise.fsdp_module import is_sharded
+from shardwise.groups.group import ParameterGroup
 from shardwise.layout.mesh import axes_of
 from shardwise.ranks.agreement import together
 from shardwise.ranks.failures import relay_of_job
@@ -47,16 +48,18 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     members = _members_to_change(model, "no_sync")
     groups = [member.group for member in members]
-    before = [(group.settings.requires_gradient_sync, group.settings.reshard_after_backward) for group in groups]
+    before = [
+        (group.settings.requires_gradient_sync, group.settings.reshard_after_backward) for group in groups
+    ]
     for group in groups:
-        group.requires_gradient_sync = False
+        group.configure(requires_gradient_sync=False)
         if group.settings.reshard_after_forward is False:
-            group.reshard_after_backward = False
+            group.configure(reshard_after_backward=False)
     try:
         yield
     finally:
         for group, (syncs, reshards) in zip(groups, before, strict=True):
-            group.settings.requires_gradient_sync, group.reshard_after_backward = syncs, reshards
+            group.configure(requires_gradient_sync=syncs, reshard_after_backward=reshards)
 
 
 @contextmanager
@@ -141,7 +144,7 @@ def unsharded(
         yield
         has_failed = False
     finally:
-        problems = [problem for each in lent for problem in each.unsharded.end_summon()]
+        problems = [problem for each in lent for problem in each.take_back()]
         if problems and not has_failed:
             raise RuntimeError(f"unsharded: not everything could be taken over. {' '.join(problems)}")
 
@@ -194,9 +197,9 @@ def inference(model: nn.Module, *, budget_bytes: int | None = None) -> Iterator[
     members = _agreed("inference", model, check, {"budget_bytes": budget_bytes})
     left = math.inf if budget_bytes is None else budget_bytes
     with ExitStack() as stack:
-        for schedule, groups in _by_schedule(members).items():
-            left -= schedule.begin_inference(groups, left)
-            stack.callback(schedule.end_inference)
+        for root, groups in _by_root(members).items():
+            left -= begin_inference(root, groups, left)
+            stack.callback(end_inference, root)
         with torch.no_grad():
             yield
 
@@ -240,7 +243,7 @@ def _terms(member: Member, writeback: bool, rank0_only: bool, to_host: bool, wit
     return Terms(writeback, is_shown, to_host, with_grads)
 
 
-def _by_schedule(members: list[Member]) -> dict[Root, list[ParameterGroup]]:
+def _by_root(members: list[Member]) -> dict[Root, list[ParameterGroup]]:
     found: dict[Root, list[ParameterGroup]] = {}
     for member in members:
         found.setdefault(member.root, []).append(member.group)

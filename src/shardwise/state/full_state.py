@@ -14,18 +14,18 @@ from shardwise.ranks.model_ranks import Spread, axes_of_model, device_of_model
 from shardwise.state.names import check_at_rest, check_flags, entries_of, listed, parameters_of
 from shardwise.state.optimizer_state import full_optimizer_state
 
-UnshardState = dict[str, Any]
+State = dict[str, Any]
 T = TypeVar("T")
 
 
 @overload
 def full_state_dict(
     model: nn.Module, optimizer: None = None, *, cpu: bool = True, rank0_only: bool = True
-) -> UnshardState: ...
+) -> State: ...
 @overload
 def full_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, cpu: bool = True, rank0_only: bool = True
-) -> tuple[UnshardState, UnshardState]: ...
+) -> tuple[State, State]: ...
 
 
 @relayed
@@ -35,7 +35,7 @@ def full_state_dict(
     *,
     cpu: bool = True,
     rank0_only: bool = True,
-) -> UnshardState | tuple[UnshardState, UnshardState]:
+) -> State | tuple[State, State]:
     """The state of ``model`` as plain PyTorch has it: full tensors, that a model which is not sharded loads.
 
     Names are those of the model without wrappers of ``torch.compile`` or activation checkpointing. Tied

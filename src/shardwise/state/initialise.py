@@ -9,9 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.groups.group import ParameterGroup, UnshardState, meta_message
 from shardwise.engine.members import sharded_members
 from shardwise.engine.root import Member
+from shardwise.groups.group import ParameterGroup
+from shardwise.groups.shards import meta_message
+from shardwise.groups.states import UnshardState
 from shardwise.layout.fqns import clean
 from shardwise.layout.mesh import Axis, axes_of, highest_over
 from shardwise.ranks.agreement import together

@@ -21,7 +21,8 @@ from shardwise.comm.all_gather import Gather
 from shardwise.comm.buffers import GatheredBuffer, local_views
 from shardwise.comm.communicators import make_communicator
 from shardwise.comm.streams import HostLane
-from shardwise.groups.group import GradientState, ParameterGroup
+from shardwise.groups.group import ParameterGroup
+from shardwise.groups.states import GradientState
 from shardwise.layout.slots import Layout, Slot
 from shardwise.params.bucket import Bucket, bytes_of
 from shardwise.params.deferred import DeferredGradient

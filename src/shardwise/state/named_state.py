@@ -191,7 +191,7 @@ def blank(
 
 
 def _with_memory(state: Tensor, device: torch.device) -> Tensor:
-    """UnshardState as it is laid out, on ``device``.
+    """State as it is laid out, on ``device``.
 
     Adagrad and others make their state when they are built: on the meta device where the model is there. It
     stays there when the model gets memory.
@@ -225,7 +225,7 @@ def load_into(
 
 
 def _with_dtypes_of(saved: dict[str, Any], cast: dict[str, Any], converted: Tensor | None) -> Any:
-    """UnshardState as it was saved: torch has cast all but 'step' to the dtype of the parameter, ASGD's eta too.
+    """State as it was saved: torch has cast all but 'step' to the dtype of the parameter, ASGD's eta too.
 
     What has the form of ``converted`` stays as it was cast.
     """

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.groups.group import meta_message
 from shardwise.engine.members import sharded_members
+from shardwise.groups.shards import meta_message
 from shardwise.layout.fqns import clean
 from shardwise.state.partial_loads import why_partly_loaded
 

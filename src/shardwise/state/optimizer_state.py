@@ -37,14 +37,14 @@ from shardwise.state.named_state import (
 )
 from shardwise.state.names import Entry, check_at_rest, check_rank, listed
 
-UnshardState = dict[str, Any]
+State = dict[str, Any]
 LOAD = "load_full_optimizer_state_dict"
 REKEY = "rekey_optimizer_state_dict"
 
 
 def full_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, owner: int | None, cpu: bool
-) -> UnshardState:
+) -> State:
     """The full state by name, on global rank ``owner`` or everywhere; {} on other ranks.
 
     Raises:
@@ -53,7 +53,7 @@ def full_optimizer_state(
             what ranks have. All ranks raise.
     """
 
-    def own() -> UnshardState:
+    def own() -> State:
         _names_by_group(model, optimizer, "full_state_dict")
         return state_of([optimizer], parameter_names(model))
 
@@ -127,7 +127,7 @@ def rekey_optimizer_state_dict(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     to: Literal["name", "id"],
-) -> UnshardState:
+) -> State:
     """The same state with parameters by name, or by id, in the order of an optimizer.
 
     Args:
@@ -165,7 +165,7 @@ def rekey_optimizer_state_dict(
 
 def by_name(
     state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, caller: str
-) -> UnshardState:
+) -> State:
     """``state`` with parameters by canonical name, however it has them, in the order of ``optimizer``.
 
     Raises:
@@ -207,7 +207,7 @@ def _names_by_id(ids: list[int], own: list[list[str]], caller: str) -> dict[int,
     return dict(zip(ids, names, strict=True))
 
 
-def _by_id(named: UnshardState) -> UnshardState:
+def _by_id(named: State) -> State:
     """Of a state that is in the order of the optimizer: ids ascend, as in a ``state_dict()``."""
     names = [name for group in named["param_groups"] for name in group["params"]]
     ids = {name: index for index, name in enumerate(names)}
@@ -268,7 +268,9 @@ def _kind_of(state: Any) -> str:
     return f"a {type(state).__name__}"
 
 
-def _check_membership(named: UnshardState, groups: list[dict[str, Any]], own: list[list[str]], caller: str) -> None:
+def _check_membership(
+    named: State, groups: list[dict[str, Any]], own: list[list[str]], caller: str
+) -> None:
     """The same parameters, together in the same groups."""
     theirs = [group["params"] for group in groups]
     ours = {name for names in own for name in names}
@@ -306,7 +308,7 @@ def _check_call(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     _names_by_group(model, optimizer, LOAD)
 
 
-def _full_by_name(state: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> UnshardState:
+def _full_by_name(state: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     named = by_name(state, model, optimizer, LOAD)
     sharded = dict.fromkeys(p[0] for p, value in leaves(named["state"]) if isinstance(value, DTensor))
     if sharded:
@@ -317,7 +319,7 @@ def _full_by_name(state: Any, model: nn.Module, optimizer: torch.optim.Optimizer
     return named
 
 
-def _outline(named: UnshardState) -> UnshardState:
+def _outline(named: State) -> State:
     """What is in it, without the tensors of the state; those among hyperparameters travel as they are."""
 
     def slot(place: Place, value: Any) -> Any:
@@ -329,7 +331,7 @@ def _outline(named: UnshardState) -> UnshardState:
     return {"state": mapped(named["state"], slot), "param_groups": mapped(named["param_groups"], on_host)}
 
 
-def _tensors_of(named: UnshardState) -> Iterator[tuple[str, Tensor]]:
+def _tensors_of(named: State) -> Iterator[tuple[str, Tensor]]:
     return ((_label(place), value) for place, value in leaves(named["state"]) if isinstance(value, Tensor))
 
 
@@ -345,7 +347,7 @@ def _key(place: Place) -> str:
 class _Loading:
     """New state, as shards: made first, filled, and handed to the optimizer when all of it is there."""
 
-    def __init__(self, outline: UnshardState, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, outline: State, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         names = parameter_names(model)
         params = {names[param][0]: param for param in parameters_of(optimizer)}
         self._outline = outline
@@ -377,7 +379,7 @@ class _Loading:
 
 
 def _blanks(
-    outline: UnshardState, own: UnshardState, params: Mapping[str, Tensor], problems: list[str]
+    outline: State, own: State, params: Mapping[str, Tensor], problems: list[str]
 ) -> dict[str, Tensor]:
     """Memory for this rank's part of each tensor: laid out as the one there is, or as its parameter."""
     existing = {place: value for place, value in leaves(own) if isinstance(value, Tensor)}
@@ -419,7 +421,7 @@ def _unplaced(names: list[str]) -> str:
     )
 
 
-def _other_kind(saved: UnshardState, own: UnshardState) -> list[str]:
+def _other_kind(saved: State, own: State) -> list[str]:
     """What tells that a state is of another kind of optimizer."""
     kinds = {key for values in own.values() for key in values}
     others = {key for values in saved.values() for key in values} - kinds

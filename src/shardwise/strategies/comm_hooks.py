@@ -8,9 +8,10 @@ from typing import Any
 from torch import nn
 
 from shardwise.comm.gradient_sums import CallersHook, LowPrecision, Quantized, Reducer
-from shardwise.groups.group import GradientState, ParameterGroup
 from shardwise.engine.members import sharded_members
 from shardwise.engine.root import Member
+from shardwise.groups.group import ParameterGroup
+from shardwise.groups.states import GradientState
 from shardwise.params.bucket import Bucket
 from shardwise.policies import LowPrecisionReduction, QuantizedReduction
 
@@ -96,7 +97,9 @@ def _maker(state: Any, hook: Any) -> Callable[[Bucket, ParameterGroup], Reducer]
     return partial(_callers_hook, state, hook)
 
 
-def _callers_hook(state: Any, hook: Callable[..., None], bucket: Bucket, group: ParameterGroup) -> CallersHook:
+def _callers_hook(
+    state: Any, hook: Callable[..., None], bucket: Bucket, group: ParameterGroup
+) -> CallersHook:
     shards = "shard" in bucket.mesh.roles
     wanted = ("state", "grad", "output") if shards else ("state", "grad")
     try:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from shardwise.groups.group import ParameterGroup
 from shardwise.engine.members import sharded_members
 from shardwise.fsdp_module import is_sharded
+from shardwise.groups.group import ParameterGroup
 from shardwise.layout.fqns import names_in
 from shardwise.layout.mesh import ShardMesh
 from shardwise.params.bucket import Bucket

@@ -182,7 +182,7 @@ def shard_model(
             **arguments,
         )
         if not kind.reshard_after_backward:
-            sharded_members(modules[0])[0].group.reshard_after_backward = False
+            sharded_members(modules[0])[0].group.configure(reshard_after_backward=False)
     return cast(ShardedModule, model)
 
 
