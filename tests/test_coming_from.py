@@ -164,13 +164,13 @@ def kept(strategy: str) -> tuple[list[Any], list[bool]]:
     found = []
     for context in (None, no_sync(model)):
         loss = model(random_batch(0, 4)).sum()
-        found.append(group.unsharded.state.name == "GATHERED")
+        found.append(group.unsharded.state.name == "UNSHARDED")
         if context is None:
             loss.backward()
         else:
             with context:
                 loss.backward()
-        found.append(group.unsharded.state.name == "GATHERED")
+        found.append(group.unsharded.state.name == "UNSHARDED")
     return list(model.blocks[0].up.weight.placements), found
 
 
@@ -295,7 +295,7 @@ def groups_with_settings() -> list[bool]:
         built(even_tower), wrap=is_a_block, overrides={"blocks.0": {"reshard_after_forward": False}}
     )
     model(random_batch(0, 4)).sum()
-    return [block._shardwise_member.group.unsharded.state.name == "GATHERED" for block in model.blocks]
+    return [block._shardwise_member.group.unsharded.state.name == "UNSHARDED" for block in model.blocks]
 
 
 def test_settings_of_single_modules_are_overrides(world1: World) -> None:

@@ -10,7 +10,6 @@ from harness import World
 from models import random_batch
 from reference import Recipe, assert_same_training, mean_of_squares
 from scenario import Side, assert_same
-from shardwise.engine.gradient_parts import Departures
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from shardwise import CommPolicy, fully_shard
 from shardwise.comm.communicators import SingleRank
 from shardwise.comm.reduce_scatter import Part, Reduce
-from shardwise.groups.group import ParameterGroup
+from shardwise.groups.gradient_parts import Departures
+from shardwise.groups.gradients import Gradients
 from shardwise.layout.slots import Entry, plan_layout
 
 by_world = pytest.mark.parametrize("world", [1, 2, 3, 4], indirect=True)
@@ -143,19 +143,19 @@ def left_at_completion(order: str) -> list[str]:
         fully_shard(block, comm_policy=IN_PARTS)
     fully_shard(model, comm_policy=IN_PARTS)
     told = []
-    reduce = ParameterGroup.reduce
+    reduce = Gradients.reduce
 
-    def tell(group: ParameterGroup) -> Any:
-        departures = group._departures
-        told.append(f"{group.name} {sorted(departures.gone) if departures else 'all together'}")
-        return reduce(group)
+    def tell(gradients: Gradients) -> Any:
+        departures = gradients._departures
+        told.append(f"{gradients._group.name} {sorted(departures.gone) if departures else 'all together'}")
+        return reduce(gradients)
 
     loss = model(torch.randn(2, 8)).sum()
-    ParameterGroup.reduce = tell  # type: ignore[method-assign]
+    Gradients.reduce = tell  # type: ignore[method-assign]
     try:
         loss.backward()
     finally:
-        ParameterGroup.reduce = reduce  # type: ignore[method-assign]
+        Gradients.reduce = reduce  # type: ignore[method-assign]
     return told
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard, inference, register_fsdp_forward_method
 from shardwise.engine.members import sharded_members
-from shardwise.groups.group import GATHERED
+from shardwise.groups.states import UNSHARDED
 
 
 class Path(nn.Module):
@@ -337,7 +337,9 @@ def held_inside_inference() -> list[str]:
     with inference(model, budget_bytes=0), torch.enable_grad():
         model(random_batch(0, 4))
         return [
-            member.group.name for member in sharded_members(model) if member.group.unsharded.state is GATHERED
+            member.group.name
+            for member in sharded_members(model)
+            if member.group.unsharded.state is UNSHARDED
         ]
 
 

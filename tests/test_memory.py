@@ -44,7 +44,7 @@ def full_gradient_bytes(model: nn.Module) -> int:
     """Bytes of full gradients that are allocated now, waiting or in flight."""
     total = 0
     for group in model._shardwise_member.root.groups:
-        shipments = [s for reduction in group._reductions if reduction for s in reduction.shipments]
+        shipments = [s for reduction in group.gradients._reductions if reduction for s in reduction.shipments]
         in_flight = [gradient for shipment in shipments for gradient in shipment.gradients]
         waiting = [full.grad for full in group.unsharded.params]
         total += sum(g.untyped_storage().nbytes() for g in (*in_flight, *waiting) if g is not None)

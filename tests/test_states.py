@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -21,16 +22,16 @@ def printed(table: Mapping[tuple[Any, str], Any]) -> str:
 
 def test_the_states_of_parameters() -> None:
     assert_expected_inline(
-        printed(STATES),
+        printed(UNSHARD_STATES),
         """\
 sharded --unshard--> gathering
-gathering --wait--> gathered
-gathered --reshard--> sharded
-gathered --keep_part--> partly gathered
-partly gathered --unshard--> gathering
-partly gathered --reshard--> sharded
-sharded --lend--> lent out
-lent out --take_back--> sharded""",
+gathering --wait--> unsharded
+unsharded --reshard--> sharded
+unsharded --keep_part--> partly unsharded
+partly unsharded --unshard--> gathering
+partly unsharded --reshard--> sharded
+sharded --summon--> summoned
+summoned --end_summon--> sharded""",
     )
 
 
@@ -55,7 +56,10 @@ reducing --drop--> empty""",
 
 @pytest.mark.parametrize(
     ("states", "table", "home"),
-    [(UnshardState, UNSHARD_STATES, UnshardState.SHARDED), (GradientState, GRADIENT_STATES, GradientState.EMPTY)],
+    [
+        (UnshardState, UNSHARD_STATES, UnshardState.SHARDED),
+        (GradientState, GRADIENT_STATES, GradientState.EMPTY),
+    ],
 )
 def test_from_every_state_there_is_a_way_home_and_back(
     states: type[Enum], table: Mapping[tuple[Any, str], Any], home: Any
@@ -74,19 +78,28 @@ def call_out_of_turn(step: str) -> str:
     model = fully_shard(nn.Sequential(nn.Linear(2, 2)))
     group = model._shardwise_member.group
     with pytest.raises(RuntimeError) as refused:
-        getattr(group, step)()
+        attrgetter(step)(group)()
     return str(refused.value)
 
 
-@pytest.mark.parametrize("step", ["wait", "reshard", "reduce", "finish_reduce", "defer"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        "unsharded.wait",
+        "unsharded.reshard",
+        "gradients.reduce",
+        "gradients.finish",
+        "gradients.defer",
+    ],
+)
 def test_a_step_out_of_turn_names_the_group_and_what_is_possible(world1: World, step: str) -> None:
     (message,) = world1.run(call_out_of_turn, step)
     expected = {
-        "wait": "Sequential: cannot wait() while sharded; from here only unshard() or lend() is possible. ",
-        "reshard": "Sequential: cannot reshard() while sharded; from here only unshard() or lend() is possible. ",
-        "reduce": "Sequential: cannot reduce() while empty; from here only accumulate() or join() is possible. ",
-        "finish_reduce": "Sequential: cannot finish() while empty; from here only accumulate() or join() is possible. ",
-        "defer": "Sequential: cannot defer() while empty; from here only accumulate() or join() is possible. ",
+        "unsharded.wait": "Sequential: cannot wait() while sharded; from here only unshard() or summon() is possible. ",
+        "unsharded.reshard": "Sequential: cannot reshard() while sharded; from here only unshard() or summon() is possible. ",
+        "gradients.reduce": "Sequential: cannot reduce() while empty; from here only accumulate() or join() is possible. ",
+        "gradients.finish": "Sequential: cannot finish() while empty; from here only accumulate() or join() is possible. ",
+        "gradients.defer": "Sequential: cannot defer() while empty; from here only accumulate() or join() is possible. ",
     }
     assert message == expected[step] + "Did a hook call into the group out of turn?"
 
