@@ -313,7 +313,7 @@ def freed_after(plan: Plan) -> tuple[bool, bool]:
     for is_quiet in (True, False):
         with quiet(model, plan, is_quiet):
             loss_of(model, plan, 0).backward()
-        kept.append(model.blocks[0]._shardwise_member.group.unsharded.state.value == "gathered")
+        kept.append(model.blocks[0]._shardwise_member.group.unsharded.state.value == "unsharded")
     return kept[0], kept[1]
 
 

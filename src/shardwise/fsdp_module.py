@@ -12,9 +12,6 @@ from shardwise.comm.custom import (
     CustomReduceScatter,
 )
 from shardwise.comm.streams import has_streams, in_stream
-from shardwise.engine.members import member_of, sharded_members
-from shardwise.engine.root import Member
-from shardwise.features.finalization import GradientReductionHandle, ManualFinalization
 from shardwise.engine.comm_choices import (
     CUSTOM,
     check_choice,
@@ -25,6 +22,9 @@ from shardwise.engine.comm_choices import (
     with_memory,
     with_symmetric_memory,
 )
+from shardwise.engine.members import member_of, sharded_members
+from shardwise.engine.root import Member
+from shardwise.features.finalization import GradientReductionHandle, ManualFinalization
 from shardwise.groups.group import ParameterGroup
 from shardwise.torch_compat import c10d
 

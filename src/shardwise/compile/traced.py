@@ -207,7 +207,7 @@ def _about_gradients(group: ParameterGroup) -> str:
             f"reshard_after_forward={group.settings.reshard_after_forward} keeps parameters together among so many "
             "ranks until backward, but a graph gathers them again from all. Use True or False"
         )
-    if group.settings.zeros_for_unused or group.settings.may_be_unused:
+    if group.settings.ranks_may_differ:
         return (
             "ranks were said to differ in what they use, but a graph communicates in what it uses only. Let "
             "all ranks use all modules"

@@ -80,9 +80,9 @@ class CallStack:
 
     def forget_interrupted(self) -> None:
         """Forget a forward that an interrupt ended, which runs no hooks: its frame no longer runs."""
-        if self.running and self.running[0].frame is not None:
-            if not interpreter.is_running(self.running[0].frame):
-                self.running.clear()
+        frame = self.running[0].frame if self.running else None
+        if frame is not None and not interpreter.is_running(frame):
+            self.running.clear()
 
     def groups(self) -> Sequence[ParameterGroup]:
         """Those whose modules are running."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Feature:
-    """An optional part of one root. It overrides the points at which it takes part; the others cost nothing."""
+    """An optional part of one root. It overrides the points at which it takes part; others cost nothing."""
 
     ranks_run_alike = True
     """False while ranks may run different numbers of forwards."""

@@ -1,9 +1,9 @@
-"""One forward of the outermost module: what is unshard and freed as its modules are entered and left.
+"""One forward of the outermost module: what is unsharded and freed as its modules are entered and left.
 
-Order is recorded, then replayed: the groups a forward enters are written down, and the next forward, on entering
-a group, first begins to unshard the one that came after it. Its all-gather travels during the computation. The
-record is checked at every step; where the order differs, prefetch stops until the next forward, and the new
-order is what counts.
+Order is recorded, then replayed: the groups that a forward enters are written down, and the next forward, on
+entering a group, first begins to unshard the one that came after it. Its all-gather travels during the
+computation. The record is checked at every step; where the order differs, prefetch stops until the next
+forward, and the new order is what counts.
 """
 
 from typing import TYPE_CHECKING

@@ -92,7 +92,7 @@ class Inference(Feature):
         """Refuse to go on with full parameters that are not those of their shards, by their versions."""
         for group in self.kept if self._refusal is None else ():
             if changed := group.unsharded.shards_changed_since() or group.unsharded.changed_in_place():
-                group.unsharded.follow_versions()  # it is told here, and not once more when the group is freed
+                group.unsharded.follow_versions()  # told here, and not once more when the group is freed
                 self._refusal = (
                     f"{changed[0]}: changed inside inference(), where the full parameters that were gathered "
                     "before are used. Leave the context, change weights, and enter it again."

@@ -1,4 +1,4 @@
-"""``reshard_after_forward=N``: N ranks keep the unsharded parameters together between forward and backward."""
+"""``reshard_after_forward=N``: N ranks keep the unsharded parameters together until backward."""
 
 from shardwise.engine.calls import ANNOUNCED, Outcome
 from shardwise.engine.feature import Feature

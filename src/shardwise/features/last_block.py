@@ -1,7 +1,7 @@
 """The last group of the tree stays unsharded from forward to backward: backward probably begins with it.
 
-Freed, it would be unsharded again at once. Which one that is was not observed but is read from the tree: what ranks
-unshard in backward must not depend on what each of them has seen.
+Freed, it would be unsharded again at once. Which one that is was not observed but is read from the tree: what
+ranks unshard in backward must not depend on what each of them has seen.
 """
 
 from shardwise.engine.calls import ANNOUNCED, Outcome

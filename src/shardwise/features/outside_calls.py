@@ -50,7 +50,7 @@ def _raise_explained(module: nn.Module, group: ParameterGroup, error: RuntimeErr
     if not names or is_shown:
         raise error
     owner = f"'{group.name}'"
-    if not any(site.module is module for param in group.shards.params for site in param.sites):
+    if module not in holders:
         owner = f"the module around {owner} that owns them, as they are tied to others"
     raise RuntimeError(
         f"{', '.join(names)}: {type(module).__name__} was called while its parameters are sharded. They are "

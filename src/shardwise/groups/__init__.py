@@ -1,1 +1,1 @@
-"""The parameters of one ``fully_shard`` call: what they are, whether they may be unsharded and reduced, and how."""
+"""The parameters of one ``fully_shard`` call: whether they may be unsharded or reduced, and how."""

@@ -1,6 +1,7 @@
 """The gradients of a group: counted as autograd puts them in place, reduced, left for later, dropped.
 
-Owns the state of the gradients (states.py). Decides nothing about *when*: it tells the listener what has come.
+Owns the state of the gradients (states.py). Decides nothing about *when*: it tells the listener what has
+come.
 """
 
 import weakref
@@ -402,7 +403,7 @@ class Gradients:
 
 @torch.no_grad()
 def average_ignored(group: "ParameterGroup") -> None:
-    """Average over all ranks the gradients of parameters that ``group`` was told to ignore, if it was told to.
+    """Average over all ranks the gradients of parameters that ``group`` ignores, if that was asked for.
 
     All of them take part on every rank, with zeros where there is none, lest ranks send different amounts.
     """

@@ -39,7 +39,8 @@ from shardwise.torch_compat import autograd
 class Observer(Protocol):
     """Hears of every event, with the name of its group."""
 
-    def __call__(self, event: str, name: str, /) -> None: ...
+    def __call__(self, event: str, name: str, /) -> None:
+        """``event`` has happened to the group of this name."""
 
 
 class Listener(Protocol):
@@ -82,7 +83,7 @@ class Tie:
 
 
 class ParameterGroup:
-    """The parameters of ``modules``, in buckets by mesh. ``owners``: all modules whose parameters they are."""
+    """The parameters of ``modules``, in buckets by mesh; ``owners`` are all modules that register them."""
 
     def __init__(
         self,

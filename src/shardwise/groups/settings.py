@@ -24,7 +24,7 @@ class Settings:
     """Set through ``fully_shard`` and the methods of ``FSDPModule``; replaced as a whole."""
 
     reshard_after_forward: bool | int | None = _shared(None)
-    """None: reshard, but not the root. A number: so many ranks keep the parameters together until backward."""
+    """None: reshard, but not the root. A number: so many ranks keep them together until backward."""
     reshard_after_backward: bool = _of_microbatch(True)
     requires_gradient_sync: bool = _of_microbatch(True)
     requires_all_reduce: bool = _of_microbatch(True)

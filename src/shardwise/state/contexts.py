@@ -58,8 +58,11 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for group, (syncs, reshards) in zip(groups, before, strict=True):
-            group.configure(requires_gradient_sync=syncs, reshard_after_backward=reshards)
+        for group, settings in zip(groups, before, strict=True):
+            group.configure(
+                requires_gradient_sync=settings.requires_gradient_sync,
+                reshard_after_backward=settings.reshard_after_backward,
+            )
 
 
 @contextmanager

@@ -268,9 +268,7 @@ def _kind_of(state: Any) -> str:
     return f"a {type(state).__name__}"
 
 
-def _check_membership(
-    named: State, groups: list[dict[str, Any]], own: list[list[str]], caller: str
-) -> None:
+def _check_membership(named: State, groups: list[dict[str, Any]], own: list[list[str]], caller: str) -> None:
     """The same parameters, together in the same groups."""
     theirs = [group["params"] for group in groups]
     ours = {name for names in own for name in names}

@@ -1,7 +1,7 @@
 """The frames of Python: the one way to see that a forward was ended by an interrupt.
 
-``nn.Module`` runs hooks after an exception, but not after a KeyboardInterrupt or SystemExit; no public function
-tells that a call is over. Seen with torch 2.11 to 2.15, Python 3.11.
+``nn.Module`` runs hooks after an exception, but not after a KeyboardInterrupt or SystemExit; no public
+function tells that a call is over. Seen with torch 2.11 to 2.15, Python 3.11.
 """
 
 import sys
