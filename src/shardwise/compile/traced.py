@@ -200,11 +200,9 @@ def _about_gradients(group: ParameterGroup) -> str:
             "gradients of earlier backwards wait to be reduced together with these, which a graph does not "
             "know of. Run the last of these steps uncompiled"
         )
-    if isinstance(group.settings.reshard_after_forward, int) and not isinstance(
-        group.settings.reshard_after_forward, bool
-    ):
+    if (ranks := group.settings.ranks_that_keep) is not None:
         return (
-            f"reshard_after_forward={group.settings.reshard_after_forward} keeps parameters together among so many "
+            f"reshard_after_forward={ranks} keeps parameters together among so many "
             "ranks until backward, but a graph gathers them again from all. Use True or False"
         )
     if group.settings.ranks_may_differ:

@@ -1,9 +1,9 @@
 """One backward: what is unsharded again and freed as it goes, and when gradients are reduced.
 
 Freeing. Autograd runs the nodes of a graph from the latest made to the earliest, gradient accumulation aside.
-So when the outputs of one call come up in backward, every call that was *entered after* that call had *exited*
-is over, frozen weights included; its group may be freed. A clock that ticks at every enter and exit orders the
-calls.
+So when the outputs of one call come up in backward, every call that was *entered after* that call had
+*exited* is over, frozen weights included; its group may be freed. A clock that ticks at every enter and exit
+orders the calls.
 
     forward    [ root [ a ] [ b ] ]         backward   root's outputs, b's outputs, a's outputs
     clock      1     2   3 4   5   6        a's outputs (exit 3) come up: b (enter 4) is over,
@@ -13,9 +13,9 @@ Gradients. A group reduces when the gradients of all its trainable parameters ar
 beside the group being computed; groups with unused parameters when backward has passed their first call, or
 at its end.
 
-Sessions. One session is one running graph task of autograd; reentrant checkpointing nests them. Autograd holds
-a callback with a token until that task has ended. If it failed, the callback and its token are gone, but the
-session was never ended: this is how a failure is seen.
+Sessions. One session is one running graph task of autograd; reentrant checkpointing nests them. Autograd
+holds a callback with a token until that task has ended. If it failed, the callback and its token are gone, but
+the session was never ended: this is how a failure is seen.
 """
 
 import math

@@ -1,7 +1,7 @@
 """``set_may_be_unused()``: blocks that some ranks may not run go with the group around them.
 
-That group is run by all ranks, so that they unshard the block at the same moment; its gradients are reduced at
-the end of backward, with zeros from ranks that have none.
+That group is run by all ranks, so that they unshard the block at the same moment; its gradients are reduced
+at the end of backward, with zeros from ranks that have none.
 """
 
 from shardwise.engine.feature import Feature

@@ -44,9 +44,8 @@ class _Explained:
 
 def _raise_explained(module: nn.Module, group: ParameterGroup, error: RuntimeError) -> NoReturn:
     names = [name for p in module._parameters.values() if p is not None and (name := sharded_before(p))]
-    is_shown = group.unsharded.is_shown and any(
-        site.module is module for p in group.shards.params for site in p.sites
-    )
+    holders = {site.module for param in group.shards.params for site in param.sites}
+    is_shown = group.unsharded.is_shown and module in holders
     if not names or is_shown:
         raise error
     owner = f"'{group.name}'"

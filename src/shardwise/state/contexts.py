@@ -48,9 +48,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     members = _members_to_change(model, "no_sync")
     groups = [member.group for member in members]
-    before = [
-        (group.settings.requires_gradient_sync, group.settings.reshard_after_backward) for group in groups
-    ]
+    before = [group.settings for group in groups]
     for group in groups:
         group.configure(requires_gradient_sync=False)
         if group.settings.reshard_after_forward is False:
