@@ -22,7 +22,7 @@ from shardwise.groups.casts import Casts, cast_around
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.mesh import resolve_mesh
 from shardwise.layout.precision import PrecisionRule, precision_of
-from shardwise.params.initial_values import note_starts, send_starts_around
+from shardwise.params.initial_values import record_initial_values, broadcast_initial_values
 from shardwise.policies import (
     CommPolicy,
     CPUOffloadPolicyLike,
@@ -217,9 +217,9 @@ def fully_shard(
     for param in params:
         param.compares = check_equal_weights
     if sync_module_states:
-        send_starts_around(params, _buffers_of(managed, found.names), meshes.default)
+        broadcast_initial_values(params, _buffers_of(managed, found.names), meshes.default)
     shards = group.plan()
-    note_starts(group.shards.params, shards)
+    record_initial_values(group.shards.params, shards)
     if any(param.requires_grad for param in group.ignored):  # here, since a warning may be an error
         warnings.warn(_message_about_ignored(group, found), stacklevel=2)
 

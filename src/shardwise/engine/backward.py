@@ -14,7 +14,7 @@ beside the group being computed; groups with unused parameters when backward has
 at its end.
 
 Sessions. One session is one running graph task of autograd; reentrant checkpointing nests them. Autograd
-holds a callback with a token until that task has ended. If it failed, the callback and its token are gone, but
+holds a callback with a token until that task has ended. If it failed, both are gone, but
 the session was never ended: this is how a failure is seen.
 """
 
@@ -108,7 +108,7 @@ class BackwardPass:
         root.process_groups.connect()
         for group in root.groups:
             group.gradients.drop_cleared()
-        root.streams.gather.follow_compute()
+        root.streams.all_gather.wait_for_compute()
         root.backward_order.rewind()
 
     def session_of(self, graph_task_id: int) -> Session:

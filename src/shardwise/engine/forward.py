@@ -63,7 +63,7 @@ class ForwardPass:
         if root.points.ranks_run_alike:
             root.free_stale([g for g in root.groups if root.memory.reason(g) is not FOR_EARLIER_BACKWARD])
         event, root.post_optim_event = root.post_optim_event, None
-        root.streams.follow_optimizer(event)
+        root.streams.wait_for_optimizer(event)
         root.forward_order.rewind()
 
     def enter(self, call: Call) -> None:

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from shardwise.comm.reduction import Shipment
+from shardwise.comm.reduction import PartReduction
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import REDUCING
 
@@ -14,16 +14,16 @@ class ReductionQueue:
         """``room``: how many bytes gradients that have left in parts may hold."""
         self._room = room
         self._reducing: deque[ParameterGroup] = deque()
-        self._shipments: deque[tuple[ParameterGroup, Shipment]] = deque()
+        self._shipments: deque[tuple[ParameterGroup, PartReduction]] = deque()
         self._landing: list[ParameterGroup] = []  # whose results are on their way to the host
 
     def reduce(self, group: ParameterGroup) -> None:
         """Begin to reduce all gradients of ``group`` that are there."""
         if group.gradients.state is REDUCING:
             group.gradients.finish()
-        shipments = group.gradients.reduce()
+        part_reductions = group.gradients.reduce()
         if group.gradients.leave_in_parts:
-            self._limit(group, shipments)
+            self._limit(group, part_reductions)
         for earlier in self._reducing:
             earlier.gradients.advance()
         self._reducing.append(group)
@@ -34,10 +34,10 @@ class ReductionQueue:
         """Begin to reduce those that need not wait for the rest of ``group``."""
         self._limit(group, group.gradients.send_ready())
 
-    def _limit(self, group: ParameterGroup, new: list[Shipment]) -> None:
-        """Wait for the oldest shipments where the new ones, of ``group``, would fill too much memory."""
-        self._shipments += [(group, shipment) for shipment in new]
-        held = sum(shipment.num_bytes for _, shipment in self._shipments)
+    def _limit(self, group: ParameterGroup, new: list[PartReduction]) -> None:
+        """Wait for the oldest part_reductions where the new ones, of ``group``, would fill too much memory."""
+        self._shipments += [(group, part_reduction) for part_reduction in new]
+        held = sum(part_reduction.num_bytes for _, part_reduction in self._shipments)
         while held > self._room and len(self._shipments) > 1:
             sender, oldest = self._shipments.popleft()
             held -= oldest.num_bytes

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from shardwise.comm.streams import Lanes
+from shardwise.comm.streams import CommStreams
 from shardwise.engine.backward import BackwardPass, Session
 from shardwise.engine.calls import Call, CallStack, Outcome
 from shardwise.engine.feature import Feature, Points
@@ -92,7 +92,7 @@ class Root:
         self.group: ParameterGroup | None = None
         self.parents: dict[ParameterGroup, ParameterGroup] = {}
         self.observer: Observer | None = None
-        self.streams: Lanes  # made when the first all-gather needs them
+        self.streams: CommStreams  # made when the first all-gather needs them
         self.process_groups = ProcessGroups(device)
         self.calls = CallStack()
         self.memory = Memory()
@@ -214,7 +214,7 @@ class Root:
                 bucket.use_channel(channel)
                 choices: dict[str, Any] = {
                     "reduce_pg": self.process_groups.for_reductions(group, axis.pg),
-                    "part_axis": self.process_groups.of_part(axis, group.settings.ranks_that_keep),
+                    "post_forward_axis": self.process_groups.of_part(axis, group.settings.ranks_that_keep),
                 }
                 if bucket.would_change(choices):
                     group.shards.replan(partial(Bucket.communicate, **choices), bucket)
@@ -248,7 +248,7 @@ class Root:
 
     def _prepare_streams(self) -> None:
         if not hasattr(self, "streams"):
-            self.streams = Lanes(self.device)
+            self.streams = CommStreams(self.device)
 
     # --- passes -----------------------------------------------------------------------------------
 
@@ -421,7 +421,7 @@ class Root:
         if not kept:
             return
         if self.post_optim_event is not None:
-            self.streams.compute_waits_for(self.post_optim_event)  # it is about to read the shards
+            self.streams.make_compute_wait_for(self.post_optim_event)  # it is about to read the shards
         flags = torch.tensor([g.shards.is_stale() for g in kept], dtype=torch.int32, device=self.device)
         highest_over(flags, axes_of(kept))
         for group, is_stale in zip(kept, flags.tolist(), strict=True):
@@ -456,15 +456,15 @@ class Root:
 
     def let_host_write(self) -> None:
         """Wait for copies out of shards in host memory, which the caller may change from now on."""
-        if self.streams.are_streams and any(bucket.is_offloaded for g in self.groups for bucket in g.buckets):
-            self.streams.gather.synchronize()
+        if self.streams.are_device_streams and any(bucket.is_offloaded for g in self.groups for bucket in g.buckets):
+            self.streams.all_gather.synchronize()
 
     # --- what the caller asks ---------------------------------------------------------------------
 
     def unshard_for_caller(self, group: ParameterGroup) -> None:
         """Begin to unshard ``group`` until forward has used it, or ``reshard_for_caller``."""
         self.prepare()
-        self.streams.follow_optimizer(self.post_optim_event)  # which the next forward waits for as well
+        self.streams.wait_for_optimizer(self.post_optim_event)  # which the next forward waits for as well
         if group.unsharded.state is PARTLY:
             self.memory.release(group)
         self.free_stale([group])
@@ -501,8 +501,8 @@ class Root:
         self.prepare()
         event, self.post_optim_event = self.post_optim_event, None
         if event is not None:
-            self.streams.compute_waits_for(event)  # and what comes after it is the caller's own work
-        self.streams.gather.follow_compute()
+            self.streams.make_compute_wait_for(event)  # and what comes after it is the caller's own work
+        self.streams.all_gather.wait_for_compute()
         self.memory.release(group)
 
 

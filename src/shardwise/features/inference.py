@@ -148,7 +148,7 @@ def begin_inference(root: Root, groups: Sequence[ParameterGroup], budget: float)
         if taken + group.unsharded.num_bytes <= budget:
             kept.append(group)
             taken += group.unsharded.num_bytes
-    root.streams.follow_optimizer(root.post_optim_event)
+    root.streams.wait_for_optimizer(root.post_optim_event)
     for group in root.groups:
         root.memory.release(group)  # what was kept from before may be stale
     for group in kept:

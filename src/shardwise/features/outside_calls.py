@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from shardwise.groups.group import ParameterGroup
-from shardwise.params.sharded_away import sharded_before
+from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.torch_compat import dynamo, nn_modules
 
 _MIXED = "mixed torch.Tensor and DTensor"
@@ -43,7 +43,7 @@ class _Explained:
 
 
 def _raise_explained(module: nn.Module, group: ParameterGroup, error: RuntimeError) -> NoReturn:
-    names = [name for p in module._parameters.values() if p is not None and (name := sharded_before(p))]
+    names = [name for p in module._parameters.values() if p is not None and (name := name_of_replaced(p))]
     holders = {site.module for param in group.shards.params for site in param.sites}
     is_shown = group.unsharded.is_shown and module in holders
     if not names or is_shown:

@@ -16,11 +16,11 @@ from shardwise.engine.root import Root
 from shardwise.features.plan import plan_of
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.mesh import Axis
-from shardwise.params.initial_values import refuse_unequal_starts
+from shardwise.params.initial_values import refuse_unequal_initial_values
 from shardwise.params.parameter import Param
 from shardwise.ranks.comparison import Comparison, Facts, Unequal, digest_of
 from shardwise.ranks.failures import Wait, relay_of_job
-from shardwise.ranks.replicas import are_silent
+from shardwise.ranks.replicas import are_fake
 from shardwise.torch_compat import autograd, c10d
 
 
@@ -53,7 +53,7 @@ class _Agreement:
             RuntimeError: with the first difference and the ranks on either side.
         """
         axes = [axis for group in groups for bucket in group.buckets for axis in bucket.mesh.axes()]
-        if not axes or are_silent(axes, self._device):
+        if not axes or are_fake(axes, self._device):
             return
         self._wait.name, self._axes = name, list({id(axis.pg): axis for axis in axes}.values())
         if not self._trained:
@@ -131,7 +131,7 @@ class PlanCheck(Feature):
         """Once, before training: ranks begin with the same weights, and keep equal copies. Collective."""
         if not self._has_compared and torch.is_grad_enabled():
             params = [param for group in self.root.groups for param in group.shards.params]
-            refuse_unequal_starts(params, self.root.device)
+            refuse_unequal_initial_values(params, self.root.device)
             self._has_compared = True
 
     def changes_followed(self) -> None:

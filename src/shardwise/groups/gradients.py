@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.comm.reduction import Reduction, Shipment
+from shardwise.comm.reduction import Reduction, PartReduction
 from shardwise.groups.gradient_parts import Departure, Departures
 from shardwise.groups.states import (
     DEFERRED,
@@ -37,7 +37,7 @@ from shardwise.torch_compat.functorch import outside_transforms
 if TYPE_CHECKING:
     from shardwise.groups.group import ParameterGroup
 
-_lands_on_host = attrgetter("lands_on_host")
+_lands_on_host = attrgetter("arrives_on_host")
 
 
 class Gradients:
@@ -70,7 +70,7 @@ class Gradients:
         trainable = [i for i, full in enumerate(fulls) if full.requires_grad]
         for index in trainable:
             if index not in self._hooked:
-                self._group.shards.params[index].attach_hooks_of_full()
+                self._group.shards.params[index].attach_hooks_to_unsharded()
                 fulls[index].register_post_accumulate_grad_hook(partial(_tell_arrival, own, index))
                 self._hooked.add(index)
         self._trainable = frozenset(trainable)
@@ -127,37 +127,37 @@ class Gradients:
         """True if some gradients may leave before all are there."""
         return self._departures is not None
 
-    def send_ready(self) -> list[Shipment]:
+    def send_ready(self) -> list[PartReduction]:
         """Begin to reduce the parts of the gradients that may leave before the others."""
         assert self._departures is not None
         departures = self._departures
         with _without_graph(), self._group.label("reduce"):
             return self._issue(lambda: self._send(departures.leave()))
 
-    def reduce(self) -> list[Shipment]:
+    def reduce(self) -> list[PartReduction]:
         """Begin to reduce the unsharded gradients that are there; all that is in flight now."""
         joins = self._group.settings.zeros_for_unused and self.state is EMPTY
         state = self._next("join" if joins else "reduce")
         with _without_graph(), self._group.label("reduce"):
             if not self._group.unsharded.params:  # it has not run here
                 self._departures = self._plan_departures()
-            shipments = self._issue(self._send_rest)
+            part_reductions = self._issue(self._send_rest)
             for bucket, reduction in zip(self._group.buckets, self._reductions, strict=True):
                 self._close(bucket, reduction)
         self.state = state
         self._group.tell("reduce")
-        return shipments
+        return part_reductions
 
-    def _issue(self, send: Callable[[], list[Shipment]]) -> list[Shipment]:
+    def _issue(self, send: Callable[[], list[PartReduction]]) -> list[PartReduction]:
         waits = self._group.waits
         try:
-            shipments = send()
+            part_reductions = send()
         except RuntimeError as error:
             waits.raise_explained(error, waits.for_reduction)
         waits.issued(waits.for_reduction)
-        return shipments
+        return part_reductions
 
-    def _send_rest(self) -> list[Shipment]:
+    def _send_rest(self) -> list[PartReduction]:
         """All gradients that have not left yet."""
         if self._departures is None:
             return self._send_all()
@@ -165,9 +165,9 @@ class Gradients:
             self._departures.begin()
         return self._send(self._departures.rest())
 
-    def _send_all(self) -> list[Shipment]:
+    def _send_all(self) -> list[PartReduction]:
         """The gradients of each bucket, all together."""
-        shipments = []
+        part_reductions = []
         buckets = self._group.buckets
         gradients = self._take(self._group.shards.params, self._group.unsharded.params)
         for number, bucket in enumerate(buckets):
@@ -175,12 +175,12 @@ class Gradients:
             if len(buckets) > 1:
                 own, gradients = gradients[: len(bucket.params)], gradients[len(bucket.params) :]
             reduction = self._open(number, is_filled=are_all_there(own))
-            shipments += [reduction.send(part, own) for part in bucket.parts]
-        return shipments
+            part_reductions += [reduction.send(part, own) for part in bucket.parts]
+        return part_reductions
 
-    def _send(self, departures: Iterable[Departure]) -> list[Shipment]:
+    def _send(self, departures: Iterable[Departure]) -> list[PartReduction]:
         """The gradients of these parts."""
-        shipments = []
+        part_reductions = []
         all_params, all_fulls = self._group.shards.params, self._group.unsharded.params
         for departure in departures:
             reduction = self._reductions[departure.bucket] or self._open(departure.bucket, is_filled=False)
@@ -190,8 +190,8 @@ class Gradients:
             taken = self._take(params, fulls)
             for index, gradient in zip(departure.part.indices, taken, strict=True):
                 gradients[index] = gradient
-            shipments.append(reduction.send(departure.part, gradients))
-        return shipments
+            part_reductions.append(reduction.send(departure.part, gradients))
+        return part_reductions
 
     def _open(self, number: int, *, is_filled: bool) -> Reduction:
         bucket = self._group.buckets[number]
@@ -228,9 +228,9 @@ class Gradients:
         """True if a reduction in flight ends in host memory, where it is better waited for late."""
         return any(map(_lands_on_host, self._in_flight()))
 
-    def release_shipment(self, shipment: Shipment) -> None:
-        """Free the unsharded gradients of one shipment, as soon as they have been summed."""
-        self._wait(shipment.release)
+    def release_shipment(self, part_reduction: PartReduction) -> None:
+        """Free the unsharded gradients of one part_reduction, as soon as they have been summed."""
+        self._wait(part_reduction.release)
 
     def release(self) -> None:
         """Free the unsharded gradients of a reduction in flight."""
@@ -255,8 +255,8 @@ class Gradients:
         assert reduction is not None
         self._wait(reduction.finish)
         self._reductions[number] = None
-        plainly = not self._has_deferred and self._group.shards.watch().takes_gradients_plainly()
-        return bucket.land(reduction, plainly=plainly)
+        plainly = not self._has_deferred and self._group.shards.watch().has_no_gradient_hooks()
+        return bucket.accumulate(reduction, without_hooks=plainly)
 
     def _wait(self, finish: Callable[[], Any]) -> None:
         self._group.waits.finish(finish, self._group.waits.for_reduction)

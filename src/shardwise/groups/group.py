@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from shardwise.comm.streams import Lanes
+from shardwise.comm.streams import CommStreams
 from shardwise.groups.added_parameters import ModuleWatch
 from shardwise.groups.casts import Casts
 from shardwise.groups.gradients import Gradients
@@ -31,7 +31,7 @@ from shardwise.layout.fqns import clean
 from shardwise.layout.mesh import Axis, ShardMesh
 from shardwise.params.bucket import Bucket
 from shardwise.params.parameter import Site
-from shardwise.params.sharded_away import sharded_before
+from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.policies import CommPolicy
 from shardwise.torch_compat import autograd
 
@@ -112,7 +112,7 @@ class ParameterGroup:
         self.side_tensors = SideTensors(owners)
         self.observer: Observer | None = None
         self.listener: Listener = _Deaf()
-        self.streams: Lanes
+        self.streams: CommStreams
         self.waits = Waits(name)
         self.shards = Shards(self)
         self.unsharded = Unsharded(self)
@@ -140,7 +140,7 @@ class ParameterGroup:
         for param, sharded in zip(self.shards.params, shards, strict=True):
             param.install_shard(sharded)
 
-    def attach(self, streams: Lanes) -> None:
+    def attach(self, streams: CommStreams) -> None:
         """Tell the group where its communication runs."""
         self.streams = streams
         self.waits.attach(self.name, self.all_axes)
@@ -158,7 +158,7 @@ class ParameterGroup:
         """No parameter may be tied to one of a group that nothing sharded has in common with this one."""
         if self.ties:
             tie = self.ties[0]
-            raise RuntimeError(open_tie_message(tie.site.fqn, f"{sharded_before(tie.original)}, which"))
+            raise RuntimeError(open_tie_message(tie.site.fqn, f"{name_of_replaced(tie.original)}, which"))
 
     def refuse_partly_loaded(self) -> None:
         """Some of its parameters are of a checkpoint that could not be loaded to its end."""
@@ -185,7 +185,7 @@ class ParameterGroup:
         if not added:
             return
         for where, tensor in added:
-            ours = [param.fqn for param in self.shards.params if param.full is tensor]
+            ours = [param.fqn for param in self.shards.params if param.unsharded is tensor]
             if ours:
                 raise RuntimeError(
                     f"{where}: forward assigned the gathered parameter {ours[0]} to this attribute, which "

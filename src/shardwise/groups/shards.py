@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.groups.states import EMPTY, SHARDED
 from shardwise.params.bucket import Bucket
-from shardwise.params.changes import ShardWatch
+from shardwise.params.changes import ShardSnapshot
 from shardwise.params.extension import check_protocol, has_methods, split_off
 from shardwise.params.parameter import Param, refresh_flat_weights
 from shardwise.torch_compat import dtensor
@@ -30,7 +30,7 @@ class Shards:
 
     def __init__(self, group: "ParameterGroup") -> None:
         self._group = group
-        self._watch: ShardWatch | None = None
+        self._watch: ShardSnapshot | None = None
         self.params: list[Param] = []
         self._rnns: list[nn.RNNBase] = []
         self.is_tensor_parallel = False
@@ -85,7 +85,7 @@ class Shards:
         owner = next(bucket for bucket in self._group.buckets if param in bucket.params)
         owner.params.remove(param)
         if owner.params:
-            owner.move_in()
+            owner.rebuild_flat_shard()
         else:
             self._group.buckets.remove(owner)
         self.take_stock()
@@ -99,7 +99,7 @@ class Shards:
         else:
             bucket = bucket_for(param)
             self._group.buckets.append(bucket)
-        bucket.move_in()
+        bucket.rebuild_flat_shard()
         self.take_stock()
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
@@ -149,11 +149,11 @@ class Shards:
     def follow_freezing(self) -> None:
         """Train what is trained now."""
         for param in self.params:
-            if param.full is not None and param.full.requires_grad != param.sharded.requires_grad:
-                param.full.requires_grad_(param.sharded.requires_grad)
+            if param.unsharded is not None and param.unsharded.requires_grad != param.sharded.requires_grad:
+                param.unsharded.requires_grad_(param.sharded.requires_grad)
                 self._group.listener.plan_changed()
         self._group.gradients.watch()
-        self._watch = ShardWatch(self.params)
+        self._watch = ShardSnapshot(self.params)
 
     def _are_on_meta(self) -> bool:
         return any(map(_is_on_meta, self._group.buckets))
@@ -163,19 +163,19 @@ class Shards:
         self.refuse_meta()
         unsharded = self._group.unsharded
         carried = [full.grad for full in unsharded.params]
-        is_planned_anew = [bucket.follow_shards() for bucket in self._group.buckets]
+        is_planned_anew = [bucket.sync_flat_shard() for bucket in self._group.buckets]
         if not any(is_planned_anew):
             return
         self.take_stock()
         if any(gradient is not None for gradient in carried):
             unsharded.make()
             for bucket in self._group.buckets:
-                bucket.gathered.free()
+                bucket.unsharded_buffer.free()
             for full, gradient, param in zip(unsharded.params, carried, self.params, strict=True):
                 full.grad = None if gradient is None else gradient.to(param.precision.accumulated)
         else:
             for bucket in self._group.buckets:
-                bucket.drop_full_parameters()
+                bucket.drop_unsharded_params()
 
     def refuse_meta(self) -> None:
         """Parameters without values cannot be used."""
@@ -189,10 +189,10 @@ class Shards:
         """True once they have been unsharded, and are watched for changes."""
         return self._watch is not None
 
-    def watch(self) -> ShardWatch:
+    def watch(self) -> ShardSnapshot:
         """What answers questions about all of them in passes that run in C."""
         if self._watch is None:
-            self._watch = ShardWatch(self.params)
+            self._watch = ShardSnapshot(self.params)
         return self._watch
 
     def is_stale(self) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.streams import Finish, Ticket
+from shardwise.comm.streams import Finish, CommWork
 from shardwise.groups.states import (
     GATHERING,
     PARTLY,
@@ -22,7 +22,7 @@ from shardwise.groups.states import (
     UnshardState,
     next_state,
 )
-from shardwise.params.changes import FullWatch
+from shardwise.params.changes import UnshardedView
 from shardwise.params.parameter import FREED, Param
 from shardwise.torch_compat import autograd, dtensor
 from shardwise.torch_compat.functorch import innermost
@@ -30,7 +30,7 @@ from shardwise.torch_compat.functorch import innermost
 if TYPE_CHECKING:
     from shardwise.groups.group import ParameterGroup
 
-_gathered = attrgetter("gathered")
+_gathered = attrgetter("unsharded_buffer")
 
 _FOR_FORWARDS = (
     "Leave the context first. To run forwards with parameters that stay gathered, as generation does, use "
@@ -45,7 +45,7 @@ class Unsharded:
         self._group = group
         self.state = SHARDED
         self.is_shown = False
-        self._ticket: Ticket | None = None
+        self._ticket: CommWork | None = None
         self._versions: list[int] = []  # of the shards, when they were gathered
         self.forget()
 
@@ -53,20 +53,20 @@ class Unsharded:
         """The next unshard makes new ones."""
         self.params: tuple[nn.Parameter, ...] = ()
         self._freed: tuple[nn.Parameter, ...] = ()  # those that lose their contents when they are freed
-        self._watch = FullWatch((), ())
+        self._watch = UnshardedView((), ())
         self._versions = [0] * len(self._group.shards.params)
 
     def make(self) -> None:
         """Make them over buffers for the gathered bytes."""
         group = self._group
         group.shards.refuse_meta()
-        with group.streams.gather.memory(), torch.inference_mode(False), torch.no_grad():
+        with group.streams.all_gather.allocation_scope(), torch.inference_mode(False), torch.no_grad():
             for bucket in group.buckets:
-                bucket.make_full_parameters()
-                bucket.gathered.keep_memory(group.settings.keeps_unsharded_storage)
-        self.params = tuple(full for bucket in group.buckets for full in bucket.fulls)
-        self._freed = tuple(full for b in group.buckets if not b.gathered.is_alias for full in b.fulls)
-        self._watch = FullWatch(group.shards.params, self.params)
+                bucket.make_unsharded_params()
+                bucket.unsharded_buffer.keep_memory(group.settings.keeps_unsharded_storage)
+        self.params = tuple(full for bucket in group.buckets for full in bucket.unsharded_params)
+        self._freed = tuple(full for b in group.buckets if not b.unsharded_buffer.is_alias for full in b.unsharded_params)
+        self._watch = UnshardedView(group.shards.params, self.params)
         group.gradients.watch()
 
     # --- unshard ----------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ class Unsharded:
         if self.state is SHARDED:
             if group.shards.follow():
                 group.listener.changes_followed()
-                group.streams.gather.follow_compute()  # which is where the shards were just moved
+                group.streams.all_gather.wait_for_compute()  # which is where the shards were just moved
             if len(self.params) != len(group.shards.params):
                 self.make()
         self._gather()
@@ -114,16 +114,16 @@ class Unsharded:
         group.tell("gather")
         with group.label("gather"):
             try:
-                self._ticket = group.streams.gather.submit(self._start_gather)
+                self._ticket = group.streams.all_gather.submit(self._start_gather)
             except RuntimeError as error:
                 group.waits.raise_explained(error, group.waits.for_gather)
         group.waits.issued(group.waits.for_gather)
         self._step("unshard")
 
     def _start_gather(self) -> Finish:
-        stream, buckets = self._group.streams.gather, self._group.buckets
+        stream, buckets = self._group.streams.all_gather, self._group.buckets
         if len(buckets) == 1:
-            return buckets[0].start_gather(stream)
+            return buckets[0].start_all_gather(stream)
         finishes: list[Finish] = []
 
         def finish() -> None:
@@ -132,7 +132,7 @@ class Unsharded:
 
         try:
             for bucket in buckets:
-                finishes.append(bucket.start_gather(stream))
+                finishes.append(bucket.start_all_gather(stream))
         except BaseException:
             finish()  # all ranks have issued these; dropped, they would hold up whatever comes after them
             raise
@@ -146,7 +146,7 @@ class Unsharded:
         state = self._next("wait")
         self._finish_gather()
         for bucket in self._group.buckets:
-            bucket.drop_part()
+            bucket.drop_post_forward_shard()
         autograd.set_versions(self.params, self._versions)
         self.show()
         self.state = state
@@ -162,7 +162,7 @@ class Unsharded:
             self.wait()
 
     @property
-    def in_flight(self) -> Ticket | None:
+    def in_flight(self) -> CommWork | None:
         """The all-gather that has not been waited for."""
         return self._ticket
 
@@ -216,11 +216,11 @@ class Unsharded:
         """Free them, but for what a few ranks keep together until backward."""
         state = self._next("keep_part")
         changed = self.changed_in_place()
-        stream = self._group.streams.gather
-        stream.follow_compute()
-        with stream.memory(), torch.inference_mode(False), torch.no_grad():
+        stream = self._group.streams.all_gather
+        stream.wait_for_compute()
+        with stream.allocation_scope(), torch.inference_mode(False), torch.no_grad():
             for bucket in self._group.buckets:
-                bucket.keep_part()
+                bucket.keep_post_forward_shard()
         self._free(state)
         if changed:
             self._refuse_changes(changed)
@@ -236,9 +236,9 @@ class Unsharded:
 
     def _drop_parts(self) -> None:
         self._step("reshard")
-        with self._group.streams.gather.memory():
+        with self._group.streams.all_gather.allocation_scope():
             for bucket in self._group.buckets:
-                bucket.drop_part()
+                bucket.drop_post_forward_shard()
 
     def _free(self, state: UnshardState) -> None:
         self.hide()
@@ -248,18 +248,18 @@ class Unsharded:
         self.state = state
 
     def _free_memory(self) -> None:
-        stream = self._group.streams.gather
-        stream.follow_compute()
-        with stream.memory():
+        stream = self._group.streams.all_gather
+        stream.wait_for_compute()
+        with stream.allocation_scope():
             for bucket in self._group.buckets:
-                bucket.gathered.free()
+                bucket.unsharded_buffer.free()
 
     def keep_storage(self, keep: bool) -> None:
         """Whether they keep their memory while nobody uses them."""
         if not self.params:
             return
         for bucket in self._group.buckets:
-            bucket.gathered.keep_memory(keep)
+            bucket.unsharded_buffer.keep_memory(keep)
         if self.state is not UNSHARDED and self.state is not GATHERING:
             self._free_memory()
 
@@ -282,7 +282,7 @@ class Unsharded:
         """Names of parameters that are no longer what was gathered: what ``reshard`` refuses to lose."""
         changed: list[str] = []
         for bucket in self._group.buckets:
-            changed += bucket.moved_params()
+            changed += bucket.relocated_params()
         versions = self._watch.versions()
         if versions != self._versions:
             rows = zip(self._group.shards.params, versions, self._versions, strict=True)
@@ -318,7 +318,7 @@ class Unsharded:
     @property
     def num_bytes(self) -> int:
         """What they take, as they are computed with."""
-        return sum(bucket.computed.gathered_bytes for bucket in self._group.buckets)
+        return sum(bucket.computed.unsharded_bytes for bucket in self._group.buckets)
 
     def owns(self, tensor: Tensor) -> bool:
         """True if ``tensor`` is one of them, in memory, or shares memory with one.
