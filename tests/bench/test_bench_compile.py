@@ -13,7 +13,7 @@ from dynamo import forget_graphs
 from harness import World
 from torch.distributed.device_mesh import init_device_mesh
 
-SCRIPT = Path(__file__).parent.parent / "bench" / "compile.py"
+SCRIPT = Path(__file__).parents[2] / "bench" / "compile.py"
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import gpu
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parent.parent / "bench" / "gpu.py"
+SCRIPT = Path(__file__).parents[2] / "bench" / "gpu.py"
 
 
 def span(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import scale
 
-SCRIPT = Path(__file__).parent.parent / "bench" / "scale.py"
+SCRIPT = Path(__file__).parents[2] / "bench" / "scale.py"
 
 
 def row(world: int, model: str = "175b") -> dict[str, Any]:

@@ -4,8 +4,8 @@ A draw is a dict of plain values: where ranks stand, the model, how it is wrappe
 `draw_of(seed)` makes one, `settled` makes it sensible, `run_draw` runs it in this process and on a world
 and says what differs, `shrunk` makes a failing draw small. To see one again:
 
-    CAMPAIGN_DRAW="{...}" pytest -m slow tests/test_campaign.py
-    CAMPAIGN_SEED=5000 CAMPAIGN_DRAWS=400 pytest -m slow -s tests/test_campaign.py
+    CAMPAIGN_DRAW="{...}" pytest -m slow tests/campaign/test_campaign.py
+    CAMPAIGN_SEED=5000 CAMPAIGN_DRAWS=400 pytest -m slow -s tests/campaign/test_campaign.py
 
 A draw that is given need not be complete: what it leaves out has the simplest value. A list of draws is
 taken as well; CAMPAIGN_SHRINK_S and CAMPAIGN_TIMEOUT_S limit the shrinking of one draw and one run of it.

@@ -5,8 +5,8 @@ what the leg before has saved (whatever its own model has done before that), tra
 change nothing or are refused, and saves. Plain PyTorch makes the same journey in one process, handing over by
 name; losses, parameters, buffers and optimizer states must agree on every rank. To see one again, all or a part:
 
-    STATE_DRAW="{...}" pytest -m slow tests/test_state_campaign.py
-    STATE_SEED=5000 STATE_DRAWS=400 pytest -m slow -s tests/test_state_campaign.py
+    STATE_DRAW="{...}" pytest -m slow tests/campaign/test_state_campaign.py
+    STATE_SEED=5000 STATE_DRAWS=400 pytest -m slow -s tests/campaign/test_state_campaign.py
 """
 
 import ast

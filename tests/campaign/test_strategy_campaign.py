@@ -5,8 +5,8 @@ happens between them. It is run on a world first, which answers with what it not
 model knows (which parameters a context showed), then in this process with those answers; the notes must agree.
 To see one again, complete or not:
 
-    STRATEGY_DRAW="{...}" pytest -m slow tests/test_strategy_campaign.py
-    STRATEGY_SEED=5000 STRATEGY_DRAWS=400 pytest -m slow -s tests/test_strategy_campaign.py
+    STRATEGY_DRAW="{...}" pytest -m slow tests/campaign/test_strategy_campaign.py
+    STRATEGY_SEED=5000 STRATEGY_DRAWS=400 pytest -m slow -s tests/campaign/test_strategy_campaign.py
 
 What a draw leaves out has the simplest value. A list of draws is taken as well; STRATEGY_SHRINK_S and
 STRATEGY_TIMEOUT_S limit the shrinking of one draw and one run of it.
@@ -33,7 +33,17 @@ from meshed import BATCH_SIZE, device_mesh, part
 from models import Block, random_batch
 from reference import full
 from scenario import one_thread
-from test_campaign import (
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from campaign.test_campaign import (
     EXACT,
     HAVE_LIN,
     KINDS,
@@ -47,16 +57,6 @@ from test_campaign import (
     mismatch,
     names,
 )
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
-
 from shardwise import (
     CommPolicy,
     CPUOffloadPolicy,

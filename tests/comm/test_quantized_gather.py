@@ -18,7 +18,8 @@ from models import OddModel, even_tower, random_batch, uneven_tower
 from reference import adamw, mean_of_squares
 from refusals import assert_says
 from scenario import one_thread
-from test_comm_hooks import counting_bytes, losses_of_regression, seats, shard_as
+from sent_bytes import counting_bytes
+from strategies import losses_of_regression, seats, shard_as
 from torch import Tensor, nn
 
 from shardwise import CommPolicy, MixedPrecisionPolicy, QuantizedGather, fully_shard, unsharded

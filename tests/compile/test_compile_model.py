@@ -22,7 +22,7 @@ from harness import World
 from models import LanguageModel, OddModel, Tower, next_token_loss, random_batch, token_batch, uneven_tower
 from reference import adamw, full, mean_of_squares
 from scenario import Side, assert_same
-from test_tensor_parallel import PLANS, Stack
+from tensor_parallel import PLANS, Stack
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters

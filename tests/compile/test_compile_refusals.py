@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from custom_comms import AllGather, ReduceScatter
 from dynamo import forget_graphs
 from expecttest import assert_expected_inline
 from harness import World
 from models import Tower, random_batch
+from tensor_subclasses import Stack as StackOfSubclasses
+from tensor_subclasses import TravelsLow
 from test_compile_model import backward, compiled, num_graphs, part, shard_blocks
-from test_custom_comm import AllGather, ReduceScatter
-from test_extensions import Stack as ExtendedStack
-from test_extensions import TravelsLow
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -76,7 +76,7 @@ def with_all_reduce_hook() -> nn.Module:
 
 def with_extension() -> nn.Module:
     torch.manual_seed(0)
-    return shard_blocks(ExtendedStack(TravelsLow, 8, True))
+    return shard_blocks(StackOfSubclasses(TravelsLow, 8, True))
 
 
 def with_hook_on_original() -> nn.Module:
@@ -180,7 +180,7 @@ NEVER_DONE = [partly_loaded, openly_tied, with_added_parameter, on_meta]
 
 
 def batch_for(model: nn.Module) -> Tensor:
-    dtype = torch.float64 if isinstance(model, ExtendedStack) else torch.float32
+    dtype = torch.float64 if isinstance(model, StackOfSubclasses) else torch.float32
     return part(random_batch(0, 8, dtype=dtype))
 
 

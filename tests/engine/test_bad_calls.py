@@ -3,7 +3,7 @@
 import copy
 import io
 import pickle
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,26 +11,13 @@ import torch
 from expecttest import assert_expected_inline
 from harness import World
 from models import Tower, random_batch
-from refusals import SHARDED, assert_says, refusal, refusals, sharded_tower, tower
+from refusals import SHARDED, Calling, assert_says, refusal, refusals, sharded_tower, tower
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard, register_fsdp_forward_method
 
 # --- what is called on a sharded module -----------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Calling:
-    """A call of a method of the model, or of a part of it."""
-
-    method: str
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    on: str = ""
-
-    def __call__(self, model: nn.Module) -> None:
-        getattr(model.get_submodule(self.on), self.method)(*self.args, **self.kwargs)
 
 
 FLAGS = [

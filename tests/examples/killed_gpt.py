@@ -1,6 +1,6 @@
 """examples/train_gpt.py as torchrun starts it, but its ranks die where a plan says.
 
-    torchrun ... tests/killed_gpt.py PLAN [arguments of train_gpt.py]
+    torchrun ... tests/examples/killed_gpt.py PLAN [arguments of train_gpt.py]
 
 PLAN is a JSON file:
 
@@ -34,7 +34,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from shardwise.checkpoint import folders
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import train_gpt
 

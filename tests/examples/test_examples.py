@@ -24,7 +24,7 @@ from dynamo import forget_graphs
 from harness import World
 from torch._dynamo.utils import counters
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SIZES = ["--device=cpu", "--layers=2", "--width=16", "--heads=4", "--context=16", "--batch=8", "--steps=3"]
 
 Curve = tuple[list[float], list[float]]  # training and validation losses

@@ -22,7 +22,7 @@ import psutil
 import pytest
 from expecttest import assert_expected_inline
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = Path(__file__).with_name("killed_gpt.py")
 STEPS, EVERY = 12, 4  # EVERY: steps from one checkpoint to the next
 SIZES = ["--layers=1", "--width=16", "--heads=2", "--context=16", "--batch=4", "--device=cpu"]

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import WorkerError, World
-from harness.world import MAX_FDS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
+
+from harness import WorkerError, World
+from harness.world import MAX_FDS
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -180,13 +181,13 @@ def test_ranks_are_replaced_before_they_run_out_of_files(world1: World) -> None:
 
 @pytest.mark.slow  # it starts a session of its own
 def test_no_rank_outlives_a_killed_parent() -> None:
-    code = "import harness, test_harness as t; harness.World(2).run(t.hold_the_gil_for_ever)"
+    code = "import harness, harness.test_harness as t; harness.World(2).run(t.hold_the_gil_for_ever)"
     # tmp_path would be too long: multiprocessing puts a socket there.
     with (
         tempfile.TemporaryDirectory() as tmp,
         subprocess.Popen(
             [sys.executable, "-c", code],
-            cwd=Path(__file__).parent,
+            cwd=Path(__file__).parents[1],
             env={**os.environ, "TMPDIR": tmp},
             stdout=subprocess.PIPE,
             start_new_session=True,

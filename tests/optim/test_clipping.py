@@ -19,7 +19,7 @@ from harness import World
 from meshed import Layout, assert_all_same, gradients_of, layout_inputs, refusal
 from models import WIDTH, Block, even_tower, random_batch, uneven_tower
 from reference import full, mean_of_squares
-from test_tensor_parallel import SIZES, Mlp, Run, loss_of, made, split_mlps
+from tensor_parallel import SIZES, Mlp, Run, loss_of, made, split_mlps
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement

@@ -17,7 +17,7 @@ from harness import World
 from models import WIDTH, random_batch
 from reference import mean_of_squares
 from scenario import Side, assert_same
-from test_extensions import Wrapper
+from tensor_subclasses import Wrapper
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard

@@ -5,7 +5,7 @@ bfloat16; gradients accumulated over microbatches and clipped; a learning rate s
 between; checkpoints by torch.distributed.checkpoint, from which a run resumes. ``main`` returns what such
 a script prints.
 
-tests/test_peer_script.py runs it as it stands, and with another name in the one line that imports torch's
+tests/parity/test_peer_script.py runs it as it stands, and with another name in the one line that imports torch's
 fully_shard.
 """
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as peer
+from custom_comms import Comms
 from dynamo import forget_graphs, quiet_dynamo
 from failure_models import Tied, block, built
 from harness import World
 from models import WIDTH, Block, even_tower, odd_model, random_batch, uneven_tower
 from reference import adamw, full, mean_of_squares
 from scenario import BATCH_SIZE, Side, assert_same
-from test_custom_comm import Comms
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh

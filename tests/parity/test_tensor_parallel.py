@@ -5,7 +5,6 @@ tensor-parallel row see the same data. World 4, so two dimensions of size 2, or 
 trivial, which is where a mesh dimension that is forgotten would show.
 """
 
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,110 +24,19 @@ from meshed import (
 )
 from models import random_batch
 from reference import full
+from tensor_parallel import PLANS, SIZES, Mlp, Run, Stack, loss_of, made, split_everything
 from thinning import named, pairs
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
 import shardwise
 from shardwise import fully_shard, load_full_state_dict
-
-# --- models and their plans -----------------------------------------------------------------------
-
-
-class Mlp(nn.Module):
-    def __init__(self, width: int, hidden: int, out: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, out)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
-
-
-class Layer(nn.Module):
-    """Norm and MLP, as a sequence-parallel block has them."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.mlp = Mlp(width, hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.norm(x))
-
-
-class Stack(nn.Module):
-    def __init__(self, width: int = 8, hidden: int = 16, out: int = 4) -> None:
-        super().__init__()
-        self.inlet = nn.Linear(width, width)
-        self.blocks = nn.ModuleList(Layer(width, hidden) for _ in range(2))
-        self.head = Mlp(width, hidden, out)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inlet(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-# What is between them stays a DTensor: from a plain tensor nobody could tell the size of uneven parts.
-MEGATRON = {"up": partial(ColwiseParallel, use_local_output=False), "down": RowwiseParallel}
-
-
-def split_mlps(model: Stack, mesh: Any) -> None:
-    """MLPs are split; the norms and the inlet stay plain tensors, and are sharded over the data only."""
-    for mlp in [*(block.mlp for block in model.blocks), model.head]:
-        parallelize_module(mlp, mesh, {name: style() for name, style in MEGATRON.items()})
-
-
-def split_everything(model: Stack, mesh: Any) -> None:
-    """No plain parameter is left: norms and inlet are replicated over the tensor-parallel ranks."""
-    split_mlps(model, mesh)
-    replicated = PrepareModuleInputOutput(
-        input_layouts=Replicate(),
-        desired_input_layouts=Replicate(),
-        output_layouts=Replicate(),
-        desired_output_layouts=Replicate(),
-        use_local_output=True,
-    )
-    for module in [model.inlet, *(block.norm for block in model.blocks)]:
-        distribute_module(module, mesh)
-        parallelize_module(module, mesh, replicated)
-
-
-def split_sequences(model: Stack, mesh: Any) -> None:
-    """Between the MLPs each rank holds a part of the rows (here: of dimension 0, not 1)."""
-    for block in model.blocks:
-        plan = {
-            "norm": SequenceParallel(sequence_dim=0, use_local_output=False),
-            "mlp": PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()),
-            "mlp.up": ColwiseParallel(use_local_output=False),
-            "mlp.down": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
-        }
-        parallelize_module(block, mesh, plan)
-    distribute_module(model.inlet, mesh)
-    entire = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
-    parallelize_module(model.inlet, mesh, entire)
-    model.inlet.register_forward_hook(lambda module, args, output: output.redistribute(placements=[Shard(0)]))
-    head = {
-        "": PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()),
-        "up": ColwiseParallel(use_local_output=False),
-        "down": RowwiseParallel(),
-    }
-    parallelize_module(model.head, mesh, head)
-
-
-PLANS = {"mlps": split_mlps, "everything": split_everything, "sequences": split_sequences}
 
 # --- where --------------------------------------------------------------------------------------
 
@@ -143,24 +51,6 @@ LAYOUTS = [
     Layout((2, 2, 1), ("replicate", "shard", "tp"), ("replicate", "shard")),
 ]
 
-SIZES = {"even": (8, 16, 4), "uneven": (7, 10, 3), "few_rows": (5, 3, 1)}
-
-
-@dataclass(frozen=True)
-class Run:
-    plan: str = "mlps"
-    sizes: tuple[int, int, int] = SIZES["even"]
-    optimizer: str = "adamw"
-    options: dict[str, Any] = field(default_factory=dict)
-    dim: int | None = None  # on which dimension matrices are sharded, for shard_placement_fn
-    microbatches: int = 1
-    clip: float | None = None
-    steps: int = 2
-
-
-def columns(param: nn.Parameter, dim: int) -> Shard | None:
-    return Shard(dim) if param.ndim > 1 else None
-
 
 OPTIMIZERS = {
     "adamw": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
@@ -168,25 +58,6 @@ OPTIMIZERS = {
     "adamw_loop": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, foreach=False),
     "sgd_momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
 }
-
-
-def made(layout: Layout | None, run: Run) -> Stack:
-    """The model, parallelised and sharded where there is a mesh."""
-    torch.manual_seed(1234)
-    model = Stack(*run.sizes).double()
-    if layout is None:
-        return model
-    PLANS[run.plan](model, layout.mesh()["tp"])
-    options = {"mesh": layout.data_mesh(), **run.options}
-    if run.dim is not None:
-        options["shard_placement_fn"] = partial(columns, dim=run.dim)
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
-
-
-def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    return (model(inputs) - inputs.sum(-1, keepdim=True)).pow(2).mean()
 
 
 def trained(layout: Layout | None, run: Run) -> dict[str, Any]:

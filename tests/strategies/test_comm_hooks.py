@@ -7,10 +7,7 @@ are counted where nothing can hide: in the kernel's own record of what each sock
 
 import contextlib
 import copy
-import os
-import socket
-import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,9 +22,10 @@ from models import WIDTH, even_tower, odd_model, random_batch, uneven_tower
 from reference import adamw, full, mean_of_squares
 from refusals import assert_says, sharded_tower
 from scenario import Side, assert_same, one_thread
+from sent_bytes import counting_bytes
+from strategies import losses_of_regression, seats, shard_as
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import shardwise
@@ -37,16 +35,10 @@ from shardwise import (
     QuantizedReduction,
     no_sync,
     register_comm_hook,
-    shard_model,
 )
 
 worlds = pytest.mark.parametrize("world", [1, 2, 3, 4], indirect=True)
 strategies = pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp", "hybrid"])
-
-
-def seats(*pairs: tuple[int, str]) -> Any:
-    """Worlds and strategies, where not every combination tells something new."""
-    return pytest.mark.parametrize(("world", "strategy"), pairs, indirect=["world"])
 
 
 every_kind = seats((3, "zero3"), (2, "zero2"), (3, "ddp"), (4, "hybrid"))
@@ -55,46 +47,7 @@ every_kind = seats((3, "zero3"), (2, "zero2"), (3, "ddp"), (4, "hybrid"))
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def shard_as(model: nn.Module, strategy: str, **options: Any) -> Any:
-    """Shard ``model`` over all ranks; the process group over which its gradients are summed first."""
-    world = dist.get_world_size()
-    shape: tuple[int, ...] = (world,)
-    names: tuple[str, ...] = ("dp",)
-    if strategy.startswith("hybrid"):
-        shape = (2, world // 2) if world % 2 == 0 else (1, world)
-        names = ("replicate", "shard")
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    shard_model(model, strategy=strategy, mesh=mesh, **options)
-    return mesh.get_group(names[-1])
-
-
 # --- what it sends --------------------------------------------------------------------------------
-
-_SENT_AT = 200  # of tcpi_bytes_sent and then tcpi_bytes_retrans in Linux's struct tcp_info
-
-
-def bytes_sent() -> int:
-    """What this process has sent over TCP until now, as the kernel counts it; nothing twice."""
-    total = 0
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # it was the listing's own
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as copied:
-                    if copied.family in (socket.AF_INET, socket.AF_INET6):
-                        info = copied.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                        sent, again = struct.unpack_from("=QQ", info, _SENT_AT)
-                        total += sent - again
-    return total
-
-
-@contextlib.contextmanager
-def counting_bytes(into: list[int]) -> Iterator[None]:
-    """Append what is sent meanwhile. The barriers' own messages are a few hundred bytes."""
-    dist.barrier()
-    before = bytes_sent()
-    yield
-    dist.barrier()
-    into.append(bytes_sent() - before)
 
 
 def sent_of_plain_tensors() -> int:
@@ -875,28 +828,6 @@ def test_quantized_sends_a_quarter_and_the_scales(world: World, strategy: str) -
     hook = QuantizedReduction(block_size=BLOCK)
     quantized = sum(world.run(bytes_of_reduction, strategy, hook, LARGE))
     assert 0.25 <= quantized / plain <= 0.25 * (1 + 4 / BLOCK) + 0.01
-
-
-def losses_of_regression(
-    side_rank: int, world: int, strategy: str | None, hook: Any, **options: Any
-) -> list[float]:
-    torch.manual_seed(7)
-    model = even_tower()
-    if strategy is not None:
-        shard_as(model, strategy, **options)
-    if hook is not None:
-        register_comm_hook(model, None, hook)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    batch = random_batch(0, 24, dtype=torch.float32)
-    share = len(batch) // world
-    losses = []
-    for _ in range(40):
-        optimizer.zero_grad()
-        loss = mean_of_squares(model, batch[side_rank * share : (side_rank + 1) * share])
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-    return losses
 
 
 def regression_on_ranks(strategy: str, hook: Any) -> list[float]:

@@ -8,7 +8,7 @@ attributes) and that the right call then works: the model trains, with the gradi
 import re
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -194,3 +194,16 @@ def assert_trains(world: World, then: Callable[[nn.Module], Any], **how: Any) ->
 
 
 SHARDED = {"then": nothing}  # for models that are built sharded
+
+
+@dataclass(frozen=True)
+class Calling:
+    """A call of a method of the model, or of a part of it."""
+
+    method: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    on: str = ""
+
+    def __call__(self, model: nn.Module) -> None:
+        getattr(model.get_submodule(self.on), self.method)(*self.args, **self.kwargs)

@@ -10,10 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from meshed import Layout
+from models import even_tower, random_batch
+from reference import mean_of_squares
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardwise
@@ -166,3 +170,46 @@ def live_bytes() -> int:
         total += max(0, end - max(start, reached))
         reached = max(reached, end)
     return total
+
+
+# --- a strategy by its name alone -------------------------------------------------------------------
+
+
+def seats(*pairs: tuple[int, str]) -> Any:
+    """Worlds and strategies, where not every combination tells something new."""
+    return pytest.mark.parametrize(("world", "strategy"), pairs, indirect=["world"])
+
+
+def shard_as(model: nn.Module, strategy: str, **options: Any) -> Any:
+    """Shard ``model`` over all ranks; the process group over which its gradients are summed first."""
+    world = dist.get_world_size()
+    shape: tuple[int, ...] = (world,)
+    names: tuple[str, ...] = ("dp",)
+    if strategy.startswith("hybrid"):
+        shape = (2, world // 2) if world % 2 == 0 else (1, world)
+        names = ("replicate", "shard")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    shardwise.shard_model(model, strategy=strategy, mesh=mesh, **options)
+    return mesh.get_group(names[-1])
+
+
+def losses_of_regression(
+    side_rank: int, world: int, strategy: str | None, hook: Any, **options: Any
+) -> list[float]:
+    torch.manual_seed(7)
+    model = even_tower()
+    if strategy is not None:
+        shard_as(model, strategy, **options)
+    if hook is not None:
+        shardwise.register_comm_hook(model, None, hook)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    batch = random_batch(0, 24, dtype=torch.float32)
+    share = len(batch) // world
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = mean_of_squares(model, batch[side_rank * share : (side_rank + 1) * share])
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return losses

@@ -1,10 +1,10 @@
-"""What type checkers say of a training script: typed/training_script.py, which holds the expected errors."""
+"""What type checkers say of a training script: training_script.py, which holds the expected errors."""
 
 import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_training_script_is_checked_as_it_says() -> None:
