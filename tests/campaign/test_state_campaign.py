@@ -3,19 +3,15 @@
 A draw is a dict of plain values: a model, an optimizer, and legs. Each leg runs on ranks of its own, begins with
 what the leg before has saved (whatever its own model has done before that), trains on, is disturbed by calls that
 change nothing or are refused, and saves. Plain PyTorch makes the same journey in one process, handing over by
-name; losses, parameters, buffers and optimizer states must agree on every rank. To see one again, all or a part:
+name; losses, parameters, buffers and optimizer states must agree on every rank.
 
-    STATE_DRAW="{...}" pytest -m slow tests/campaign/test_state_campaign.py
+    STATE_DRAW="{...}" pytest -m slow -s tests/campaign/test_state_campaign.py
     STATE_SEED=5000 STATE_DRAWS=400 pytest -m slow -s tests/campaign/test_state_campaign.py
 """
 
-import ast
 import copy
-import os
-import pprint
-import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from arrangements import BUILDS, built
-from harness import World
 from meshed import BATCH_SIZE, device_mesh, part, refusal
 from models import random_batch
 from reference import full
@@ -34,6 +29,9 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise
+from campaign.campaign import Campaign, Worlds
+from campaign.draws import Choice, Draw, Many, Record, Some, rarely
+from campaign.notes import Notes, close, difference
 from shardwise import (
     EMA,
     check_replicas,
@@ -56,9 +54,6 @@ from shardwise import (
 )
 from shardwise.engine.members import sharded_members
 
-Draw = dict[str, Any]
-Worlds = dict[int, World]
-TIMEOUT_S = float(os.environ.get("STATE_TIMEOUT_S", 30))
 DECAY = 0.7
 GARBAGE_SEED = 77
 
@@ -114,14 +109,6 @@ def spread(model: Any, kind: str, ranks: int) -> Any:
     return model
 
 
-def fits(kind: str, ranks: int, build: str) -> bool:
-    if ranks < KINDS[kind] or (KINDS[kind] == 4 and ranks != 4):
-        return False
-    if kind == "tp":
-        return build == "even"  # torch's plan of columns and rows takes no hidden size that does not divide
-    return not (kind == "bf16" and build == "tied")  # batch norm in float64 takes no bfloat16
-
-
 @torch.no_grad()
 def init(module: nn.Module) -> None:
     """For modules of tests, which have parameters beside children and no `reset_parameters`."""
@@ -164,71 +151,56 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 # --- draws ----------------------------------------------------------------------------------------
 
-LEG: Draw = {
-    "ranks": 1, "kind": "plain", "start": "cpu", "used": 0, "backward": False, "before": [], "load": {},
-    "steps": 1, "middle": [], "save": "checkpoint", "later": 0, "order": "model",
-}  # fmt: skip
-DRAW: Draw = {
-    "build": "even", "optimizer": "adamw", "frozen": [], "only_trained": False, "schedule": False, "ema": False,
-    "legs": [{}, {}],
-}  # fmt: skip
-LOAD: Draw = {"src": 0, "as": "dict", "keys": "name", "inside": "nothing", "twice": False}
-SAVES = ["checkpoint", "asynchronous", "full", "full everywhere", "safetensors", "iterator", "state_dict"]
-SAVES_SEEN = [*SAVES, "dcp"]
 DISTURBANCES = [
     "nothing", "refused", "refused optimizer", "refused checkpoint", "refused files", "rollback", "gradients",
     "no_sync", "unsharded", "inference", "replicas", "swap", "saves", "edit", "copy",
 ]  # fmt: skip
-
-
-def completed(draw: Draw) -> Draw:
-    legs = [{**LEG, **leg, "load": {**LOAD, **leg.get("load", {})}} for leg in draw.get("legs", [{}, {}])]
-    return {**DRAW, **draw, "legs": legs}
-
-
-def draw_of(seed: int) -> Draw:
-    rng = random.Random(seed)
-    build = rng.choice(list(BUILDS))
-    draw = {
-        "build": build,
-        "optimizer": rng.choice(list(OPTIMIZERS)),
-        "frozen": rng.sample(
-            ["inlet.bias", "blocks.0", "outlet.weight", "blocks.1"], rng.choice([0, 0, 1, 2])
-        ),
-        "only_trained": rng.random() < 0.3,
-        "schedule": rng.random() < 0.3,
-        "ema": rng.random() < 0.4,
-        "legs": [leg_of(rng, build) for _ in range(rng.choice([2, 2, 3]))],
+SAVES = (
+    "checkpoint",
+    "asynchronous",
+    "full",
+    "full everywhere",
+    "safetensors",
+    "iterator",
+    "state_dict",
+    "dcp",
+)
+LOAD = Record(
+    {
+        "src": Choice(0, 0, "last", None),
+        "as": Choice("dict", "iterator"),
+        "keys": Choice("name", "id"),
+        "inside": Choice(*("nothing",) * 5, "inference"),
+        "twice": rarely(7),
     }
-    return settled(completed(draw))
-
-
-def leg_of(rng: random.Random, build: str) -> Draw:
-    while True:
-        ranks, kind = rng.choice([1, 2, 2, 3, 4, 4]), rng.choice(list(KINDS))
-        if fits(kind, ranks, build):
-            break
-    load = {
-        "src": rng.choice([0, 0, ranks - 1, None]),
-        "as": rng.choice(["dict", "iterator"]),
-        "keys": rng.choice(["name", "id"]),
-        "inside": rng.choice(["nothing"] * 5 + ["inference"]),
-        "twice": rng.random() < 0.15,
+)
+LEG = Record(
+    {
+        "ranks": Choice(1, 2, 2, 3, 4, 4),
+        "kind": Choice(*KINDS),
+        "start": Choice("cpu", "cpu", "meta", "materialized"),
+        "used": Choice(0, 0, 1, 2),
+        "backward": rarely(3),
+        "before": Some(*DISTURBANCES, counts=(0, 0, 1, 2)),
+        "load": LOAD,
+        "steps": Choice(1, 0, 2, 3),
+        "middle": Some(*DISTURBANCES, counts=(0, 1, 2)),
+        "save": Choice(*SAVES),
+        "later": Choice(0, 1, 2),
+        "order": Choice("model", "model", "reversed"),
     }
-    return {
-        "ranks": ranks,
-        "kind": kind,
-        "start": rng.choice(["cpu", "cpu", "meta", "materialized"]),
-        "used": rng.choice([0, 0, 1, 2]),
-        "backward": rng.random() < 0.3,
-        "before": rng.sample(DISTURBANCES, rng.choice([0, 0, 1, 2])),
-        "load": load,
-        "steps": rng.choice([0, 1, 2, 3]),
-        "middle": rng.sample(DISTURBANCES, rng.choice([0, 1, 2])),
-        "save": rng.choice(SAVES_SEEN),
-        "later": rng.choice([0, 1, 2]),
-        "order": rng.choice(["model", "model", "reversed"]),
+)
+DRAWS = Record(
+    {
+        "legs": Many(LEG, counts=(2, 2, 3)),
+        "build": Choice(*BUILDS),
+        "optimizer": Choice(*OPTIMIZERS),
+        "frozen": Some("inlet.bias", "blocks.0", "outlet.weight", "blocks.1", counts=(0, 0, 1, 2)),
+        "only_trained": rarely(3),
+        "schedule": rarely(3),
+        "ema": Choice(False, False, False, True, True),
     }
+)
 
 
 def settled(draw: Draw) -> Draw:
@@ -236,6 +208,7 @@ def settled(draw: Draw) -> Draw:
     draw = copy.deepcopy(draw)
     previous: Draw | None = None
     for number, leg in enumerate(draw["legs"]):
+        settle_kind(leg, draw["build"])
         if number == 0:
             leg["steps"] = max(leg["steps"], 1)
             leg["start"] = "cpu"  # the plain run draws the same values
@@ -254,6 +227,13 @@ def settled(draw: Draw) -> Draw:
     return draw
 
 
+def settle_kind(leg: Draw, build: str) -> None:
+    # torch's plan of columns and rows takes no hidden size that does not divide; batch norm in float64 no bfloat16.
+    if (leg["kind"] == "tp" and build != "even") or (leg["kind"] == "bf16" and build == "tied"):
+        leg["kind"] = "plain"
+    leg["ranks"] = max(leg["ranks"], KINDS[leg["kind"]])
+
+
 # --- one leg --------------------------------------------------------------------------------------
 
 
@@ -264,7 +244,7 @@ class Leg:
         self.draw, self.leg, self.number = draw, draw["legs"][number], number
         self.folder = Path(folder)
         self.is_sharded = is_sharded
-        self.notes: list[tuple[str, Any]] = []
+        self.notes: Notes = []
         self.is_exact = self.leg["kind"] != "bf16"
         self.step = 0
 
@@ -329,7 +309,7 @@ class Leg:
     # --- noting ---
 
     def note(self, name: str, value: Any) -> None:
-        self.notes.append((name, full(value) if isinstance(value, Tensor) else value))
+        self.notes.append((name, "same", full(value) if isinstance(value, Tensor) else value))
 
     def note_mean(self, name: str, value: Tensor) -> None:
         value = value.detach().clone()
@@ -496,7 +476,7 @@ class Leg:
                 assert loaded.shared == {"step": before["step"]}
                 assert latest_checkpoint(Path(before["path"]).parent) is not None
             return
-        src = how["src"]
+        src = dist.get_world_size() - 1 if how["src"] == "last" else how["src"]
         mine = src is None or src == dist.get_rank()
         if isinstance(before["model"], str):
             report = load_full_state_dict(self.model, before["model"])
@@ -720,127 +700,34 @@ def run_draw(worlds: Worlds, draw: Draw, folder: Path) -> str | None:
     plain_before: Any = None
     for number, leg in enumerate(draw["legs"]):
         try:
-            ranks = worlds[leg["ranks"]].run(run_leg, draw, number, str(folder), before, timeout=TIMEOUT_S)
+            ranks = worlds[leg["ranks"]].run(
+                run_leg, draw, number, str(folder), before, timeout=CAMPAIGN.timeout_s()
+            )
         except Exception as error:
             return f"leg {number}: {type(error).__name__}: {error}"
         with one_thread():
             plain = Leg(draw, number, str(folder), False)
             plain.is_exact = leg["kind"] != "bf16"
             notes, _, plain_state = plain.run(plain_before)
-        for rank, (found, _, _) in enumerate(ranks):
-            if (wrong := difference(found, notes)) is not None:
-                return f"leg {number}, rank {rank}: {wrong}"
+        if (wrong := difference(notes, [rank[0] for rank in ranks], close(1e-10, 1e-10))) is not None:
+            return f"leg {number}: {wrong}"
         if leg["kind"] == "bf16":  # go on from where the ranks are
             plain_state = ranks[0][2]
         before, plain_before = ranks[0][1], plain_state
     return None
 
 
-def difference(found: list[Any], want: list[Any]) -> str | None:
-    if [name for name, _ in found] != [name for name, _ in want]:
-        return f"noted {[n for n, _ in found]} where {[n for n, _ in want]} is to be noted"
-    for (name, value), (_, expected) in zip(found, want, strict=True):
-        if not isinstance(expected, Tensor):
-            same = value == expected
-            if isinstance(expected, float):
-                same = abs(value - expected) < 1e-12
-            if not same:
-                return f"{name}: {value} where {expected} is expected"
-            continue
-        if not isinstance(value, Tensor):
-            return f"{name}: {value} where a tensor is expected"
-        try:
-            torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
-        except AssertionError as error:
-            return f"{name}: {error}"
-    return None
-
-
-def shown(draw: Draw) -> str:
-    def rest(value: Draw, simple: Draw) -> Draw:
-        return {k: v for k, v in value.items() if v != simple.get(k)}
-
-    legs = []
-    for leg in draw["legs"]:
-        small = rest(leg, LEG)
-        small["load"] = rest(leg["load"], LOAD)
-        legs.append({k: v for k, v in small.items() if v != {}})
-    return pprint.pformat({**rest(draw, DRAW), "legs": legs}, width=110, sort_dicts=False)
-
-
-# --- making a failing draw small --------------------------------------------------------------------
-
-
-def shrunk(worlds: Worlds, draw: Draw, folder: Path, failure: str, tries: int) -> tuple[Draw, str]:
-    """A draw in which everything that can be simple is, and that fails still."""
-    number, again = 0, True
-    while again:
-        again = False
-        for candidate in simpler(draw):
-            candidate = settled(completed(candidate))
-            fit = all(fits(leg["kind"], leg["ranks"], candidate["build"]) for leg in candidate["legs"])
-            if candidate == draw or number >= tries or not fit:
-                continue
-            number += 1
-            place = folder / f"try-{number}"
-            text = run_draw(worlds, candidate, place)
-            if text is not None and kind_of(text) == kind_of(failure):
-                draw, failure, again = candidate, text, True
-                break
-    return draw, failure
-
-
-def kind_of(failure: str) -> str:
-    return "error" if "WorkerError" in failure else "difference"
-
-
-def simpler(draw: Draw) -> Iterator[Draw]:
-    legs = draw["legs"]
-    for i in range(len(legs)):
-        if len(legs) > 1:
-            yield {**draw, "legs": legs[:i] + legs[i + 1 :]}
-    for key, value in DRAW.items():
-        if key != "legs" and draw[key] != value:
-            yield {**draw, key: value}
-    for i, leg in enumerate(legs):
-        for key, value in LEG.items():
-            if leg[key] != value and key != "load":
-                yield {**draw, "legs": [*legs[:i], {**leg, key: value}, *legs[i + 1 :]]}
-        for key in LOAD:
-            if leg["load"][key] != LOAD[key]:
-                load = {**leg["load"], key: LOAD[key]}
-                yield {**draw, "legs": [*legs[:i], {**leg, "load": load}, *legs[i + 1 :]]}
-
-
 # --- tests ----------------------------------------------------------------------------------------
 
-
-@pytest.fixture
-def worlds(world1: World, world2: World, world3: World, world4: World) -> Worlds:
-    return {1: world1, 2: world2, 3: world3, 4: world4}
+CAMPAIGN = Campaign("STATE", DRAWS, settled, run_draw)
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(10))
 def test_a_journey_ends_where_plain_training_does(worlds: Worlds, tmp_path: Path, seed: int) -> None:
-    draw = draw_of(seed)
-    failure = run_draw(worlds, draw, tmp_path)
-    assert failure is None, f"{failure}\n\nSTATE_DRAW of seed {seed}:\n{shown(draw)}"
+    CAMPAIGN.check_seed(worlds, tmp_path, seed)
 
 
 @pytest.mark.slow
 def test_many_journeys_end_where_plain_training_does(worlds: Worlds, tmp_path: Path) -> None:
-    given = os.environ.get("STATE_DRAW")
-    start, count = (int(os.environ.get(f"STATE_{name}", d)) for name, d in [("SEED", 100), ("DRAWS", 150)])
-    tries = int(os.environ.get("STATE_TRIES", 40))
-    draws = {seed: draw_of(seed) for seed in range(start, start + count)}
-    if given:
-        draws = {-1: settled(completed(ast.literal_eval(given)))}
-    failures = []
-    for seed, draw in draws.items():
-        failure = run_draw(worlds, draw, tmp_path / str(seed))
-        if failure is not None:
-            draw, failure = shrunk(worlds, draw, tmp_path / f"{seed}-smaller", failure, tries)
-            failures.append(f"seed {seed}, STATE_DRAW={shown(draw)}\n{failure}\n")
-            print(failures[-1], flush=True)
-    assert not failures, f"{len(failures)} of {len(draws)} draws fail\n\n" + "\n".join(failures)
+    CAMPAIGN.check_many(worlds, tmp_path, num_draws=150)

@@ -1,49 +1,39 @@
-"""Random programs over what `shard_model` offers: any strategy, mixture or context trains as plain PyTorch does.
+"""Random use of what `shard_model` offers: any strategy, mixture or context trains as plain PyTorch does.
 
 A draw is a dict of plain values: the ranks, the model, how it is sharded, and a script of steps with what
 happens between them. It is run on a world first, which answers with what it noted and with what only a sharded
 model knows (which parameters a context showed), then in this process with those answers; the notes must agree.
-To see one again, complete or not:
 
-    STRATEGY_DRAW="{...}" pytest -m slow tests/campaign/test_strategy_campaign.py
+    STRATEGY_DRAW="{...}" pytest -m slow -s tests/campaign/test_strategy_campaign.py
     STRATEGY_SEED=5000 STRATEGY_DRAWS=400 pytest -m slow -s tests/campaign/test_strategy_campaign.py
-
-What a draw leaves out has the simplest value. A list of draws is taken as well; STRATEGY_SHRINK_S and
-STRATEGY_TIMEOUT_S limit the shrinking of one draw and one run of it.
 """
 
-import ast
 import copy
 import os
-import pprint
-import random
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import World
-from meshed import BATCH_SIZE, device_mesh, part
+from meshed import device_mesh
 from models import Block, random_batch
 from reference import full
 from scenario import one_thread
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from campaign.test_campaign import (
+from campaign.blocks import (
     EXACT,
     HAVE_LIN,
     KINDS,
@@ -51,12 +41,13 @@ from campaign.test_campaign import (
     PRECISIONS,
     SIZES,
     Failure,
-    Worlds,
     chosen_placement,
-    kind_of,
-    mismatch,
     names,
 )
+from campaign.campaign import Campaign, Worlds
+from campaign.draws import Choice, Draw, Many, OneOf, Record, Repeating, rarely
+from campaign.notes import Mismatch, Notes, difference
+from campaign.training import Run, emptying_buffers
 from shardwise import (
     CommPolicy,
     CPUOffloadPolicy,
@@ -72,15 +63,11 @@ from shardwise import (
     shard_model,
     unsharded,
 )
-from shardwise.comm import buffers
 from shardwise.engine.group import GradientState, State
 from shardwise.engine.members import sharded_members
-from shardwise.strategies import explain
+from shardwise.strategies.explain import explain
 from shardwise.strategies.wrap_policies import as_policy
 from shardwise.strategies.wrapping import chosen
-
-Draw = dict[str, Any]
-TIMEOUT_S = float(os.environ.get("STRATEGY_TIMEOUT_S", 30))
 
 # --- models ---------------------------------------------------------------------------------------
 
@@ -371,142 +358,113 @@ def mean_of_ranks(pgs: dict[int, Any], grad: Tensor, output: Tensor | None = Non
 
 # --- draws ----------------------------------------------------------------------------------------
 
-# The simplest first: that is what a failing draw shrinks to.
-AXES: dict[str, tuple[Any, ...]] = {
-    "world": (2, 2, 1, 3, 4, 4),
-    "strategy": (*FLAT, *HYBRID),
-    "hosts": (1, 2, 4, 3),
-    "mesh": (True,) * 12 + (False,),
-    "sizes": tuple(SIZES),
-    "order": ("once", "once", "again", "twice", "doubled", "reversed"),
-    "checkpoint": (None, None, "reentrant", "non_reentrant"),
-    "tie": (None, None, None, "ends", "root_block", "blocks"),
-    "wrap": ("repeated", "blocks", *names("blocks linears leaves classes size large even layers recursive")),
-    "bucket": (None, None, None, 0.0005, 0.002, 1.0),
-    "precision": (None, None, None, None, None, "same", "kept", "norms_alone", "float32"),
-    "placement": (False, False, False, True),
-    "offload": (False, False, False, True),
-    "packing": (None, 0, 100, 1 << 30),
-    "parts": (None, 0, 100),
-    "prefetch": (1, 0, 2, 3),
-    "backward_prefetch": ("before", "after", "after", None),
-    "max_gathers": (None, None, 1, 2),
-    "unused": (None, None, None, 0, 1, 2),
-    "ignored": (None,) * 8 + ("params", "module", "block"),
-    "inner": (None,) * 8 + ("block", "child"),
-    "hook": (None, None, None, 0, 1),
-    "empties_buffers": (True, False),
-    "optimizer": ("sgd", "momentum", "adamw"),
-    "salt": tuple(range(8)),
-}
-OVERRIDE_AXES: dict[str, tuple[Any, ...]] = {
-    "target": tuple(range(6)),
-    "by": ("name", "name", "class", "pattern"),
-    "strategy": (None, *FLAT, *HYBRID),
-    "reshard": (None, None, None, True, False),
-    "precision": (None, None, None, None, "same"),
-    "comm": (False, False, True),
-}
+OVERRIDE = Record(
+    {
+        "target": Choice(*range(6)),
+        "by": Choice("name", "name", "class", "pattern"),
+        "strategy": Choice(None, *FLAT, *HYBRID),
+        "reshard": Choice(None, None, None, True, False),
+        "precision": Choice(None, None, None, None, "same"),
+        "comm": Choice(False, False, True),
+    }
+)
 EDITS = names("scale data assign replace freeze load grads")
-ACTION_AXES: dict[str, dict[str, tuple[Any, ...]]] = {
-    "unsharded": {
-        "where": ("root", "block", "blocks"),
-        "target": (0, 1, 2),
-        "recurse": (True, True, False),
-        "writeback": (True, True, False),
-        "rank0": (False, False, True),
-        "host": (False, False, True),
-        "grads": (False, True),
-        "edit": (None, *EDITS),
-        "fails": (False, False, False, True),
+ACTION = OneOf(
+    {
+        "unsharded": Record(
+            {
+                "where": Choice("root", "block", "blocks"),
+                "target": Choice(0, 1, 2),
+                "recurse": Choice(True, True, False),
+                "writeback": Choice(True, True, False),
+                "rank0": Choice(False, False, True),
+                "host": Choice(False, False, True),
+                "grads": Choice(False, True),
+                "edit": Choice(None, *EDITS),
+                "fails": rarely(4),
+            }
+        ),
+        "inference": Record(
+            {
+                "budget": Choice(None, 0, 300, 1000, 4000),
+                "counts": Choice((1, 1, 1, 1), (2, 0, 1, 3), (0, 2, 0, 0), (3, 2, 2, 1), (0, 0, 0, 1)),
+                "fails": Choice(None, None, "body", "forward"),
+                "who": Choice(0, 1, 2, 3, "all"),
+                "place": Choice(0, 1, 2),
+                "warm": Choice(False, True),
+            }
+        ),
+        "no_sync_fails": Record({}),
+        "eval": Record({"where": Choice("root", "block"), "target": Choice(0, 1, 2)}),
+        "state": Record({"form": Choice("full", "sharded", "dcp_full", "dcp_sharded")}),
+        "deepcopy": Record({}),
+        "fail": Record({"where": Choice("forward", "backward"), "place": Choice(0, 1, 2)}),
+        "unshard": Record(
+            {"waits": Choice(False, True), "edits": Choice(False, True), "target": Choice(0, 1, 2)}
+        ),
+        "edit": Record({"how": Choice("scale", "data")}),
+        "optimizer_state": Record({}),
+        "unfreeze": Record({}),
     },
-    "inference": {
-        "budget": (None, 0, 300, 1000, 4000),
-        "counts": ((1, 1, 1, 1), (2, 0, 1, 3), (0, 2, 0, 0), (3, 2, 2, 1), (0, 0, 0, 1)),
-        "fails": (None, None, "body", "forward"),
-        "who": (0, 1, 2, 3, "all"),
-        "place": (0, 1, 2),
-        "warm": (False, True),
-    },
-    "no_sync_fails": {},
-    "eval": {"where": ("root", "block"), "target": (0, 1, 2)},
-    "state": {"form": ("full", "sharded", "dcp_full", "dcp_sharded")},
-    "deepcopy": {},
-    "fail": {"where": ("forward", "backward"), "place": (0, 1, 2)},
-    "unshard": {"waits": (False, True), "edits": (False, True), "target": (0, 1, 2)},
-    "edit": {"how": ("scale", "data")},
-    "optimizer_state": {},
-    "unfreeze": {},
-}
-KIND_WEIGHTS = {"unsharded": 5, "inference": 4, "eval": 2, "state": 2}
-MICRO_AXES: dict[str, tuple[Any, ...]] = {
-    "kind": names("plain plain plain both crossed eval_between fails_first retain"),
-    "sync": ("yes", "no_sync", "no_sync", "part", "nested"),
-    "raises": (False, False, False, True),
-}
-STEP_AXES: dict[str, tuple[Any, ...]] = {
-    "zero": ("none", "zeros", "model", "keep"),
-    "clip": (None, None, 2.0, 1.0, float("inf"), 3.0, 0.5, 7.5),
-    "limit": (0.05, 5.0),
-    "foreach": (None, True, False),
-    "norms": (False, False, True),
-}
+    weights={"unsharded": 5, "inference": 4, "eval": 2, "state": 2},
+)
+MICRO = Record(
+    {
+        "before": Many(ACTION, counts=(0, 0, 0, 1), least=0),
+        "kind": Choice(*names("plain plain plain both crossed eval_between fails_first retain")),
+        "sync": Choice("yes", "no_sync", "no_sync", "part", "nested"),
+        "raises": rarely(4),
+    }
+)
+STEP = Record(
+    {
+        "micro": Many(MICRO, counts=(1, 1, 2, 3)),
+        "before": Many(ACTION, counts=(0, 1, 1, 2), least=0),
+        "after": Many(ACTION, counts=(0,) * 7 + (1,) * 3, least=0),
+        "zero": Choice("none", "zeros", "model", "keep"),
+        "clip": Choice(None, None, 2.0, 1.0, float("inf"), 3.0, 0.5, 7.5),
+        "limit": Choice(0.05, 5.0),
+        "foreach": Choice(None, True, False),
+        "norms": rarely(3),
+    }
+)
+DRAWS = Record(
+    {
+        "steps": Many(STEP, counts=(2, 3, 4)),
+        "overrides": Many(OVERRIDE, counts=(0, 0, 1, 2, 3), least=0),
+        "blocks": Repeating(Choice(*EXACT_KINDS * 10, "single"), counts=(1, 2, 3, 4)),
+        "world": Choice(2, 2, 1, 3, 4, 4),
+        "strategy": Choice(*FLAT, *HYBRID),
+        "hosts": Choice(1, 2, 4, 3),
+        "mesh": Choice(*(True,) * 12, False),
+        "sizes": Choice(*SIZES),
+        "order": Choice("once", "once", "again", "twice", "doubled", "reversed"),
+        "checkpoint": Choice(None, None, "reentrant", "non_reentrant"),
+        "tie": Choice(None, None, None, "ends", "root_block", "blocks"),
+        "wrap": Choice(
+            *("repeated", "blocks"), *names("blocks linears leaves classes size large even layers recursive")
+        ),
+        "bucket": Choice(None, None, None, 0.0005, 0.002, 1.0),
+        "precision": Choice(None, None, None, None, None, "same", "kept", "norms_alone", "float32"),
+        "placement": rarely(4),
+        "offload": rarely(4),
+        "packing": Choice(None, 0, 100, 1 << 30),
+        "parts": Choice(None, 0, 100),
+        "prefetch": Choice(1, 0, 2, 3),
+        "backward_prefetch": Choice("before", "after", "after", None),
+        "max_gathers": Choice(None, None, 1, 2),
+        "unused": Choice(None, None, None, 0, 1, 2),
+        "ignored": Choice(*(None,) * 8, "params", "module", "block"),
+        "inner": Choice(*(None,) * 8, "block", "child"),
+        "hook": Choice(None, None, None, 0, 1),
+        "empties_buffers": Choice(True, False),
+        "optimizer": Choice("sgd", "momentum", "adamw"),
+        "salt": Choice(*range(8)),
+    }
+)
 
 
-def draw_of(seed: int) -> Draw:
-    chance = random.Random(seed)
-    draw = {name: chance.choice(values) for name, values in AXES.items()}
-    kinds = list(ALL_KINDS) if chance.random() < 0.1 else EXACT_KINDS
-    draw["blocks"] = [chance.choice(kinds) for _ in range(chance.randint(1, 4))]
-    if chance.random() < 0.4:  # what repeats
-        draw["blocks"] += [chance.choice(draw["blocks"])]
-    draw["overrides"] = [
-        {name: chance.choice(values) for name, values in OVERRIDE_AXES.items()}
-        for _ in range(chance.choice((0, 0, 1, 2, 3)))
-    ]
-    draw["steps"] = [_random_step(chance) for _ in range(chance.randint(2, 4))]
-    return settled(draw)
-
-
-def _random_step(chance: random.Random) -> Draw:
-    step = {name: chance.choice(values) for name, values in STEP_AXES.items()}
-    count = chance.choice((1, 1, 2, 3))
-    step["micro"] = [{n: chance.choice(v) for n, v in MICRO_AXES.items()} for _ in range(count)]
-    for micro in step["micro"]:
-        micro["before"] = [_random_action(chance)] if chance.random() < 0.25 else []
-    step["before"] = [_random_action(chance) for _ in range(chance.choice((0, 1, 1, 2)))]
-    step["after"] = [_random_action(chance)] if chance.random() < 0.3 else []
-    return step
-
-
-def _random_action(chance: random.Random) -> Draw:
-    kinds = list(ACTION_AXES)
-    kind = chance.choices(kinds, [KIND_WEIGHTS.get(k, 1) for k in kinds])[0]
-    return {"kind": kind, **{n: chance.choice(v) for n, v in ACTION_AXES[kind].items()}}
-
-
-def completed(draw: Draw) -> Draw:
-    """What is left out has the simplest value."""
-
-    def action(each: Draw) -> Draw:
-        return {**{n: v[0] for n, v in ACTION_AXES[each["kind"]].items()}, **each}
-
-    draw = {**{n: v[0] for n, v in AXES.items()}, "blocks": ["plain"], "overrides": [], **draw}
-    draw["overrides"] = [{**{n: v[0] for n, v in OVERRIDE_AXES.items()}, **o} for o in draw["overrides"]]
-    steps = []
-    for step in draw.get("steps", [{}]):
-        step = {**{n: v[0] for n, v in STEP_AXES.items()}, "before": [], "after": [], "micro": [{}], **step}
-        step["micro"] = [
-            {**{n: v[0] for n, v in MICRO_AXES.items()}, "before": [], **micro} for micro in step["micro"]
-        ]
-        for where in (step, *step["micro"]):
-            where["before"] = [action(each) for each in where["before"]]
-        step["after"] = [action(each) for each in step["after"]]
-        steps.append(step)
-    return {**draw, "steps": steps}
-
-
-def exactness_of(draw: Draw) -> str:
+def exactness_of(draw: Draw) -> Mismatch:
     used = {draw["precision"], *(each["precision"] for each in draw["overrides"])}
     is_exact = all(PRECISIONS[name][1] == EXACT for name in used) and "single" not in draw["blocks"]
     return EXACT if is_exact else NEAR
@@ -625,17 +583,13 @@ def _settle_action(action: Draw, deferred: bool) -> None:
 # --- running --------------------------------------------------------------------------------------
 
 
-class Run:
-    """A draw being run: sharded, which finds answers, or plainly with the answers of the ranks."""
+class StrategyRun(Run):
+    """Sharded, which finds answers, or plainly with the answers of the ranks."""
 
     def __init__(self, draw: Draw, answers: list[Any] | None) -> None:
-        self.draw = draw
-        self.is_sharded = answers is None
+        is_sharded = answers is None
+        super().__init__(draw, is_sharded, *((dist.get_rank(), draw["world"]) if is_sharded else (0, 1)))
         self.answers: list[Any] = list(answers or [])
-        self.rank, self.count = (dist.get_rank(), draw["world"]) if self.is_sharded else (0, 1)
-        self.notes: list[tuple[str, str, Any]] = []
-        self.num_batches = 0
-        self.place = "start"
         torch.manual_seed(1234)
         model = Net(draw).double()
         for module in model.modules():
@@ -666,7 +620,7 @@ class Run:
 
     # --- the script ---
 
-    def run(self) -> tuple[list[tuple[str, str, Any]], list[Any]]:
+    def run(self) -> tuple[Notes, list[Any]]:
         spared = []
         for number, step in enumerate(self.draw["steps"]):
             if self.draw["hook"] == number:
@@ -692,11 +646,7 @@ class Run:
         register_comm_hook(self.model, pgs, mean_of_ranks)
 
     def train(self, number: int, step: Draw) -> None:
-        style = step["zero"]
-        if style in ("none", "zeros"):
-            self.optimizer.zero_grad(set_to_none=style == "none")
-        elif style == "model":
-            self.model.zero_grad()
+        self.zero_gradients(step["zero"])
         for index, micro in enumerate(step["micro"]):
             self.act(micro["before"], f"step {number}, before microbatch {index}")
             self.place = f"step {number}, microbatch {index}"
@@ -765,32 +715,11 @@ class Run:
 
     # --- microbatches ---
 
-    def batch(self) -> Tensor:
-        self.num_batches += 1
-        width = SIZES[self.draw["sizes"]][0]
-        return part(random_batch(self.num_batches, BATCH_SIZE, width), self.rank, self.count)
-
     def loss(self) -> Tensor:
         x = self.batch()
         loss = (self.model(x) - x).pow(2).mean()
         self.note("loss", loss.double(), "mean")
         return loss
-
-    def micro_plain(self) -> None:
-        self.loss().backward()
-
-    def micro_both(self) -> None:
-        (self.loss() + self.loss()).backward()
-
-    def micro_crossed(self) -> None:
-        first, second = self.loss(), self.loss()
-        second.backward()
-        first.backward()
-
-    def micro_retain(self) -> None:
-        loss = self.loss()
-        loss.backward(retain_graph=True)
-        loss.backward()
 
     def micro_eval_between(self) -> None:
         loss = self.loss()
@@ -834,7 +763,7 @@ class Run:
         if not is_possible:
             return
         before = dict(self.model.named_parameters(remove_duplicate=False))
-        is_shown = not action["rank0"] or self.rank == 0
+        is_shown = not action["rank0"] or self.index == 0
         gradients = {name: full(param.grad) for name, param in before.items()}
         with suppress(Failure), unsharded(module, **options) if self.is_sharded else nullcontext():
             inside = dict(self.model.named_parameters(remove_duplicate=False))
@@ -913,9 +842,9 @@ class Run:
         who = range(self.draw["world"]) if action["who"] == "all" else [action["who"]]
         counts = action["counts"][: self.draw["world"]]
         width = SIZES[self.draw["sizes"]][0]
-        mine = self.rank in who or not self.is_sharded
+        mine = self.index in who or not self.is_sharded
         outputs: list[Tensor | None] = []
-        count = counts[self.rank] if self.is_sharded else max(counts)
+        count = counts[self.index] if self.is_sharded else max(counts)
         context = inference(self.model, budget_bytes=action["budget"]) if self.is_sharded else torch.no_grad()
         was_training = self.model.training
         with suppress(Failure), context:
@@ -970,24 +899,9 @@ class Run:
         form = action["form"]
         if form.startswith("dcp") and not self.draw["ignored"]:
             options = StateDictOptions(full_state_dict=form == "dcp_full")
-            if self.is_sharded:
-                state = get_model_state_dict(self.model, options=options)
-                state = {name: value.detach().clone() for name, value in state.items()}
-                self.perturb()
-                set_model_state_dict(self.model, state, options=options)
-            return
-        state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
-        if form == "full":
-            state = {name: full(value) for name, value in state.items()}  # type: ignore[misc]
-        self.note("keys", list(state))
-        self.perturb()
-        self.model.load_state_dict(state)
-
-    def perturb(self) -> None:
-        with torch.no_grad():
-            for param in self.model.parameters():
-                if param.is_floating_point():
-                    param.mul_(0.5)
+            self.through_dcp(options)
+        else:
+            self.through_state(full_values=form == "full")
 
     def do_deepcopy(self, action: Draw) -> None:
         ignored = [p for p in self.model.parameters() if id(p) in self.ignored]
@@ -1005,16 +919,7 @@ class Run:
             self.model.fails_at = None
             return
         block = self.model.blocks[action["place"] % len(self.model.blocks)]
-
-        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-            if output.requires_grad:
-                output.register_hook(_fail)
-
-        handle = block.register_forward_hook(hook)
-        with suppress(Failure):
-            self.loss().backward()
-        handle.remove()
-        self.optimizer.zero_grad()
+        self.fail_in_backward(block)
 
     def do_unshard(self, action: Draw) -> None:
         block = self.model.blocks[action["target"] % len(self.model.blocks)]
@@ -1022,18 +927,13 @@ class Run:
             if isinstance(module, FSDPModule):
                 module.unshard(async_op=not action["waits"])
         if action["edits"]:
-            self.do_edit({"how": "scale"})
+            self.scale(0.9)
 
     def do_edit(self, action: Draw) -> None:
-        with torch.no_grad():
-            for param in self.model.parameters():
-                if param.is_floating_point():
-                    (param.data if action["how"] == "data" else param).mul_(0.9)
+        self.scale(0.9, through_data=action["how"] == "data")
 
     def do_optimizer_state(self, action: Draw) -> None:
-        state = copy.deepcopy(self.optimizer.state_dict())
-        self.optimizer = self.make_optimizer()
-        self.optimizer.load_state_dict(state)
+        self.reload_optimizer()
 
     def do_unfreeze(self, action: Draw) -> None:
         for name, param in self.model.named_parameters():
@@ -1041,22 +941,7 @@ class Run:
             if param.dtype == torch.float64 and name.startswith("blocks.") and id(param) not in self.ignored:
                 param.requires_grad_(True)
 
-    # --- noting and checking ---
-
-    def note(self, name: str, value: Any, kind: str = "same") -> None:
-        if isinstance(value, DTensor):
-            value = value.full_tensor()
-        if isinstance(value, Tensor):
-            value = value.detach().clone()
-        self.notes.append((f"{self.place}: {name}", kind, value))
-
-    def note_gradients(self) -> None:
-        for name, param in self.model.named_parameters():
-            self.note(f"gradient of {name}", full(param.grad))
-
-    def note_parameters(self, model: nn.Module) -> None:
-        for name, param in model.named_parameters():
-            self.note(name, full(param))
+    # --- checking ---
 
     def assert_settled(self) -> None:
         """Nothing is left unreduced or shadowed, nor gathered but where that was asked for."""
@@ -1077,10 +962,6 @@ class Run:
             assert isinstance(param, DTensor) != (id(param) in self.ignored)
 
 
-def _fail(_: Any) -> None:
-    raise Failure
-
-
 def told_by_first(mine: list[str]) -> list[str]:
     found: list[Any] = [mine]
     dist.broadcast_object_list(found, src=0)
@@ -1089,175 +970,35 @@ def told_by_first(mine: list[str]) -> list[str]:
 
 def run_sharded(draw: Draw) -> Any:
     """Runs on every rank."""
-    emptied = (
-        mock.patch.object(buffers, "KEPT_ON_HOST_BYTES", 0) if draw["empties_buffers"] else nullcontext()
-    )
-    with emptied:
-        return Run(draw, None).run()
+    with emptying_buffers(draw):
+        return StrategyRun(draw, None).run()
 
 
-def run_draw(worlds: Worlds, draw: Draw) -> str | None:
+def run_draw(worlds: Worlds, draw: Draw, folder: Path) -> str | None:
     """What is wrong with the draw; None if nothing is."""
     try:
-        ranks = worlds[draw["world"]].run(run_sharded, draw, timeout=TIMEOUT_S)
+        ranks = worlds[draw["world"]].run(run_sharded, draw, timeout=CAMPAIGN.timeout_s())
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     answers = [rank[1] for rank in ranks]
     if any(each != answers[0] for each in answers):
         return f"the ranks disagree: {answers}"
     with one_thread():
-        plain, _ = Run(draw, answers[0]).run()
+        plain, _ = StrategyRun(draw, answers[0]).run()
     return difference(plain, [rank[0] for rank in ranks], exactness_of(draw))
-
-
-def difference(plain: list[Any], ranks: list[list[Any]], exactness: str) -> str | None:
-    for number, (name, kind, want) in enumerate(plain):
-        found = [notes[number] for notes in ranks if number < len(notes)]
-        if len(found) < len(ranks) or any(entry[:2] != (name, kind) for entry in found):
-            return f"where {name} was to be noted: {[entry[:2] for entry in found]}"
-        values = [entry[2] for entry in found]
-        if kind == "first":
-            values = values[:1]
-        if kind == "some":
-            values = [value for value in values if value is not None]
-        if not isinstance(want, Tensor):
-            if any(isinstance(v, Tensor) or v != want for v in values):
-                return f"{name}: {values} where {want} is expected"
-            continue
-        if not all(isinstance(value, Tensor) for value in values):
-            return f"{name}: {values} where a tensor is expected"
-        if kind == "mean":
-            values = [torch.stack(values).mean(0)]
-        for rank, value in enumerate(values):
-            if (wrong := mismatch(value, want, exactness)) is not None:
-                return f"{name} on rank {rank}: {wrong}"
-    return None if all(len(notes) == len(plain) for notes in ranks) else "ranks have noted more"
-
-
-# --- making a failing draw small --------------------------------------------------------------------
-
-
-def shrunk(worlds: Worlds, draw: Draw, seconds: float) -> tuple[Draw, str]:
-    """A draw in which everything that can be simple is, and that fails still."""
-    deadline = time.monotonic() + seconds
-    failure = run_draw(worlds, draw) or "it does not fail again"
-    is_smaller = not failure.startswith("it does not")
-    while is_smaller and time.monotonic() < deadline:
-        is_smaller = False
-        number = 0
-        while number < len(candidates := list(simpler(draw))) and time.monotonic() < deadline:
-            candidate = settled(candidates[number])
-            text = None if candidate == draw else failure_of(worlds, candidate)
-            if text is not None and kind_of(text) == kind_of(failure):
-                draw, failure, is_smaller = candidate, text, True
-            else:  # what was in its place may be gone now: go on from there
-                number += 1
-    return draw, failure
-
-
-def failure_of(worlds: Worlds, draw: Draw) -> str | None:
-    try:
-        return run_draw(worlds, draw)
-    except Exception:  # plain PyTorch refuses it: no simpler program, but none at all
-        return None
-
-
-def simpler(value: Draw) -> Iterator[Draw]:
-    """Draws that differ in one place, which is simpler."""
-    for name, least in (("steps", 1), ("overrides", 0), ("blocks", 1)):
-        for shorter in _without_one(value[name], least):
-            yield {**value, name: shorter}
-        if name != "blocks":
-            axes = STEP_AXES if name == "steps" else OVERRIDE_AXES
-            for i, each in enumerate(value[name]):
-                for changed in _simpler_part(each, axes):
-                    yield {**value, name: [*value[name][:i], changed, *value[name][i + 1 :]]}
-    yield from _simpler_values(value, AXES)
-    for i, kind in enumerate(value["blocks"]):
-        if kind != "plain":
-            yield {**value, "blocks": [*value["blocks"][:i], "plain", *value["blocks"][i + 1 :]]}
-
-
-def _simpler_part(part: Draw, axes: dict[str, tuple[Any, ...]]) -> Iterator[Draw]:
-    for name, least in (("micro", 1), ("before", 0), ("after", 0)):
-        for shorter in _without_one(part.get(name, []), least):
-            yield {**part, name: shorter}
-        for i, each in enumerate(part.get(name, [])):
-            own = MICRO_AXES if name == "micro" else ACTION_AXES[each["kind"]]
-            for changed in _simpler_part(each, own):
-                yield {**part, name: [*part[name][:i], changed, *part[name][i + 1 :]]}
-    yield from _simpler_values(part, axes)
-
-
-def _without_one(values: list[Any], least: int) -> Iterator[list[Any]]:
-    for i in range(len(values)):
-        if len(values) > least:
-            yield values[:i] + values[i + 1 :]
-
-
-def _simpler_values(value: Draw, axes: dict[str, tuple[Any, ...]]) -> Iterator[Draw]:
-    for name, values in axes.items():
-        for simple in dict.fromkeys(values):
-            if simple == value[name] and type(simple) is type(value[name]):
-                break
-            yield {**value, name: simple}
-
-
-def shown(draw: Draw) -> str:
-    """The draw without what is simplest anyway."""
-
-    def rest(value: Draw, axes: dict[str, tuple[Any, ...]]) -> Draw:
-        def is_simplest(name: str) -> bool:
-            first = axes[name][0]
-            return value[name] == first and type(value[name]) is type(first)
-
-        left = {n: v for n, v in value.items() if n in axes and not is_simplest(n)}
-        for name in ("before", "after"):
-            if value.get(name):
-                actions = [{"kind": a["kind"], **rest(a, ACTION_AXES[a["kind"]])} for a in value[name]]
-                left[name] = actions
-        return left
-
-    steps = []
-    for step in draw["steps"]:
-        micro = [rest(each, MICRO_AXES) for each in step["micro"]]
-        steps.append({**rest(step, STEP_AXES), **({"micro": micro} if micro != [{}] else {})})
-    found = {**rest(draw, AXES), "blocks": draw["blocks"], "steps": steps}
-    if draw["overrides"]:
-        found["overrides"] = [rest(each, OVERRIDE_AXES) for each in draw["overrides"]]
-    return pprint.pformat(found, width=110, sort_dicts=False)
 
 
 # --- tests ----------------------------------------------------------------------------------------
 
-
-@pytest.fixture
-def worlds(world1: World, world2: World, world3: World, world4: World) -> Worlds:
-    return {1: world1, 2: world2, 3: world3, 4: world4}
+CAMPAIGN = Campaign("STRATEGY", DRAWS, settled, run_draw)
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(12))
-def test_a_draw_of_strategies_trains_as_plainly(worlds: Worlds, seed: int) -> None:
-    draw = draw_of(seed)
-    failure = run_draw(worlds, draw)
-    assert failure is None, f"{failure}\n\nSTRATEGY_DRAW of seed {seed}:\n{shown(draw)}"
+def test_a_draw_of_strategies_trains_as_plainly(worlds: Worlds, tmp_path: Path, seed: int) -> None:
+    CAMPAIGN.check_seed(worlds, tmp_path, seed)
 
 
 @pytest.mark.slow
-def test_many_draws_of_strategies_train_as_plainly(worlds: Worlds) -> None:
-    given = os.environ.get("STRATEGY_DRAW")
-    start, count = (int(os.environ.get(f"STRATEGY_{name}", d)) for name, d in [("SEED", 100), ("DRAWS", 300)])
-    patience = float(os.environ.get("STRATEGY_SHRINK_S", 60))
-    draws = {s: draw_of(s) for s in range(start, start + count)}
-    if given:
-        found = ast.literal_eval(given)
-        found = found if isinstance(found, list) else [found]
-        draws = {-1 - i: settled(completed(draw)) for i, draw in enumerate(found)}
-    failures = []
-    for seed, draw in draws.items():
-        if run_draw(worlds, draw) is not None:
-            small, failure = shrunk(worlds, draw, patience)
-            failures.append(f"seed {seed}, STRATEGY_DRAW={shown(small)}\n{failure}\n")
-            print(failures[-1], flush=True)
-    assert not failures, f"{len(failures)} of {len(draws)} draws fail\n\n" + "\n".join(failures)
+def test_many_draws_of_strategies_train_as_plainly(worlds: Worlds, tmp_path: Path) -> None:
+    CAMPAIGN.check_many(worlds, tmp_path, num_draws=300)

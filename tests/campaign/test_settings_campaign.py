@@ -1,48 +1,37 @@
-"""Random programs, run plainly and sharded: whatever a draw combines, training is that of plain PyTorch.
+"""Random settings of fully_shard: whatever a draw combines, training is that of plain PyTorch.
 
 A draw is a dict of plain values: where ranks stand, the model, how it is wrapped, and a script of steps.
-`draw_of(seed)` makes one, `settled` makes it sensible, `run_draw` runs it in this process and on a world
-and says what differs, `shrunk` makes a failing draw small. To see one again:
 
-    CAMPAIGN_DRAW="{...}" pytest -m slow tests/campaign/test_campaign.py
-    CAMPAIGN_SEED=5000 CAMPAIGN_DRAWS=400 pytest -m slow -s tests/campaign/test_campaign.py
-
-A draw that is given need not be complete: what it leaves out has the simplest value. A list of draws is
-taken as well; CAMPAIGN_SHRINK_S and CAMPAIGN_TIMEOUT_S limit the shrinking of one draw and one run of it.
+    SETTINGS_DRAW="{...}" pytest -m slow -s tests/campaign/test_settings_campaign.py
+    SETTINGS_SEED=5000 SETTINGS_DRAWS=400 pytest -m slow -s tests/campaign/test_settings_campaign.py
 """
 
-import ast
 import copy
 import math
-import os
-import pprint
-import random
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from harness import World
-from meshed import BATCH_SIZE, Layout, device_mesh, part
-from models import Block, random_batch
+from meshed import Layout, device_mesh
 from reference import full
 from scenario import Side, one_thread
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+from campaign.blocks import EXACT, HAVE_LIN, KINDS, PRECISIONS, SIZES, Failure, chosen_placement, names
+from campaign.campaign import Campaign, Worlds
+from campaign.draws import Choice, Draw, Many, Record, rarely
+from campaign.notes import Notes, difference
+from campaign.training import Run, emptying_buffers, fail
 from shardwise import (
     CommPolicy,
     CPUOffloadPolicy,
@@ -50,13 +39,8 @@ from shardwise import (
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    ShardPlacementResult,
     fully_shard,
 )
-from shardwise.comm import buffers
-
-Draw = dict[str, Any]
-TIMEOUT_S = float(os.environ.get("CAMPAIGN_TIMEOUT_S", 30))
 
 # --- where ----------------------------------------------------------------------------------------
 
@@ -95,126 +79,8 @@ PLAIN_MESHES = [name for name, (layout, named, _) in PLACES.items() if named is 
 
 # --- models ---------------------------------------------------------------------------------------
 
-SIZES = {"even": (8, 16), "uneven": (7, 13), "few_rows": (5, 3)}  # width, hidden
 
-
-class Knobs(nn.Module):
-    """Parameters of odd shapes and kinds."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(0.5))
-        self.shift = nn.Parameter(torch.zeros(1))
-        self.transposed = nn.Parameter(torch.randn(3, width).t())
-        self.fixed = nn.Parameter(torch.randn(width), requires_grad=False)
-        self.counts = nn.Parameter(torch.arange(5), requires_grad=False)
-        self.empty = nn.Parameter(torch.zeros(0, 4))
-        self.register_buffer("offset", torch.full((3,), 0.25))
-
-    def forward(self, x: Tensor) -> Tensor:
-        mixed = torch.tanh(x @ self.transposed + self.offset.to(x.dtype)) * self.scale
-        total = mixed.sum(1, keepdim=True) + self.shift + self.empty.sum()
-        return x + torch.tanh(self.fixed * total) * self.counts.sum() / 10
-
-
-class Convolution(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 3, (1, 3), padding=(0, 1)).to(memory_format=torch.channels_last)
-        self.norm = nn.GroupNorm(1, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.norm(self.conv(x[:, None, None]))).mean(1)[:, 0]
-
-
-class Lora(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.lin = nn.Linear(width, width).requires_grad_(False)
-        self.a, self.b = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.lin(x) + self.b(self.a(x)))
-
-
-class PartlyUnused(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.lin, self.unused = nn.Linear(width, width), nn.Linear(width, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.lin(x))
-
-
-class Frozen(Block):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__(width, hidden)
-        self.requires_grad_(False)
-
-
-class Twice(nn.Module):
-    """Calls one layer twice; a second one shares its weight."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.lin, self.twin = nn.Linear(width, width), nn.Linear(width, width)
-        self.twin.weight = self.lin.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.lin(torch.tanh(self.lin(x)))) - self.twin(x)
-
-
-class Bare(nn.Module):
-    """No parameters."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(x)
-
-
-class Recurrent(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.gru = nn.GRU(width, width, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.gru(torch.stack([x, -x], 1))[0].sum(1)
-
-
-class Attention(nn.Module):
-    """Reads weights of a layer that it never calls."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.mixed = nn.MultiheadAttention(width, 1, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = torch.stack([x, torch.tanh(x)], 1)
-        return x + self.mixed(tokens, tokens, tokens, need_weights=False)[0].sum(1)
-
-
-class Lookup(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.table((x[:, 0] > 0).long() + 2 * (x[:, -1] > 0).long())
-
-
-KINDS: dict[str, Callable[[int, int], nn.Module]] = {
-    **{"plain": Block, "knobs": Knobs, "conv": Convolution, "lora": Lora, "unused": PartlyUnused},
-    **{"frozen": Frozen, "twice": Twice, "bare": Bare, "gru": Recurrent, "attention": Attention},
-    "lookup": Lookup,
-}
-HAVE_LIN = ("lora", "unused", "twice")  # a square layer, whose weight can be tied
 NESTABLE = ("plain", "unused", "lora", "twice", "conv", "lookup")  # call all their children
-
-
-class Failure(Exception):
-    """Raised on purpose."""
 
 
 class Model(nn.Module):
@@ -274,35 +140,6 @@ def split(model: Model, draw: Draw, mesh: DeviceMesh) -> None:
 
 
 # --- sharding -------------------------------------------------------------------------------------
-
-EXACT, NEAR, LOOSE = "exact", "near", "loose"
-PRECISIONS: dict[str | None, tuple[dict[str, Any], str]] = {
-    None: ({}, EXACT),
-    "same": ({"param_dtype": torch.float64, "reduce_dtype": torch.float64}, EXACT),
-    "kept": ({"accumulate_dtype": torch.float64, "keep_low_precision_grads": True}, EXACT),
-    "norms_alone": ({"param_dtype": torch.float64, "full_precision": nn.LayerNorm}, EXACT),
-    "float64_over_float32": ({"param_dtype": torch.float64}, NEAR),
-    "float32": ({"param_dtype": torch.float32, "reduce_dtype": torch.float64}, NEAR),
-    "float32_but_norms": (
-        {"param_dtype": torch.float32, "full_precision": (nn.LayerNorm, nn.GroupNorm)},
-        NEAR,
-    ),
-    "bfloat16": ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, LOOSE),
-    "bfloat16_all": (
-        {"param_dtype": torch.bfloat16, "buffer_dtype": torch.bfloat16},
-        LOOSE,
-    ),
-}
-
-
-def chosen_placement(salt: int, other: DeviceMesh | None, param: nn.Parameter) -> Any:
-    """Some dim, or none, or another mesh: by chance, and the same on every rank."""
-    chance = random.Random(salt * 1000003 + param.numel() * 31 + param.dim())
-    dim = None if param.dim() == 0 else chance.choice([None, *range(-param.dim(), param.dim())])
-    placement = None if dim is None else Shard(dim)
-    if other is not None and chance.random() < 0.5:
-        return ShardPlacementResult(placement, other)
-    return placement
 
 
 def other_mesh(layout: Layout) -> DeviceMesh:
@@ -376,34 +213,6 @@ def apply_settings(model: Model, draw: Draw) -> None:
 
 # --- draws ----------------------------------------------------------------------------------------
 
-# The simplest first: that is what a failing draw shrinks to.
-AXES: dict[str, tuple[Any, ...]] = {
-    "place": tuple(PLACES),
-    "sizes": tuple(SIZES),
-    "order": ("once", "once", "again", "twice", "doubled", "reversed"),
-    "checkpoint": (None, None, "reentrant", "non_reentrant"),
-    "tie": (None, None, None, "ends", "root_block", "blocks"),
-    "wrap": ("none", "blocks", "blocks", "blocks", "pair", "one_list", "some", "nested"),
-    "reshard": (None, True, False, 2, 1, "mixed"),
-    "placement": (None, None, "dims", "meshes"),
-    "precision": (None, None, None, None, None, *list(PRECISIONS)[1:]),
-    "offload": (None, None, False, True),
-    "packing": (None, 0, 100, 1 << 30),
-    "parts": (None, 0, 100),
-    "prefetch": (1, 0, 2, 3),
-    "skip": (False,) * 15 + (True,),
-    "zeros": (False,) * 6 + (True,),
-    "ignored": (False,) * 9 + (True,),
-    "empties_buffers": (True, False),
-    "optimizer": ("sgd", "momentum", "adamw", "adamw_foreach", "adamw_loop"),
-    "salt": tuple(range(8)),
-}
-
-
-def names(*lines: str) -> tuple[str, ...]:
-    return tuple(name for line in lines for name in line.split())
-
-
 ACTIONS = (
     None,
     None,
@@ -420,44 +229,49 @@ BETWEEN = (None,) * 8 + names(
 MICRO_KINDS = names(
     "plain plain plain both in_order crossed retain input_grad eval_between autograd_grad fails_first"
 )
-MICRO_AXES: dict[str, tuple[Any, ...]] = {
-    "kind": MICRO_KINDS,
-    "between": BETWEEN,
-    "sync": (True, False),
-    "all_reduce": (True, False),
-    "reshard": (True, True, False),
-}
-STEP_AXES: dict[str, tuple[Any, ...]] = {
-    "before": ACTIONS,
-    "target": (0, 1, 2, 3),
-    "zero": ("none", "zeros", "model", "model_zeros", "keep"),
-    "clip": (None, None, 0.05),
-}
-
-
-def draw_of(seed: int) -> Draw:
-    chance = random.Random(seed)
-    draw = {name: chance.choice(values) for name, values in AXES.items()}
-    draw["blocks"] = [chance.choice(list(KINDS)) for _ in range(chance.randint(1, 4))]
-    draw["steps"] = [_random_step(chance) for _ in range(chance.randint(2, 4))]
-    return settled(draw)
-
-
-def _random_step(chance: random.Random) -> Draw:
-    step = {name: chance.choice(values) for name, values in STEP_AXES.items()}
-    count = chance.choice((1, 1, 2, 3))
-    step["micro"] = [{n: chance.choice(v) for n, v in MICRO_AXES.items()} for _ in range(count)]
-    return step
-
-
-def completed(draw: Draw) -> Draw:
-    """What is left out has the simplest value."""
-    draw = {**{name: values[0] for name, values in AXES.items()}, "blocks": ["plain"], **draw}
-    steps = []
-    for step in draw.get("steps", [{}]):
-        micro = [{**{n: v[0] for n, v in MICRO_AXES.items()}, **each} for each in step.get("micro", [{}])]
-        steps.append({**{n: v[0] for n, v in STEP_AXES.items()}, **step, "micro": micro})
-    return {**draw, "steps": steps}
+MICRO = Record(
+    {
+        "kind": Choice(*MICRO_KINDS),
+        "between": Choice(*BETWEEN),
+        "sync": Choice(True, False),
+        "all_reduce": Choice(True, False),
+        "reshard": Choice(True, True, False),
+    }
+)
+STEP = Record(
+    {
+        "micro": Many(MICRO, counts=(1, 1, 2, 3)),
+        "before": Choice(*ACTIONS),
+        "target": Choice(0, 1, 2, 3),
+        "zero": Choice("none", "zeros", "model", "model_zeros", "keep"),
+        "clip": Choice(None, None, 0.05),
+    }
+)
+DRAWS = Record(
+    {
+        "steps": Many(STEP, counts=(2, 3, 4)),
+        "blocks": Many(Choice(*KINDS), counts=(1, 2, 3, 4)),
+        "place": Choice(*PLACES),
+        "sizes": Choice(*SIZES),
+        "order": Choice("once", "once", "again", "twice", "doubled", "reversed"),
+        "checkpoint": Choice(None, None, "reentrant", "non_reentrant"),
+        "tie": Choice(None, None, None, "ends", "root_block", "blocks"),
+        "wrap": Choice("none", "blocks", "blocks", "blocks", "pair", "one_list", "some", "nested"),
+        "reshard": Choice(None, True, False, 2, 1, "mixed"),
+        "placement": Choice(None, None, "dims", "meshes"),
+        "precision": Choice(None, None, None, None, None, *list(PRECISIONS)[1:]),
+        "offload": Choice(None, None, False, True),
+        "packing": Choice(None, 0, 100, 1 << 30),
+        "parts": Choice(None, 0, 100),
+        "prefetch": Choice(1, 0, 2, 3),
+        "skip": rarely(16),
+        "zeros": rarely(7),
+        "ignored": rarely(10),
+        "empties_buffers": Choice(True, False),
+        "optimizer": Choice("sgd", "momentum", "adamw", "adamw_foreach", "adamw_loop"),
+        "salt": Choice(*range(8)),
+    }
+)
 
 
 def settled(draw: Draw) -> Draw:
@@ -472,7 +286,8 @@ def settled(draw: Draw) -> Draw:
         draw["placement"] = "dims"
     if draw["skip"]:
         # The block that some ranks leave out is a group of its own, and run at most once a forward.
-        draw |= {"wrap": "blocks", "tie": None, "order": "once", "blocks": (draw["blocks"] * 2)[:4]}
+        draw |= {"wrap": "blocks", "tie": None, "order": "once"}
+        draw["blocks"] *= 2 if len(draw["blocks"]) == 1 else 1
     with_lin = [kind for kind in draw["blocks"] if kind in HAVE_LIN]
     if len(with_lin) < {"root_block": 1, "blocks": 2}.get(draw["tie"], 0):
         draw["tie"] = None
@@ -510,18 +325,13 @@ def settled(draw: Draw) -> Draw:
 # --- running --------------------------------------------------------------------------------------
 
 
-class Run:
-    """A draw being run, plainly or sharded."""
+class SettingsRun(Run):
+    """Plainly or sharded."""
 
     def __init__(self, draw: Draw, is_sharded: bool) -> None:
-        self.draw = draw
-        self.is_sharded = is_sharded
         self.layout = PLACES[draw["place"]][0]
-        self.index, self.count = self.layout.seat() if is_sharded else (0, 1)
+        super().__init__(draw, is_sharded, *(self.layout.seat() if is_sharded else (0, 1)))
         self.side = Side(is_sharded)
-        self.notes: list[tuple[str, str, Any]] = []
-        self.num_batches = 0
-        self.place = "start"
         self.over32 = draw["precision"] == "float64_over_float32"
         torch.manual_seed(1234)
         model = Model(draw)
@@ -552,7 +362,7 @@ class Run:
 
     # --- the script ---
 
-    def run(self) -> list[tuple[str, str, Any]]:
+    def run(self) -> Notes:
         spared = []
         for number, step in enumerate(self.draw["steps"]):
             self.place = f"step {number}, {step['before']}"
@@ -563,16 +373,13 @@ class Run:
                 spared.append(model)
             self.place = f"step {number}"
             self.train(step)
+        self.place = "at the end"
         for model in [*spared, self.model]:
-            self.note_tensors("at the end", model)
+            self.note_parameters(model)
         return self.notes
 
     def train(self, step: Draw) -> None:
-        style = step["zero"]
-        if style in ("none", "zeros"):
-            self.optimizer.zero_grad(set_to_none=style == "none")
-        elif style != "keep":
-            self.model.zero_grad(set_to_none=style == "model")
+        self.zero_gradients(step["zero"])
         for micro in step["micro"]:
             if micro["between"] is not None:
                 getattr(self, f"do_{micro['between']}")(self.model.blocks[step["target"]], step)
@@ -580,7 +387,7 @@ class Run:
                 self.model.set_requires_gradient_sync(micro["sync"])
                 self.model.set_requires_all_reduce(micro["all_reduce"])
                 self.model.set_reshard_after_backward(micro["reshard"])
-            getattr(self, f"micro_{micro['kind']}")(step)
+            getattr(self, f"micro_{micro['kind']}")()
         self.fill_zeros()
         self.note_gradients()
         if step["clip"] is not None:
@@ -618,11 +425,6 @@ class Run:
 
     # --- microbatches ---
 
-    def batch(self) -> Tensor:
-        self.num_batches += 1
-        width = SIZES[self.draw["sizes"]][0]
-        return part(random_batch(self.num_batches, BATCH_SIZE, width), self.index, self.count)
-
     def call(self, module: nn.Module, x: Tensor) -> Tensor:
         if self.over32 and not self.is_sharded:
             wide = {n: p.double() for n, p in module.named_parameters() if p.is_floating_point()}
@@ -635,56 +437,38 @@ class Run:
         self.note("loss", loss, "mean")
         return loss
 
-    def micro_plain(self, step: Draw) -> None:
-        self.loss().backward()
-
-    def micro_both(self, step: Draw) -> None:
-        (self.loss() + self.loss()).backward()
-
-    def micro_in_order(self, step: Draw) -> None:
-        first, second = self.loss(), self.loss()
-        first.backward()
-        second.backward()
-
-    def micro_crossed(self, step: Draw) -> None:
-        first, second = self.loss(), self.loss()
-        second.backward()
-        first.backward()
-
-    def micro_retain(self, step: Draw) -> None:
-        loss = self.loss()
-        loss.backward(retain_graph=True)
-        loss.backward()
-
-    def micro_input_grad(self, step: Draw) -> None:
+    def micro_input_grad(self) -> None:
         x = self.batch().requires_grad_()
         self.loss(x).backward()
         assert x.grad is not None
         self.note("input gradient", x.grad.pow(2).sum() / self.count, "mean")
 
-    def micro_autograd_grad(self, step: Draw) -> None:
+    def micro_autograd_grad(self) -> None:
         if self.draw["checkpoint"] != "reentrant":  # which only backward() can run
             x = self.batch().requires_grad_()
             (gradient,) = torch.autograd.grad(self.loss(x), [x])
             self.note("input gradient", gradient.pow(2).sum() / self.count, "mean")
         self.loss().backward()
 
-    def micro_eval_between(self, step: Draw) -> None:
+    def micro_eval_between(self) -> None:
         loss = self.loss()
-        self.do_eval(self.model.blocks[0], step)
+        self.evaluate(self.model)
         loss.backward()
 
-    def micro_fails_first(self, step: Draw) -> None:
+    def micro_fails_first(self) -> None:
         """A forward that fails leaves nothing, so accumulation goes on."""
-        self.do_fail_forward(self.model.blocks[0], step)
+        self.fail_forward(0)
         self.loss().backward()
 
     # --- between steps ---
 
-    def do_eval(self, block: nn.Module, step: Draw, module: nn.Module | None = None) -> None:
+    def do_eval(self, block: nn.Module, step: Draw) -> None:
+        self.evaluate(self.model)
+
+    def evaluate(self, module: nn.Module) -> None:
         self.model.eval()
         with torch.no_grad():
-            output = self.call(module or self.model, self.batch())
+            output = self.call(module, self.batch())
         self.note("output", output.double().pow(2).mean(), "mean")
         self.model.train()
 
@@ -699,33 +483,20 @@ class Run:
         if block in [
             module for group in groups for module in (group if isinstance(group, list) else [group])
         ]:
-            self.do_eval(block, step, block)
+            self.evaluate(block)
 
     def do_eval_grad(self, block: nn.Module, step: Draw) -> None:
         """A forward with gradients whose backward never comes."""
         self.loss()
 
-    def perturb(self) -> None:
-        with torch.no_grad():
-            for param in self.model.parameters():
-                if param.is_floating_point():
-                    param.mul_(0.5)
-
     def do_full_state(self, block: nn.Module, step: Draw) -> None:
-        state = {name: full(value) for name, value in self.model.state_dict().items()}
-        self.note("keys", list(state))
-        self.perturb()
-        self.model.load_state_dict(state)
+        self.through_state(full_values=True)
 
     def do_sharded_state(self, block: nn.Module, step: Draw) -> None:
-        state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
-        self.perturb()
-        self.model.load_state_dict(state)
+        self.through_state(full_values=False)
 
     def do_assign_state(self, block: nn.Module, step: Draw) -> None:
-        state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
-        self.perturb()
-        self.model.load_state_dict(state, assign=True)
+        self.through_state(full_values=False, assign=True)
         self.optimizer = self.make_optimizer()
 
     def do_dcp_full(self, block: nn.Module, step: Draw) -> None:
@@ -737,17 +508,8 @@ class Run:
     def do_dcp_sharded(self, block: nn.Module, step: Draw) -> None:
         self.through_dcp(StateDictOptions())
 
-    def through_dcp(self, options: StateDictOptions) -> None:
-        if self.is_sharded:
-            state = get_model_state_dict(self.model, options=options)
-            state = {name: value.detach().clone() for name, value in state.items()}
-            self.perturb()
-            set_model_state_dict(self.model, state, options=options)
-
     def do_optimizer_state(self, block: nn.Module, step: Draw) -> None:
-        state = copy.deepcopy(self.optimizer.state_dict())
-        self.optimizer = self.make_optimizer()
-        self.optimizer.load_state_dict(state)
+        self.reload_optimizer()
 
     def do_deepcopy(self, block: nn.Module, step: Draw) -> None:
         self.model = copy.deepcopy(self.model)
@@ -762,17 +524,20 @@ class Run:
                 param.requires_grad_(True)
 
     def do_fail_forward(self, block: nn.Module, step: Draw) -> None:
+        self.fail_forward(step["target"])
+
+    def fail_forward(self, place: int) -> None:
         """The root's own code fails, before or between its blocks."""
-        self.model.fails_at = step["target"]
+        self.model.fails_at = place
         with pytest.raises(Failure):
             self.call(self.model, self.batch())
         self.model.fails_at = None
 
     def do_fail_block(self, block: nn.Module, step: Draw) -> None:
-        self.fail_in(block, lambda *args: _fail())
+        self.fail_in(block, fail)
 
     def do_fail_inside(self, block: nn.Module, step: Draw) -> None:
-        self.fail_in(list(block.modules())[-1], lambda *args: _fail())
+        self.fail_in(list(block.modules())[-1], fail)
 
     def fail_in(self, module: nn.Module, hook: Any) -> None:
         handle = module.register_forward_hook(hook)
@@ -781,28 +546,13 @@ class Run:
         handle.remove()
 
     def do_fail_backward(self, block: nn.Module, step: Draw) -> None:
-        """Backward fails when it reaches a block; its gradients are thrown away."""
-
-        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-            if output.requires_grad:
-                output.register_hook(lambda gradient: _fail())
-
-        handle = block.register_forward_hook(hook)
-        with pytest.raises(Failure):
-            self.loss().backward()
-        handle.remove()
-        self.optimizer.zero_grad()
+        assert self.fail_in_backward(block)
 
     def do_edit(self, block: nn.Module, step: Draw) -> None:
-        with torch.no_grad():
-            for param in self.model.parameters():
-                if param.is_floating_point():
-                    param.mul_(0.9)
+        self.scale(0.9)
 
     def do_edit_data(self, block: nn.Module, step: Draw) -> None:
-        for param in self.model.parameters():
-            if param.is_floating_point():
-                param.data.mul_(0.9)
+        self.scale(0.9, through_data=True)
 
     def do_unshard(self, block: nn.Module, step: Draw) -> None:
         if isinstance(block, FSDPModule):
@@ -835,201 +585,36 @@ class Run:
         if self.is_sharded:
             self.model.set_reshard_after_forward(step["target"] % 2 == 0)
 
-    # --- noting ---
 
-    def note(self, name: str, value: Any, kind: str = "same") -> None:
-        if isinstance(value, DTensor):
-            value = value.full_tensor()
-        if isinstance(value, Tensor):
-            value = value.detach().clone()
-        self.notes.append((f"{self.place}: {name}", kind, value))
-
-    def note_gradients(self) -> None:
-        for name, param in self.model.named_parameters():
-            self.note(f"gradient of {name}", full(param.grad))
-
-    def note_tensors(self, what: str, model: nn.Module) -> None:
-        for name, param in model.named_parameters():
-            self.note(f"{what} {name}", full(param))
-
-
-def _fail() -> None:
-    raise Failure
-
-
-def run_sharded(draw: Draw) -> list[tuple[str, str, Any]]:
+def run_sharded(draw: Draw) -> Notes:
     """Runs on every rank."""
-    emptied = (
-        mock.patch.object(buffers, "KEPT_ON_HOST_BYTES", 0) if draw["empties_buffers"] else nullcontext()
-    )
-    with emptied:
-        return Run(draw, is_sharded=True).run()
+    with emptying_buffers(draw):
+        return SettingsRun(draw, is_sharded=True).run()
 
 
-Worlds = dict[int, World]
-
-
-def run_draw(worlds: Worlds, draw: Draw) -> str | None:
+def run_draw(worlds: Worlds, draw: Draw, folder: Path) -> str | None:
     """What is wrong with the draw; None if nothing is."""
     with one_thread():
-        plain = Run(draw, is_sharded=False).run()
+        plain = SettingsRun(draw, is_sharded=False).run()
     world = worlds[PLACES[draw["place"]][0].size]
     try:
-        ranks = world.run(run_sharded, draw, timeout=TIMEOUT_S)
+        ranks = world.run(run_sharded, draw, timeout=CAMPAIGN.timeout_s())
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return difference(plain, ranks, PRECISIONS[draw["precision"]][1])
 
 
-def difference(plain: list[Any], ranks: list[list[Any]], exactness: str) -> str | None:
-    for number, (name, kind, want) in enumerate(plain):
-        found = [notes[number] for notes in ranks]
-        if any(entry[:2] != (name, kind) for entry in found):
-            return f"where {name} was to be noted: {[entry[:2] for entry in found]}"
-        values = [entry[2] for entry in found]
-        if not isinstance(want, Tensor):
-            if any(isinstance(v, Tensor) or v != want for v in values):
-                return f"{name}: {values} where {want} is expected"
-            continue
-        if not all(isinstance(value, Tensor) for value in values):
-            return f"{name}: {values} where a tensor is expected"
-        if kind == "mean":
-            values = [torch.stack(values).mean(0)]
-        for rank, value in enumerate(values):
-            if (wrong := mismatch(value, want, exactness)) is not None:
-                return f"{name} on rank {rank}: {wrong}"
-    return None if all(len(notes) == len(plain) for notes in ranks) else "ranks have noted more"
-
-
-def mismatch(got: Tensor, want: Tensor, exactness: str) -> str | None:
-    if exactness == LOOSE:
-        # bf16 has 8 bits, and errors of single gradients cancel or do not: only the scale is certain.
-        got, want = got.double(), want.double()
-        good = got.shape == want.shape and bool((got - want).norm() <= 0.3 * want.norm() + 0.3)
-        return None if good else f"{got} where {want} is expected"
-    atol, rtol = (1e-9, 0.0) if exactness == EXACT else (1e-4, 1e-3)
-    try:
-        torch.testing.assert_close(got, want, atol=atol, rtol=rtol, equal_nan=False)
-    except AssertionError as error:
-        return str(error)
-    return None
-
-
-# --- making a failing draw small --------------------------------------------------------------------
-
-
-def shrunk(worlds: Worlds, draw: Draw, seconds: float) -> tuple[Draw, str]:
-    """A draw in which everything that can be simple is, and that fails still."""
-    deadline = time.monotonic() + seconds
-    failure = run_draw(worlds, draw) or "it does not fail again"
-    is_smaller = not failure.startswith("it does not")
-    while is_smaller and time.monotonic() < deadline:
-        is_smaller = False
-        number = 0
-        while number < len(candidates := list(simpler(draw))) and time.monotonic() < deadline:
-            candidate = settled(candidates[number])
-            text = None if candidate == draw else failure_of(worlds, candidate)
-            if text is not None and kind_of(text) == kind_of(failure):
-                draw, failure, is_smaller = candidate, text, True
-            else:  # what was in its place may be gone now: go on from there
-                number += 1
-    return draw, failure
-
-
-def failure_of(worlds: Worlds, draw: Draw) -> str | None:
-    try:
-        return run_draw(worlds, draw)
-    except Exception:  # plain PyTorch refuses it: no simpler program, but none at all
-        return None
-
-
-def kind_of(failure: str) -> str:
-    """The error of a failure, so that shrinking does not slip to another one."""
-    lines = [line for line in failure.splitlines() if "Error" in line and not line.startswith(" ")]
-    if failure.startswith("WorkerError"):
-        return (lines[-1] if len(lines) > 1 else failure).split(":")[0].strip()
-    return "difference"
-
-
-def simpler(draw: Draw) -> Iterator[Draw]:
-    steps = draw["steps"]
-    for i in range(len(steps)):
-        if len(steps) > 1:
-            yield {**draw, "steps": steps[:i] + steps[i + 1 :]}
-    for i, step in enumerate(steps):
-        for changed in simpler_steps(step):
-            yield {**draw, "steps": [*steps[:i], changed, *steps[i + 1 :]]}
-    blocks = draw["blocks"]
-    for i in range(len(blocks)):
-        if len(blocks) > 1:
-            yield {**draw, "blocks": blocks[:i] + blocks[i + 1 :]}
-    for name, values in AXES.items():
-        for value in dict.fromkeys(values):
-            if value == draw[name] and type(value) is type(draw[name]):
-                break
-            yield {**draw, name: value}
-    for i, kind in enumerate(blocks):
-        if kind != "plain":
-            yield {**draw, "blocks": [*blocks[:i], "plain", *blocks[i + 1 :]]}
-
-
-def simpler_steps(step: Draw) -> Iterator[Draw]:
-    micro = step["micro"]
-    for i in range(len(micro)):
-        if len(micro) > 1:
-            yield {**step, "micro": micro[:i] + micro[i + 1 :]}
-    for name, values in STEP_AXES.items():
-        if step[name] != values[0]:
-            yield {**step, name: values[0]}
-    for i, each in enumerate(micro):
-        for name, values in MICRO_AXES.items():
-            if each[name] != values[0]:
-                yield {**step, "micro": [*micro[:i], {**each, name: values[0]}, *micro[i + 1 :]]}
-
-
-def shown(draw: Draw) -> str:
-    """The draw without what is simplest anyway."""
-    steps = []
-    for step in draw["steps"]:
-        micro = [{n: v for n, v in each.items() if v != MICRO_AXES[n][0]} for each in step["micro"]]
-        rest = {n: v for n, v in step.items() if n != "micro" and v != STEP_AXES[n][0]}
-        steps.append({**rest, "micro": micro} if micro != [{}] else rest)
-    rest = {
-        n: v for n, v in draw.items() if n in AXES and (v != AXES[n][0] or type(v) is not type(AXES[n][0]))
-    }
-    return pprint.pformat({**rest, "blocks": draw["blocks"], "steps": steps}, width=110, sort_dicts=False)
-
-
 # --- tests ----------------------------------------------------------------------------------------
 
-
-@pytest.fixture
-def worlds(world1: World, world2: World, world3: World, world4: World) -> Worlds:
-    return {1: world1, 2: world2, 3: world3, 4: world4}
+CAMPAIGN = Campaign("SETTINGS", DRAWS, settled, run_draw)
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(15))
-def test_a_draw_trains_as_plainly(worlds: Worlds, seed: int) -> None:
-    draw = draw_of(seed)
-    failure = run_draw(worlds, draw)
-    assert failure is None, f"{failure}\n\nCAMPAIGN_DRAW of seed {seed}:\n{shown(draw)}"
+def test_a_draw_trains_as_plainly(worlds: Worlds, tmp_path: Path, seed: int) -> None:
+    CAMPAIGN.check_seed(worlds, tmp_path, seed)
 
 
 @pytest.mark.slow
-def test_many_draws_train_as_plainly(worlds: Worlds) -> None:
-    given = os.environ.get("CAMPAIGN_DRAW")
-    start, count = (int(os.environ.get(f"CAMPAIGN_{name}", d)) for name, d in [("SEED", 100), ("DRAWS", 300)])
-    patience = float(os.environ.get("CAMPAIGN_SHRINK_S", 60))
-    draws = {s: draw_of(s) for s in range(start, start + count)}
-    if given:
-        found = ast.literal_eval(given)
-        found = found if isinstance(found, list) else [found]
-        draws = {-1 - i: settled(completed(draw)) for i, draw in enumerate(found)}
-    failures = []
-    for seed, draw in draws.items():
-        if run_draw(worlds, draw) is not None:
-            small, failure = shrunk(worlds, draw, patience)
-            failures.append(f"seed {seed}, CAMPAIGN_DRAW={shown(small)}\n{failure}\n")
-            print(failures[-1], flush=True)
-    assert not failures, f"{len(failures)} of {len(draws)} draws fail\n\n" + "\n".join(failures)
+def test_many_draws_train_as_plainly(worlds: Worlds, tmp_path: Path) -> None:
+    CAMPAIGN.check_many(worlds, tmp_path, num_draws=300)
