@@ -136,6 +136,7 @@ print("trained")
 """
 
 
+@pytest.mark.processes
 def test_training_neither_imports_nor_calls_torchs_fsdp() -> None:
     done = subprocess.run([sys.executable, "-c", TRAINING], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "trained", done.stderr

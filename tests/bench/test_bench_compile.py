@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 SCRIPT = Path(__file__).parents[2] / "bench" / "compile.py"
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_each_variant_trains_alike_in_as_many_graphs_as_it_should_have(tmp_path: Path) -> None:
     record = tmp_path / "compile.json"

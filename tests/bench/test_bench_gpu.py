@@ -53,6 +53,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_it_says_so_and_stops() -> None:
     done = run()
@@ -60,6 +61,7 @@ def test_without_a_device_it_says_so_and_stops() -> None:
     assert "sees no CUDA device" in done.stderr
 
 
+@pytest.mark.processes
 def test_its_logic_runs_on_a_cpu(tmp_path: Path) -> None:
     record = tmp_path / "gpu.json"
     done = run("--device", "cpu", "--tiny", "--steps", "2", "--warmup", "1", "--json", str(record))

@@ -721,6 +721,7 @@ save_checkpoint(sys.argv[1], nn.Linear(2, 2), shared={"step": 3}, asynchronous=T
 """
 
 
+@pytest.mark.processes
 def test_a_save_that_is_pending_at_the_end_of_the_program_is_finished(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     subprocess.run([sys.executable, "-c", AT_THE_END, str(path)], check=True, timeout=120)
@@ -826,6 +827,7 @@ for value in (1.0, 2.0):
 """
 
 
+@pytest.mark.processes
 def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     path, store = tmp_path / "run" / "step-1", str(tmp_path / "store")
     ranks = [

@@ -24,6 +24,8 @@ from dynamo import forget_graphs
 from harness import World
 from torch._dynamo.utils import counters
 
+pytestmark = pytest.mark.processes
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SIZES = ["--device=cpu", "--layers=2", "--width=16", "--heads=4", "--context=16", "--batch=8", "--steps=3"]
 

@@ -22,6 +22,8 @@ import psutil
 import pytest
 from expecttest import assert_expected_inline
 
+pytestmark = pytest.mark.processes
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = Path(__file__).with_name("killed_gpt.py")
 STEPS, EVERY = 12, 4  # EVERY: steps from one checkpoint to the next

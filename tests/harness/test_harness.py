@@ -179,6 +179,7 @@ def test_ranks_are_replaced_before_they_run_out_of_files(world1: World) -> None:
     assert world1.run(leave_files_open) != world1.run(process_id)
 
 
+@pytest.mark.processes
 @pytest.mark.slow  # it starts a session of its own
 def test_no_rank_outlives_a_killed_parent() -> None:
     code = "import harness, harness.test_harness as t; harness.World(2).run(t.hold_the_gil_for_ever)"

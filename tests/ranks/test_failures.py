@@ -208,6 +208,7 @@ for step in range(3):
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("failing", "expected"),
     [

@@ -162,6 +162,7 @@ def in_a_new_process(function: Callable[..., Any], *args: Any, **kwargs: Any) ->
         return pool.submit(function, *args, **kwargs).result(timeout=60)
 
 
+@pytest.mark.processes
 def test_without_a_process_group_nothing_is_sharded() -> None:
     told = in_a_new_process(refuse, shard_root, then=init_and_shard)
     assert told.changes == []
@@ -175,6 +176,7 @@ shard with. Call torch.distributed.init_process_group() first
     )
 
 
+@pytest.mark.processes
 def test_a_mesh_whose_process_group_is_gone_is_refused() -> None:
     told = in_a_new_process(refuse, shard_over_a_mesh_that_is_gone, then=init_and_shard)
     assert told.changes == []

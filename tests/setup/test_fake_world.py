@@ -47,6 +47,7 @@ def planned(world: int, device: str) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("world", "local"),
     [
@@ -62,6 +63,7 @@ def test_a_step_is_planned_for_a_rank_of_any_world(world: int, local: list[list[
     assert result["events"] > 0
 
 
+@pytest.mark.processes
 def test_a_model_on_the_meta_device_is_planned_but_does_not_run() -> None:
     result = planned(1024, "meta")
     assert result["bytes"] == 256 * 4 + 16 + 512 * 4 + 16

@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.processes
 def test_a_training_script_is_checked_as_it_says() -> None:
     command = [sys.executable, "-m", "mypy", "tests/typed/training_script.py"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
