@@ -5,6 +5,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from events import events_of
 from expecttest import assert_expected_inline
 from harness import World
 from torch import nn
@@ -59,8 +60,7 @@ def sums_over_replicas() -> tuple[list[int], list[int], list[str]]:
     """Sizes of all-reduces of one backward, sizes of the groups' shards, and the order of events."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = stack(mesh=mesh)
-    events: list[str] = []
-    model._shardwise_member.schedule.observe(lambda event, name: events.append(f"{event} {name}"))
+    events = events_of(model)
     sizes: list[int] = []
     plain = dist.all_reduce
 

@@ -16,6 +16,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from dynamo import forget_graphs
+from events import observe
 from expecttest import assert_expected_inline
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from harness import World
@@ -32,7 +33,6 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import MixedPrecisionPolicy, fully_shard
-from shardwise.engine.members import sharded_members
 
 HOWS = ["module", "function"]
 by_how = pytest.mark.parametrize("how", HOWS)
@@ -568,9 +568,7 @@ def events_with_compiled_blocks() -> tuple[list[str], list[str], int, list[str]]
             block.compile(backend="aot_eager", fullgraph=True)
         for _ in range(3):
             events.append([])
-            sharded_members(model)[0].schedule.observe(
-                lambda event, name: events[-1].append(f"{event} {name}")
-            )
+            observe(model, lambda event, name: events[-1].append(f"{event} {name}"))
             plain.zero_grad()
             model.zero_grad()
             backward(plain, inputs)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch._dynamo
 from dynamo import forget_graphs
+from events import events_of
 from harness import World
 from models import Tower, random_batch
 from reference import full, mean_of_squares
@@ -284,8 +285,7 @@ def messages(form: str) -> dict[str, str]:
     said["norms"] = str(shardwise.grad_norms_by_module(model))
     next(block.up.parameters()).grad.fill_(float("nan"))
     said["not finite"] = told(lambda: shardwise.clip_grad_norm_(model, 1.0, error_if_nonfinite=True))
-    events: list[str] = []
-    sharded_members(model)[0].schedule.observe(lambda event, name: events.append(f"{event} {name}"))
+    events = events_of(model)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         model(batch())
     said["events"] = ", ".join(sorted(set(events)))  # nothing is gathered ahead the first time

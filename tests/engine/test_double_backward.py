@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from events import observe
 from failure_models import built
 from harness import World
 from models import even_tower
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import CommPolicy
-from shardwise.engine.members import sharded_members
 
 RESHARD = [None, True, False]
 
@@ -191,8 +191,7 @@ def events_of_a_penalty() -> list[str]:
     penalty(model, side.inputs(0)).backward()
     events: list[str] = []
     punished = penalty(model, side.inputs(0))
-    schedule = sharded_members(model)[0].schedule
-    schedule.observe(lambda event, name: events.append(f"{event} {name}"))
+    observe(model, lambda event, name: events.append(f"{event} {name}"))
     punished.backward()
     return [event for event in events if event.startswith(("gather", "free"))]
 

@@ -1,19 +1,13 @@
 """What one training step does, in which order: gathers ahead, frees behind, one reduction a group."""
 
 import torch
+from events import events_of
 from expecttest import assert_expected_inline
 from harness import World
 from models import Tower, random_batch
 from torch import nn
 
 from shardwise import CommPolicy, fully_shard
-
-
-def observed(model: nn.Module) -> list[str]:
-    """The list to which every event of ``model`` is appended from now on."""
-    events: list[str] = []
-    model._shardwise_member.schedule.observe(lambda event, name: events.append(f"{event} {name}"))
-    return events
 
 
 def tower(prefetch: int = 1, **options: object) -> nn.Module:
@@ -33,7 +27,7 @@ def events_of_steps(count: int, prefetch: int = 1, **options: object) -> list[st
     model = tower(prefetch, **options)
     for index in range(count - 1):
         step(model, index)
-    events = observed(model)
+    events = events_of(model)
     step(model, count)
     return events
 
@@ -192,7 +186,7 @@ def events_as_the_order_changes() -> list[str]:
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    events = observed(model)
+    events = events_of(model)
     for order in ([0, 1, 2], [0, 1, 2], [2, 0, 1], [2, 0, 1]):
         events.append(f"-- {order}")
         model.order = order
@@ -277,7 +271,7 @@ def events_of_a_checkpointed_step(use_reentrant: bool) -> list[str]:
 
     model.forward = forward
     step(model)
-    events = observed(model)
+    events = events_of(model)
     step(model)
     return events
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from events import observe
 from failure_models import (
     Between,
     Branching,
@@ -30,7 +31,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise import CommPolicy
-from shardwise.engine.members import sharded_members
 
 WAYS = ["inside", "around", "pairs", "wrapper", "wrapped", "whole"]
 RESHARD = [None, True, False]
@@ -685,9 +685,7 @@ def gathers_of_frozen_blocks() -> dict[str, int]:
     model.blocks[2].set_reshard_after_forward(True)  # else it is kept for backward
     mean_of_squares(model, side.inputs(0)).backward()
     events: list[str] = []
-    sharded_members(model)[0].schedule.observe(
-        lambda event, name: events.append(name) if event == "gather" else None
-    )
+    observe(model, lambda event, name: events.append(name) if event == "gather" else None)
     mean_of_squares(model, side.inputs(0)).backward()
     return {f"blocks.{index}": events.count(f"blocks.{index}") for index in range(3)}
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from events import observe
 from failure_models import Chain, Recurrent, block, built
 from harness import World
 from models import Block, even_tower
@@ -17,8 +18,6 @@ from reference import adamw, mean_of_squares
 from scenario import Side, assert_same
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
-
-from shardwise.engine.members import sharded_members
 
 RESHARD = [None, True, False]
 
@@ -626,10 +625,9 @@ def gathers_of_passing_through() -> dict[str, int]:
     side = Side(is_sharded=True)
     model = side.shard_tower(built(Dense))
     model.set_reshard_after_forward(True)
-    schedule = sharded_members(model)[0].schedule
     mean_of_squares(model, side.inputs(0)).backward()
     events: list[tuple[str, str]] = []
-    schedule.observe(lambda event, name: events.append((event, name)))
+    observe(model, lambda event, name: events.append((event, name)))
     mean_of_squares(model, side.inputs(0)).backward()
     return {name: events.count(("gather", name)) for name in dict(model.named_modules()) if "." in name}
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from events import events_of
 from expecttest import assert_expected_inline
 from harness import World
 from models import even_tower, random_batch
@@ -131,8 +132,7 @@ def events_by_hand() -> list[str]:
     for number in range(2):
         model(random_batch(number, 4)).sum().backward()
     model.set_requires_gradient_sync(True)
-    events: list[str] = []
-    model._shardwise_member.schedule.observe(lambda event, name: events.append(f"{event} {name}"))
+    events = events_of(model)
     handle = model.finalize_backward(async_op=True)
     events.append("-- the caller goes on")
     handle.wait()

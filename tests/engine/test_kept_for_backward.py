@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from events import events_of
 from expecttest import assert_expected_inline
 from harness import World
 from models import WIDTH, random_batch
 from reference import full, mean_of_squares
-from test_events import observed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -53,7 +53,7 @@ def gathered(events: list[str]) -> list[str]:
 
 def gathers_of(model: Any, *order: int) -> str:
     """What a step gathers before backward, and in it."""
-    events = observed(model)
+    events = events_of(model)
     loss = model(random_batch(dist.get_rank(), 4), order).pow(2).mean()
     events.append("gather |")
     loss.backward()
@@ -107,7 +107,7 @@ def last_events_of_a_forward(change: Callable[[Any], Any]) -> list[str]:
     model = path()
     step(model, *IN_ORDER)
     change(model)
-    events = observed(model)
+    events = events_of(model)
     model(random_batch(0, 4))
     return events[-2:]
 
@@ -167,7 +167,7 @@ def trained_where_one_rank_needs_no_gradients() -> list[str]:
     model.set_modules_to_backward_prefetch(blocks[::-1])
     for each in blocks:
         each.set_modules_to_backward_prefetch([])
-    events = observed(model)
+    events = events_of(model)
     for index in range(4):
         events.clear()
         inputs = random_batch(0, 4).requires_grad_(index < 2 or dist.get_rank() == 0)
@@ -259,7 +259,7 @@ def gathers_around_a_failure() -> list[str]:
     with suppress(Fails):
         model(random_batch(0, 4))
     hook.remove()
-    events = observed(model)
+    events = events_of(model)
     mean_of_squares(model, random_batch(0, 4)).backward()
     return gathered(events)
 
@@ -274,7 +274,7 @@ def after_evaluation() -> list[str]:
     model = path()
     step(model, *IN_ORDER)
     loss = model(random_batch(0, 4)).pow(2).mean()
-    events = observed(model)
+    events = events_of(model)
     with torch.no_grad():
         model(random_batch(1, 4))
     loss.backward()
@@ -304,7 +304,7 @@ def gathers_around_a_look() -> list[str]:
     if dist.get_rank() == 0:
         with torch.no_grad():
             model.measure(random_batch(0, 4))
-    events = observed(model)
+    events = events_of(model)
     loss.backward()
     return gathered(events)
 
@@ -322,7 +322,7 @@ def gathers_of_a_list() -> list[str]:
     fully_shard([model[2], model[3]])
     fully_shard(model)
     mean_of_squares(model, random_batch(0, 4)).backward()
-    events = observed(model)
+    events = events_of(model)
     mean_of_squares(model, random_batch(0, 4)).backward()
     return gathered(events)
 
@@ -347,7 +347,7 @@ def gathers_after_unshard() -> list[str]:
     model = path()
     step(model, *IN_ORDER)
     model(random_batch(0, 4))
-    events = observed(model)
+    events = events_of(model)
     model.blocks[2].unshard()
     model(random_batch(0, 4))
     return gathered(events)
@@ -368,7 +368,7 @@ def events_of_experts() -> list[str]:
     fully_shard(model)
     model.blocks[2][1].set_may_be_unused()
     step(model, *IN_ORDER)
-    events = observed(model)
+    events = events_of(model)
     loss = model(random_batch(0, 4)).pow(2).mean()
     in_forward = [event for event in events if "blocks.2" in event]
     loss.backward()

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from events import observe
 from harness import World
 from torch import Tensor, nn
 
@@ -62,7 +63,7 @@ def peaks_of_a_step(part_bytes: int | None) -> dict[str, float]:
         peaks[phase] = max(peaks[phase], gathered_bytes(model) / B)
         peaks["gradients"] = max(peaks["gradients"], full_gradient_bytes(model) / B)
 
-    model._shardwise_member.schedule.observe(look)
+    observe(model, look)
     loss = model(x).sum()
     phase = "backward"
     loss.backward()

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from events import counts, events_of
 from expecttest import assert_expected_inline
 from harness import World
 from models import Tower, random_batch
@@ -14,10 +15,8 @@ from towers import (
     assert_close,
     attribute,
     backward,
-    counts,
     gradients,
     names_of_dtensors,
-    observe,
     plain_gradients,
     plain_tower,
     sharded_tower,
@@ -83,7 +82,7 @@ def test_an_asynchronous_unshard_shows_its_result_after_the_wait(world2: World) 
 
 def events_with_gathers_by_hand(async_op: bool, waits: bool) -> tuple[list[str], dict[str, Tensor | None]]:
     model = sharded_tower()
-    events = observe(model)
+    events = events_of(model)
     for module in (model, model.blocks[0], model.blocks[0]):
         handle = module.unshard(async_op=async_op)
         if waits:
@@ -197,7 +196,7 @@ def test_modules_of_one_group_are_gathered_together(world2: World) -> None:
 def reductions_without_sync(on: str, recurse: bool) -> list[str]:
     model = sharded_tower()
     model.get_submodule(on).set_requires_gradient_sync(False, recurse=recurse)
-    events = observe(model)
+    events = events_of(model)
     backward(model)
     return sorted(counts(events, "reduce"))
 
@@ -219,7 +218,7 @@ def test_groups_told_not_to_synchronise_do_not_reduce(
 
 def accumulated(microbatches: int) -> tuple[dict[str, int], dict[str, Tensor | None]]:
     model = sharded_tower()
-    events = observe(model)
+    events = events_of(model)
     for step in range(microbatches):
         model.set_requires_gradient_sync(step == microbatches - 1)
         backward(model, step)
@@ -242,7 +241,7 @@ def reductions_of_a_setting_made_before_the_root() -> tuple[list[str], dict[str,
     model.blocks[2].set_reshard_after_forward(False)
     model.blocks[2].set_reshard_after_backward(False)
     fully_shard(model)
-    events = observe(model)
+    events = events_of(model)
     backward(model)
     return [event for event in events if event.split()[0] in ("reduce", "free")], gradients(model)
 
@@ -265,7 +264,7 @@ def gathers_of_a_step(after_forward: bool, on: str, recurse: bool) -> dict[str, 
     model = sharded_tower()
     model.set_reshard_after_forward(not after_forward)
     model.get_submodule(on).set_reshard_after_forward(after_forward, recurse=recurse)
-    events = observe(model)
+    events = events_of(model)
     backward(model)
     return counts(events, "gather")
 
@@ -295,7 +294,7 @@ def gathers_of_the_next_forward(on: str, recurse: bool, updates: bool) -> list[d
     backward(model)
     if updates:
         optimizer.step()
-    events = observe(model)
+    events = events_of(model)
     output = model(random_batch(1, 4))
     plain = plain_tower()
     if updates:
@@ -331,7 +330,7 @@ def test_what_is_kept_after_backward_is_gathered_anew_once_the_weights_have_chan
 
 def two_backwards_a_step() -> tuple[list[str], dict[str, Tensor | None]]:
     model = sharded_tower()
-    events = observe(model)
+    events = events_of(model)
     model.set_is_last_backward(False)
     backward(model, 0)
     first = list(events)
@@ -358,7 +357,7 @@ def gathers_with_lists(direction: str, lists: dict[str, list[str]], before_root:
     fully_shard(model)
     if not before_root:
         choose(model, direction, lists)
-    events = observe(model)
+    events = events_of(model)
     backward(model)
     cut = events.index("forward blocks.2") + 1
     events = events[:cut] if direction == "forward" else events[cut:]
@@ -413,7 +412,7 @@ def gathers_of_the_second_step(emptied: list[str]) -> list[str]:
     for name in emptied:
         model.get_submodule(name).set_modules_to_forward_prefetch([])
         model.get_submodule(name).set_modules_to_backward_prefetch([])
-    events = observe(model)
+    events = events_of(model)
     backward(model)
     return [event for event in events if event.split()[0] in ("gather", "forward", "backward")]
 

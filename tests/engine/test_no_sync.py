@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from events import events_of
 from failure_models import CheckpointedTower, Failure, fragile_tower
 from harness import World
 from meshed import assert_all_same, gradients_of, parameters_of, refusal
@@ -268,8 +269,7 @@ def gathers(plan: Plan, pattern: str) -> list[list[str]]:
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(0.5)
-    events: list[str] = []
-    model._shardwise_member.schedule.observe(lambda event, name: events.append(f"{event} {name}"))
+    events = events_of(model)
     found = []
     for microbatch, what in enumerate(pattern):
         events.clear()

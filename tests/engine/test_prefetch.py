@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from events import events_of, observe
 from expecttest import assert_expected_inline
 from failure_models import Chain, CheckpointedTower, Stages, Twice, block, built
 from harness import World
@@ -17,7 +18,7 @@ from models import WIDTH, Block, Tower, even_tower, random_batch, uneven_tower
 from reference import adamw, mean_of_squares
 from refusals import assert_says
 from scenario import Side, assert_same
-from test_events import observed, the_same_on_all_ranks
+from test_events import the_same_on_all_ranks
 from test_memory import WIDTH as WIDE
 from test_memory import B, Pair, gathered_bytes
 from torch import Tensor, nn
@@ -104,7 +105,7 @@ def events_of_a_step(
     if prepare is not None:
         prepare(model)
     step(model)
-    model.events = observed(model)
+    model.events = events_of(model)
     step(model, 1)
     return [event for event in model.events if not event.startswith("reduced")]
 
@@ -330,7 +331,7 @@ def peaks_of_a_step(choices: Choices) -> dict[str, float]:
     def look(_event: str, _name: str) -> None:
         peaks[phase] = max(peaks[phase], gathered_bytes(model) / B)
 
-    model._shardwise_member.schedule.observe(look)
+    observe(model, look)
     loss = model(x).sum()
     phase = "backward"
     loss.backward()

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
+from events import events_of
 from failure_models import Branching, PartlyUsed, Tied, built
 from harness import World
 from models import Block, Tower, even_tower, random_batch, uneven_tower
@@ -72,12 +73,6 @@ def shard_here(side: Side, model: nn.Module, **options: Any) -> nn.Module:
 
 def groups_of(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-
-
-def events_of(model: Any) -> list[str]:
-    events: list[str] = []
-    model._shardwise_member.schedule.observe(lambda event, name: events.append(f"{event} {name}"))
-    return events
 
 
 # --- the arguments of FSDP1 -----------------------------------------------------------------------

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as peer
+from events import observe
 from harness import World
 from models import Tower, random_batch
 from reference import full
@@ -24,7 +25,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
-from shardwise.engine.members import sharded_members
 
 OURS, PEERS = "shardwise", "torch.distributed.fsdp"
 
@@ -357,7 +357,7 @@ def test_the_version_is_that_of_the_distribution() -> None:
 def names_of_the_root() -> dict[str, str]:
     model = shardwise.fully_shard(Tower())
     names: list[str] = []
-    sharded_members(model)[0].schedule.observe(lambda event, name: names.append(name))
+    observe(model, lambda event, name: names.append(name))
     x = random_batch(0, 2, dtype=torch.float32)
     model(x).sum().backward()
     try:

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from events import counts, events_of
 from harness import World
 from models import Block, Tower, random_batch
 from torch import Tensor, nn
-from towers import ROOT, assert_close, backward, counts, gradients, names_of_dtensors, observe, shard
+from towers import ROOT, assert_close, backward, gradients, names_of_dtensors, shard
 
 from shardwise import register_fsdp_forward_method
 
@@ -43,7 +44,7 @@ def encoder_in_training(times_registered: int) -> list[tuple[dict[str, Tensor | 
     steps = []
     for _ in range(2):
         model.zero_grad()
-        events = observe(model)
+        events = events_of(model)
         encode_and_go_back(model)
         assert names_of_dtensors(model) == [name for name, _ in model.named_parameters()]
         steps.append((gradients(model), sorted(counts(events, "reduce"))))
@@ -110,7 +111,7 @@ def runs_by_method(is_sharded: bool) -> tuple[dict[str, Tensor | None], dict[str
         shard(model)
         for block in model.blocks:
             register_fsdp_forward_method(block, "run")
-        events = observe(model)
+        events = events_of(model)
     backward(model)
     return gradients(model), counts(events, "reduce")
 

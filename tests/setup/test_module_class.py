@@ -6,20 +6,11 @@ from typing import Any, Generic, TypeVar
 import pytest
 import torch
 from dynamo import quiet_dynamo
+from events import counts, events_of
 from harness import World
 from models import Block, Tower, random_batch
 from torch import Tensor, nn
-from towers import (
-    assert_close,
-    backward,
-    counts,
-    gradients,
-    observe,
-    plain_gradients,
-    plain_tower,
-    shard,
-    sharded_tower,
-)
+from towers import assert_close, backward, gradients, plain_gradients, plain_tower, shard, sharded_tower
 
 from shardwise import FSDPModule, fully_shard
 
@@ -537,7 +528,7 @@ def frozen_and_thawed() -> tuple[list[str], list[str], dict[str, Tensor | None]]
     assert returned is model
     assert not model(random_batch(0, 4)).requires_grad
     model.blocks[1].requires_grad_(True)
-    events = observe(model)
+    events = events_of(model)
     backward(model)
     with_gradients = [name for name, grad in gradients(model).items() if grad is not None]
     reduced = list(counts(events, "reduce"))

@@ -27,6 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from events import events_of
 from harness import World
 from meshed import Layout, assert_all_same, device_mesh, gradients_of, refusal, tensors_of, whole
 from models import (
@@ -424,8 +425,7 @@ def gathers_of(strategy: str) -> list[list[str]]:
     model = Plan(strategy, 2).shard(Squares())
     optimizer = adamw(model)
     found: list[list[str]] = []
-    events: list[str] = []
-    model._shardwise_member.schedule.observe(lambda event, name: events.append(f"{event} {name}"))
+    events = events_of(model)
     for index in range(5):
         with torch.set_grad_enabled(index < 4):
             output = model(torch.ones(2, WIDTH)).sum()

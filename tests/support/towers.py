@@ -1,6 +1,5 @@
 """A small model, plain and sharded, and how tests look at it: its events, gradients and attributes."""
 
-from collections import Counter
 from typing import Any
 
 import torch
@@ -25,18 +24,6 @@ def shard(model: Tower, **options: Any) -> Tower:
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)
-
-
-def observe(model: nn.Module) -> list[str]:
-    """The list to which every event of ``model`` is appended from now on."""
-    events: list[str] = []
-    model._shardwise_member.schedule.observe(lambda event, name: events.append(f"{event} {name}"))
-    return events
-
-
-def counts(events: list[str], what: str) -> dict[str, int]:
-    """How often each group did ``what``."""
-    return dict(Counter(event.split()[1] for event in events if event.split()[0] == what))
 
 
 def backward(model: nn.Module, step: int = 0) -> None:
