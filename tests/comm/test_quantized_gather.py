@@ -63,6 +63,7 @@ def weights_seen(make: Any, strategy: str, **options: Any) -> tuple[dict[str, Te
     return values, exact
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("make", [uneven_tower, OddModel])
 @seats((1, "zero3"), (3, "zero3"), (2, "zero2"), (4, "zero3"), (4, "hybrid"))
 def test_all_ranks_compute_with_the_same_bits(world: World, strategy: str, make: Any) -> None:

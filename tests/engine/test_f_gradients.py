@@ -67,6 +67,7 @@ def test_f01_two_checkpointed_forwards_before_one_backward_lose_no_gradient(
     assert_same(world2, checkpointed_training, where, reentrant, preference_loss, options)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
 @pytest.mark.parametrize("where", WAYS)
 def test_f01_checkpointing_changes_no_gradient(world2: World, where: str, reentrant: bool) -> None:
@@ -503,6 +504,7 @@ def teacher_follows_student(side: Side, make: Any, follow: Any, reshard: bool | 
             follow(mine, other)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("reshard", RESHARD)
 @pytest.mark.parametrize("follow", [average, average_data])
 @pytest.mark.parametrize("make", [even_tower, Teacher])

@@ -262,6 +262,7 @@ ACCUMULATING: dict[str, tuple[Policy, float]] = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
 @pytest.mark.parametrize(("policy", "roundings"), ACCUMULATING.values(), ids=ACCUMULATING)
 def test_microbatches_add_up_as_simulated(world: World, policy: Policy, roundings: float) -> None:
@@ -357,6 +358,7 @@ DTYPES: dict[str, tuple[Policy, torch.dtype, torch.dtype, list[torch.dtype]]] = 
 }
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
 @pytest.mark.parametrize(("policy", "own", "inputs", "expected"), DTYPES.values(), ids=DTYPES)
 def test_each_tensor_has_the_dtype_that_the_policy_names(
@@ -519,6 +521,7 @@ SUMS: dict[str, tuple[Policy, list[float], bool, float]] = {
 }
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("world", [1, 2, 4], indirect=True)
 @pytest.mark.parametrize(("policy", "microbatches", "syncs", "expected"), SUMS.values(), ids=SUMS)
 def test_f14_microbatches_add_up_in_the_dtype_asked_for(
@@ -558,6 +561,7 @@ def used_late(policy: Policy, uses: list[bool]) -> dict[str, Any]:
     return gradients_of(model)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
 @pytest.mark.parametrize("policy", [SPLIT, IN_F32, {"param_dtype": F64}], ids=str)
 @pytest.mark.parametrize(
@@ -632,6 +636,7 @@ def several_dtypes(make: Callable[[], nn.Module], policy: Policy) -> tuple[Any, 
     return model.seen, plain.seen, found, expected
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("world", [1, 2, 4], indirect=True)
 @pytest.mark.parametrize(
     "policy",
@@ -875,6 +880,7 @@ KEPT: dict[str, tuple[Any, dict[str, torch.dtype]]] = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
 @pytest.mark.parametrize(("keep", "kept"), KEPT.values(), ids=KEPT)
 def test_chosen_parameters_stay_in_full_precision_in_the_same_group(

@@ -394,6 +394,7 @@ def loss_of_running(model: nn.Module, inputs: Tensor) -> Tensor:
     return mean_of_squares(model.run, inputs)  # type: ignore[arg-type]
 
 
+@pytest.mark.thin(3)
 @some_policies
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("where", ["around", "inside", "whole"])

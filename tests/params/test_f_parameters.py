@@ -556,6 +556,7 @@ def converted(side: Side, dtype: torch.dtype, how: str, reshard: bool | None) ->
     side.note_parameters(model)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("how", ["before_forward", "after_forward", "after_step", "with_gradients"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

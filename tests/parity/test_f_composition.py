@@ -450,6 +450,7 @@ def parameter_unused_on_some(configure: Configure, how: dict[str, Any], is_shard
     return played(model, configure, 3, is_sharded, world, **how)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("how", [{}, {"microbatches": 2}], ids=["each", "accumulated"])
 @pytest.mark.parametrize("configure", [uses_extra_on_some, uses_extra_on_none])
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
@@ -1015,6 +1016,7 @@ def called_outside(way: str, used_before: bool) -> tuple[str, dict[str, Tensor |
     return text, {name: full(param.grad) for name, param in model.named_parameters()}
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("used_before", [False, True], ids=["first", "later"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", [1, 2], indirect=True)

@@ -271,6 +271,7 @@ def train_on_equal_batches(side: Side, make: Any, strategy: str) -> None:
         assert len(state.calls) >= 9, "the hook was not called"
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("make", [uneven_tower, odd_model])
 @seats((3, "zero3"), (2, "zero2"), (3, "ddp"), (4, "hybrid"), (1, "zero3"), (1, "ddp"))
 def test_chunk_r_of_what_a_hook_gets_is_what_rank_r_keeps(world: World, strategy: str, make: Any) -> None:
@@ -662,6 +663,7 @@ def reduced_by(
     return reduce_given(model, [(scale * g).to(dtype) for g in gradients])
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("dtype", "param_dtype"),
     [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.float64)],
@@ -870,6 +872,7 @@ def reduced_with_accidents(strategy: str, hook: Any) -> list[tuple[bool, Tensor]
     return results
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("hook", READY_MADE, ids=str)
 @every_kind
 def test_what_is_not_finite_stays_visible_and_is_gone_the_next_step(
@@ -921,6 +924,7 @@ def train_everything(side: Side, strategy: str, hook: Any) -> None:
         side.assert_settled(model)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("hook", READY_MADE, ids=str)
 @seats((1, "zero3"), (3, "zero3"), (2, "zero2"), (3, "ddp"), (4, "hybrid"))
 def test_ready_made_hooks_reduce_every_kind_of_parameter(world: World, strategy: str, hook: Any) -> None:
