@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.digests import DIGESTS, Digests, Wanted, damaged
 from shardwise.layout.coverage import why_not_covered
-from shardwise.layout.regions import Box
+from shardwise.layout.regions import Region
 from shardwise.state.model_files import leaves_folder
 from shardwise.state.names import listed
 
@@ -144,7 +144,7 @@ class Manifest:
     def _wrong_chunks(self) -> Iterator[str]:
         for key in self.metadata.state_dict_metadata:
             if (md := self.tensor(key)) is not None:
-                chunks = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in md.chunks]
+                chunks = [Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in md.chunks]
                 if why := why_not_covered(md.size, chunks):
                     yield f"{key}: {why}"
 

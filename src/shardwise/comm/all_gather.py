@@ -6,41 +6,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.buffers import GatheredBuffer
-from shardwise.comm.communicators import Communicator, Memory
+from shardwise.comm.buffers import UnshardedBuffer
+from shardwise.comm.communicators import BufferPool, Communicator
 from shardwise.comm.pieces import Staging, stretches_in, strided_pieces
-from shardwise.comm.streams import Finish, Lane
+from shardwise.comm.streams import CommStream, Finish
 from shardwise.layout.slots import Layout
 
 
-class Gather:
+class AllGather:
     """The all-gather of one bucket, planned once and issued many times."""
 
-    def __init__(self, comm: Communicator, layout: Layout, gathered: GatheredBuffer) -> None:
+    def __init__(self, comm: Communicator, layout: Layout, gathered: UnshardedBuffer) -> None:
         self._comm = comm
         self._gathered = gathered
         self._layout = layout
         self._world = layout.world
-        dtypes = {run.dtype for run in layout.runs}
+        dtypes = {run.dtype for run in layout.segments}
         self._dtype: Any = dtypes.pop() if len(dtypes) == 1 else torch.uint8
         self._outputs = [gathered.slot(layout.slots[i]) for i in layout.direct]
         if layout.packed_bytes:
             self._plan_unpacking(layout, gathered)
 
-    def start(self, lane: Lane, inputs: Sequence[Tensor]) -> Finish:
+    def start(self, stream: CommStream, inputs: Sequence[Tensor]) -> Finish:
         """Fill the gathered buffer from ``inputs``, as ``cut`` makes them; returns what waits."""
         packed_bytes = self._layout.packed_bytes
         if not packed_bytes:
             return self._comm.all_gather(self._outputs, inputs)
-        memory: Memory = self._comm.memory or lane
-        scratch = memory.borrow(self._world * packed_bytes, self._gathered.bytes.device, self._dtype)
+        pool: BufferPool = self._comm.pool or stream
+        scratch = pool.acquire(self._world * packed_bytes, self._gathered.bytes.device, self._dtype)
         staging = scratch.view(self._staged, self._stage)
         wait = self._comm.all_gather([*self._outputs, staging.flat], inputs)
 
         def finish() -> None:
             wait()
             self._unpack(staging)
-            memory.give_back(scratch)
+            pool.release(scratch)
 
         return finish
 
@@ -52,7 +52,7 @@ class Gather:
             pieces.append(send[self._layout.packed_start :])
         return pieces
 
-    def _plan_unpacking(self, layout: Layout, gathered: GatheredBuffer) -> None:
+    def _plan_unpacking(self, layout: Layout, gathered: UnshardedBuffer) -> None:
         """Columns of the staging buffer and where they go; padding between them goes to scrap.
 
         On the host, one copy takes all parameters of one size; a device takes all in one kernel.
@@ -74,7 +74,9 @@ class Gather:
             if padding := slot.padded_bytes - slot.chunk_bytes:
                 self._sizes.append(padding)
                 self._targets.append(gathered.bytes.new_empty(self._world, padding))
-        self._strided = [(layout.slots[i], gathered.full_tensor(layout.slots[i])) for i in layout.strided]
+        self._strided = [
+            (layout.slots[i], gathered.unsharded_tensor(layout.slots[i])) for i in layout.strided
+        ]
         self._staged = ("gather", self._world, layout.packed_bytes, tuple(self._sizes))
 
     def _stage(self, buffer: Tensor) -> "Staging":

@@ -63,12 +63,12 @@ KEPT_ON_HOST_BYTES = 1 << 20
 """A gathered buffer in host memory up to this size is not given back between uses."""
 
 
-class GatheredBuffer:
+class UnshardedBuffer:
     """The full parameters of a bucket, while they are needed."""
 
     def __init__(self, layout: Layout, device: torch.device, alias: Tensor | None = None) -> None:
         """``alias``: the buffer of shards, where it serves as it is."""
-        self._num_bytes = layout.gathered_bytes
+        self._num_bytes = layout.unsharded_bytes
         self.is_alias = alias is not None
         self._always_keeps = self.is_alias or (device.type == "cpu" and self._num_bytes <= KEPT_ON_HOST_BYTES)
         self._keeps_memory = self._always_keeps
@@ -100,7 +100,7 @@ class GatheredBuffer:
         """The bytes of one parameter's slot."""
         return self.bytes[slot.slot_offset : slot.slot_offset + slot.slot_bytes]
 
-    def full_tensor(self, slot: Slot) -> Tensor:
+    def unsharded_tensor(self, slot: Slot) -> Tensor:
         """The full parameter in its slot: a tensor of its own, with a version counter of its own.
 
         A view would share its base's counter, and every refill of the buffer would look to autograd
@@ -108,7 +108,7 @@ class GatheredBuffer:
         """
         dtype = dtype_of(slot)
         full = torch.empty(0, dtype=dtype, device=self.bytes.device)
-        shape = torch.Size(slot.entry.shape)
+        shape = torch.Size(slot.spec.shape)
         stride = torch.empty(shape, device="meta").stride()
         return full.set_(self._storage, slot.slot_offset // dtype.itemsize, shape, stride)
 
@@ -124,8 +124,8 @@ def with_own_storage(view: Tensor) -> Tensor:
 
 def dtype_of(slot: Slot) -> torch.dtype:
     """The dtype that the layout carries as a key."""
-    assert isinstance(slot.entry.dtype, torch.dtype)
-    return slot.entry.dtype
+    assert isinstance(slot.spec.dtype, torch.dtype)
+    return slot.spec.dtype
 
 
 def typed_stretch(buffer: Tensor, start: int, end: int, dtype: torch.dtype) -> Tensor:
@@ -142,7 +142,7 @@ def local_views(buffer: Tensor, layout: Layout, rank: int) -> list[Tensor]:
     ]
 
 
-class _Alike(NamedTuple):
+class _EqualViews(NamedTuple):
     """Neighbours of one shape and dtype: the first of ``indices`` lies at ``offset``, counted in elements."""
 
     dtype: torch.dtype
@@ -161,30 +161,30 @@ class LocalViews:
 
     def __init__(self, layout: Layout, rank: int) -> None:
         self._num_slots = len(layout.slots)
-        self._runs: list[_Alike] = []
+        self._segments: list[_EqualViews] = []
         for index in layout.direct + layout.packed + layout.strided:
             self._add(index, layout.slots[index], rank)
-        self._dtypes = {run.dtype for run in self._runs}
+        self._dtypes = {run.dtype for run in self._segments}
 
     def _add(self, index: int, slot: Slot, rank: int) -> None:
         dtype, shape = dtype_of(slot), slot.local_shape(rank)
-        offset = slot.shard_offset // slot.entry.itemsize
-        if self._runs:
-            last = self._runs[-1]
+        offset = slot.shard_offset // slot.spec.itemsize
+        if self._segments:
+            last = self._segments[-1]
             pitch = offset - last.offset if len(last.indices) == 1 else last.stride[0]
             is_next = offset == last.offset + pitch * len(last.indices)
             if is_next and pitch > 0 and (dtype, shape) == (last.dtype, last.shape):
                 stride = (pitch, *last.stride[1:])
-                self._runs[-1] = last._replace(stride=stride, indices=(*last.indices, index))
+                self._segments[-1] = last._replace(stride=stride, indices=(*last.indices, index))
                 return
         stride = torch.empty(shape, device="meta").stride()
-        self._runs.append(_Alike(dtype, shape, (0, *stride), offset, (index,)))
+        self._segments.append(_EqualViews(dtype, shape, (0, *stride), offset, (index,)))
 
     def of(self, buffer: Tensor) -> list[Tensor]:
         """The views of a buffer of bytes, in the order of the parameters."""
         typed = {dtype: buffer.view(dtype) for dtype in self._dtypes}
         found: list[Tensor] = [buffer] * self._num_slots
-        for dtype, shape, stride, offset, indices in self._runs:
+        for dtype, shape, stride, offset, indices in self._segments:
             if len(indices) == 1:
                 found[indices[0]] = typed[dtype].as_strided(shape, stride[1:], offset)
                 continue
@@ -196,7 +196,7 @@ class LocalViews:
 
 def cast_buffer(source: Tensor, laid_out: Layout, target: Tensor, to: Layout) -> None:
     """Copy a shard buffer into one of another layout of the same parameters: one cast a kind."""
-    for old, new in zip(laid_out.runs, to.runs, strict=True):
+    for old, new in zip(laid_out.segments, to.segments, strict=True):
         assert isinstance(old.dtype, torch.dtype)
         assert isinstance(new.dtype, torch.dtype)
         typed_stretch(target, new.start, new.end, new.dtype).copy_(

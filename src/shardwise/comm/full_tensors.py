@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm.communicators import gather_to, make_communicator
 from shardwise.comm.streams import Finish
 from shardwise.layout.mesh import Axis, device_of
-from shardwise.layout.regions import Box, Split, in_order
+from shardwise.layout.regions import Region, Split, cuts_in_order
 from shardwise.layout.slots import ALIGNMENT
 from shardwise.ranks.model_ranks import own_rank
 from shardwise.torch_compat import dtensor
@@ -40,7 +40,7 @@ BUCKET_BYTES = 64 << 20
 """What is gathered or handed on at once, unless one tensor is larger."""
 
 
-def split_of(tensor: DTensor) -> Split:
+def sharding_of(tensor: DTensor) -> Split:
     """How ``tensor`` is cut over its mesh.
 
     Raises:
@@ -58,16 +58,16 @@ def split_of(tensor: DTensor) -> Split:
         elif placement.is_shard():
             shards.append((mesh_dim, placement.dim, 1))  # type: ignore[attr-defined]
     sizes = tuple(tensor.device_mesh.shape)
-    return Split(tuple(tensor.shape), sizes, in_order(shards, sizes))
+    return Split(tuple(tensor.shape), sizes, cuts_in_order(shards, sizes))
 
 
-def own_box(tensor: Tensor) -> Box:
+def own_region(tensor: Tensor) -> Region:
     """The part of a full tensor that this rank holds; all of it, for a tensor that is not a DTensor."""
     if not isinstance(tensor, DTensor):
-        return Box((0,) * tensor.dim(), tuple(tensor.shape))
+        return Region((0,) * tensor.dim(), tuple(tensor.shape))
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    return split_of(tensor).box(coordinate)
+    return sharding_of(tensor).region(coordinate)
 
 
 # --- out of DTensors ------------------------------------------------------------------------------
@@ -111,13 +111,13 @@ def gather_full(
     dtypes = [tensor.dtype for tensor in tensors] if dtypes is None else dtypes
     result: list[Tensor | None] = [None] * len(tensors)
     routes: dict[tuple[int, tuple[int, ...]], _Route] = {}
-    staged: dict[_Route, list[_Part]] = {}
+    staged: dict[_Route, list[_StagedRows]] = {}
     for index, (tensor, dtype) in enumerate(zip(tensors, dtypes, strict=True)):
         if not isinstance(tensor, DTensor):
             if owner in (None, own_rank()):
                 result[index] = tensor.detach().to(dtype, copy=True)
             continue
-        split = split_of(tensor)
+        split = sharding_of(tensor)
         key = (id(tensor.device_mesh), split.mesh_dims)
         route = routes.setdefault(key, _Route(tensor.device_mesh, split.mesh_dims, owner))
         if not route.takes_part:
@@ -130,7 +130,7 @@ def gather_full(
         else:
             full = torch.empty(tensor.shape, dtype=dtype, device=route.device) if route.receives else None
             result[index] = full
-            staged.setdefault(route, []).append(_Part(local, full, split, dtype))
+            staged.setdefault(route, []).append(_StagedRows(local, full, split, dtype))
     for route in routes.values():
         route.wait()
     for route, parts in staged.items():
@@ -151,7 +151,7 @@ class _Route:
     def __init__(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...], owner: int | None) -> None:
         self.device = device_of(mesh)
         self._mesh = mesh
-        self._under_way: list[tuple[Finish, Tensor]] = []  # and what it sends, which lives as long
+        self._in_flight: list[tuple[Finish, Tensor]] = []  # and what it sends, which lives as long
         own = mesh.get_coordinate()
         assert own is not None
         self._own = tuple(own)
@@ -176,21 +176,21 @@ class _Route:
 
     def wait(self) -> None:
         """For what is under way, without which nothing that ``gathered`` gave is complete."""
-        for finish, _ in self._under_way:
+        for finish, _ in self._in_flight:
             finish()
-        self._under_way.clear()
+        self._in_flight.clear()
 
     def _gather_along(self, own: Tensor, dim: int) -> Tensor | None:
         pg, world = self._mesh.get_group(dim), self._mesh.size(dim)
         if self._target is None:
             everywhere = own.new_empty(world * own.numel())
             finish = make_communicator(pg, self.device).all_gather([everywhere], [own])
-            self._under_way.append((finish, own))
+            self._in_flight.append((finish, own))
             return everywhere
         is_target = self._own[dim] == self._target[dim]
         whole: Tensor | None = own.new_empty(world * own.numel()) if is_target else None
         pieces = None if whole is None else list(whole.view(world, -1))
-        self._under_way.append((gather_to(pg, self._target[dim], own, pieces), own))
+        self._in_flight.append((gather_to(pg, self._target[dim], own, pieces), own))
         return whole
 
     def concatenated(self, local: Tensor, split: Split) -> Tensor | None:
@@ -204,7 +204,7 @@ class _Route:
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class _StagedRows:
     """A tensor on its way through the staging buffer, or some of its rows."""
 
     local: Tensor
@@ -229,14 +229,14 @@ class _Part:
         """What each rank sends of it, padding included."""
         return -(-self.rows * self.row_bytes // ALIGNMENT) * ALIGNMENT
 
-    def box(self, coordinate: Sequence[int]) -> Box:
+    def region(self, coordinate: Sequence[int]) -> Region:
         """Where the rows of the rank at ``coordinate`` belong in the full tensor."""
-        return self.split.box(coordinate).rows(self.start, self.start + self.rows)
+        return self.split.region(coordinate).rows(self.start, self.start + self.rows)
 
 
-def _stretches(parts: Sequence[_Part], limit: int) -> Iterator[list[_Part]]:
+def _stretches(parts: Sequence[_StagedRows], limit: int) -> Iterator[list[_StagedRows]]:
     """Parts, cut by rows where they are large, that fit together in staging of ``limit`` bytes."""
-    batch: list[_Part] = []
+    batch: list[_StagedRows] = []
     left = limit
     for part in parts:
         world, start, end = part.split.num_parts, 0, part.split.largest[0]
@@ -247,14 +247,14 @@ def _stretches(parts: Sequence[_Part], limit: int) -> Iterator[list[_Part]]:
                 batch, left = [], limit
                 continue
             rows = min(end - start, max(1, fitting))
-            batch.append(_Part(part.local, part.full, part.split, part.dtype, start, start + rows))
+            batch.append(_StagedRows(part.local, part.full, part.split, part.dtype, start, start + rows))
             left -= world * batch[-1].num_bytes
             start += rows
     if batch:
         yield batch
 
 
-def _gather_staged(route: _Route, parts: Sequence[_Part]) -> None:
+def _gather_staged(route: _Route, parts: Sequence[_StagedRows]) -> None:
     """Gather the rows of ``parts``, packed, and copy them to where they belong."""
     own = torch.empty(sum(part.num_bytes for part in parts), dtype=torch.uint8, device=route.device)
     offset = 0
@@ -270,9 +270,9 @@ def _gather_staged(route: _Route, parts: Sequence[_Part]) -> None:
     for sent, coordinate in zip(whole.view(split.num_parts, -1), split.coordinates(), strict=True):
         offset = 0
         for part in parts:
-            box = part.box(coordinate)
+            region = part.region(coordinate)
             assert part.full is not None
-            part.full[box.slices].copy_(_typed(sent, offset, box.sizes, part.dtype))
+            part.full[region.slices].copy_(_typed(sent, offset, region.sizes, part.dtype))
             offset += part.num_bytes
 
 
@@ -311,7 +311,7 @@ def full_values(entries: Mapping[Any, Any], owner: int | None, cpu: bool) -> dic
 # --- into DTensors --------------------------------------------------------------------------------
 
 
-class Scatter:
+class RowScatter:
     """Rows of full tensors from one rank straight to those that hold them, along one axis of ranks.
 
     For large tensors cut along dim 0; others are better packed and sent to all.
@@ -329,13 +329,13 @@ class Scatter:
             return False
         if dtensor.local_tensor(target).device.type != self._device.type:
             return False  # offloaded
-        split = split_of(target)
+        split = sharding_of(target)
         are_rows = len(split.cuts) == 1 and split.cuts[0].dim == 0
         return are_rows and (end - start) * prod(split.shape[1:]) * target.itemsize >= PACKED_BELOW
 
     def send(self, target: Tensor, start: int, rows: Tensor) -> list[Any]:
         """On the sender: rows [start, ...) on their way to the others, and in its own part already."""
-        split, sent = split_of(target), []  # type: ignore[arg-type]
+        split, sent = sharding_of(target), []  # type: ignore[arg-type]
         for rank in range(self._axis.world):
             place, _ = _overlap(split, rank, start, start + len(rows))
             piece = rows[place.start : place.stop]
@@ -348,7 +348,7 @@ class Scatter:
 
     def receive(self, target: Tensor, start: int, end: int) -> list[Any]:
         """On the others: what they hold of rows [start, end), on its way into their parts."""
-        _, place = _overlap(split_of(target), self._axis.rank, start, end)  # type: ignore[arg-type]
+        _, place = _overlap(sharding_of(target), self._axis.rank, start, end)  # type: ignore[arg-type]
         piece = dtensor.plain(target)[place]
         if not len(piece):
             return []
@@ -358,10 +358,10 @@ class Scatter:
 
 def _overlap(split: Split, rank: int, start: int, end: int) -> tuple[slice, slice]:
     """Where the rows [start, end) meet those of ``rank``: within themselves, and within its part."""
-    box = split.box([rank])
-    first, last = max(start, box.offsets[0]), min(end, box.offsets[0] + box.sizes[0])
+    region = split.region([rank])
+    first, last = max(start, region.offsets[0]), min(end, region.offsets[0] + region.sizes[0])
     last = max(first, last)
-    return slice(first - start, last - start), slice(first - box.offsets[0], last - box.offsets[0])
+    return slice(first - start, last - start), slice(first - region.offsets[0], last - region.offsets[0])
 
 
 @torch.no_grad()
@@ -374,11 +374,11 @@ def write_rows(target: Tensor, start: int, rows: Tensor) -> None:
     if not target.dim():
         local.copy_(rows.reshape(()))
         return
-    box = own_box(target)
-    first = max(start, box.offsets[0])
-    last = min(start + len(rows), box.offsets[0] + box.sizes[0])
-    if first < last and box.numel:
-        others = box.slices[1:]
-        local[first - box.offsets[0] : last - box.offsets[0]].copy_(
+    region = own_region(target)
+    first = max(start, region.offsets[0])
+    last = min(start + len(rows), region.offsets[0] + region.sizes[0])
+    if first < last and region.numel:
+        others = region.slices[1:]
+        local[first - region.offsets[0] : last - region.offsets[0]].copy_(
             rows[(slice(first - start, last - start), *others)]
         )

@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.all_gather import Gather
-from shardwise.comm.buffers import GatheredBuffer
+from shardwise.comm.all_gather import AllGather
+from shardwise.comm.buffers import UnshardedBuffer
 from shardwise.comm.communicators import Communicator
-from shardwise.comm.streams import Finish, Lane, nothing, waiting_for
-from shardwise.layout.slots import Layout, Run
+from shardwise.comm.streams import CommStream, Finish, nothing, waiting_for
+from shardwise.layout.slots import BufferSegment, Layout
 from shardwise.torch_compat import c10d
 
 LEVELS = 127
@@ -142,17 +142,17 @@ class RowCodec:
         return rows
 
 
-def stretches_of(layout: Layout, run: Run) -> list[tuple[int, int, bool]]:
-    """Which numbers of a run of the shard buffer are worth quantising: matrices, by parameter."""
-    assert isinstance(run.dtype, torch.dtype)
-    size = run.dtype.itemsize
+def stretches_of(layout: Layout, segment: BufferSegment) -> list[tuple[int, int, bool]]:
+    """Which numbers of a segment are worth quantising: matrices, parameter by parameter."""
+    assert isinstance(segment.dtype, torch.dtype)
+    size = segment.dtype.itemsize
     found: list[tuple[int, int, bool]] = []
-    for index in run.slots:
+    for index in segment.slots:
         slot = layout.slots[index]
-        start = (slot.shard_offset - run.start) // size
+        start = (slot.shard_offset - segment.start) // size
         end = start + slot.padded_bytes // size
-        is_float = run.dtype.is_floating_point and size > 1
-        is_quantised = is_float and len(slot.entry.shape) > 1
+        is_float = segment.dtype.is_floating_point and size > 1
+        is_quantised = is_float and len(slot.spec.shape) > 1
         if end == start:
             continue
         if found and not is_quantised and not found[-1][2]:
@@ -169,11 +169,11 @@ class QuantizedExchange:
 
     packing_limit_bytes = 0
     packs_everything = True
-    sums_alike = False
+    sums_are_bitwise_equal = False
     channel = 0
     smallest_part_bytes = math.inf
-    room_to_reduce = 1.0
-    memory = None
+    reduce_memory_factor = 1.0
+    pool = None
 
     def __init__(
         self, pg: dist.ProcessGroup, device: torch.device, block_size: int, feedback: Feedback | None
@@ -183,14 +183,14 @@ class QuantizedExchange:
         self._is_async = device.type == "cpu"
         self._block_size = block_size
         self._feedback = feedback
-        self._codecs: dict[int, RowCodec] = {}  # by where the run begins
+        self._codecs: dict[int, RowCodec] = {}  # by where the segment begins
 
     def plan_for(self, layout: Layout) -> None:
         """Learn what lies where in the pieces to come."""
-        for run in layout.packed_runs:
-            if run.end > run.start and isinstance(run.dtype, torch.dtype):
-                stretches = stretches_of(layout, run)
-                self._codecs[run.start] = RowCodec(stretches, torch.float32, self._block_size)
+        for segment in layout.packed_segments:
+            if segment.end > segment.start and isinstance(segment.dtype, torch.dtype):
+                stretches = stretches_of(layout, segment)
+                self._codecs[segment.start] = RowCodec(stretches, torch.float32, self._block_size)
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
         """Not its subject."""
@@ -222,12 +222,12 @@ class QuantizedExchange:
             sent = codec.decode(messages, torch.empty_like(rows))
             sent[self._rank] = own
             self._feedback.keep(place, rows, sent)
-        landing = torch.empty_like(messages)
-        work = dist.all_to_all_single(landing, messages, group=self._pg, async_op=self._is_async)
+        incoming = torch.empty_like(messages)
+        work = dist.all_to_all_single(incoming, messages, group=self._pg, async_op=self._is_async)
 
         def finish() -> None:
             waiting_for([work])()
-            received = codec.decode(landing, torch.empty_like(rows))
+            received = codec.decode(incoming, torch.empty_like(rows))
             received[self._rank] = own
             output.copy_(received.sum(dim=0).div_(divisor))
 
@@ -252,9 +252,9 @@ class QuantizedSum:
 
     def plan_for(self, layout: Layout) -> None:
         """Learn what lies where in the tensors to come."""
-        for run in layout.runs:
-            if run.end > run.start and isinstance(run.dtype, torch.dtype):
-                self._stretches[run.start] = stretches_of(layout, run)
+        for segment in layout.segments:
+            if segment.end > segment.start and isinstance(segment.dtype, torch.dtype):
+                self._stretches[segment.start] = stretches_of(layout, segment)
 
     def __call__(self, tensors: Sequence[Tensor], is_async: bool) -> Finish:
         """Sum each of ``tensors``, flat, over the ranks, in place."""
@@ -290,42 +290,44 @@ class QuantizedSum:
         tensor.copy_(codec.decode(gathered, rows.new_empty(world, share)).view(-1)[:numel])
 
 
-class Int8Gather(Gather):
+class Int8AllGather(AllGather):
     """An all-gather that sends floating-point matrices as int8. All parameters are packed.
 
     Each rank, the one that holds them too, computes with what the messages say.
     """
 
-    def __init__(self, comm: Communicator, layout: Layout, gathered: GatheredBuffer, block_size: int) -> None:
+    def __init__(
+        self, comm: Communicator, layout: Layout, gathered: UnshardedBuffer, block_size: int
+    ) -> None:
         super().__init__(comm, layout, gathered)
-        self._runs: list[tuple[int, int, torch.dtype, RowCodec]] = []
-        for run in layout.packed_runs:
-            if run.end > run.start:
-                assert isinstance(run.dtype, torch.dtype)
-                codec = RowCodec(stretches_of(layout, run), run.dtype, block_size)
-                start = run.start - layout.packed_start
-                self._runs.append((start, run.end - layout.packed_start, run.dtype, codec))
-        self._message_bytes = sum(codec.message_bytes for *_, codec in self._runs)
+        self._segments: list[tuple[int, int, torch.dtype, RowCodec]] = []
+        for segment in layout.packed_segments:
+            if segment.end > segment.start:
+                assert isinstance(segment.dtype, torch.dtype)
+                codec = RowCodec(stretches_of(layout, segment), segment.dtype, block_size)
+                start = segment.start - layout.packed_start
+                self._segments.append((start, segment.end - layout.packed_start, segment.dtype, codec))
+        self._message_bytes = sum(codec.message_bytes for *_, codec in self._segments)
 
-    def start(self, lane: Lane, inputs: Sequence[Tensor]) -> Finish:
+    def start(self, stream: CommStream, inputs: Sequence[Tensor]) -> Finish:
         """Fill the gathered buffer from ``inputs``, as ``cut`` makes them; returns what waits."""
         messages = [
             codec.encode(inputs[0][start:end].view(dtype).view(1, -1)).view(-1)
-            for start, end, dtype, codec in self._runs
+            for start, end, dtype, codec in self._segments
         ]
         message = torch.cat(messages)
-        landing = message.new_empty(self._world * self._message_bytes)
-        wait = self._comm.all_gather([landing], [message])
-        return partial(self._finish, wait, landing, lane)
+        received = message.new_empty(self._world * self._message_bytes)
+        wait = self._comm.all_gather([received], [message])
+        return partial(self._finish, wait, received, stream)
 
-    def _finish(self, wait: Finish, landing: Tensor, lane: Lane) -> None:
+    def _finish(self, wait: Finish, received: Tensor, stream: CommStream) -> None:
         wait()
         packed_bytes = self._layout.packed_bytes
-        scratch = lane.borrow(self._world * packed_bytes, landing.device)
+        scratch = stream.acquire(self._world * packed_bytes, received.device)
         staging = self._stage(scratch.bytes)
-        messages, at = landing.view(self._world, -1), 0
-        for start, end, dtype, codec in self._runs:
+        messages, at = received.view(self._world, -1), 0
+        for start, end, dtype, codec in self._segments:
             codec.decode(messages[:, at : at + codec.message_bytes], staging.rows[:, start:end].view(dtype))
             at += codec.message_bytes
         self._unpack(staging)
-        lane.give_back(scratch)
+        stream.release(scratch)

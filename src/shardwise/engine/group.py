@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.reduction import Hook, Reduction, Shipment
-from shardwise.comm.streams import Finish, Lanes, Ticket
+from shardwise.comm.reduction import Hook, PartReduction, Reduction
+from shardwise.comm.streams import CommStreams, CommWork, Finish
 from shardwise.engine.added_parameters import ModuleWatch
 from shardwise.engine.casts import Casts
 from shardwise.engine.gradient_parts import Departure, Departures
@@ -92,7 +92,7 @@ GRADIENT_STATES: dict[tuple[GradientState, str], GradientState] = {
 
 _S = TypeVar("_S", bound=Enum)
 _is_on_meta = attrgetter("shard.bytes.is_meta")
-_lands_on_host, _gathered = attrgetter("lands_on_host"), attrgetter("gathered")
+_lands_on_host, _gathered = attrgetter("arrives_on_host"), attrgetter("gathered")
 
 Observer = Callable[[str, str], None]
 """Hears (event, name of the group)."""
@@ -166,7 +166,7 @@ class Group:
         self.forward_prefetch: list[Group] | None = None
         self.backward_prefetch: list[Group] | None = None
 
-        self._gathering: Ticket | None = None
+        self._gathering: CommWork | None = None
         self._relay: Relay = SILENT
         self._gather_wait = Wait("gather", name, list)
         self._reduction_wait = Wait("reduction", name, list)
@@ -228,7 +228,7 @@ class Group:
         for param, sharded in zip(self.params, shards, strict=True):
             param.install_shard(sharded)
 
-    def attach(self, lanes: Lanes) -> None:
+    def attach(self, lanes: CommStreams) -> None:
         """Tell the group where its communication runs."""
         self._lanes = lanes
         self._relay = relay_of_job()
@@ -384,7 +384,7 @@ class Group:
         if self.state is SHARDED:
             if self._follow_changes():
                 self.on_followed(self)
-                self._lanes.gather.follow_compute()  # which is where the shards were just moved
+                self._lanes.all_gather.wait_for_compute()  # which is where the shards were just moved
             if len(self._fulls) != len(self.params):
                 self._make_full_parameters()
         self._gather()
@@ -420,7 +420,7 @@ class Group:
         self._tell("gather")
         with self._label("gather"):
             try:
-                self._gathering = self._lanes.gather.submit(self._start_gather)
+                self._gathering = self._lanes.all_gather.submit(self._start_gather)
             except RuntimeError as error:
                 self._raise_explained(error, self._gather_wait)
         self._relay.issue(self._gather_wait)
@@ -428,8 +428,8 @@ class Group:
 
     def _start_gather(self) -> Finish:
         if len(self.buckets) == 1:
-            return self.buckets[0].start_gather(self._lanes.gather)
-        finishes = [bucket.start_gather(self._lanes.gather) for bucket in self.buckets]
+            return self.buckets[0].start_gather(self._lanes.all_gather)
+        finishes = [bucket.start_gather(self._lanes.all_gather) for bucket in self.buckets]
 
         def finish() -> None:
             for each in finishes:
@@ -463,7 +463,7 @@ class Group:
     @property
     def gathered_bytes(self) -> int:
         """What its full parameters take, as they are computed with."""
-        return sum(bucket.computed.gathered_bytes for bucket in self.buckets)
+        return sum(bucket.computed.unsharded_bytes for bucket in self.buckets)
 
     @property
     def computes_on_shards(self) -> bool:
@@ -514,9 +514,9 @@ class Group:
         """Free the full parameters, but for what a few ranks keep together until backward."""
         state = self._next(STATES, self.state, "keep_part")
         changed = self.changed_in_place()
-        lane = self._lanes.gather
-        lane.follow_compute()
-        with lane.memory(), torch.inference_mode(False), torch.no_grad():
+        lane = self._lanes.all_gather
+        lane.wait_for_compute()
+        with lane.allocation_scope(), torch.inference_mode(False), torch.no_grad():
             for bucket in self.buckets:
                 bucket.keep_part()
         self._free(state)
@@ -525,7 +525,7 @@ class Group:
 
     def _drop_parts(self) -> None:
         self.state = self._next(STATES, self.state, "reshard")
-        with self._lanes.gather.memory():
+        with self._lanes.all_gather.allocation_scope():
             for bucket in self.buckets:
                 bucket.drop_part()
 
@@ -637,9 +637,9 @@ class Group:
     def _free(self, state: State) -> None:
         self.hide()
         autograd.set_versions(self._freed, (FREED,) * len(self._freed))
-        lane = self._lanes.gather
-        lane.follow_compute()
-        with lane.memory():
+        lane = self._lanes.all_gather
+        lane.wait_for_compute()
+        with lane.allocation_scope():
             for bucket in self.buckets:
                 bucket.gathered.free()
         self._tell("free")
@@ -656,9 +656,9 @@ class Group:
             self._free_memory()
 
     def _free_memory(self) -> None:
-        lane = self._lanes.gather
-        lane.follow_compute()
-        with lane.memory():
+        lane = self._lanes.all_gather
+        lane.wait_for_compute()
+        with lane.allocation_scope():
             for bucket in self.buckets:
                 bucket.gathered.free()
 
@@ -666,7 +666,7 @@ class Group:
         """Full parameters over gathered buffers. They stay the same objects from now on."""
         if names := self.meta_parameters():
             raise RuntimeError(f"Cannot run forward: {meta_message(names)}")
-        with self._lanes.gather.memory(), torch.inference_mode(False), torch.no_grad():
+        with self._lanes.all_gather.allocation_scope(), torch.inference_mode(False), torch.no_grad():
             for bucket in self.buckets:
                 bucket.make_full_parameters()
                 bucket.gathered.keep_memory(self.keeps_unsharded_storage)
@@ -778,36 +778,36 @@ class Group:
         """True if some gradients may leave before all are there."""
         return self._departures is not None
 
-    def send_ready(self) -> list[Shipment]:
+    def send_ready(self) -> list[PartReduction]:
         """Begin to reduce the parts of the gradients that may leave before the others."""
         assert self._departures is not None
         departures = self._departures
         with _without_graph(), self._label("reduce"):
             return self._issue_reduction(lambda: self._send(departures.leave()))
 
-    def reduce(self) -> list[Shipment]:
+    def reduce(self) -> list[PartReduction]:
         """Begin to reduce the full gradients that are there; all that is in flight now."""
         joins = self.zeros_for_unused and self.gradient_state is EMPTY
         state = self._next(GRADIENT_STATES, self.gradient_state, "join" if joins else "reduce")
         with _without_graph(), self._label("reduce"):
             if not self._fulls:  # it has not run here
                 self._departures = self._plan_departures()
-            shipments = self._issue_reduction(self._send_rest)
+            part_reductions = self._issue_reduction(self._send_rest)
             for bucket, reduction in zip(self.buckets, self._reductions, strict=True):
                 self._close(bucket, reduction)
         self.gradient_state = state
         self._tell("reduce")
-        return shipments
+        return part_reductions
 
-    def _issue_reduction(self, send: Callable[[], list[Shipment]]) -> list[Shipment]:
+    def _issue_reduction(self, send: Callable[[], list[PartReduction]]) -> list[PartReduction]:
         try:
-            shipments = send()
+            part_reductions = send()
         except RuntimeError as error:
             self._raise_explained(error, self._reduction_wait)
         self._relay.issue(self._reduction_wait)
-        return shipments
+        return part_reductions
 
-    def _send_rest(self) -> list[Shipment]:
+    def _send_rest(self) -> list[PartReduction]:
         """All gradients that have not left yet."""
         if self._departures is None:
             return self._send_all()
@@ -815,21 +815,21 @@ class Group:
             self._departures.begin()
         return self._send(self._departures.rest())
 
-    def _send_all(self) -> list[Shipment]:
+    def _send_all(self) -> list[PartReduction]:
         """The gradients of each bucket, all together."""
-        shipments = []
+        part_reductions = []
         gradients = self._take_gradients(self.params, self._fulls)
         for number, bucket in enumerate(self.buckets):
             own = gradients
             if len(self.buckets) > 1:
                 own, gradients = gradients[: len(bucket.params)], gradients[len(bucket.params) :]
             reduction = self._open(number, is_filled=are_all_there(own))
-            shipments += [reduction.send(part, own) for part in bucket.parts]
-        return shipments
+            part_reductions += [reduction.send(part, own) for part in bucket.parts]
+        return part_reductions
 
-    def _send(self, departures: Iterable[Departure]) -> list[Shipment]:
+    def _send(self, departures: Iterable[Departure]) -> list[PartReduction]:
         """The gradients of these parts."""
-        shipments = []
+        part_reductions = []
         for departure in departures:
             reduction = self._reductions[departure.bucket] or self._open(departure.bucket, is_filled=False)
             params = [self.params[index] for index in departure.indices]
@@ -838,8 +838,8 @@ class Group:
             taken = self._take_gradients(params, fulls)
             for index, gradient in zip(departure.part.indices, taken, strict=True):
                 gradients[index] = gradient
-            shipments.append(reduction.send(departure.part, gradients))
-        return shipments
+            part_reductions.append(reduction.send(departure.part, gradients))
+        return part_reductions
 
     def _open(self, number: int, *, is_filled: bool) -> Reduction:
         bucket = self.buckets[number]
@@ -896,9 +896,9 @@ class Group:
         """True if a reduction in flight ends in host memory, where it is better waited for late."""
         return any(map(_lands_on_host, self._in_flight()))
 
-    def release_shipment(self, shipment: Shipment) -> None:
-        """Free the full gradients of one shipment, as soon as they have been summed."""
-        self._await(shipment.release, self._reduction_wait)
+    def release_shipment(self, part_reduction: PartReduction) -> None:
+        """Free the full gradients of one part_reduction, as soon as they have been summed."""
+        self._await(part_reduction.release, self._reduction_wait)
 
     def _await(self, finish: Finish, wait: Wait) -> None:
         """Run ``finish``, which waits for other ranks; say why where it fails."""

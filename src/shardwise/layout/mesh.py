@@ -97,7 +97,7 @@ class ShardMesh:
     _plain: dict[tuple[Placement, ...], tuple[Placement, ...]] = field(default_factory=dict)
 
     @cached_property
-    def of_shards(self) -> DeviceMesh:
+    def shard_dim_mesh(self) -> DeviceMesh:
         """The mesh of the ranks that share a parameter, of one dimension."""
         if self.roles == ("shard",):
             return self.mesh
@@ -121,7 +121,9 @@ class ShardMesh:
         """The axes along which there is somebody to communicate with."""
         return [axis for axis in (self.shard, self.replicate) if not axis.is_alone]
 
-    def place(self, tensor: torch.Tensor, dim: int, where: str) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    def placements_of(
+        self, tensor: torch.Tensor, dim: int, where: str
+    ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """Mesh and placements of the shard of ``tensor``, sharded on ``dim``.
 
         Raises:
@@ -328,9 +330,9 @@ def _resolve_named(mesh: DeviceMesh, dims: Any, device: torch.device) -> ShardMe
         elif role not in sources:
             sources.append(role)
     dp_mesh = dtensor.concatenate_meshes(list(parts.values()))
-    of_shards = mesh
+    shard_dim_mesh = mesh
     if len(sources) < mesh.ndim:
-        of_shards = dtensor.concatenate_meshes(
+        shard_dim_mesh = dtensor.concatenate_meshes(
             [parts[s] if isinstance(s, str) else mesh[known[s]] for s in sources]
         )
     return ShardMesh(
@@ -339,7 +341,7 @@ def _resolve_named(mesh: DeviceMesh, dims: Any, device: torch.device) -> ShardMe
         _axis(parts["replicate"], 0) if "replicate" in parts else ALONE,
         device,
         tuple(parts),
-        FullMesh(mesh, of_shards, tuple(sources)),
+        FullMesh(mesh, shard_dim_mesh, tuple(sources)),
         tuple(parts.values()),
     )
 

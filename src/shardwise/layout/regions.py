@@ -1,7 +1,7 @@
 """Which part of a full tensor each rank of a mesh holds.
 
 Arithmetic on shapes only: no tensors, no process groups. A tensor is cut along one of its dims for one
-dimension of the mesh after the other, each time as ``torch.chunk`` cuts, so that a part is always a box:
+dimension of the mesh after the other, each time as ``torch.chunk`` cuts, so that a part is always a region:
 
     shape (7, 4), mesh (2, 2), dim 0 cut for mesh dim 1, then for mesh dim 0
 
@@ -18,7 +18,7 @@ from math import prod
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class Region:
     """The elements [offset, offset + size) along each dim."""
 
     offsets: tuple[int, ...]
@@ -34,10 +34,10 @@ class Box:
         """To index the full tensor with."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
 
-    def rows(self, start: int, end: int) -> "Box":
+    def rows(self, start: int, end: int) -> "Region":
         """What of it lies in its own rows [start, end), of dim 0."""
         start, end = min(start, self.sizes[0]), min(end, self.sizes[0])
-        return Box((self.offsets[0] + start, *self.offsets[1:]), (end - start, *self.sizes[1:]))
+        return Region((self.offsets[0] + start, *self.offsets[1:]), (end - start, *self.sizes[1:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Split:
         """The mesh dims along which ranks hold different parts."""
         return tuple(sorted(cut.mesh_dim for cut in self.cuts))
 
-    def box(self, coordinate: Sequence[int]) -> Box:
+    def region(self, coordinate: Sequence[int]) -> Region:
         """The part of the rank at ``coordinate``; empty where there are more ranks than rows."""
         offsets, sizes = [0] * len(self.shape), list(self.shape)
         for cut in self.cuts:
@@ -69,12 +69,12 @@ class Split:
             start = min(coordinate[cut.mesh_dim] * chunk, sizes[cut.dim])
             offsets[cut.dim] += start
             sizes[cut.dim] = min(chunk, sizes[cut.dim] - start)
-        return Box(tuple(offsets), tuple(sizes))
+        return Region(tuple(offsets), tuple(sizes))
 
     @cached_property
     def largest(self) -> tuple[int, ...]:
         """The sizes of the largest part, which is that of the first rank."""
-        return self.box([0] * len(self.sizes)).sizes
+        return self.region([0] * len(self.sizes)).sizes
 
     @cached_property
     def numel(self) -> int:
@@ -98,7 +98,7 @@ class Split:
         return list(product(*along))
 
 
-def in_order(shards: Sequence[tuple[int, int, int]], sizes: Sequence[int]) -> tuple[Cut, ...]:
+def cuts_in_order(shards: Sequence[tuple[int, int, int]], sizes: Sequence[int]) -> tuple[Cut, ...]:
     """The cuts that placements stand for, in the order in which they were made.
 
     ``shards``: (mesh dim, tensor dim, split factor) of each sharding placement, by mesh dim. Cuts were made

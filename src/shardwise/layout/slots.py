@@ -36,10 +36,10 @@ ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SlotSpec:
     """What the layout needs to know of a parameter.
 
-    ``kind`` is what entries must share to lie together; ``dtype`` is here only a key. Chunks are padded
+    ``kind`` is what specs must share to lie together; ``dtype`` is here only a key. Chunks are padded
     to multiples of ``granule`` elements. ``dim`` is the sharded one.
     """
 
@@ -72,7 +72,7 @@ class Entry:
 class Slot:
     """One parameter's place in the shard buffer and in the gathered buffer."""
 
-    entry: Entry
+    spec: SlotSpec
     world: int
     is_direct: bool
     is_strided: bool
@@ -83,27 +83,27 @@ class Slot:
     @cached_property
     def chunk_size(self) -> int:
         """What a rank keeps at most, counted along the sharded dim."""
-        return self.entry.chunk_size(self.world)
+        return self.spec.chunk_size(self.world)
 
     @cached_property
     def chunk_numel(self) -> int:
         """Elements that one rank contributes to a gather, padding included."""
-        return self.entry.chunk_numel(self.world)
+        return self.spec.chunk_numel(self.world)
 
     @cached_property
     def is_replicated(self) -> bool:
         """True for a scalar, which every rank keeps whole."""
-        return not self.entry.shape
+        return not self.spec.shape
 
     @cached_property
     def chunk_bytes(self) -> int:
         """What one rank contributes to a gather, padding rows included."""
-        return self.chunk_numel * self.entry.itemsize
+        return self.chunk_numel * self.spec.itemsize
 
     @cached_property
     def padded_bytes(self) -> int:
         """The chunk's stretch of the shard buffer."""
-        return self.padded_numel * self.entry.itemsize
+        return self.padded_numel * self.spec.itemsize
 
     @cached_property
     def slot_bytes(self) -> int:
@@ -113,11 +113,11 @@ class Slot:
     @cached_property
     def is_even(self) -> bool:
         """True if no rank's chunk holds padding."""
-        return not self.is_replicated and self.entry.shape[self.entry.dim] == self.world * self.chunk_size
+        return not self.is_replicated and self.spec.shape[self.spec.dim] == self.world * self.chunk_size
 
     def index_range(self, rank: int) -> tuple[int, int]:
         """What ``rank`` keeps of the sharded dim: [start, end), empty past the end."""
-        size = self.entry.shape[self.entry.dim]
+        size = self.spec.shape[self.spec.dim]
         start = min(rank * self.chunk_size, size)
         return start, min(start + self.chunk_size, size)
 
@@ -126,12 +126,12 @@ class Slot:
         if self.is_replicated:
             return ()
         start, end = self.index_range(rank)
-        shape, dim = self.entry.shape, self.entry.dim
+        shape, dim = self.spec.shape, self.spec.dim
         return (*shape[:dim], end - start, *shape[dim + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BufferSegment:
     """A stretch [start, end) of the shard buffer in which all parameters are of one kind."""
 
     dtype: Hashable
@@ -154,7 +154,7 @@ class Layout:
     packed: tuple[int, ...]
     strided: tuple[int, ...]
     shard_bytes: int
-    gathered_bytes: int
+    unsharded_bytes: int
     packed_start: int
     strided_start: int
 
@@ -169,52 +169,52 @@ class Layout:
         return any(not s.is_even or s.chunk_numel != s.padded_numel for s in self.slots)
 
     @cached_property
-    def runs(self) -> list[Run]:
+    def segments(self) -> list[BufferSegment]:
         """The whole shard buffer, cut where the kind changes."""
-        return self._runs(self.direct + self.packed + self.strided)
+        return self._segments(self.direct + self.packed + self.strided)
 
     @cached_property
-    def packed_runs(self) -> list[Run]:
+    def packed_segments(self) -> list[BufferSegment]:
         """The packed part, cut so: a reduction adds numbers of one dtype."""
-        return self._runs(self.packed + self.strided)
+        return self._segments(self.packed + self.strided)
 
-    def _runs(self, indices: tuple[int, ...]) -> list[Run]:
-        runs: list[Run] = []
+    def _segments(self, indices: tuple[int, ...]) -> list[BufferSegment]:
+        segments: list[BufferSegment] = []
         kind: Hashable = None
         for index in indices:
             slot = self.slots[index]
             start, end = slot.shard_offset, slot.shard_offset + slot.padded_bytes
-            if runs and kind == slot.entry.kind:
-                last = runs.pop()
-                runs.append(Run(last.dtype, last.start, end, (*last.slots, index)))
+            if segments and kind == slot.spec.kind:
+                last = segments.pop()
+                segments.append(BufferSegment(last.dtype, last.start, end, (*last.slots, index)))
             else:
-                runs.append(Run(slot.entry.dtype, start, end, (index,)))
-            kind = slot.entry.kind
-        return runs
+                segments.append(BufferSegment(slot.spec.dtype, start, end, (index,)))
+            kind = slot.spec.kind
+        return segments
 
 
 def plan_layout(
-    entries: Sequence[Entry], world: int, is_direct: Sequence[bool], slots_serve: int | None = None
+    specs: Sequence[SlotSpec], world: int, is_direct: Sequence[bool], slots_serve: int | None = None
 ) -> Layout:
-    """Lay out ``entries`` for ``world`` ranks.
+    """Lay out ``specs`` for ``world`` ranks.
 
     ``is_direct`` says which have a collective of their own, if they are not strided. In a world of one
     there is nothing to pack, and the gathered buffer equals the shard buffer byte for byte.
     ``slots_serve``: another number of ranks for which the slots are large enough as well.
     """
-    strided = {i for i, entry in enumerate(entries) if entry.is_strided(world)}
-    kinds = {entry.kind: order for order, entry in reversed(list(enumerate(entries)))}
-    in_order = sorted(range(len(entries)), key=lambda i: (kinds[entries[i].kind], i))
+    strided = {i for i, spec in enumerate(specs) if spec.is_strided(world)}
+    kinds = {spec.kind: order for order, spec in reversed(list(enumerate(specs)))}
+    in_order = sorted(range(len(specs)), key=lambda i: (kinds[specs[i].kind], i))
     direct = tuple(
         i for i in in_order
-        if i not in strided and (world == 1 or (is_direct[i] and entries[i].chunk_numel(world) > 0))
+        if i not in strided and (world == 1 or (is_direct[i] and specs[i].chunk_numel(world) > 0))
     )  # fmt: skip
     # Equal ones side by side: one copy takes all of them out of what a gather has filled. By shape, not by
     # what a rank keeps, which is another order for another world.
     packed = tuple(
         sorted(
             (i for i in in_order if i not in {*direct, *strided}),
-            key=lambda i: (kinds[entries[i].kind], prod(entries[i].shape), entries[i].shape),
+            key=lambda i: (kinds[specs[i].kind], prod(specs[i].shape), specs[i].shape),
         )
     )
     last = tuple(i for i in in_order if i in strided)
@@ -223,18 +223,18 @@ def plan_layout(
     shard_offset = slot_offset = 0
     starts = {0: 0}
     for position, index in enumerate(direct + packed + last):
-        entry = entries[index]
-        padded = _whole_granules(entry.chunk_numel(world), entry.granule)
+        spec = specs[index]
+        padded = _whole_granules(spec.chunk_numel(world), spec.granule)
         slots[index] = Slot(
-            entry, world, position < len(direct), index in strided, shard_offset, slot_offset, padded
+            spec, world, position < len(direct), index in strided, shard_offset, slot_offset, padded
         )
-        shard_offset += padded * entry.itemsize
-        room = max(n * entry.chunk_numel(n) for n in (world, slots_serve or world))
-        slot_offset += _whole_granules(room, entry.granule) * entry.itemsize
+        shard_offset += padded * spec.itemsize
+        room = max(n * spec.chunk_numel(n) for n in (world, slots_serve or world))
+        slot_offset += _whole_granules(room, spec.granule) * spec.itemsize
         starts[position + 1] = shard_offset
     return Layout(
         world,
-        tuple(slots[i] for i in range(len(entries))),
+        tuple(slots[i] for i in range(len(specs))),
         direct,
         packed,
         last,

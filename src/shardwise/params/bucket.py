@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.comm.all_gather import Gather
-from shardwise.comm.buffers import FlatShard, GatheredBuffer, buffer_for, cast_buffer
+from shardwise.comm.all_gather import AllGather
+from shardwise.comm.buffers import FlatShard, UnshardedBuffer, buffer_for, cast_buffer
 from shardwise.comm.communicators import BackendCollectives, all_reduce, make_communicator
-from shardwise.comm.gradient_sums import AllReduce, Reducer
-from shardwise.comm.quantized import Int8Gather, QuantizedExchange, QuantizedSum
-from shardwise.comm.reduce_scatter import Part, Reduce
-from shardwise.comm.reduction import NO_REPLICAS, Destination, Hook, Reduction, Replicas
-from shardwise.comm.streams import Finish, Lane, Lanes, nothing
+from shardwise.comm.quantized import Int8AllGather, QuantizedExchange, QuantizedSum
+from shardwise.comm.reduce_scatter import GradientPart, ReduceScatter
+from shardwise.comm.reducers import AllReduce, Reducer
+from shardwise.comm.reduction import NO_REPLICAS, Destination, Hook, Reduction, ReplicaReduction
+from shardwise.comm.streams import CommStream, CommStreams, Finish, nothing
 from shardwise.layout.mesh import Axis, ShardMesh
-from shardwise.layout.slots import ALIGNMENT, Entry, Layout, plan_layout
+from shardwise.layout.slots import ALIGNMENT, Layout, SlotSpec, plan_layout
 from shardwise.params.changes import all_start_at
 from shardwise.params.parameter import Param
 from shardwise.params.partly_gathered import PartlyGathered, part_of
@@ -95,12 +95,14 @@ class Bucket:
         """From what was chosen, all at once: no choice undoes another."""
         chosen, pg, device = self._comms, self.mesh.shard.pg, self.mesh.device
         self._gather_comm = (chosen.make_gather or make_communicator)(pg, device)
-        make_reduce = chosen.reducer.scatterer if chosen.reducer else chosen.make_reduce or make_communicator
+        make_reduce = (
+            chosen.reducer.make_reduce_scatter if chosen.reducer else chosen.make_reduce or make_communicator
+        )
         self._reduce_comm = make_reduce(chosen.reduce_pg or pg, device)
         replicas = self.mesh.replicate.pg
         self._sum_over_replicas: AllReduce | None = None
         if chosen.reducer is not None:
-            self._sum_over_replicas = chosen.reducer.all_reducer(replicas, device)
+            self._sum_over_replicas = chosen.reducer.make_all_reduce(replicas, device)
         elif replicas is not None and not self.mesh.replicate.is_alone:
             self._sum_over_replicas = partial(all_reduce, replicas)
         for comm in (self._gather_comm, self._reduce_comm):
@@ -176,7 +178,9 @@ class Bucket:
         self.kept = self._layout("kept")
         is_pinned = self.storage.is_pinned and device.type == "cpu"
         self.shard = FlatShard(self.stored, self.mesh.shard.rank, device, is_pinned=is_pinned)
-        self._reduce = Reduce(self._reduce_comm, self.reduced, self.mesh.device, self.policy.part_bytes)
+        self._reduce = ReduceScatter(
+            self._reduce_comm, self.reduced, self.mesh.device, self.policy.part_bytes
+        )
         for each in (self._reduce_comm, self._sum_over_replicas):
             if isinstance(each, (QuantizedExchange, QuantizedSum)):
                 each.plan_for(self.reduced)
@@ -185,7 +189,7 @@ class Bucket:
         lend = None if self.is_offloaded else partial(self.landing.lend, is_filled=True)
         self._home = Destination(self.kept, self.storage.device, self.storage.is_pinned, lend)
         self._has_scalars = any(slot.is_replicated for slot in self.reduced.slots)
-        self._gather: Gather | None = None
+        self._gather: AllGather | None = None
         self._pieces: list[Tensor] | None = None
         self._part = None
         self._earlier = None
@@ -204,7 +208,7 @@ class Bucket:
                 if dtypes == [getattr(param.precision, other) for param in self.params]:
                     return getattr(self, other)
         entries = [
-            Entry(
+            SlotSpec(
                 param.shape,
                 dtype,
                 dtype.itemsize,
@@ -241,9 +245,9 @@ class Bucket:
         """Full parameters over a gathered buffer. They stay the same objects from now on."""
         device = self.mesh.device
         is_alias = self.mesh.shard.is_alone and self._is_sent_as_stored
-        self.gathered = GatheredBuffer(self.computed, device, self.shard.bytes if is_alias else None)
+        self.gathered = UnshardedBuffer(self.computed, device, self.shard.bytes if is_alias else None)
         for param, slot in zip(self.params, self.computed.slots, strict=True):
-            param.make_full(self.gathered.full_tensor(slot))
+            param.make_full(self.gathered.unsharded_tensor(slot))
         if not self.mesh.shard.is_alone:
             self._gather = self._make_gather()
             if self._is_sent_as_stored:
@@ -259,11 +263,11 @@ class Bucket:
         self._contents = [self.params[index].full_data() for index in self._placed]
         self._offsets = [slots[index].slot_offset for index in self._placed]
 
-    def _make_gather(self) -> Gather:
+    def _make_gather(self) -> AllGather:
         if self.policy.quantized_gather is None:
-            return Gather(self._gather_comm, self.computed, self.gathered)
+            return AllGather(self._gather_comm, self.computed, self.gathered)
         block_size = self.policy.quantized_gather.block_size
-        return Int8Gather(self._gather_comm, self.computed, self.gathered, block_size)
+        return Int8AllGather(self._gather_comm, self.computed, self.gathered, block_size)
 
     @property
     def _is_quantized(self) -> bool:
@@ -280,37 +284,37 @@ class Bucket:
         """True if shards are gathered from where they lie."""
         return self.computed is self.stored and self.storage.device == self.mesh.device
 
-    def start_gather(self, lane: Lane) -> Finish:
+    def start_gather(self, stream: CommStream) -> Finish:
         """Allocate the gathered buffer and begin to fill it; returns the function that waits."""
         self.gathered.allocate()
         if self._part is not None and self._part.has_contents:
-            return self._part.start_gather(lane)
+            return self._part.start_gather(stream)
         if self._gather is None:  # a rank alone
             if not self._is_sent_as_stored:
-                self._bring(self.gathered.bytes, lane)
+                self._bring(self.gathered.bytes, stream)
             return nothing
         if self._pieces is not None:
-            return self._gather.start(lane, self._pieces)
-        scratch = lane.borrow(self.computed.shard_bytes, self.mesh.device)
+            return self._gather.start(stream, self._pieces)
+        scratch = stream.acquire(self.computed.shard_bytes, self.mesh.device)
         send = scratch.bytes[: self.computed.shard_bytes]
-        self._bring(send, lane)
-        wait = self._gather.start(lane, self._gather.cut(send))
+        self._bring(send, stream)
+        wait = self._gather.start(stream, self._gather.cut(send))
 
         def finish() -> None:
             wait()
-            lane.give_back(scratch)
+            stream.release(scratch)
 
         return finish
 
-    def _bring(self, target: Tensor, lane: Lane) -> None:
+    def _bring(self, target: Tensor, stream: CommStream) -> None:
         """Copy the flat shard to ``target``, on the computing device and in the dtypes of computation."""
         source = self.shard.bytes
         if source.device != target.device and self.computed is not self.stored:
-            scratch = lane.borrow(source.numel(), target.device)
+            scratch = stream.acquire(source.numel(), target.device)
             landing = scratch.bytes[: source.numel()]
             landing.copy_(source, non_blocking=True)
             cast_buffer(landing, self.stored, target, self.computed)
-            lane.give_back(scratch)
+            stream.release(scratch)
         else:
             cast_buffer(source, self.stored, target, self.computed)
 
@@ -397,36 +401,36 @@ class Bucket:
     # --- gradients --------------------------------------------------------------------------------
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[GradientPart]:
         """Whose gradients are sent together; indices are those of ``params``."""
         return self._reduce.parts
 
-    def open_reduction(self, lanes: Lanes, divisor: float, *, is_filled: bool) -> Reduction:
+    def open_reduction(self, streams: CommStreams, divisor: float, *, is_filled: bool) -> Reduction:
         """A reduction of which nothing has been sent yet. ``is_filled``: all gradients will come."""
         if self.kept is self.reduced and not self.is_offloaded:
             allocate = partial(self.landing.lend, is_filled=is_filled)
         else:
             allocate = partial(buffer_for, self.reduced, self.mesh.device, is_filled=is_filled)
         divisor = 1.0 if self.averages_itself else divisor
-        return Reduction(self._reduce, self.reduced, divisor, lanes, allocate, is_filled=is_filled)
+        return Reduction(self._reduce, self.reduced, divisor, streams, allocate, is_filled=is_filled)
 
     def close_reduction(self, reduction: Reduction, all_reduces: bool, hook: Hook | None) -> None:
         """All gradients that there are have been sent: go on to the replicas, if that is wanted now."""
         self._all_reduces = all_reduces or self.mesh.replicate.is_alone
         self._is_earlier = list(map(or_, self._is_earlier, reduction.present))
         earlier, self._earlier = self._earlier, None
-        sum_up = self._sum_over_replicas if self._all_reduces else None
+        replica_sum = self._sum_over_replicas if self._all_reduces else None
         home = self._home if self._all_reduces else Destination(self.reduced, self.mesh.device)
         agree = self._agree_on_copies if self._has_loose_copies else None
         replicas = NO_REPLICAS
-        if sum_up is not None or earlier is not None or hook is not None or agree is not None:
+        if replica_sum is not None or earlier is not None or hook is not None or agree is not None:
             summed = [
                 index
                 for index, (param, was_there) in enumerate(zip(self.params, self._is_earlier, strict=True))
                 if was_there or param.sharded.requires_grad
             ]
             own_hook = hook if self._all_reduces else None
-            replicas = Replicas(frozenset(summed), sum_up, earlier, own_hook, agree)
+            replicas = ReplicaReduction(frozenset(summed), replica_sum, earlier, own_hook, agree)
         reduction.close(replicas, home)
 
     @property
@@ -434,12 +438,12 @@ class Bucket:
         """True if ranks keep the same scalar, and may not get the same bits for its gradient."""
         if not self._has_scalars or self.mesh.shard.is_alone:
             return False
-        return not self._reduce_comm.sums_alike or self._comms.reducer is not None
+        return not self._reduce_comm.sums_are_bitwise_equal or self._comms.reducer is not None
 
     def _agree_on_copies(self, output: Tensor) -> None:
         """Let all ranks keep what the first of them has come to, where they keep the same."""
         copies = [
-            output[slot.shard_offset : slot.shard_offset + slot.entry.itemsize]
+            output[slot.shard_offset : slot.shard_offset + slot.spec.itemsize]
             for slot in self.reduced.slots
             if slot.is_replicated
         ]

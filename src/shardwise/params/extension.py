@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.comm.streams import Finish, Lane, nothing
+from shardwise.comm.streams import CommStream, Finish, nothing
 from shardwise.layout.mesh import ShardMesh
 from shardwise.layout.slots import ALIGNMENT
 from shardwise.params.bucket import Bucket, Storage
@@ -90,8 +90,8 @@ def _as_values() -> Iterator[None]:
         yield
 
 
-class _Gathered:
-    """The memory of a full parameter that its own protocol has made, with the names of a GatheredBuffer.
+class _ExtensionBuffer:
+    """The memory of a full parameter that its own protocol has made, with the names of a UnshardedBuffer.
 
     Storages of tensors, emptied between uses.
     """
@@ -197,7 +197,7 @@ class ExtensionBucket(Bucket):
 
     def make_full_parameters(self) -> None:
         """The first gather makes it: only then is known what travels."""
-        self.gathered = _Gathered()  # type: ignore[assignment]
+        self.gathered = _ExtensionBuffer()  # type: ignore[assignment]
         outputs, metadata = self._gather_now()
         self._outputs = outputs
         local = self._param.local
@@ -245,7 +245,7 @@ class ExtensionBucket(Bucket):
             moved = local.to(self.mesh.device, non_blocking=True)
             _carry_methods(local, moved)
             local = moved
-        mesh = self.mesh.of_shards
+        mesh = self.mesh.shard_dim_mesh
         if len(inspect.signature(local.fsdp_pre_all_gather).parameters) == 1:
             result = local.fsdp_pre_all_gather(mesh)
         else:
@@ -271,7 +271,7 @@ class ExtensionBucket(Bucket):
             )
         return result[0], result[1]
 
-    def start_gather(self, lane: Lane) -> Finish:
+    def start_gather(self, stream: CommStream) -> Finish:
         """Gather anew into the same memory."""
         if self._is_fresh:
             self._is_fresh = False

@@ -95,7 +95,7 @@ class Param:
         self.precision = precision_for(original.dtype)
         if original.is_complex():
             dtensor.keep_views_of_complex_sharded()
-        self._place = mesh.place(original, dim, where)
+        self._place = mesh.placements_of(original, dim, where)
         self._spec = self._make_spec(original.shape, original.dtype)
         self.gradient_spec = self._spec
         self._original = weakref.ref(original)

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.all_gather import Gather
-from shardwise.comm.buffers import GatheredBuffer, local_views
+from shardwise.comm.all_gather import AllGather
+from shardwise.comm.buffers import UnshardedBuffer, local_views
 from shardwise.comm.communicators import Communicator
-from shardwise.comm.streams import Finish, Lane
+from shardwise.comm.streams import CommStream, Finish
 from shardwise.layout.slots import Layout
 
 
@@ -19,14 +19,14 @@ class PartlyGathered:
     """
 
     def __init__(
-        self, comm: Communicator, rank: int, layout: Layout, gathered: GatheredBuffer, device: torch.device
+        self, comm: Communicator, rank: int, layout: Layout, gathered: UnshardedBuffer, device: torch.device
     ) -> None:
         self._rank = rank
         self._layout = layout
         self._gathered = gathered
         self._device = device
         self._comm = comm
-        self._gather = Gather(comm, layout, gathered)
+        self._gather = AllGather(comm, layout, gathered)
         self._bytes: Tensor | None = None
 
     def use_channel(self, channel: int) -> None:
@@ -43,16 +43,16 @@ class PartlyGathered:
         self._bytes = torch.zeros(self._layout.shard_bytes, dtype=torch.uint8, device=self._device)
         views = local_views(self._bytes, self._layout, self._rank)
         for view, slot in zip(views, self._layout.slots, strict=True):
-            view.copy_(part_of(self._gathered.full_tensor(slot), slot, self._rank))
+            view.copy_(part_of(self._gathered.unsharded_tensor(slot), slot, self._rank))
 
     def drop(self) -> None:
         """Free what was kept."""
         self._bytes = None
 
-    def start_gather(self, lane: Lane) -> Finish:
+    def start_gather(self, stream: CommStream) -> Finish:
         """Fill the gathered buffer again, from these ranks alone."""
         assert self._bytes is not None
-        return self._gather.start(lane, self._gather.cut(self._bytes))
+        return self._gather.start(stream, self._gather.cut(self._bytes))
 
 
 def part_of(full: Tensor, slot: Any, rank: int) -> Tensor:
@@ -60,4 +60,4 @@ def part_of(full: Tensor, slot: Any, rank: int) -> Tensor:
     if slot.is_replicated:
         return full
     start, end = slot.index_range(rank)
-    return full.narrow(slot.entry.dim, start, end - start)
+    return full.narrow(slot.spec.dim, start, end - start)

@@ -44,11 +44,11 @@ class Landing:
         self._views = LocalViews(layout, rank)
         self._lasts = device.type == "cpu" and layout.shard_bytes <= _LARGEST_KEPT_BYTES
         # Whether the gradients are one tensor: of one dtype, without padding between them, placed alike.
-        dtypes = {run.dtype for run in layout.runs}
+        dtypes = {run.dtype for run in layout.segments}
         places = {(spec.mesh, spec.placements) for spec in map(_gradient_spec, params)}
         self._is_one = len(dtypes) == len(places) == 1 and not layout.has_padding
         self._offsets = [slot.shard_offset for slot in layout.slots]
-        self._end = layout.runs[-1].end if layout.runs else 0
+        self._end = layout.segments[-1].end if layout.segments else 0
         # The local tensors of those that landed last; not the gradients, which torch does not swap for others
         # (``module.to()``) where there is a weak reference.
         self._last: list[Callable[[], Tensor | None]] = []

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from shardwise.comm.full_tensors import BUCKET_BYTES, own_box
+from shardwise.comm.full_tensors import BUCKET_BYTES, own_region
 from shardwise.layout.fqns import clean
 from shardwise.ranks.agreement import together
 from shardwise.ranks.failures import relayed
@@ -201,7 +201,7 @@ class _Load:
 
         def check() -> None:
             self._check(source.facts)
-            self._targets.refuse_broken_ties(lambda name: source.read(name, own_box(entries[name].value)))
+            self._targets.refuse_broken_ties(lambda name: source.read(name, own_region(entries[name].value)))
 
         self._together(check)
         return self._written(lambda: self._together(lambda: load_everywhere(self._targets, source)))

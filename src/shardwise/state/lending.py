@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.all_gather import Gather
-from shardwise.comm.buffers import GatheredBuffer, local_views
+from shardwise.comm.all_gather import AllGather
+from shardwise.comm.buffers import UnshardedBuffer, local_views
 from shardwise.comm.communicators import make_communicator
-from shardwise.comm.streams import HostLane
+from shardwise.comm.streams import HostStream
 from shardwise.engine.group import GradientState, Group
 from shardwise.layout.slots import Layout, Slot
 from shardwise.params.bucket import Bucket, bytes_of
@@ -217,16 +217,16 @@ def gather_whole(bucket: Bucket, flat: Tensor, layout: Layout) -> list[Tensor]:
     bucket.
     """
     mesh = bucket.mesh
-    gathered = GatheredBuffer(layout, mesh.device)
+    gathered = UnshardedBuffer(layout, mesh.device)
     flat = flat.to(mesh.device)
     if mesh.shard.is_alone:
         gathered.bytes.copy_(flat)
     else:
         comm = make_communicator(mesh.shard.pg, mesh.device)
         comm.channel = bucket.channel
-        gather = Gather(comm, layout, gathered)
-        gather.start(HostLane(), gather.cut(flat))()
-    return [gathered.full_tensor(slot) for slot in layout.slots]
+        gather = AllGather(comm, layout, gathered)
+        gather.start(HostStream(), gather.cut(flat))()
+    return [gathered.unsharded_tensor(slot) for slot in layout.slots]
 
 
 def _whole_gradients(bucket: Bucket) -> list[Tensor | None]:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.full_tensors import Scatter, own_box, write_rows
+from shardwise.comm.full_tensors import RowScatter, own_region, write_rows
 from shardwise.layout.fqns import clean
-from shardwise.layout.regions import Box
+from shardwise.layout.regions import Region
 from shardwise.layout.slots import ALIGNMENT
 from shardwise.ranks.model_ranks import Spread
 from shardwise.state.names import Entry, listed
@@ -219,18 +219,18 @@ def _is_same(left: Tensor, right: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Whole:
-    """Full values that this rank can read by itself: names, what they are, and how a box of one is read."""
+    """Full values that this rank can read by itself: names, shapes and dtypes, and how to read a region."""
 
     facts: Mapping[str, Facts]
-    read: Callable[[str, Box], Any]
+    read: Callable[[str, Region], Any]
 
 
 def of_mapping(source: Mapping[str, Any]) -> Whole:
     """A dict of full tensors."""
 
-    def read(name: str, box: Box) -> Any:
+    def read(name: str, region: Region) -> Any:
         value = values[name]
-        return value[box.slices] if isinstance(value, Tensor) and value.dim() else value
+        return value[region.slices] if isinstance(value, Tensor) and value.dim() else value
 
     values: dict[str, Any] = {}
     for name, value in source.items():
@@ -260,14 +260,14 @@ def load_everywhere(targets: Targets, source: Whole) -> None:
         if entry is None:
             continue
         if not entry.is_tensor:
-            targets.whole[entry.key] = source.read(name, Box((), ()))
+            targets.whole[entry.key] = source.read(name, Region((), ()))
         elif not targets.goes_by_rows(name):
             shape = source.facts[name].shape or ()
-            targets.whole[entry.key] = source.read(name, Box((0,) * len(shape), shape))
+            targets.whole[entry.key] = source.read(name, Region((0,) * len(shape), shape))
         else:
-            box = own_box(entry.value)
-            if box.numel:
-                dtensor.plain(entry.value).copy_(source.read(name, box))
+            region = own_region(entry.value)
+            if region.numel:
+                dtensor.plain(entry.value).copy_(source.read(name, region))
 
 
 @torch.no_grad()
@@ -301,7 +301,7 @@ class _Road:
     def __init__(self, targets: Targets, spread: Spread, device: torch.device) -> None:
         self._targets = targets
         self._spread = spread
-        self._scatter = None if spread.line is None else Scatter(*spread.line, device)
+        self._scatter = None if spread.line is None else RowScatter(*spread.line, device)
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def pass_on(self, blocks: "list[_Block]", rows: list[Tensor] | None) -> None:

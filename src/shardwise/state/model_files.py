@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.layout.fqns import clean
-from shardwise.layout.regions import Box
+from shardwise.layout.regions import Region
 from shardwise.state.loading import Facts, Whole
 from shardwise.state.names import listed
 
@@ -95,10 +95,10 @@ class ModelFiles:
             self._slices[name] = path, piece
             self._facts[name] = Facts(tuple(piece.get_shape()), _dtype_of(path, key, piece))
 
-    def _read(self, name: str, box: Box) -> torch.Tensor:
+    def _read(self, name: str, region: Region) -> torch.Tensor:
         path, piece = self._slices[name]
         try:
-            return piece[box.slices] if box.sizes else piece[...]
+            return piece[region.slices] if region.sizes else piece[...]
         except Exception as error:
             raise BadFile(f"{path}: {name} cannot be read ({error}).") from None
 

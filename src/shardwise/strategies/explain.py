@@ -186,7 +186,7 @@ def _numel(group: Group) -> int:
 
 
 def _full_bytes(group: Group) -> int:
-    return sum(bucket.computed.gathered_bytes for bucket in group.buckets)
+    return sum(bucket.computed.unsharded_bytes for bucket in group.buckets)
 
 
 def _stored_bytes(group: Group) -> int:

@@ -1,7 +1,7 @@
 """Gradients communicated in the caller's way, in the form in which a bucket asks for it.
 
 A *reducer* says how the gradients of a bucket are summed: over the ranks that share the parameters by a
-communicator (``scatterer``), and over replicas by a function (``all_reducer``).
+communicator (``make_reduce_scatter``), and over replicas by a function (``make_all_reduce``).
 """
 
 import math
@@ -25,16 +25,16 @@ class Reducer(Protocol):
 
     divides: bool
 
-    def scatterer(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
+    def make_reduce_scatter(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
         """Reduce-scatters over the ranks of ``pg``; None is a rank alone."""
         ...
 
-    def all_reducer(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
+    def make_all_reduce(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
         """Sums over replicas; None where there are none."""
         ...
 
 
-class CallersHook:
+class CommHookReducer:
     """FSDP1's hooks: ``(state, grad)`` over replicas, ``(state, grad, output)`` over shards.
 
     Over a mesh of both the hook does the shards, and the averages go over the replicas as usual.
@@ -48,13 +48,13 @@ class CallersHook:
         self._shards = shards
         self._replicas = replicas
 
-    def scatterer(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
+    def make_reduce_scatter(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
         """The hook, or for replicas alone nothing."""
         if not self._shards:
             return make_communicator(pg, device)
-        return _HookedScatter(partial(self._hook, self._state), self._replicas)
+        return _HookedReduceScatter(partial(self._hook, self._state), self._replicas)
 
-    def all_reducer(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
+    def make_all_reduce(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
         """The hook for replicas alone; the back end where there are shards."""
         if self._shards:
             return None if pg is None or pg.size() == 1 else partial(all_reduce, pg)
@@ -66,16 +66,16 @@ class CallersHook:
         return nothing
 
 
-class _HookedScatter:
+class _HookedReduceScatter:
     """A communicator that has the caller reduce-scatter one flat gradient a dtype."""
 
     packing_limit_bytes = 0
     packs_everything = True
-    sums_alike = False
+    sums_are_bitwise_equal = False
     channel = 0
     smallest_part_bytes = math.inf
-    room_to_reduce = 1.0
-    memory: Any = None
+    reduce_memory_factor = 1.0
+    pool: Any = None
 
     def __init__(self, hook: Callable[[Tensor, Tensor], None], replicas: int) -> None:
         self._hook = hook
@@ -112,7 +112,7 @@ def _filled(target: Tensor, hook: Callable[[Tensor], None]) -> None:
         target.copy_(given)
 
 
-class LowPrecision:
+class LowPrecisionReducer:
     """Gradients travel, and are summed, in a dtype of fewer bytes."""
 
     divides = False
@@ -120,12 +120,12 @@ class LowPrecision:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def scatterer(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
+    def make_reduce_scatter(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
         """What serves ``pg`` best, over casts."""
         plain = make_communicator(pg, device)
-        return plain if pg is None or pg.size() == 1 else _LowPrecisionScatter(plain, self._dtype)
+        return plain if pg is None or pg.size() == 1 else _LowPrecisionReduceScatter(plain, self._dtype)
 
-    def all_reducer(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
+    def make_all_reduce(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
         """A sum of casts."""
         return None if pg is None or pg.size() == 1 else partial(self._all_reduce, pg)
 
@@ -141,7 +141,7 @@ class LowPrecision:
         return finish
 
 
-class _LowPrecisionScatter:
+class _LowPrecisionReduceScatter:
     """Another communicator, over casts. ``outputs`` and ``inputs`` of a sum of float16 are kept in range."""
 
     def __init__(self, plain: Communicator, dtype: torch.dtype) -> None:
@@ -149,10 +149,10 @@ class _LowPrecisionScatter:
         self._dtype = dtype
         self.packing_limit_bytes = plain.packing_limit_bytes
         self.packs_everything = plain.packs_everything
-        self.sums_alike = plain.sums_alike
+        self.sums_are_bitwise_equal = plain.sums_are_bitwise_equal
         self.smallest_part_bytes = plain.smallest_part_bytes
-        self.room_to_reduce = plain.room_to_reduce + 1.0  # the casts, which are smaller
-        self.memory = plain.memory
+        self.reduce_memory_factor = plain.reduce_memory_factor + 1.0  # the casts, which are smaller
+        self.pool = plain.pool
 
     @property
     def channel(self) -> int:
@@ -184,7 +184,7 @@ class _LowPrecisionScatter:
         return finish
 
 
-class Quantized:
+class QuantizedReducer:
     """Gradients travel as int8 with a scale a block, and are summed in float32."""
 
     divides = False
@@ -193,13 +193,13 @@ class Quantized:
         self._block_size = block_size
         self._has_feedback = has_feedback
 
-    def scatterer(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
+    def make_reduce_scatter(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
         """An exchange of int8 messages."""
         if pg is None or pg.size() == 1:
             return make_communicator(pg, device)
         return QuantizedExchange(pg, device, self._block_size, self._feedback())
 
-    def all_reducer(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
+    def make_all_reduce(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
         """An exchange and a gather of them."""
         if pg is None or pg.size() == 1:
             return None
