@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardwise import DataParallelMeshDims, MixedPrecisionPolicy, ShardPlacementResult, fully_shard
 from shardwise.engine.members import sharded_members
-from shardwise.params.bucket import Storage
+from shardwise.params.bucket import ShardStorage
 from shardwise.strategies import explain
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -316,7 +316,7 @@ def test_the_totals_are_what_is_allocated(world3: World, build: Callable[[], nn.
 def offloaded() -> nn.Module:
     model = fully_shard(Tower(), mp_policy=BF16)
     other = torch.device("meta")  # than that of the mesh
-    model._shardwise_member.group.buckets[0].storage = Storage(other)
+    model._shardwise_member.group.buckets[0].storage = ShardStorage(other)
     return model
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.layout.mesh import Axis, device_of_group
-from shardwise.ranks.agreement import together
+from shardwise.ranks.agreement import run_on_all_ranks
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ class Team:
         if len(set(digests)) == 1:
             return [value]
         firsts = [rank for rank, each in enumerate(digests) if digests.index(each) == rank]
-        pickled = self.together(lambda: pickle.dumps(value))  # what cannot be is told by all ranks
+        pickled = self.run_on_all_ranks(lambda: pickle.dumps(value))  # what cannot be is told by all ranks
         return [pickle.loads(self.broadcast(pickled, rank)) for rank in firsts]
 
     def agree(self, caller: str, arguments: dict[str, Any]) -> None:
@@ -79,9 +79,9 @@ class Team:
 
         Ranks that were told different things would use different folders, or wait for each other for ever.
         """
-        together(self._axes, self._device, lambda: None, caller=caller, same=arguments)
+        run_on_all_ranks(self._axes, self._device, lambda: None, caller=caller, same=arguments)
 
-    def together(
+    def run_on_all_ranks(
         self, act: Callable[[], T], explain: Callable[[Exception], str] = str, says_rank: bool = True
     ) -> T:
         """`act()` of this rank, once it has succeeded on all; what failed on any is raised on all.
@@ -91,8 +91,8 @@ class Team:
             explain: the text of an error of this rank, before it is told to the others.
             says_rank: begin with the rank that failed, where not all did.
         """
-        return together(self._axes, self._device, act, explain=explain, says_rank=says_rank)
+        return run_on_all_ranks(self._axes, self._device, act, explain=explain, says_rank=says_rank)
 
     def on_first(self, act: Callable[[], Any], explain: Callable[[Exception], str] = str) -> None:
         """`act()` on the first rank; what it raises is raised on all."""
-        self.together(lambda: act() if self.is_first else None, explain, says_rank=False)
+        self.run_on_all_ranks(lambda: act() if self.is_first else None, explain, says_rank=False)

@@ -138,23 +138,23 @@ def load_checkpoint(
         place = check_call("load_checkpoint", path, model, flags)
         return place, as_optimizers(optimizer), check_objects(states)
 
-    place, optimizers, beside = team.together(check)
+    place, optimizers, beside = team.run_on_all_ranks(check)
     told = {"path": str(place), "optimizer": bool(optimizers), "states": list(beside)}
     team.agree("load_checkpoint", told | flags)
-    manifest = team.together(lambda: _opened(place, verify, trust))
+    manifest = team.run_on_all_ranks(lambda: _opened(place, verify, trust))
     _refuse_other_saves(team, manifest)
     team.on_first(manifest.check)
     names = parameter_names(model)
     ties = {name: tied for tied in names.values() for name in tied}
-    wanted = team.together(lambda: get_model_state_dict(model))
+    wanted = team.run_on_all_ranks(lambda: get_model_state_dict(model))
     all_names = {name for each in team.distinct(list(wanted), list(wanted)) for name in each}
-    values = team.together(
+    values = team.run_on_all_ranks(
         lambda: read_objects(manifest, _small_keys(manifest, team.rank, beside), verify, trust)
     )
     info = _dict_at(manifest, values, INFO)
     loaded = _loaded(manifest, team, values, info.get("world_size"))
 
-    missing, unexpected = team.together(
+    missing, unexpected = team.run_on_all_ranks(
         lambda: check_model(manifest, wanted, ties, all_names, strict, convert_dtype)
     )
 
@@ -164,19 +164,19 @@ def load_checkpoint(
         groups, kinds = saved_groups(manifest, values), info.get("optimizers")
         return check_optimizers(manifest, optimizers, names, groups, kinds, strict)
 
-    plans = team.together(plan)
-    own = team.together(lambda: {name: thing.state_dict() for name, thing in beside.items()})
+    plans = team.run_on_all_ranks(plan)
+    own = team.run_on_all_ranks(lambda: {name: thing.state_dict() for name, thing in beside.items()})
     places = tensor_places(own)
     everywhere = {place for each in team.distinct(places, places) for place in each}
-    state_plans, left = team.together(
+    state_plans, left = team.run_on_all_ranks(
         lambda: plan_states(manifest, beside, own, everywhere, strict, convert_dtype)
     )
     reading = Reading(manifest, model, wanted, optimizers, plans, state_plans, values, convert_dtype, missing)
-    team.together(lambda: reading.prepare(verify, trust))
+    team.run_on_all_ranks(lambda: reading.prepare(verify, trust))
     if any(team.gather(is_on_meta(model))):
-        team.together(lambda: refuse_lost(model, "load_checkpoint", _kept(model, wanted)))
+        team.run_on_all_ranks(lambda: refuse_lost(model, "load_checkpoint", _kept(model, wanted)))
         reading.plans = _planned_on_meta(team, model, plan)
-        reading.wanted = team.together(lambda: get_model_state_dict(model))
+        reading.wanted = team.run_on_all_ranks(lambda: get_model_state_dict(model))
     _fill(team, reading)
     missing += tuple(f"{STATES}.{name}" for name in left)
     return replace(loaded, missing=missing, unexpected=unexpected)
@@ -197,7 +197,7 @@ def _planned_on_meta(
         return plan()
 
     try:
-        return team.together(act)
+        return team.run_on_all_ranks(act)
     except Exception as error:
         mark_partly_loaded(model, f"{error} Its parameters have memory and no values.")
         raise
@@ -331,7 +331,7 @@ def _trying(what: str, hint: str = "") -> Iterator[None]:
 def _fill(team: Team, reading: Reading) -> None:
     """Read into all of them. What fails from here on leaves them partly loaded."""
     try:
-        team.together(reading.run, lambda error: f"{reading.manifest.path}: {error}")
+        team.run_on_all_ranks(reading.run, lambda error: f"{reading.manifest.path}: {error}")
     except Exception as error:
         why = f"{error}. The weights are partly those of the checkpoint and partly others; load another one."
         mark_partly_loaded(reading.model, why)

@@ -99,8 +99,10 @@ def save_checkpoint(
     if saves.last is not None:
         saves.last.end_before_next()
     flags = {"asynchronous": asynchronous}
-    place = team.together(lambda: check_call("save_checkpoint", path, model, flags))
-    state = team.together(lambda: _state(team, place, model, optimizer, states, shared, per_rank, keep))
+    place = team.run_on_all_ranks(lambda: check_call("save_checkpoint", path, model, flags))
+    state = team.run_on_all_ranks(
+        lambda: _state(team, place, model, optimizer, states, shared, per_rank, keep)
+    )
     told = {
         "path": str(place),
         "keep": keep,
@@ -115,7 +117,7 @@ def save_checkpoint(
     pending = PendingSave(place)
     if asynchronous:
         team_there = saves.team_in_background(team)
-        in_host_memory = team.together(lambda: _copied(state))
+        in_host_memory = team.run_on_all_ranks(lambda: _copied(state))
         saves.last = pending  # not before: if copying fails, nothing ends it
         pending.run_beside(partial(write, team_there, place, in_host_memory, keep, is_staged=True))
     else:

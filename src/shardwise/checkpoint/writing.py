@@ -20,7 +20,7 @@ def write(team: Team, path: Path, state: dict[str, Any], keep: int | None, is_st
     """
     save = Save(path, team.broadcast(folders.new_token() if team.is_first else None, 0))
     explain = partial(_why_not_written, save, team.rank)
-    made = team.together(lambda: folders.missing_parents(path))
+    made = team.run_on_all_ranks(lambda: folders.missing_parents(path))
     with folders.running(save.token):
         try:
             team.on_first(lambda: folders.prepare(save), explain)
@@ -76,10 +76,10 @@ def _write_files(
         sums = {name: each for _, of_rank in results for name, each in of_rank.items()}
         write_digests(folder, writer.save_id, (folder / METADATA).read_bytes(), sums)
 
-    plans = team.gather_at_first(team.together(plan_locally))
-    all_plans, metadata = team.together(plan_globally)
+    plans = team.gather_at_first(team.run_on_all_ranks(plan_locally))
+    all_plans, metadata = team.run_on_all_ranks(plan_globally)
     plan = team.scatter(all_plans)
-    results: Any = team.gather_at_first(team.together(write_own, explain, says_rank=False))
+    results: Any = team.gather_at_first(team.run_on_all_ranks(write_own, explain, says_rank=False))
     team.on_first(finish, explain)
 
 

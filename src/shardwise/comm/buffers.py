@@ -38,7 +38,7 @@ class FlatShard:
         self.layout = layout
         # Where the gradients of these shards land, a room further up. Weak: an optimizer that knows shards is
         # not to keep modules alive.
-        self.landing: Callable[[], Any] = lambda: None
+        self.sharded_gradients: Callable[[], Any] = lambda: None
         self.bytes = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)
         self.views = [with_own_storage(view) for view in local_views(self.bytes, layout, rank)]
         with _ALIVE_LOCK:

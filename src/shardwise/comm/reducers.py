@@ -1,7 +1,7 @@
 """Gradients communicated in the caller's way, in the form in which a bucket asks for it.
 
 A *reducer* says how the gradients of a bucket are summed: over the ranks that share the parameters by a
-communicator (``make_reduce_scatter``), and over replicas by a function (``make_all_reduce``).
+communicator (``reduce_scatter_communicator``), and over replicas by a function (``all_reduce_function``).
 """
 
 import math
@@ -25,11 +25,11 @@ class Reducer(Protocol):
 
     divides: bool
 
-    def make_reduce_scatter(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
+    def reduce_scatter_communicator(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
         """Reduce-scatters over the ranks of ``pg``; None is a rank alone."""
         ...
 
-    def make_all_reduce(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
+    def all_reduce_function(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
         """Sums over replicas; None where there are none."""
         ...
 
@@ -48,13 +48,13 @@ class CommHookReducer:
         self._shards = shards
         self._replicas = replicas
 
-    def make_reduce_scatter(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
+    def reduce_scatter_communicator(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
         """The hook, or for replicas alone nothing."""
         if not self._shards:
             return make_communicator(pg, device)
         return _HookedReduceScatter(partial(self._hook, self._state), self._replicas)
 
-    def make_all_reduce(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
+    def all_reduce_function(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
         """The hook for replicas alone; the back end where there are shards."""
         if self._shards:
             return None if pg is None or pg.size() == 1 else partial(all_reduce, pg)
@@ -120,12 +120,12 @@ class LowPrecisionReducer:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def make_reduce_scatter(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
+    def reduce_scatter_communicator(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
         """What serves ``pg`` best, over casts."""
         plain = make_communicator(pg, device)
         return plain if pg is None or pg.size() == 1 else _LowPrecisionReduceScatter(plain, self._dtype)
 
-    def make_all_reduce(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
+    def all_reduce_function(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
         """A sum of casts."""
         return None if pg is None or pg.size() == 1 else partial(self._all_reduce, pg)
 
@@ -193,13 +193,13 @@ class QuantizedReducer:
         self._block_size = block_size
         self._has_feedback = has_feedback
 
-    def make_reduce_scatter(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
+    def reduce_scatter_communicator(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
         """An exchange of int8 messages."""
         if pg is None or pg.size() == 1:
             return make_communicator(pg, device)
         return QuantizedExchange(pg, device, self._block_size, self._feedback())
 
-    def make_all_reduce(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
+    def all_reduce_function(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
         """An exchange and a gather of them."""
         if pg is None or pg.size() == 1:
             return None

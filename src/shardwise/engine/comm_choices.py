@@ -26,7 +26,7 @@ def check_choice(module: Any, method: str, others: Sequence[str]) -> None:
 
 
 def communicate(module: Any, method: str, **choices: Any) -> None:
-    """Have the buckets of a module's group communicate as ``choices`` (of Comms) say."""
+    """Have the buckets of a module's group communicate as ``choices`` (of CommOptions) say."""
     member = member_of(module)
     member.group.replan(lambda bucket: bucket.communicate(**choices))
     member.group.choices.add(method)

@@ -27,10 +27,10 @@ from shardwise.engine.gradient_parts import Departure, Departures
 from shardwise.layout.fqns import clean
 from shardwise.layout.mesh import Axis, ShardMesh
 from shardwise.params.bucket import Bucket
-from shardwise.params.changes import FullWatch, ShardWatch, are_all_there, take_gradients
+from shardwise.params.changes import ShardSnapshot, UnshardedView, are_all_there, take_gradients
 from shardwise.params.extension import check_protocol, has_methods, split_off
 from shardwise.params.parameter import FREED, Param, Site, refresh_flat_weights
-from shardwise.params.sharded_away import sharded_before
+from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.policies import CommPolicy
 from shardwise.ranks.failures import SILENT, Relay, Wait, relay_of_job
 from shardwise.torch_compat import autograd, c10d, dtensor, dynamo
@@ -199,11 +199,11 @@ class Group:
         self.params = [param for bucket in self.buckets for param in bucket.params]
         self._is_tensor_parallel = any(param.is_tensor_parallel for param in self.params)
         self.replicates = any(not bucket.mesh.replicate.is_alone for bucket in self.buckets)
-        self._watch: ShardWatch | None = None  # made when the shards are first looked at
+        self._watch: ShardSnapshot | None = None  # made when the shards are first looked at
         self._versions: list[int] = [0] * len(self.params)
         self._fulls: tuple[nn.Parameter, ...] = ()
         self._freed: tuple[nn.Parameter, ...] = ()  # those that lose their contents when they are freed
-        self._full_watch = FullWatch((), ())
+        self._full_watch = UnshardedView((), ())
         self._reductions: list[Reduction | None] = [None] * len(self.buckets)
         # Whether some parameters may remember unreduced gradients.
         self._has_deferred = any(param.remembers_deferred for param in self.params)
@@ -268,7 +268,7 @@ class Group:
         owner = next(bucket for bucket in self.buckets if param in bucket.params)
         owner.params.remove(param)
         if owner.params:
-            owner.move_in()
+            owner.rebuild_flat_shard()
         else:
             self.buckets.remove(owner)
         self._take_stock()
@@ -282,14 +282,14 @@ class Group:
         else:
             bucket = bucket_for(param)
             self.buckets.append(bucket)
-        bucket.move_in()
+        bucket.rebuild_flat_shard()
         self._take_stock()
 
     def refuse_open_ties(self) -> None:
         """No parameter may be tied to one of a group that nothing sharded has in common with this one."""
         if self.ties:
             tie = self.ties[0]
-            raise RuntimeError(open_tie_message(tie.site.fqn, f"{sharded_before(tie.original)}, which"))
+            raise RuntimeError(open_tie_message(tie.site.fqn, f"{name_of_replaced(tie.original)}, which"))
 
     def axes(self) -> list[Axis]:
         """The axes along which its shards are spread, the longest first."""
@@ -333,7 +333,7 @@ class Group:
         if not added:
             return
         for where, tensor in added:
-            ours = [param.fqn for param in self.params if param.full is tensor]
+            ours = [param.fqn for param in self.params if param.unsharded is tensor]
             if ours:
                 raise RuntimeError(
                     f"{where}: forward assigned the gathered parameter {ours[0]} to this attribute, which "
@@ -428,8 +428,8 @@ class Group:
 
     def _start_gather(self) -> Finish:
         if len(self.buckets) == 1:
-            return self.buckets[0].start_gather(self._lanes.all_gather)
-        finishes = [bucket.start_gather(self._lanes.all_gather) for bucket in self.buckets]
+            return self.buckets[0].start_all_gather(self._lanes.all_gather)
+        finishes = [bucket.start_all_gather(self._lanes.all_gather) for bucket in self.buckets]
 
         def finish() -> None:
             for each in finishes:
@@ -447,7 +447,7 @@ class Group:
         self._await(self._gathering.wait, self._gather_wait)
         self._gathering = None
         for bucket in self.buckets:
-            bucket.drop_part()
+            bucket.drop_post_forward_shard()
         autograd.set_versions(self._fulls, self._versions)
         self.show()
         self.state = state
@@ -518,7 +518,7 @@ class Group:
         lane.wait_for_compute()
         with lane.allocation_scope(), torch.inference_mode(False), torch.no_grad():
             for bucket in self.buckets:
-                bucket.keep_part()
+                bucket.keep_post_forward_shard()
         self._free(state)
         if changed:
             self._refuse_changes(changed)
@@ -527,13 +527,13 @@ class Group:
         self.state = self._next(STATES, self.state, "reshard")
         with self._lanes.all_gather.allocation_scope():
             for bucket in self.buckets:
-                bucket.drop_part()
+                bucket.drop_post_forward_shard()
 
     def changed_in_place(self) -> list[str]:
         """Names of full parameters that are no longer what was gathered: what ``reshard`` refuses to lose."""
         changed: list[str] = []
         for bucket in self.buckets:
-            changed += bucket.moved_params()
+            changed += bucket.relocated_params()
         versions = self._full_watch.versions()
         if versions != self._versions:
             rows = zip(self.params, versions, self._versions, strict=True)
@@ -668,11 +668,13 @@ class Group:
             raise RuntimeError(f"Cannot run forward: {meta_message(names)}")
         with self._lanes.all_gather.allocation_scope(), torch.inference_mode(False), torch.no_grad():
             for bucket in self.buckets:
-                bucket.make_full_parameters()
+                bucket.make_unsharded_params()
                 bucket.gathered.keep_memory(self.keeps_unsharded_storage)
-        self._fulls = tuple(full for bucket in self.buckets for full in bucket.fulls)
-        self._freed = tuple(full for b in self.buckets if not b.gathered.is_alias for full in b.fulls)
-        self._full_watch = FullWatch(self.params, self._fulls)
+        self._fulls = tuple(full for bucket in self.buckets for full in bucket.unsharded_params)
+        self._freed = tuple(
+            full for b in self.buckets if not b.gathered.is_alias for full in b.unsharded_params
+        )
+        self._full_watch = UnshardedView(self.params, self._fulls)
         self._watch_gradients()
 
     # --- what the caller does to the shards -------------------------------------------------------
@@ -689,11 +691,11 @@ class Group:
 
     def _follow_freezing(self) -> None:
         for param in self.params:
-            if param.full is not None and param.full.requires_grad != param.sharded.requires_grad:
-                param.full.requires_grad_(param.sharded.requires_grad)
+            if param.unsharded is not None and param.unsharded.requires_grad != param.sharded.requires_grad:
+                param.unsharded.requires_grad_(param.sharded.requires_grad)
                 self.on_new_plan(self)
         self._watch_gradients()
-        self._watch = ShardWatch(self.params)
+        self._watch = ShardSnapshot(self.params)
 
     def _are_on_meta(self) -> bool:
         return any(map(_is_on_meta, self.buckets))
@@ -703,7 +705,7 @@ class Group:
         if names := self.meta_parameters():
             raise RuntimeError(f"Cannot run forward: {meta_message(names)}")
         carried = [full.grad for full in self._fulls]
-        is_planned_anew = [bucket.follow_shards() for bucket in self.buckets]
+        is_planned_anew = [bucket.sync_flat_shard() for bucket in self.buckets]
         if any(is_planned_anew):
             self._take_stock()
             if any(gradient is not None for gradient in carried):
@@ -714,7 +716,7 @@ class Group:
                     full.grad = None if gradient is None else gradient.to(param.precision.accumulated)
             else:
                 for bucket in self.buckets:
-                    bucket.drop_full_parameters()
+                    bucket.drop_unsharded_params()
 
     def _watch_gradients(self) -> None:
         """Have trainable full parameters report their gradients."""
@@ -722,7 +724,7 @@ class Group:
         trainable = [i for i, full in enumerate(self._fulls) if full.requires_grad]
         for index in trainable:
             if index not in self._hooked:
-                self.params[index].attach_hooks_of_full()
+                self.params[index].attach_hooks_to_unsharded()
                 self._fulls[index].register_post_accumulate_grad_hook(partial(_tell_arrival, own, index))
                 self._hooked.add(index)
         self._trainable = frozenset(trainable)
@@ -943,9 +945,9 @@ class Group:
         assert reduction is not None
         self._await(reduction.finish, self._reduction_wait)
         self._reductions[number] = None
-        self._watch = self._watch or ShardWatch(self.params)
-        return bucket.land(
-            reduction, plainly=not self._has_deferred and self._watch.takes_gradients_plainly()
+        self._watch = self._watch or ShardSnapshot(self.params)
+        return bucket.accumulate(
+            reduction, without_hooks=not self._has_deferred and self._watch.has_no_gradient_hooks()
         )
 
     def defer(self) -> None:

@@ -64,7 +64,7 @@ from shardwise.engine.order import Order
 from shardwise.engine.plan_check import PlanCheck
 from shardwise.layout.mesh import Axis, highest_over
 from shardwise.params.bucket import Bucket
-from shardwise.params.initial_values import refuse_unequal_starts
+from shardwise.params.initial_values import refuse_unequal_initial_values
 from shardwise.ranks.failures import relay_of_job
 from shardwise.torch_compat import autograd, c10d, functorch
 from shardwise.torch_compat.functorch import outside_transforms
@@ -277,7 +277,7 @@ class Schedule:
                 bucket.use_channel(channel)
                 choices: dict[str, Any] = {
                     "reduce_pg": self._reduce_group(group, axis.pg),
-                    "part_axis": self._part_axis(axis, _part_world(group)),
+                    "post_forward_axis": self._part_axis(axis, _part_world(group)),
                 }
                 if bucket.would_change(choices):
                     group.replan(partial(Bucket.communicate, **choices), bucket)
@@ -574,7 +574,9 @@ class Schedule:
     def _compare_starts(self) -> None:
         """Once, before training: ranks begin with the same weights, and keep equal copies. Collective."""
         if not self._has_compared and torch.is_grad_enabled():
-            refuse_unequal_starts([param for group in self.groups for param in group.params], self._device)
+            refuse_unequal_initial_values(
+                [param for group in self.groups for param in group.params], self._device
+            )
             self._has_compared = True
 
     def _agree_within(self, _group: Group) -> None:

@@ -82,7 +82,7 @@ class ShardMesh:
     """Over which ranks parameters are sharded and replicated.
 
     ``mesh`` is the data-parallel mesh: its dims are those of ``replicate`` and ``shard`` that were asked
-    for, in this order. ``full`` is the mesh of all dims where the caller named the data-parallel ones
+    for, in this order. ``full_mesh`` is the mesh of all dims where the caller named the data-parallel ones
     (``dp_mesh_dims``) in it; its parameters may be DTensors on the whole of it.
     """
 
@@ -91,7 +91,7 @@ class ShardMesh:
     replicate: Axis
     device: torch.device
     roles: tuple[str, ...]
-    full: "FullMesh | None" = None
+    full_mesh: "FullMesh | None" = None
     parts: tuple[DeviceMesh, ...] = ()  # of which ``mesh`` is put together, if it is
     _joint: dict[int, tuple[DeviceMesh, list[int]]] = field(default_factory=dict)
     _plain: dict[tuple[Placement, ...], tuple[Placement, ...]] = field(default_factory=dict)
@@ -135,8 +135,8 @@ class ShardMesh:
             # One object for all alike: who goes through many parameters tells them apart by identity.
             return self.mesh, self._plain.setdefault(tuple(placed), tuple(placed))
         self._check_placements(tensor, where)
-        if self.full is not None and tensor.device_mesh == self.full.mesh:
-            return self.full.mesh_of_shards, self.full.placements(tensor, shard, where)
+        if self.full_mesh is not None and tensor.device_mesh == self.full_mesh.mesh:
+            return self.full_mesh.mesh_of_shards, self.full_mesh.placements(tensor, shard, where)
         inner = tensor.device_mesh
         if id(inner) not in self._joint:
             self._joint[id(inner)] = self._join(self._slice_like(inner, where))
@@ -164,7 +164,7 @@ class ShardMesh:
 
     @property
     def _root(self) -> DeviceMesh:
-        return dtensor.root_mesh(self.mesh if self.full is None else self.full.mesh)
+        return dtensor.root_mesh(self.mesh if self.full_mesh is None else self.full_mesh.mesh)
 
     def _check_placements(self, tensor: DTensor, where: str) -> None:
         for placement in tensor.placements:

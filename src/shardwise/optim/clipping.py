@@ -20,7 +20,7 @@ from shardwise.optim.norms import (
     norms_of_pieces,
     stacked,
 )
-from shardwise.params.sharded_away import sharded_before
+from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.ranks.failures import relay_of_job, relayed
 from shardwise.ranks.model_ranks import axes_of_given
 from shardwise.setup.validation import describe
@@ -287,5 +287,5 @@ def _name_of(given: nn.Module | Sequence[Tensor], param: Tensor) -> str:
     """What to call ``param`` in a message."""
     if isinstance(given, nn.Module):
         return next(clean(name) for name, each in given.named_parameters() if each is param)
-    known = sharded_before(param) if isinstance(param, nn.Parameter) else None
+    known = name_of_replaced(param) if isinstance(param, nn.Parameter) else None
     return known or f"parameter {next(i for i, each in enumerate(given) if each is param)}"

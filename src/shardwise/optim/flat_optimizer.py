@@ -35,7 +35,7 @@ from shardwise.optim.flat_runs import (
     make_runs,
     own_copy,
 )
-from shardwise.params.sharded_away import sharded_before
+from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.torch_compat import dtensor, optimizers
 
 Optimizer = torch.optim.Optimizer
@@ -325,7 +325,7 @@ def _member(param: DTensor, place: Place | None, state: Apart | None) -> Member:
 
 
 def _name(param: Tensor) -> str:
-    name = sharded_before(param)  # type: ignore[arg-type]
+    name = name_of_replaced(param)  # type: ignore[arg-type]
     return f"a parameter of shape {tuple(param.shape)}" if name is None else name
 
 

@@ -344,7 +344,7 @@ class Plan:
                 self._distances += [(b - a) * size for a, b in pairwise(run.starts)]
         del self._follows[0:1], self._follows[self._num_plain - 1 :]
         self._places = [members[0].place for _, members in found]
-        self._landings: list[_Landing] = []  # of all runs, or none
+        self._gradient_sources: list[_GradientSource] = []  # of all runs, or none
         return found
 
     def gradients(self, groups: Groups) -> list[Tensor] | None:
@@ -364,15 +364,21 @@ class Plan:
 
     def _wholes(self) -> list[Tensor] | None:
         """The gradients of the runs, where those of each have landed together: not looked at one by one."""
-        if not self._landings and self.runs and _landing_of(self.runs[0], self._places[0]) is not None:
-            found = [_landing_of(run, place) for run, place in zip(self.runs, self._places, strict=True)]
-            self._landings = [each for each in found if each is not None]
-            if len(self._landings) < len(found):
-                self._landings = []
+        if (
+            not self._gradient_sources
+            and self.runs
+            and _gradient_source_of(self.runs[0], self._places[0]) is not None
+        ):
+            found = [
+                _gradient_source_of(run, place) for run, place in zip(self.runs, self._places, strict=True)
+            ]
+            self._gradient_sources = [each for each in found if each is not None]
+            if len(self._gradient_sources) < len(found):
+                self._gradient_sources = []
         wholes: list[Tensor] = []
-        for at in self._landings:
-            landing = at.landing()
-            whole = None if landing is None else landing.whole_of(at.shards)
+        for at in self._gradient_sources:
+            sharded_gradients = at.sharded_gradients()
+            whole = None if sharded_gradients is None else sharded_gradients.flat_gradient_of(at.shards)
             if whole is None:
                 return None
             wholes.append(whole)
@@ -401,22 +407,26 @@ class Plan:
         return not any(map(is_not, map(_GRAD, self.resting), repeat(None)))
 
 
-class _Landing(NamedTuple):
+class _GradientSource(NamedTuple):
     """Where gradients land as one tensor, and whose: ``shards``, in the order of that place."""
 
-    landing: Callable[[], Any]
+    sharded_gradients: Callable[[], Any]
     shards: list[Tensor]
 
 
-def _landing_of(run: Run, place: Place | None) -> _Landing | None:
+def _gradient_source_of(run: Run, place: Place | None) -> _GradientSource | None:
     """Where all gradients of ``run``, and no others, land as one tensor."""
-    landing = None if place is None else place.shard.landing()
-    if place is None or landing is None:
+    sharded_gradients = None if place is None else place.shard.sharded_gradients()
+    if place is None or sharded_gradients is None:
         return None
-    shards = landing.shards
-    whole = landing.whole_of(shards) if set(map(id, shards)) == set(map(id, run.params)) else None
+    shards = sharded_gradients.shards
+    whole = (
+        sharded_gradients.flat_gradient_of(shards)
+        if set(map(id, shards)) == set(map(id, run.params))
+        else None
+    )
     is_one = whole is not None and whole.shape == run.flat.shape
-    return _Landing(place.shard.landing, shards) if is_one else None
+    return _GradientSource(place.shard.sharded_gradients, shards) if is_one else None
 
 
 _LOCAL, _GRAD, _SPEC = attrgetter("_local_tensor"), attrgetter("grad"), attrgetter("_spec")

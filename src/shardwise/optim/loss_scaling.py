@@ -56,7 +56,7 @@ class GradScaler(torch.amp.GradScaler):
 
 def _values(gradient: Tensor, allow_fp16: bool) -> Tensor:
     """The numbers of a gradient that this rank holds."""
-    if isinstance(gradient, DeferredGradient) and not gradient.mark.is_zeroed:
+    if isinstance(gradient, DeferredGradient) and not gradient.changes.is_zeroed:
         raise RuntimeError(
             "GradScaler: gradients of backwards without synchronisation wait to be reduced, so that .grad "
             "does not show them. Run the last backward outside no_sync() before step() or unscale_()."

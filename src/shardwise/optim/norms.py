@@ -87,10 +87,13 @@ def gradients_in(model: nn.Module, caller: str, name_of: Callable[[Tensor], str]
     params = {id(param): param for param in registered if param is not None}
     groups = dict.fromkeys(module.__dict__[PLACE].group for module in modules if PLACE in module.__dict__)
     together: list[tuple[Tensor, Tensor, Tensor, Place]] = []
-    for landing in [bucket.landing for group in groups for bucket in group.buckets]:
-        shards = landing.shards
+    for sharded_gradients in [bucket.sharded_gradients for group in groups for bucket in group.buckets]:
+        shards = sharded_gradients.shards
         keys = list(map(id, shards))
-        if all(map(params.__contains__, keys)) and (whole := landing.whole_of(shards)) is not None:
+        if (
+            all(map(params.__contains__, keys))
+            and (whole := sharded_gradients.flat_gradient_of(shards)) is not None
+        ):
             spec = dtensor.spec_of(shards[0])
             together.append((shards[0], whole, whole, (spec.mesh, without_sums(spec.placements))))
             deque(map(params.pop, keys), maxlen=0)
@@ -176,7 +179,7 @@ def without_sums(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
 
 
 def _check_gradient(param: Tensor, gradient: Tensor, caller: str, name_of: Callable[[Tensor], str]) -> None:
-    if isinstance(gradient, DeferredGradient) and not gradient.mark.is_zeroed:
+    if isinstance(gradient, DeferredGradient) and not gradient.changes.is_zeroed:
         raise RuntimeError(
             f"{caller}: {name_of(param)}: gradients of backward passes without synchronisation "
             "(no_sync, set_requires_gradient_sync(False), set_requires_all_reduce(False)) wait to be "

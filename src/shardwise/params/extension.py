@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from shardwise.comm.streams import CommStream, Finish, nothing
 from shardwise.layout.mesh import ShardMesh
 from shardwise.layout.slots import ALIGNMENT
-from shardwise.params.bucket import Bucket, Storage
+from shardwise.params.bucket import Bucket, ShardStorage
 from shardwise.params.parameter import Param
 from shardwise.policies import CommPolicy
 from shardwise.torch_compat import dtensor
@@ -132,7 +132,7 @@ class ExtensionBucket(Bucket):
     """One parameter that gathers itself. Its gradient is reduced as any other's."""
 
     def __init__(
-        self, param: Param, mesh: ShardMesh, policy: CommPolicy, storage: Storage, mp_policy: Any
+        self, param: Param, mesh: ShardMesh, policy: CommPolicy, storage: ShardStorage, mp_policy: Any
     ) -> None:
         super().__init__([param], mesh, policy, storage)
         self.mp_policy = mp_policy
@@ -166,17 +166,17 @@ class ExtensionBucket(Bucket):
         self.shard.bytes = torch.empty(0, dtype=torch.uint8, device=device)
         self._outputs: list[Tensor] | None = None
 
-    def follow_shards(self) -> bool:
+    def sync_flat_shard(self) -> bool:
         """Take over a shard that was moved, cast or assigned; True if it was planned anew."""
         param = self._param
         is_planned_anew = param.sharded.dtype != param.precision.stored or self.shard.bytes.is_meta
         if is_planned_anew:
-            self.move_in()
+            self.rebuild_flat_shard()
         else:
             self._take_local()
         return is_planned_anew
 
-    def move_in(self) -> None:
+    def rebuild_flat_shard(self) -> None:
         """Plan anew."""
         self._param.follow_dtype()
         self.lay_out(torch.device("meta") if self._param.sharded.is_meta else self.storage.device)
@@ -195,7 +195,7 @@ class ExtensionBucket(Bucket):
 
     # --- the full parameter -----------------------------------------------------------------------
 
-    def make_full_parameters(self) -> None:
+    def make_unsharded_params(self) -> None:
         """The first gather makes it: only then is known what travels."""
         self.gathered = _ExtensionBuffer()  # type: ignore[assignment]
         outputs, metadata = self._gather_now()
@@ -204,9 +204,9 @@ class ExtensionBucket(Bucket):
         result = local.fsdp_post_all_gather(outputs, metadata, self._param_dtype)  # type: ignore[attr-defined]
         full, inner = self._checked(result, POST, "(tensor, inner tensors) where out is None")
         self.gathered.add([*outputs, *inner])  # type: ignore[attr-defined]
-        self._param.make_full_over(self._without_padding(full))
-        assert self._param.full is not None
-        self.fulls = [self._param.full]
+        self._param.make_unsharded_over(self._without_padding(full))
+        assert self._param.unsharded is not None
+        self.unsharded_params = [self._param.unsharded]
 
     def _without_padding(self, full: Any) -> Tensor:
         """``full`` without the rows that padded shards have left at its end."""
@@ -271,7 +271,7 @@ class ExtensionBucket(Bucket):
             )
         return result[0], result[1]
 
-    def start_gather(self, stream: CommStream) -> Finish:
+    def start_all_gather(self, stream: CommStream) -> Finish:
         """Gather anew into the same memory."""
         if self._is_fresh:
             self._is_fresh = False
@@ -286,7 +286,7 @@ class ExtensionBucket(Bucket):
             with _as_values():
                 wait()
                 self._param.local.fsdp_post_all_gather(  # type: ignore[attr-defined]
-                    self._outputs, metadata, self._param_dtype, out=self._param.full_data()
+                    self._outputs, metadata, self._param_dtype, out=self._param.unsharded_data()
                 )
 
         return finish
@@ -318,7 +318,7 @@ class ExtensionBucket(Bucket):
             for output, source in zip(outputs, inputs, strict=True):
                 output.view(source.shape).copy_(source)
             return nothing
-        sends, landings, finishes = [], [], []
+        sends, receives, finishes = [], [], []
         for index, (source, output) in enumerate(zip(inputs, outputs, strict=True)):
             sizes = [torch.Size(shapes[index]).numel() * source.itemsize for shapes in self._shapes]
             raw = (
@@ -328,16 +328,16 @@ class ExtensionBucket(Bucket):
             is_even = min(sizes) == max(sizes) and sizes[0] % ALIGNMENT == 0
             if is_even:
                 sends.append(raw)
-                landings.append(flat)
+                receives.append(flat)
             else:
                 room = -(-max(sizes) // ALIGNMENT) * ALIGNMENT
                 sends.append(torch.nn.functional.pad(raw, (0, room - raw.numel())))
-                landings.append(raw.new_empty(room * len(sizes)))
-                finishes.append((landings[-1].view(len(sizes), room), sizes, flat))
+                receives.append(raw.new_empty(room * len(sizes)))
+                finishes.append((receives[-1].view(len(sizes), room), sizes, flat))
         some = [i for i, send in enumerate(sends) if send.numel()]
         # One after the other: messages are told apart by their place in a shard buffer (see
         # collectives.py), which these do not have.
-        waits = [self._gather_comm.all_gather([landings[i]], [sends[i]]) for i in some]
+        waits = [self._all_gather_comm.all_gather([receives[i]], [sends[i]]) for i in some]
 
         def finish() -> None:
             for wait in waits:
@@ -349,7 +349,7 @@ class ExtensionBucket(Bucket):
 
     # --- what a bucket of plain parameters does otherwise ------------------------------------------
 
-    def moved_params(self) -> list[str]:
+    def relocated_params(self) -> list[str]:
         """The full parameter cannot be told apart by its address."""
         return []
 
@@ -357,7 +357,7 @@ class ExtensionBucket(Bucket):
         """What was gathered cannot be compared with the shard: it is always gathered anew."""
         return True
 
-    def keep_part(self) -> None:
+    def keep_post_forward_shard(self) -> None:
         """Nothing is kept: backward gathers it from all ranks."""
 
     _is_fresh = False
@@ -382,10 +382,10 @@ def split_off(bucket: Bucket, mp_policy: Any) -> list[Bucket]:
             param.local.data = param.local.clone()  # the same tensor, over memory of its own
         own = ExtensionBucket(param, bucket.mesh, bucket.policy, bucket.storage, mp_policy)
         own.communicate_as(bucket)
-        own.move_in()
+        own.rebuild_flat_shard()
         made.append(own)
     bucket.params = [param for param in bucket.params if param not in leaving]
     if bucket.params:
-        bucket.move_in()
+        bucket.rebuild_flat_shard()
         made.insert(0, bucket)
     return made

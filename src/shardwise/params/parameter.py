@@ -32,7 +32,7 @@ from shardwise.layout.fqns import clean
 from shardwise.layout.mesh import ShardMesh
 from shardwise.layout.precision import Precision
 from shardwise.params.deferred import DeferredGradient, deferred_gradient
-from shardwise.params.sharded_away import NAME, ShardedAway
+from shardwise.params.replaced_parameter import NAME, ReplacedParameter
 from shardwise.torch_compat import autograd, dtensor, tensor_impl
 
 FREED = 2**31 - 1
@@ -53,7 +53,7 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class InitialChecksums:
     """Checksums of what a parameter was when it was cut: of the whole, and of this rank's part.
 
     None: it had no values, or none that can be compared.
@@ -86,7 +86,7 @@ class Param:
         own = vars(original.detach())
         self.attributes = {name: value for name, value in vars(original).items() if name not in own}
         self.sharded = original  # until install_shard() replaces it
-        self.full: nn.Parameter | None = None
+        self.unsharded: nn.Parameter | None = None
         self._full_class = type(original)
         self._inner = original._spec if isinstance(original, DTensor) else None
         self.shape = tuple(self.content().shape)
@@ -106,7 +106,7 @@ class Param:
         self._deferred: DeferredGradient | None = None
         self._shows_deferred = False  # .grad is the unreduced gradient itself
         self.compares = True  # with other ranks, before training begins
-        self.start: Start | None = None
+        self.initial_checksums: InitialChecksums | None = None
 
     def content(self) -> Tensor:
         """The tensor that is to be sharded, before it is."""
@@ -168,14 +168,14 @@ class Param:
         self.mesh = mesh
         self._precision_for = precision_for
         self.precision = precision_for(self.sharded.dtype)
-        self.full = None
+        self.unsharded = None
         self._allow_gradients(self.sharded)
 
     def copied(self, sites: list[Site], sharded: nn.Parameter) -> "Param":
         """The same parameter in a copy of the model, where ``sharded`` is its shard."""
         twin = copy.copy(self)
         twin.sites, twin.sharded, twin.local = sites, sharded, dtensor.local_tensor(sharded)
-        twin.full = twin._deferred = None
+        twin.unsharded = twin._deferred = None
         twin._shows_deferred = False
         twin._original_hooks = twin.original_post_hooks = None
         twin._allow_gradients(sharded)
@@ -196,7 +196,7 @@ class Param:
         self.sharded, self.local = sharded, dtensor.local_tensor(sharded)
         self._sign()
         if (original := self._original()) is not None and type(original) is nn.Parameter:
-            original.__class__ = ShardedAway
+            original.__class__ = ReplacedParameter
 
     def rebase(self, local: Tensor) -> None:
         """Move the shard to ``local`` (its contents are there already), the parameter stays.
@@ -235,7 +235,7 @@ class Param:
                 return False
         if dtensor.local_tensor(sharded) is not self.local:
             return False
-        return self.full is None or self.full.requires_grad == sharded.requires_grad
+        return self.unsharded is None or self.unsharded.requires_grad == sharded.requires_grad
 
     def replaced_by(self) -> nn.Parameter | None:
         """The sharded parameter that now stands at the sites instead of ours; None: ours does.
@@ -319,29 +319,29 @@ class Param:
 
     # --- the full parameter -----------------------------------------------------------------------
 
-    def make_full(self, data: Tensor) -> None:
+    def make_unsharded(self, data: Tensor) -> None:
         """Make the full parameter over ``data``, a tensor in the gathered buffer."""
-        self.full = self.as_original(data)
-        vars(self.full).update(self.attributes)
+        self.unsharded = self.as_original(data)
+        vars(self.unsharded).update(self.attributes)
         if self.precision.accumulated != self.precision.computed:
-            tensor_impl.set_grad_dtype(self.full, self.precision.accumulated)
+            tensor_impl.set_grad_dtype(self.unsharded, self.precision.accumulated)
 
-    def make_full_over(self, full: Tensor) -> None:
+    def make_unsharded_over(self, full: Tensor) -> None:
         """Make the full parameter over a tensor of another class, which its own protocol has made."""
         if self._inner is not None:
             full = dtensor.make_dtensor(full, self._inner_spec(full.dtype))
-        self.full = nn.Parameter(full.detach(), requires_grad=self.sharded.requires_grad)
+        self.unsharded = nn.Parameter(full.detach(), requires_grad=self.sharded.requires_grad)
         for name, value in self.attributes.items():
-            vars(self.full).setdefault(name, value)
-        if self.precision.accumulated != self.full.dtype and self.full.dtype.is_floating_point:
-            tensor_impl.set_grad_dtype(self.full, self.precision.accumulated)
+            vars(self.unsharded).setdefault(name, value)
+        if self.precision.accumulated != self.unsharded.dtype and self.unsharded.dtype.is_floating_point:
+            tensor_impl.set_grad_dtype(self.unsharded, self.precision.accumulated)
 
     def as_original(self, data: Tensor) -> nn.Parameter:
         """A parameter over ``data`` of the class and, for a DTensor, of the placements of the original."""
         wants_grad = self.sharded.requires_grad
         if self._inner is not None:
             return nn.Parameter(dtensor.make_dtensor(data, self._inner_spec(data.dtype)), wants_grad)
-        if self._full_class in (nn.Parameter, ShardedAway):
+        if self._full_class in (nn.Parameter, ReplacedParameter):
             return nn.Parameter(data, wants_grad)
         return tensor_impl.as_subclass_of_parameter(self._full_class, data, wants_grad)
 
@@ -360,19 +360,19 @@ class Param:
             full, self._inner.mesh, self._inner.placements, shape=whole.shape, stride=whole.stride
         )
 
-    def full_data(self) -> Tensor:
+    def unsharded_data(self) -> Tensor:
         """The full parameter's own memory."""
-        assert self.full is not None
-        return dtensor.local_tensor(self.full) if self._inner is not None else self.full
+        assert self.unsharded is not None
+        return dtensor.local_tensor(self.unsharded) if self._inner is not None else self.unsharded
 
     def content_of(self, gradient: Tensor) -> Tensor:
         """This rank's part of a gradient of the full parameter, split as the parameter itself."""
         if self._inner is None or not isinstance(gradient, DTensor):
             return gradient
         wanted = list(self._inner.placements)
-        if self.mesh.full is not None and gradient.device_mesh == self.mesh.full.mesh:
+        if self.mesh.full_mesh is not None and gradient.device_mesh == self.mesh.full_mesh.mesh:
             # Sums over data-parallel ranks are what the reduction is for.
-            for index in self.mesh.full.data_parallel_dims:
+            for index in self.mesh.full_mesh.data_parallel_dims:
                 wanted[index] = gradient.placements[index]
         if tuple(wanted) != gradient.placements:
             gradient = gradient.redistribute(placements=wanted)
@@ -381,21 +381,21 @@ class Param:
     @property
     def has_own_class(self) -> bool:
         """True if the original was of a subclass of ``nn.Parameter``."""
-        return self._inner is None and self._full_class not in (nn.Parameter, ShardedAway)
+        return self._inner is None and self._full_class not in (nn.Parameter, ReplacedParameter)
 
     @property
     def has_hooks_of_original(self) -> bool:
         """True if the caller had put hooks on the original."""
         return bool(self._original_hooks) or bool(self.original_post_hooks)
 
-    def attach_hooks_of_full(self) -> None:
+    def attach_hooks_to_unsharded(self) -> None:
         """Have the gradient hooks run that the caller had put on the original.
 
         They see this rank's gradient of the full parameter, before it is reduced.
         """
-        assert self.full is not None
+        assert self.unsharded is not None
         if self._original_hooks is not None:
-            self.full.register_hook(partial(_run_hooks, self._original_hooks))
+            self.unsharded.register_hook(partial(_run_hooks, self._original_hooks))
 
     # --- the gradient -----------------------------------------------------------------------------
 
@@ -468,7 +468,7 @@ class Param:
             return True
         if not isinstance(deferred, DeferredGradient):
             return False  # converted by .to(), which swaps what a tensor is
-        if deferred.mark.is_changed and not deferred.mark.is_zeroed and not self._shows_deferred:
+        if deferred.changes.is_changed and not deferred.changes.is_zeroed and not self._shows_deferred:
             warnings.warn(
                 f"{self.fqn}: .grad was changed in place while gradients of backward passes without "
                 "synchronisation (set_requires_gradient_sync(False)) wait to be reduced. The change does "
@@ -476,9 +476,9 @@ class Param:
                 "changing .grad.",
                 stacklevel=2,
             )
-        if deferred.mark.is_zeroed:
+        if deferred.changes.is_zeroed:
             self._shows_deferred = False
-        return deferred.mark.is_zeroed
+        return deferred.changes.is_zeroed
 
     def _accumulate(self, local: Tensor) -> None:
         existing = self.sharded.grad

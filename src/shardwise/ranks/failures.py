@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from shardwise.layout.mesh import Axis
 from shardwise.ranks.disagreement import deadlock, explain_failure, relayed_text, subject_of
-from shardwise.ranks.failure_notes import Note, Notes
+from shardwise.ranks.failure_notes import FailureNote, FailureNotes
 from shardwise.ranks.model_ranks import axes_of_given
 from shardwise.torch_compat import c10d
 
@@ -83,10 +83,10 @@ class Relay:
         self.waiting: Wait | None = None
         self.waits: weakref.WeakSet[Wait] = weakref.WeakSet()  # what may be waited for
         self.rank = rank
-        self.failure: Note | None = None  # of another rank, which this one cannot survive
-        self._notes = None if store is None else Notes(store)
+        self.failure: FailureNote | None = None  # of another rank, which this one cannot survive
+        self._notes = None if store is None else FailureNotes(store)
         self._lock = threading.RLock()  # a finalizer may report inside of it
-        self._own: Note | None = None  # posted, and not over
+        self._own: FailureNote | None = None  # posted, and not over
         self._failed_at = (-1, 0)  # collectives issued, and how many failures there
         self._seen = (0, 0)  # the wait by its id: holding it would keep its model alive until the next look
         self._looks = 0
@@ -94,7 +94,7 @@ class Relay:
         self._heeded: set[int] = set()  # failures that were raised here
         self._is_stuck = False
         self._stuck_before: Any = None
-        self._look_for: tuple[Note, dict[int, Any], int] | None = None
+        self._look_for: tuple[FailureNote, dict[int, Any], int] | None = None
         if self._notes is not None:
             for note in self._notes.active():  # of an earlier process group in this store
                 if note.rank == rank:
@@ -152,9 +152,9 @@ class Relay:
             return
         before, times = self._failed_at
         self._failed_at = self.issued, times + 1 if before == self.issued else 1
-        self._own = self._post(Note(self.rank, where, text, *self._failed_at, is_vague=is_vague))
+        self._own = self._post(FailureNote(self.rank, where, text, *self._failed_at, is_vague=is_vague))
 
-    def _post(self, note: Note) -> Note | None:
+    def _post(self, note: FailureNote) -> FailureNote | None:
         assert self._notes is not None
         try:
             return self._notes.post(note)
@@ -196,11 +196,11 @@ class Relay:
             self._take(note)
         return CommunicationError(text)
 
-    def _take(self, note: Note) -> None:
+    def _take(self, note: FailureNote) -> None:
         self.failure = note
         self._heeded.add(note.key)
 
-    def _heeds(self, note: Note) -> bool:
+    def _heeds(self, note: FailureNote) -> bool:
         """Whether it is news: a failure of another rank that this one has not met alike."""
         issued, times = self._failed_at
         is_alike = note.issued == issued and note.ordinal <= times
@@ -261,7 +261,7 @@ class Relay:
         text = None if found is None or found != self._stuck_before else deadlock(found)
         self._stuck_before = found
         if text is not None:
-            self._take(self._notes.post(Note(self.rank, "", text, 0, between=tuple(ranks))))
+            self._take(self._notes.post(FailureNote(self.rank, "", text, 0, between=tuple(ranks))))
 
     def _leave_stuck(self) -> None:
         assert self._notes is not None

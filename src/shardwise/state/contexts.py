@@ -14,10 +14,10 @@ from shardwise.engine.members import sharded_members
 from shardwise.engine.schedule import Member, Schedule
 from shardwise.fsdp_module import is_sharded
 from shardwise.layout.mesh import axes_of
-from shardwise.ranks.agreement import together
+from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import relay_of_job
 from shardwise.ranks.model_ranks import axes_of_given, mesh_device
-from shardwise.ranks.replicas import are_silent
+from shardwise.ranks.replicas import are_fake
 from shardwise.state.lending import Lent, Terms, check_can_lend
 
 T = TypeVar("T")
@@ -208,9 +208,9 @@ def _agreed(caller: str, module: Any, check: Callable[[], T], same: dict[str, An
     """
     params = list(module.parameters()) if isinstance(module, nn.Module) else []
     device = mesh_device(module) if params else None
-    axes = [] if device is None or are_silent(axes_of(params), device) else axes_of(params)
+    axes = [] if device is None or are_fake(axes_of(params), device) else axes_of(params)
     with relay_of_job().call(caller, lambda: axes_of_given(module)):
-        return together(axes, device or torch.device("cpu"), check, caller=caller, same=same)
+        return run_on_all_ranks(axes, device or torch.device("cpu"), check, caller=caller, same=same)
 
 
 def _members_to_change(module: Any, caller: str, recurse: bool = True) -> list[Member]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.full_tensors import batches, full_bytes, gather_full
 from shardwise.layout.mesh import Axis
-from shardwise.ranks.agreement import together
+from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.model_ranks import axes_of_model, device_of_model, is_first, own_rank, ranks_of_model
 from shardwise.state.disk import sync
 from shardwise.state.model_files import DTYPES, INDEX, SINGLE, import_safetensors
@@ -79,16 +79,16 @@ def save_safetensors(
         _check_dtypes(dict(zip(tensors, dtypes, strict=True)))
         return tensors, _plan(tensors, dtypes, max_shard_bytes)
 
-    tensors, files = together(axes, device, planned)
+    tensors, files = run_on_all_ranks(axes, device, planned)
     told = {"directory": os.fspath(directory), "max_shard_bytes": max_shard_bytes, "dtype": dtype}
     told["metadata"] = sorted((metadata or {}).items())
-    together(axes, device, lambda: None, caller="save_safetensors", same=told)
+    run_on_all_ranks(axes, device, lambda: None, caller="save_safetensors", same=told)
     ranks = ranks_of_model(model)
     job = _Job(Path(directory), axes, device)
     header = {**(metadata or {}), "format": "pt"}
     try:
-        job.together(job.refuse_other_files)
-        job.together(job.prepare)
+        job.run_on_all_ranks(job.refuse_other_files)
+        job.run_on_all_ranks(job.prepare)
         for start in range(0, len(files), len(ranks)):
             own: list[tuple[_File, dict[str, Tensor]]] = []
             for file, rank in zip(files[start : start + len(ranks)], ranks, strict=False):
@@ -97,8 +97,8 @@ def save_safetensors(
                     landed = [whole.cpu().contiguous() for whole in wholes if whole is not None]
                     own.append((file, dict(zip(file.names, landed, strict=True))))
                 del wholes
-            job.together(partial(job.write, own, header))
-        job.together(lambda: job.finish(files))
+            job.run_on_all_ranks(partial(job.write, own, header))
+        job.run_on_all_ranks(lambda: job.finish(files))
     except BaseException:
         job.clear()
         raise
@@ -167,7 +167,7 @@ class _Job:
         self._axes, self._device = axes, device
         self._is_first = is_first(axes)
 
-    def together(self, act: Callable[[], Any]) -> None:
+    def run_on_all_ranks(self, act: Callable[[], Any]) -> None:
         """Do it on all ranks; all raise if one could not."""
 
         def told() -> None:
@@ -178,7 +178,7 @@ class _Job:
                     raise
                 raise RuntimeError(self._told(error)) from error
 
-        together(self._axes, self._device, told, says_rank=False)
+        run_on_all_ranks(self._axes, self._device, told, says_rank=False)
 
     def _told(self, error: OSError) -> str:
         free = ""

@@ -15,9 +15,9 @@ from torch import nn
 
 from shardwise.comm.full_tensors import BUCKET_BYTES, own_region
 from shardwise.layout.fqns import clean
-from shardwise.ranks.agreement import together
+from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import relayed
-from shardwise.ranks.model_ranks import Spread, axes_of_model, device_of_model
+from shardwise.ranks.model_ranks import Broadcast, axes_of_model, device_of_model
 from shardwise.state.loading import (
     Facts,
     LoadReport,
@@ -96,11 +96,11 @@ def load_full_state_dict(
     with ExitStack() as files:
         if src_rank is None:
             return load.everywhere(lambda: _opened(source, files))
-        spread = Spread(load.axes, src_rank, load.device)
-        offer = spread.object(_Offer.of(source) if spread.holds else None)
+        broadcast = Broadcast(load.axes, src_rank, load.device)
+        offer = broadcast.object(_Offer.of(source) if broadcast.is_source else None)
         if offer.paths is not None:
             return load.everywhere(lambda: _opened(offer.paths, files))
-        return load.from_one(offer, source, spread)
+        return load.from_one(offer, source, broadcast)
 
 
 @dataclass(frozen=True)
@@ -185,14 +185,14 @@ class _Load:
             check_flags(CALLER, strict=strict, convert_dtype=converts)
 
         told = {"src_rank": src_rank, "strict": strict, "convert_dtype": converts}
-        together(self.axes, self.device, check, caller=CALLER, same=told)
+        run_on_all_ranks(self.axes, self.device, check, caller=CALLER, same=told)
         self._targets = Targets(CALLER, self._entries(), strict, converts)
 
     def _entries(self) -> dict[str, Entry]:
         return {entry.name: entry for entry in entries_of(self._model)}
 
     def _together(self, act: Callable[[], T]) -> T:
-        return together(self.axes, self.device, act)
+        return run_on_all_ranks(self.axes, self.device, act)
 
     def everywhere(self, open_source: Callable[[], Whole]) -> LoadReport:
         """Each rank reads its rows of a source that is checked first."""
@@ -206,7 +206,7 @@ class _Load:
         self._together(check)
         return self._written(lambda: self._together(lambda: load_everywhere(self._targets, source)))
 
-    def from_one(self, offer: _Offer, source: Any, spread: Spread) -> LoadReport:
+    def from_one(self, offer: _Offer, source: Any, broadcast: Broadcast) -> LoadReport:
         """One rank reads, and sends to the others."""
         if offer.error is not None:
             raise RuntimeError(offer.error)
@@ -216,13 +216,13 @@ class _Load:
                 self._refuse_lost()
                 return
             self._check(offer.facts)
-            if spread.holds:
+            if broadcast.is_source:
                 values = {clean(name): value for name, value in source.items()}
                 self._targets.refuse_broken_ties(values.__getitem__)
 
         def write() -> None:
-            pairs = _as_pairs(source) if spread.holds else None
-            load_from_one(self._targets, pairs, spread, self.device, BUCKET_BYTES)
+            pairs = _as_pairs(source) if broadcast.is_source else None
+            load_from_one(self._targets, pairs, broadcast, self.device, BUCKET_BYTES)
             self._targets.check_complete()
 
         self._together(check)

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.comm.full_tensors import BUCKET_BYTES, STAGING_BYTES, batches, full_values, gather_full
-from shardwise.ranks.agreement import together
+from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import relayed
-from shardwise.ranks.model_ranks import Spread, axes_of_model, device_of_model
+from shardwise.ranks.model_ranks import Broadcast, axes_of_model, device_of_model
 from shardwise.state.names import check_at_rest, check_flags, entries_of, listed, parameters_of
 from shardwise.state.optimizer_state import full_optimizer_state
 
@@ -135,7 +135,7 @@ def _check_together(model: Any, check: Callable[[], T], caller: str, same: dict[
     """Where one rank's check fails, or ranks have different arguments, all raise; none of them waits."""
     if not isinstance(model, nn.Module):
         return check()  # which says so
-    return together(axes_of_model(model), device_of_model(model), check, caller=caller, same=same)
+    return run_on_all_ranks(axes_of_model(model), device_of_model(model), check, caller=caller, same=same)
 
 
 def _told_names(names: Any) -> Any:
@@ -180,5 +180,5 @@ def _first_rank(model: nn.Module) -> int | None:
     """The global rank that is the first of the model's; None without a process group."""
     if not dist.is_initialized():
         return None
-    spread = Spread(axes_of_model(model), None, device_of_model(model))
-    return spread.object(dist.get_rank())
+    broadcast = Broadcast(axes_of_model(model), None, device_of_model(model))
+    return broadcast.object(dist.get_rank())

@@ -27,8 +27,8 @@ from shardwise.params.bucket import Bucket, bytes_of
 from shardwise.params.deferred import DeferredGradient
 from shardwise.params.extension import ExtensionBucket
 from shardwise.params.parameter import Param
-from shardwise.params.partly_gathered import part_of
-from shardwise.params.sharded_away import give_up_full
+from shardwise.params.post_forward import part_of
+from shardwise.params.replaced_parameter import mark_replaced
 from shardwise.torch_compat import dtensor, tensor_impl
 
 
@@ -206,7 +206,7 @@ class Lent:
                     problems += loan.settle(new, self._terms.with_gradients)
                 except Exception as error:
                     problems.append(f"{loan.param.fqn}: {error}")
-                give_up_full(loan.full, loan.param.fqn)
+                mark_replaced(loan.full, loan.param.fqn)
         return problems
 
 

@@ -22,7 +22,7 @@ from shardwise.comm.full_tensors import RowScatter, own_region, write_rows
 from shardwise.layout.fqns import clean
 from shardwise.layout.regions import Region
 from shardwise.layout.slots import ALIGNMENT
-from shardwise.ranks.model_ranks import Spread
+from shardwise.ranks.model_ranks import Broadcast
 from shardwise.state.names import Entry, listed
 from shardwise.torch_compat import dtensor
 
@@ -272,7 +272,7 @@ def load_everywhere(targets: Targets, source: Whole) -> None:
 
 @torch.no_grad()
 def load_from_one(
-    targets: Targets, pairs: Pairs | None, spread: Spread, device: torch.device, limit: int
+    targets: Targets, pairs: Pairs | None, broadcast: Broadcast, device: torch.device, limit: int
 ) -> None:
     """The rank that has ``pairs`` sends them to all, ``limit`` bytes at a time. Others pass None.
 
@@ -281,9 +281,9 @@ def load_from_one(
         SourceError: reading failed on that rank.
     """
     sending = None if pairs is None else _Sending(targets.without_repeats(pairs), limit)
-    road = _Road(targets, spread, device)
+    road = _Road(targets, broadcast, device)
     while True:
-        message = spread.object(None if sending is None else sending.next_message())
+        message = broadcast.object(None if sending is None else sending.next_message())
         if message is None:
             return
         if isinstance(message, str):
@@ -298,10 +298,10 @@ def load_from_one(
 class _Road:
     """How rows come from the rank that has them into their places: straight, or packed and sent to all."""
 
-    def __init__(self, targets: Targets, spread: Spread, device: torch.device) -> None:
+    def __init__(self, targets: Targets, broadcast: Broadcast, device: torch.device) -> None:
         self._targets = targets
-        self._spread = spread
-        self._scatter = None if spread.line is None else RowScatter(*spread.line, device)
+        self._broadcast = broadcast
+        self._scatter = None if broadcast.single_axis is None else RowScatter(*broadcast.single_axis, device)
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def pass_on(self, blocks: "list[_Block]", rows: list[Tensor] | None) -> None:
@@ -343,7 +343,7 @@ class _Road:
             if rows is not None:
                 place.copy_(rows)
         if ends[-1]:
-            self._spread.tensor(buffer)
+            self._broadcast.tensor(buffer)
         for place, (block, _) in zip(places, some, strict=True):
             self._targets.write(block.name, block.start, place, block.shape)
 

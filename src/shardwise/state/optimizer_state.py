@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.full_tensors import BUCKET_BYTES, full_values
 from shardwise.layout.fqns import clean
-from shardwise.ranks.agreement import together
+from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import relayed
-from shardwise.ranks.model_ranks import Spread, axes_of_model, device_of_model, own_rank
+from shardwise.ranks.model_ranks import Broadcast, axes_of_model, device_of_model, own_rank
 from shardwise.state.loading import Facts, Targets, load_from_one
 from shardwise.state.named_state import (
     Place,
@@ -57,7 +57,7 @@ def full_optimizer_state(
         _names_by_group(model, optimizer, "full_state_dict")
         return state_of([optimizer], parameter_names(model))
 
-    sharded = together(axes_of_model(model), device_of_model(model), own)
+    sharded = run_on_all_ranks(axes_of_model(model), device_of_model(model), own)
     full = full_values(dict(leaves(sharded)), owner, cpu)
     if owner not in (None, own_rank()):
         return {}
@@ -112,14 +112,16 @@ def load_full_optimizer_state_dict(
         _check_call(model, optimizer)
         check_rank(LOAD, "src_rank", src_rank)
 
-    together(axes, device, check, caller=LOAD, same={"src_rank": src_rank})
-    spread = Spread([], None, device) if src_rank is None else Spread(axes, src_rank, device)
-    named = together(axes, device, lambda: _full_by_name(state, model, optimizer) if spread.holds else None)
-    outline = spread.object(None if named is None else _outline(named))
-    loading = together(axes, device, lambda: _Loading(outline, model, optimizer))
+    run_on_all_ranks(axes, device, check, caller=LOAD, same={"src_rank": src_rank})
+    broadcast = Broadcast([], None, device) if src_rank is None else Broadcast(axes, src_rank, device)
+    named = run_on_all_ranks(
+        axes, device, lambda: _full_by_name(state, model, optimizer) if broadcast.is_source else None
+    )
+    outline = broadcast.object(None if named is None else _outline(named))
+    loading = run_on_all_ranks(axes, device, lambda: _Loading(outline, model, optimizer))
     tensors = None if named is None else _tensors_of(named)
-    load_from_one(loading.targets, tensors, spread, device, BUCKET_BYTES)
-    together(axes, device, lambda: loading.finish(optimizer))
+    load_from_one(loading.targets, tensors, broadcast, device, BUCKET_BYTES)
+    run_on_all_ranks(axes, device, lambda: loading.finish(optimizer))
 
 
 def rekey_optimizer_state_dict(

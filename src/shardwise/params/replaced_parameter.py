@@ -1,4 +1,4 @@
-"""What a full parameter becomes once its shard has taken its place."""
+"""Original and summoned parameters that a sharded parameter has replaced."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,34 +11,34 @@ from shardwise.layout.nested import find_tensors
 NAME = "_shardwise_name"
 
 
-def give_up_full(full: nn.Parameter, fqn: str) -> None:
-    """``full`` stands in no module any more: have it say so to whoever still holds it."""
+def mark_replaced(full: nn.Parameter, fqn: str) -> None:
+    """``full`` is registered nowhere any more: have it refuse to be trained."""
     if type(full) is nn.Parameter:
         full.grad = None
         setattr(full, NAME, fqn)
-        full.__class__ = ShardedAway
+        full.__class__ = ReplacedParameter
 
 
-class ShardedAway(nn.Parameter):
-    """What a parameter becomes whose shard has taken its place, for whoever still holds it.
+class ReplacedParameter(nn.Parameter):
+    """The class of a parameter that a sharded one has replaced, for whoever still holds it.
 
-    Nothing that is computed with it trains the shard. Its values may be read: an optimizer that was built
-    before ``fully_shard`` and code that keeps weights outside of their modules are told.
+    Computing with it would not train the sharded parameter, so that raises. Its values may be read. This
+    catches optimizers built before ``fully_shard``, and code that keeps weights outside of modules.
     """
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """As for any parameter, but no graph may lead to it."""
+        """As for any parameter, but it may not enter a graph."""
         result = super().__torch_function__(func, types, args, kwargs or {})
         if torch.is_grad_enabled() and any(tensor.grad_fn is not None for tensor in find_tensors(result)):
-            _refuse_sharded_away((args, kwargs))
+            _refuse_replaced((args, kwargs))
         return result
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        """Refused: no gradient will ever come here."""
+        """Refused: it never gets a gradient."""
         raise RuntimeError(
             f"{getattr(self, NAME, 'a parameter')}: this is the full parameter, as it was before "
             "fully_shard or inside unsharded(); its shard, another parameter, stands in the module now, and "
@@ -52,9 +52,9 @@ class ShardedAway(nn.Parameter):
             raise RuntimeError(f"{getattr(self, NAME, 'a parameter')} was sharded: set .grad of its shard.")
 
 
-def _refuse_sharded_away(arguments: Any) -> None:
+def _refuse_replaced(arguments: Any) -> None:
     for value in find_tensors(arguments):
-        if isinstance(value, ShardedAway) and value.requires_grad:
+        if isinstance(value, ReplacedParameter) and value.requires_grad:
             raise RuntimeError(
                 f"{getattr(value, NAME, 'a parameter')}: this is the full parameter, as it was before "
                 "fully_shard or inside unsharded(). Its shard stands in the module now, and what is computed "
@@ -64,9 +64,6 @@ def _refuse_sharded_away(arguments: Any) -> None:
             )
 
 
-def sharded_before(param: nn.Parameter) -> str | None:
-    """The name under which an earlier ``fully_shard`` took ``param``, or made it; None if none did.
-
-    Whoever still holds an original shares nothing with its shard any more.
-    """
+def name_of_replaced(param: nn.Parameter) -> str | None:
+    """The name of ``param`` if an earlier ``fully_shard`` replaced or made it; else None."""
     return getattr(param, NAME, None)

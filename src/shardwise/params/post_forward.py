@@ -1,4 +1,4 @@
-"""Full parameters that a few ranks keep together between forward and backward."""
+"""Post-forward shards: parameters that a few ranks keep together between forward and backward."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ from shardwise.comm.streams import CommStream, Finish
 from shardwise.layout.slots import Layout
 
 
-class PartlyGathered:
-    """The full parameters, kept by a few ranks together between forward and backward.
+class PostForwardShard:
+    """One rank's post-forward shard of a bucket: its part of every unsharded parameter, as computed with.
 
-    ``comm`` is between those ranks: each keeps its part of every full parameter, as it was computed with.
+    ``comm`` connects the few ranks that share it.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class PartlyGathered:
         self._gathered = gathered
         self._device = device
         self._comm = comm
-        self._gather = AllGather(comm, layout, gathered)
+        self._all_gather = AllGather(comm, layout, gathered)
         self._bytes: Tensor | None = None
 
     def use_channel(self, channel: int) -> None:
@@ -39,7 +39,7 @@ class PartlyGathered:
         return self._bytes is not None
 
     def keep(self) -> None:
-        """Copy this rank's part out of the gathered buffer."""
+        """Copy this rank's part out of the unsharded buffer."""
         self._bytes = torch.zeros(self._layout.shard_bytes, dtype=torch.uint8, device=self._device)
         views = local_views(self._bytes, self._layout, self._rank)
         for view, slot in zip(views, self._layout.slots, strict=True):
@@ -49,10 +49,10 @@ class PartlyGathered:
         """Free what was kept."""
         self._bytes = None
 
-    def start_gather(self, stream: CommStream) -> Finish:
-        """Fill the gathered buffer again, from these ranks alone."""
+    def start_all_gather(self, stream: CommStream) -> Finish:
+        """Fill the unsharded buffer again, from these ranks alone."""
         assert self._bytes is not None
-        return self._gather.start(stream, self._gather.cut(self._bytes))
+        return self._all_gather.start(stream, self._all_gather.cut(self._bytes))
 
 
 def part_of(full: Tensor, slot: Any, rank: int) -> Tensor:
