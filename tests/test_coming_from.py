@@ -52,7 +52,7 @@ from shardwise import (
     shard_model,
     unsharded,
 )
-from shardwise.strategies import explain
+from shardwise.strategies.explain import explain
 
 TESTS = Path(__file__).parent
 README = TESTS.parent / "README.md"

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from shardwise import DataParallelMeshDims, MixedPrecisionPolicy, ShardPlacementResult, fully_shard
 from shardwise.engine.members import sharded_members
 from shardwise.params.bucket import ShardStorage
-from shardwise.strategies import explain
+from shardwise.strategies.explain import explain
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 

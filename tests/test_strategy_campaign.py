@@ -75,7 +75,7 @@ from shardwise import (
 from shardwise.comm import buffers
 from shardwise.engine.group import GradientState, State
 from shardwise.engine.members import sharded_members
-from shardwise.strategies import explain
+from shardwise.strategies.explain import explain
 from shardwise.strategies.wrap_policies import as_policy
 from shardwise.strategies.wrapping import chosen
 

@@ -1,10 +1,10 @@
 """Full tensors out of DTensors, many in few collectives, and rows of full tensors into DTensors.
 
-For whatever is a DTensor: parameters, optimizer state, averages, of any mesh and placements. Knows nothing of
-modules and groups.
+For any DTensor: parameters, optimizer state, averages, on any mesh with any placements. Knows no modules and
+no groups.
 
-A tensor that is its parts one behind the other is gathered into its place. Others are gathered a stretch of
-rows at a time into a staging buffer, from which each rank's rows are copied to where they belong:
+A tensor that is the concatenation of its parts is all-gathered in place. Others are all-gathered some rows at
+a time into a staging buffer, from which each rank's rows are copied to where they belong:
 
     staging, world 2    | rank 0: rows of A, of B, padding | rank 1: rows of A, of B, padding |
 """
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.communicators import gather_to, make_communicator
 from shardwise.comm.streams import Finish
+from shardwise.layout.chunks import round_up
 from shardwise.layout.mesh import Axis, device_of
 from shardwise.layout.regions import Region, Split, cuts_in_order
 from shardwise.layout.slots import ALIGNMENT
@@ -30,18 +31,18 @@ from shardwise.ranks.model_ranks import own_rank
 from shardwise.torch_compat import dtensor
 
 STAGING_BYTES = 8 << 20
-"""How large a staging buffer may be, counted over all ranks, unless one row of a tensor needs more."""
+"""The size of a staging buffer over all ranks, unless one row of a tensor needs more."""
 
 
 PACKED_BELOW = 64 << 10
 """Parts smaller than this travel together: each message costs as much as copying several times that."""
 
 BUCKET_BYTES = 64 << 20
-"""What is gathered or handed on at once, unless one tensor is larger."""
+"""Bytes that are gathered or sent at once, unless one tensor is larger."""
 
 
 def sharding_of(tensor: DTensor) -> Split:
-    """How ``tensor`` is cut over its mesh.
+    """How ``tensor`` is sharded over its mesh.
 
     Raises:
         ValueError: its ranks hold parts of a sum.
@@ -140,23 +141,23 @@ def gather_full(
 
 
 def _gathered_by_itself(tensor: DTensor, receives: bool) -> Tensor | None:
-    """Tensor subclasses know how they are gathered, if anybody does."""
+    """Leave the gather to the tensor subclass."""
     full = tensor.full_tensor()
     return full if receives else None
 
 
 class _Route:
-    """How parts of tensors on one mesh come to who is to have them: along one mesh dim after the other."""
+    """How parts of tensors on one mesh reach their receivers: along one mesh dim after the other."""
 
     def __init__(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...], owner: int | None) -> None:
         self.device = device_of(mesh)
         self._mesh = mesh
-        self._in_flight: list[tuple[Finish, Tensor]] = []  # and what it sends, which lives as long
+        self._in_flight: list[tuple[Finish, Tensor]] = []  # with its input, which must live as long
         own = mesh.get_coordinate()
         assert own is not None
         self._own = tuple(own)
         self._target = None if owner is None else _coordinate(mesh, owner)
-        # Where the owner is elsewhere, others like us, who share a mesh with it, serve it.
+        # An owner outside this mesh is served by the ranks that share a mesh with it.
         is_elsewhere = owner is not None and self._target is None
         self.receives = not is_elsewhere and self._target in (None, self._own)
         self.takes_part = not is_elsewhere and all(
@@ -175,7 +176,7 @@ class _Route:
         return received
 
     def wait(self) -> None:
-        """For what is under way, without which nothing that ``gathered`` gave is complete."""
+        """Wait for all gathers in flight; until then, results of ``gathered`` are incomplete."""
         for finish, _ in self._in_flight:
             finish()
         self._in_flight.clear()
@@ -194,7 +195,7 @@ class _Route:
         return whole
 
     def concatenated(self, local: Tensor, split: Split) -> Tensor | None:
-        """A full tensor that is its parts one behind the other."""
+        """A full tensor that is the concatenation of its parts."""
         if not split.numel:
             return local.new_empty(split.shape) if self.receives else None
         whole = self.gathered(local, [cut.mesh_dim for cut in split.cuts])
@@ -227,7 +228,7 @@ class _StagedRows:
     @property
     def num_bytes(self) -> int:
         """What each rank sends of it, padding included."""
-        return -(-self.rows * self.row_bytes // ALIGNMENT) * ALIGNMENT
+        return round_up(self.rows * self.row_bytes, ALIGNMENT)
 
     def region(self, coordinate: Sequence[int]) -> Region:
         """Where the rows of the rank at ``coordinate`` belong in the full tensor."""
@@ -288,9 +289,9 @@ def _coordinate(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
 
 
 def full_values(entries: Mapping[Any, Any], owner: int | None, cpu: bool) -> dict[Any, Any]:
-    """A copy of a dict, of its tensors full ones; an empty dict if ``owner`` is another rank.
+    """A copy of a dict with full tensors; an empty dict if ``owner`` is another rank.
 
-    A bucket at a time, each landing in host memory if ``cpu``.
+    Gathers a bucket at a time, and moves each to host memory if ``cpu``.
     """
     tensors = {id(value): value for value in entries.values() if isinstance(value, Tensor)}
     full: dict[int, Tensor] = {}
@@ -312,9 +313,9 @@ def full_values(entries: Mapping[Any, Any], owner: int | None, cpu: bool) -> dic
 
 
 class RowScatter:
-    """Rows of full tensors from one rank straight to those that hold them, along one axis of ranks.
+    """Sends rows of full tensors from one rank directly to the ranks that hold them, along one axis.
 
-    For large tensors cut along dim 0; others are better packed and sent to all.
+    For large tensors sharded on dim 0; others are better packed and broadcast.
     """
 
     def __init__(self, axis: Axis, sender: int, device: torch.device) -> None:
@@ -324,7 +325,7 @@ class RowScatter:
         self._device = device
 
     def takes(self, target: Tensor, start: int, end: int) -> bool:
-        """Whether rows [start, end) of the full tensor of ``target`` go this way; the same on all ranks."""
+        """Whether to send rows [start, end) of ``target`` this way; the same answer on all ranks."""
         if not isinstance(target, DTensor) or tuple(target.device_mesh.shape) != (self._axis.world,):
             return False
         if dtensor.local_tensor(target).device.type != self._device.type:
@@ -334,11 +335,11 @@ class RowScatter:
         return are_rows and (end - start) * prod(split.shape[1:]) * target.itemsize >= PACKED_BELOW
 
     def send(self, target: Tensor, start: int, rows: Tensor) -> list[Any]:
-        """On the sender: rows [start, ...) on their way to the others, and in its own part already."""
+        """On the sender: send rows [start, ...) to the other ranks, and write its own."""
         split, sent = sharding_of(target), []  # type: ignore[arg-type]
         for rank in range(self._axis.world):
-            place, _ = _overlap(split, rank, start, start + len(rows))
-            piece = rows[place.start : place.stop]
+            in_rows, _ = split.region([rank]).overlap(start, start + len(rows))
+            piece = rows[in_rows]
             if rank == self._axis.rank:
                 write_rows(target, start, rows)
             elif len(piece):
@@ -347,38 +348,27 @@ class RowScatter:
         return sent
 
     def receive(self, target: Tensor, start: int, end: int) -> list[Any]:
-        """On the others: what they hold of rows [start, end), on its way into their parts."""
-        _, place = _overlap(sharding_of(target), self._axis.rank, start, end)  # type: ignore[arg-type]
-        piece = dtensor.plain(target)[place]
+        """On the other ranks: receive their part of rows [start, end)."""
+        split = sharding_of(target)  # type: ignore[arg-type]
+        _, in_local = split.region([self._axis.rank]).overlap(start, end)
+        piece = dtensor.plain(target)[in_local]
         if not len(piece):
             return []
-        torch.autograd.graph.increment_version(piece)  # which what a process group writes does not count
+        torch.autograd.graph.increment_version(piece)  # process groups write without counting versions
         return [dist.P2POp(dist.irecv, piece, group=self._axis.pg, group_peer=self._sender)]
-
-
-def _overlap(split: Split, rank: int, start: int, end: int) -> tuple[slice, slice]:
-    """Where the rows [start, end) meet those of ``rank``: within themselves, and within its part."""
-    region = split.region([rank])
-    first, last = max(start, region.offsets[0]), min(end, region.offsets[0] + region.sizes[0])
-    last = max(first, last)
-    return slice(first - start, last - start), slice(first - region.offsets[0], last - region.offsets[0])
 
 
 @torch.no_grad()
 def write_rows(target: Tensor, start: int, rows: Tensor) -> None:
-    """Copy into ``target`` what it holds of the rows [start, start + len(rows)) of its full tensor.
+    """Copy into ``target`` its part of the rows [start, start + len(rows)) of its full tensor.
 
-    In place and local; a scalar is its own only row. Elements are converted to the dtype of ``target``.
+    In place and local; a scalar is one row. Elements are converted to the dtype of ``target``.
     """
     local = dtensor.plain(target)
     if not target.dim():
         local.copy_(rows.reshape(()))
         return
     region = own_region(target)
-    first = max(start, region.offsets[0])
-    last = min(start + len(rows), region.offsets[0] + region.sizes[0])
-    if first < last and region.numel:
-        others = region.slices[1:]
-        local[first - region.offsets[0] : last - region.offsets[0]].copy_(
-            rows[(slice(first - start, last - start), *others)]
-        )
+    in_rows, in_local = region.overlap(start, start + len(rows))
+    if in_local.start < in_local.stop and region.numel:
+        local[in_local].copy_(rows[(in_rows, *region.slices[1:])])

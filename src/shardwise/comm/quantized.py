@@ -27,6 +27,7 @@ from shardwise.comm.all_gather import AllGather
 from shardwise.comm.buffers import UnshardedBuffer
 from shardwise.comm.communicators import Communicator
 from shardwise.comm.streams import CommStream, Finish, nothing, waiting_for
+from shardwise.layout.chunks import ceil_div, chunk_size, round_up
 from shardwise.layout.slots import BufferSegment, Layout
 from shardwise.torch_compat import c10d
 
@@ -45,12 +46,12 @@ class Blocks:
     @property
     def count(self) -> int:
         """Blocks of a row."""
-        return -(-self.numel // self.block_size)
+        return ceil_div(self.numel, self.block_size)
 
     @property
     def scales_at(self) -> int:
         """Where in a message the scales begin."""
-        return -(-self.numel // 4) * 4
+        return round_up(self.numel, 4)
 
     @property
     def message_bytes(self) -> int:
@@ -116,8 +117,8 @@ class RowCodec:
         for start, end, is_quantised in stretches:
             blocks = Blocks(end - start, block_size) if is_quantised else None
             self._parts.append((start, end, blocks, at))
-            at += blocks.message_bytes if blocks else -(-(end - start) * dtype.itemsize // 16) * 16
-        self.message_bytes = -(-at // 16) * 16
+            at += blocks.message_bytes if blocks else round_up((end - start) * dtype.itemsize, 16)
+        self.message_bytes = round_up(at, 16)
 
     def encode(self, rows: Tensor) -> Tensor:
         """Messages of ``rows``, of shape (n, numbers), as bytes of shape (n, message_bytes)."""
@@ -273,7 +274,7 @@ class QuantizedSum:
 
     def _sum(self, tensor: Tensor, place: int) -> None:
         world, numel = self._pg.size(), tensor.numel()
-        share = -(-numel // world)
+        share = chunk_size(numel, world)
         padded = tensor.new_zeros(world * share)
         padded[:numel].copy_(tensor)
         total = torch.empty(share, dtype=torch.float32, device=tensor.device)

@@ -1,4 +1,4 @@
-"""Which part of a full tensor each rank of a mesh holds.
+"""Regions: which part of a full tensor each rank of a mesh holds.
 
 Arithmetic on shapes only: no tensors, no process groups. A tensor is cut along one of its dims for one
 dimension of the mesh after the other, each time as ``torch.chunk`` cuts, so that a part is always a region:
@@ -16,6 +16,8 @@ from functools import cached_property
 from itertools import product
 from math import prod
 
+from shardwise.layout.chunks import chunk_range
+
 
 @dataclass(frozen=True, slots=True)
 class Region:
@@ -26,7 +28,7 @@ class Region:
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return prod(self.sizes)
 
     @property
@@ -35,9 +37,16 @@ class Region:
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
 
     def rows(self, start: int, end: int) -> "Region":
-        """What of it lies in its own rows [start, end), of dim 0."""
+        """Its own rows [start, end), along dim 0."""
         start, end = min(start, self.sizes[0]), min(end, self.sizes[0])
         return Region((self.offsets[0] + start, *self.offsets[1:]), (end - start, *self.sizes[1:]))
+
+    def overlap(self, start: int, end: int) -> tuple[slice, slice]:
+        """Where rows [start, end) of the full tensor meet the region: within those rows, and within it."""
+        own = self.offsets[0]
+        first = max(start, own)
+        last = max(first, min(end, own + self.sizes[0]))
+        return slice(first - start, last - start), slice(first - own, last - own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +71,12 @@ class Split:
         return tuple(sorted(cut.mesh_dim for cut in self.cuts))
 
     def region(self, coordinate: Sequence[int]) -> Region:
-        """The part of the rank at ``coordinate``; empty where there are more ranks than rows."""
+        """The region of the rank at ``coordinate``; empty where there are more ranks than rows."""
         offsets, sizes = [0] * len(self.shape), list(self.shape)
         for cut in self.cuts:
-            chunk = -(-sizes[cut.dim] // self.sizes[cut.mesh_dim])
-            start = min(coordinate[cut.mesh_dim] * chunk, sizes[cut.dim])
+            start, end = chunk_range(sizes[cut.dim], self.sizes[cut.mesh_dim], coordinate[cut.mesh_dim])
             offsets[cut.dim] += start
-            sizes[cut.dim] = min(chunk, sizes[cut.dim] - start)
+            sizes[cut.dim] = end - start
         return Region(tuple(offsets), tuple(sizes))
 
     @cached_property
@@ -88,7 +96,7 @@ class Split:
 
     @cached_property
     def is_concatenation(self) -> bool:
-        """True if the full tensor is its parts one behind the other, those of the last cut side by side."""
+        """True if the full tensor is the concatenation of its parts, those of the last cut side by side."""
         is_even = prod(self.largest) * self.num_parts == prod(self.shape)
         return is_even and all(prod(self.shape[: cut.dim]) == 1 for cut in self.cuts)
 
@@ -99,7 +107,7 @@ class Split:
 
 
 def cuts_in_order(shards: Sequence[tuple[int, int, int]], sizes: Sequence[int]) -> tuple[Cut, ...]:
-    """The cuts that placements stand for, in the order in which they were made.
+    """The cuts of placements, in the order in which they were made.
 
     ``shards``: (mesh dim, tensor dim, split factor) of each sharding placement, by mesh dim. Cuts were made
     from the first mesh dim to the last, but one with a split factor above 1 after those of later mesh dims,

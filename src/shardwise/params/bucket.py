@@ -26,11 +26,12 @@ from shardwise.comm.reduce_scatter import GradientPart, ReduceScatter
 from shardwise.comm.reducers import AllReduce, Reducer
 from shardwise.comm.reduction import NO_REPLICAS, Destination, Hook, Reduction, ReplicaReduction
 from shardwise.comm.streams import CommStream, CommStreams, Finish, nothing
+from shardwise.layout.chunks import shard_of
 from shardwise.layout.mesh import Axis, ShardMesh
 from shardwise.layout.slots import ALIGNMENT, Layout, SlotSpec, plan_layout
 from shardwise.params.changes import all_start_at
 from shardwise.params.parameter import Param
-from shardwise.params.post_forward import PostForwardShard, part_of
+from shardwise.params.post_forward import PostForwardShard
 from shardwise.params.sharded_gradients import ShardedGradients
 from shardwise.policies import CommPolicy
 from shardwise.torch_compat import dtensor
@@ -167,7 +168,7 @@ class Bucket:
         rank = self.mesh.shard.rank
         shards = []
         for param, slot, view in zip(self.params, self.stored.slots, self.shard.views, strict=True):
-            part = part_of(param.content(), slot, rank)
+            part = shard_of(param.content(), slot, rank)
             if view.is_meta and not part.is_meta:
                 # Other parameters of the bucket have no values yet: until then this one has its own memory.
                 view = torch.empty(part.shape, dtype=part.dtype, device=self.storage.device)
@@ -352,7 +353,7 @@ class Bucket:
         if self.mesh.shard.is_alone and self._sends_flat_shard:
             return False
         for param, slot in zip(self.params, self.computed.slots, strict=True):
-            part = part_of(param.unsharded_data().detach(), slot, rank)
+            part = shard_of(param.unsharded_data().detach(), slot, rank)
             now = param.local.detach().to(part.device, part.dtype)
             if now.numel() and not torch.equal(bytes_of(now), bytes_of(part)):
                 return True

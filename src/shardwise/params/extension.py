@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.comm.streams import CommStream, Finish, nothing
+from shardwise.layout.chunks import round_up
 from shardwise.layout.mesh import ShardMesh
 from shardwise.layout.slots import ALIGNMENT
 from shardwise.params.bucket import Bucket, ShardStorage
@@ -259,7 +260,7 @@ class ExtensionBucket(Bucket):
                 f"{self._param.fqn}: {type(local).__name__}.{PRE} returned inputs {inputs!r}; expected is a "
                 "tuple of plain tensors, which are what travels."
             )
-        # Messages go by their place in memory, which has to be the same on all ranks (see collectives.py).
+        # Messages go by their place in memory, which has to be the same on all ranks (see comm/gloo.py).
         return [t.clone() if t.storage_offset() else t.contiguous() for t in inputs], metadata
 
     def _checked(self, result: Any, method: str, expected: str) -> tuple[Any, Any]:
@@ -330,13 +331,13 @@ class ExtensionBucket(Bucket):
                 sends.append(raw)
                 receives.append(flat)
             else:
-                room = -(-max(sizes) // ALIGNMENT) * ALIGNMENT
+                room = round_up(max(sizes), ALIGNMENT)
                 sends.append(torch.nn.functional.pad(raw, (0, room - raw.numel())))
                 receives.append(raw.new_empty(room * len(sizes)))
                 finishes.append((receives[-1].view(len(sizes), room), sizes, flat))
         some = [i for i, send in enumerate(sends) if send.numel()]
         # One after the other: messages are told apart by their place in a shard buffer (see
-        # collectives.py), which these do not have.
+        # comm/gloo.py), which these do not have.
         waits = [self._all_gather_comm.all_gather([receives[i]], [sends[i]]) for i in some]
 
         def finish() -> None:

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from shardwise.layout.chunks import chunk_of, tensor_parallel_part
+from shardwise.layout.chunks import chunk_of, local_chunk
 from shardwise.layout.fqns import clean
 from shardwise.layout.mesh import ShardMesh
 from shardwise.layout.precision import Precision
@@ -292,7 +292,7 @@ class Param:
     def as_shard(self, value: Tensor) -> Tensor:
         """This rank's part of a full value, as a DTensor like the shard. No communication."""
         if self._inner is not None:
-            value = tensor_parallel_part(value, self._inner)
+            value = local_chunk(value, self._inner)
         if value.dim():
             value = chunk_of(value, self.dim, self.mesh.shard.world, self.mesh.shard.rank)
         return dtensor.make_dtensor(value, self._make_spec(self.sharded.shape, value.dtype))

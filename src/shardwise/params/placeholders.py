@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from shardwise.comm.full_tensors import gather_full
-from shardwise.layout.chunks import tensor_parallel_part
+from shardwise.layout.chunks import local_chunk
 from shardwise.params.parameter import Param, refresh_flat_weights
 from shardwise.torch_compat import dtensor, tensor_impl
 
@@ -201,7 +201,7 @@ class Filling:
         if self.param is not None:
             return dtensor.local_tensor(self.param.as_shard(value))
         if isinstance(self.original, DTensor):
-            return tensor_parallel_part(value, self.original._spec)
+            return local_chunk(value, self.original._spec)
         return value
 
 

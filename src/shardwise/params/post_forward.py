@@ -1,7 +1,5 @@
 """Post-forward shards: parameters that a few ranks keep together between forward and backward."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -9,6 +7,7 @@ from shardwise.comm.all_gather import AllGather
 from shardwise.comm.buffers import UnshardedBuffer, local_views
 from shardwise.comm.communicators import Communicator
 from shardwise.comm.streams import CommStream, Finish
+from shardwise.layout.chunks import shard_of
 from shardwise.layout.slots import Layout
 
 
@@ -43,7 +42,7 @@ class PostForwardShard:
         self._bytes = torch.zeros(self._layout.shard_bytes, dtype=torch.uint8, device=self._device)
         views = local_views(self._bytes, self._layout, self._rank)
         for view, slot in zip(views, self._layout.slots, strict=True):
-            view.copy_(part_of(self._gathered.unsharded_tensor(slot), slot, self._rank))
+            view.copy_(shard_of(self._gathered.unsharded_tensor(slot), slot, self._rank))
 
     def drop(self) -> None:
         """Free what was kept."""
@@ -53,11 +52,3 @@ class PostForwardShard:
         """Fill the unsharded buffer again, from these ranks alone."""
         assert self._bytes is not None
         return self._all_gather.start(stream, self._all_gather.cut(self._bytes))
-
-
-def part_of(full: Tensor, slot: Any, rank: int) -> Tensor:
-    """What ``rank`` keeps of a full tensor."""
-    if slot.is_replicated:
-        return full
-    start, end = slot.index_range(rank)
-    return full.narrow(slot.spec.dim, start, end - start)

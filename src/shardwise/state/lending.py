@@ -22,12 +22,12 @@ from shardwise.comm.buffers import UnshardedBuffer, local_views
 from shardwise.comm.communicators import make_communicator
 from shardwise.comm.streams import HostStream
 from shardwise.engine.group import GradientState, Group
+from shardwise.layout.chunks import shard_of
 from shardwise.layout.slots import Layout, Slot
 from shardwise.params.bucket import Bucket, bytes_of
 from shardwise.params.deferred import DeferredGradient
 from shardwise.params.extension import ExtensionBucket
 from shardwise.params.parameter import Param
-from shardwise.params.post_forward import part_of
 from shardwise.params.replaced_parameter import mark_replaced
 from shardwise.torch_compat import dtensor, tensor_impl
 
@@ -82,7 +82,7 @@ class _Loan:
 
     def part(self, whole: Tensor) -> Tensor:
         """What this rank keeps of a full tensor."""
-        return part_of(self.param.content_in(whole.detach()), self.slot, self.bucket.mesh.shard.rank)
+        return shard_of(self.param.content_in(whole.detach()), self.slot, self.bucket.mesh.shard.rank)
 
     def settle(self, new: Tensor | str | None, with_gradients: bool) -> list[str]:
         """Bring into the shard what was changed; what could not be is returned, in words."""

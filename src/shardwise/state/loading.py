@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.full_tensors import RowScatter, own_region, write_rows
+from shardwise.layout.chunks import round_up
 from shardwise.layout.fqns import clean
 from shardwise.layout.regions import Region
 from shardwise.layout.slots import ALIGNMENT
@@ -330,7 +331,7 @@ class _Road:
         return dist.batch_isend_irecv(operations) if operations else []
 
     def _send_packed(self, some: "list[tuple[_Block, Tensor | None]]") -> None:
-        ends = list(accumulate(-(-b.num_bytes // ALIGNMENT) * ALIGNMENT for b, _ in some))
+        ends = list(accumulate(round_up(b.num_bytes, ALIGNMENT) for b, _ in some))
         if not ends:
             return
         if ends[-1] > self._memory.numel():
@@ -427,7 +428,7 @@ def _messages(pairs: Pairs, limit: int) -> Iterator[tuple[_Message, list[Tensor]
             count = min(len(rows) - start, max(1, fitting))
             message.blocks.append(_Block(clean(name), shape, value.dtype, start, count))
             filling.append(rows[start : start + count])
-            size += -(-count * row_bytes // ALIGNMENT) * ALIGNMENT
+            size += round_up(count * row_bytes, ALIGNMENT)
             start += count
     if message.begun or message.blocks:
         yield message, filling
