@@ -1,7 +1,7 @@
 """The ranks that save or load a checkpoint together, and what they tell each other.
 
 Each step that may fail on one rank alone is followed by a word from every rank on how it went: see
-runtime/agreement.py.
+ranks/agreement.py.
 """
 
 import pickle

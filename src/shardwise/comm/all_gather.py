@@ -11,6 +11,7 @@ from shardwise.comm.communicators import BufferPool, Communicator
 from shardwise.comm.pieces import Staging, stretches_in, strided_pieces
 from shardwise.comm.streams import CommStream, Finish
 from shardwise.layout.slots import Layout
+from shardwise.torch_compat import foreach
 
 
 class AllGather:
@@ -91,7 +92,7 @@ class AllGather:
 
     def _unpack(self, staging: "Staging") -> None:
         if self._sizes and staging.flat.device.type == "cpu":
-            torch._foreach_copy_(self._homes, staging.stretches)
+            foreach.copy_(self._homes, staging.stretches)
         elif self._sizes:  # one kernel
             torch.split_with_sizes_copy(staging.packed, self._sizes, dim=1, out=self._targets)
         for slot, full in self._strided:

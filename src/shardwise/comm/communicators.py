@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.comm.gloo import GlooExchange
 from shardwise.comm.streams import Finish, Scratch, nothing, waiting_for
-from shardwise.torch_compat import c10d
+from shardwise.torch_compat import c10d, foreach
 
 
 class BufferPool(Protocol):
@@ -177,7 +177,7 @@ class BackendCollectives:
         def finish() -> None:
             waiting_for(works)()
             if outputs and not averages and divisor != before:
-                torch._foreach_div_(list(outputs), divisor / before)
+                foreach.div_(list(outputs), divisor / before)
 
         return finish
 
@@ -190,8 +190,7 @@ class BackendCollectives:
         except (NotImplementedError, AttributeError):
             self._can_coalesce = False
         except RuntimeError as error:
-            # The refusal of c10d's base class. It comes before anything has been sent.
-            if "does not support" not in str(error) and "not implemented" not in str(error):
+            if not c10d.is_unsupported(error):
                 raise
             self._can_coalesce = False
         return None

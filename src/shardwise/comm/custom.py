@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.comm.communicators import BackendCollectives, divided_before
 from shardwise.comm.streams import Finish, Scratch, waiting_for
-from shardwise.torch_compat import c10d
+from shardwise.torch_compat import c10d, foreach
 
 
 class _CallersPool:
@@ -88,7 +88,7 @@ class CustomReduceScatter(_Custom):
         def finish() -> None:
             wait()
             if outputs and divisor != before:
-                torch._foreach_div_(list(outputs), divisor / before)
+                foreach.div_(list(outputs), divisor / before)
 
         return finish
 

@@ -29,12 +29,13 @@ from shardwise.layout.mesh import Axis, ShardMesh
 from shardwise.params.bucket import Bucket
 from shardwise.params.changes import ShardSnapshot, UnshardedView, are_all_there, take_gradients
 from shardwise.params.extension import check_protocol, has_methods, split_off
-from shardwise.params.parameter import FREED, Param, Site, refresh_flat_weights
+from shardwise.params.parameter import FREED, Param, Site
 from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.policies import CommPolicy
 from shardwise.ranks.failures import SILENT, Relay, Wait, relay_of_job
 from shardwise.torch_compat import autograd, c10d, dtensor, dynamo
 from shardwise.torch_compat.functorch import innermost, outside_transforms
+from shardwise.torch_compat.nn_modules import refresh_flat_weights
 
 
 class State(Enum):

@@ -11,14 +11,14 @@ it have one name.
 
 from torch import nn
 
-OF_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+from shardwise.torch_compat import nn_modules
 
 
 def clean(name: str) -> str:
     """``name`` without the parts that wrappers put into it."""
-    if not any(part in name for part in OF_WRAPPERS):
+    if not any(part in name for part in nn_modules.WRAPPER_NAMES):
         return name
-    return ".".join(part for part in name.split(".") if part not in OF_WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in nn_modules.WRAPPER_NAMES)
 
 
 def names_in(model: nn.Module) -> dict[nn.Module, str]:
@@ -28,5 +28,5 @@ def names_in(model: nn.Module) -> dict[nn.Module, str]:
 
 def uncompiled(module: nn.Module) -> nn.Module:
     """What ``torch.compile`` was given, if ``module`` is what it has returned; else ``module``."""
-    inner = module._modules.get("_orig_mod")
+    inner = nn_modules.children(module).get(nn_modules.WRAPPED)
     return module if inner is None else uncompiled(inner)

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree  # registered containers; torch has no public list of them
+
+from shardwise.torch_compat import pytree
 
 # What is not searched: values, and what all of a program hangs on.
 _LEAVES = (
@@ -56,8 +57,8 @@ def _children(value: Any) -> Iterable[Any]:
         return list(value.values())
     if isinstance(value, (list, tuple, set, frozenset)):
         return value
-    if type(value) in pytree.SUPPORTED_NODES:
-        return pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0]
+    if type(value) in pytree.registered:
+        return pytree.children(value)
     return [getattr(value, name) for name in _attributes(value)]
 
 

@@ -24,6 +24,7 @@ from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.ranks.failures import relay_of_job, relayed
 from shardwise.ranks.model_ranks import axes_of_given
 from shardwise.setup.validation import describe
+from shardwise.torch_compat import foreach
 
 
 @torch.no_grad()
@@ -201,7 +202,7 @@ def _scale(tensors: Sequence[Tensor], limit: float, total: Tensor, is_foreach: b
     factors = {device: factor.to(device) for device, _ in alike}
     for (device, _), members in alike.items():
         if is_foreach:
-            torch._foreach_mul_(members, factors[device])
+            foreach.mul_(members, factors[device])
             continue
         for tensor in members:
             tensor.mul_(factors[device])

@@ -258,7 +258,9 @@ class FlatOptimizer(Optimizer):
             if value.placements != param.placements or value.device_mesh != param.device_mesh:
                 value = value.redistribute(param.device_mesh, param.placements)
             return Part(dtensor.local_tensor(value), 0, is_ours=False)
-        if isinstance(value, DTensor) or (value.numel() != 1 and value.shape != param._local_tensor.shape):
+        if isinstance(value, DTensor) or (
+            value.numel() != 1 and value.shape != dtensor.local_tensor(param).shape
+        ):
             raise ValueError(
                 f"{_name(param)}: '{key}' in the state of {type(self).__name__} is a "
                 f"{type(value).__name__} of shape {tuple(value.shape)}, where a DTensor of the parameter's "
@@ -331,7 +333,7 @@ def _name(param: Tensor) -> str:
 
 def _spec(param: Any, dtype: torch.dtype) -> Any:
     if dtype == param.dtype:
-        return param._spec
+        return dtensor.spec_of(param)
     return dtensor.sharded_spec(param.device_mesh, tuple(param.placements), param.shape, dtype)
 
 

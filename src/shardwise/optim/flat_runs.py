@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.buffers import FlatShard, flat_shards, typed_stretch
 from shardwise.layout.slots import ALIGNMENT
-from shardwise.torch_compat import tensor_impl
+from shardwise.torch_compat import dtensor, tensor_impl
 
 MAX_GAP = ALIGNMENT - 1
 """Elements of padding that a run may span; a larger gap (a last rank's missing rows) cuts it."""
@@ -331,7 +331,10 @@ class Plan:
         self._num_plain = sum(member.is_plain for member in members)
         self._params = [member.param for member in members]
         self._locals = [member.local for member in members]
-        self._specs = [getattr(member.param.grad, "_spec", None) for member in members]
+        self._specs = [
+            dtensor.spec_of(member.param.grad) if isinstance(member.param.grad, DTensor) else None
+            for member in members
+        ]
         self._firsts: list[int] = []
         # Which gradients are to lie how many bytes after the one before.
         self._follows: list[bool] = []
@@ -429,7 +432,7 @@ def _gradient_source_of(run: Run, place: Place | None) -> _GradientSource | None
     return _GradientSource(place.shard.sharded_gradients, shards) if is_one else None
 
 
-_LOCAL, _GRAD, _SPEC = attrgetter("_local_tensor"), attrgetter("grad"), attrgetter("_spec")
+_LOCAL, _GRAD, _SPEC = dtensor.local_tensor, attrgetter("grad"), dtensor.spec_of
 _ADDRESS = Tensor.data_ptr
 _ONLY_DTENSORS = {DTensor}
 

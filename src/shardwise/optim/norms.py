@@ -34,7 +34,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardwise.comm.communicators import all_reduce
 from shardwise.params.deferred import DeferredGradient
 from shardwise.setup.validation import PLACE
-from shardwise.torch_compat import dtensor
+from shardwise.torch_compat import dtensor, foreach, nn_modules
 
 # The host adds up float32 numbers one after the other: 10 million of them to 4e-4. In pieces of this size,
 # whose norms are put together in float64, it is 2e-7, at the same speed. Devices work in pieces anyway.
@@ -109,7 +109,9 @@ def modules_in(model: nn.Module) -> list[nn.Module]:
         module = waiting.pop()
         if module not in found:
             found[module] = None
-            waiting += [inner for inner in reversed(module._modules.values()) if inner is not None]
+            waiting += [
+                inner for inner in reversed(nn_modules.children(module).values()) if inner is not None
+            ]
     return list(found)
 
 
@@ -122,7 +124,7 @@ def gradients_of(params: Sequence[Tensor], caller: str, name_of: Callable[[Tenso
     return _all_as_their_parameters(params) or _one_by_one(params, caller, name_of)
 
 
-_registered, _values = attrgetter("_parameters"), methodcaller("values")
+_registered, _values = nn_modules.parameters, methodcaller("values")
 _gradient, _placements, _mesh = attrgetter("grad"), attrgetter("placements"), attrgetter("mesh")
 
 
@@ -254,7 +256,7 @@ def norms_of_pieces(tensors: Sequence[Tensor | None], power: float, is_foreach: 
         if _LARGEST_PLAIN_POWER < power < math.inf:
             found = [norm_of(piece.to(summed), power) for piece in pieces]
         elif is_foreach:
-            found = torch._foreach_norm(pieces, power, dtype=summed)
+            found = foreach.norm(pieces, power, dtype=summed)
         else:
             found = [torch.linalg.vector_norm(piece, power, dtype=summed) for piece in pieces]
         for (own, _), norm in zip(members, found, strict=True):

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.params.parameter import Param
-from shardwise.torch_compat import autograd, dtensor, tensor_impl
+from shardwise.torch_compat import autograd, dtensor, nn_modules, tensor_impl
 
-_registered = attrgetter("_parameters")
-_version = attrgetter("_version")
 _wants_gradient = attrgetter("requires_grad")
 _gradient = attrgetter("grad")
 _layout = attrgetter("layout")
@@ -43,7 +41,7 @@ class ShardSnapshot:
     def is_untouched(self, unsharded: Sequence[Tensor]) -> bool:
         """True if each sharded parameter is registered where it was, over the same memory, and requires_grad
         agrees with that of the unsharded one, if there are any."""
-        standing = map(dict.get, map(_registered, self._modules), self._names)
+        standing = map(dict.get, map(nn_modules.parameters, self._modules), self._names)
         with tensor_impl.plain_access():
             return (
                 all(map(is_, standing, self._standing))
@@ -60,7 +58,9 @@ class ShardSnapshot:
     def versions(self) -> list[int]:
         """For each sharded parameter a number that grows with every in-place change that torch counts."""
         with tensor_impl.plain_access():
-            counted = list(map(add, map(_version, self._shards), map(_version, self._locals)))
+            counted = list(
+                map(add, map(tensor_impl.version, self._shards), map(tensor_impl.version, self._locals))
+            )
         return list(map(add, counted, self._bases)) if self._has_bases else counted
 
     def has_no_gradient_hooks(self) -> bool:
@@ -113,7 +113,7 @@ class UnshardedView:
 
     def versions(self) -> list[int]:
         """The version counters of the unsharded parameters."""
-        return list(map(_version, self._unsharded))
+        return list(map(tensor_impl.version, self._unsharded))
 
 
 def all_start_at(tensors: Sequence[Tensor], offsets: Sequence[int], start: int) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.torch_compat import dtensor
+from shardwise.torch_compat import dtensor, tensor_impl
 
 
 class InPlaceChanges:
@@ -45,7 +45,7 @@ class DeferredGradient(DTensor):
             for tensor in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
                 if isinstance(tensor, DeferredGradient):
                     tensor.changes.record(name)
-        with torch._C.DisableTorchFunctionSubclass():
+        with tensor_impl.plain_access():
             result = func(*args, **(kwargs or {}))
         if func in _SAME_MEMORY and isinstance(result, DTensor):
             return _recording(result, args[0].changes)
@@ -58,7 +58,9 @@ def deferred_gradient(gradient: Tensor) -> DeferredGradient:
 
 
 def _recording(gradient: Tensor, changes: InPlaceChanges) -> DeferredGradient:
-    deferred = dtensor.make_dtensor(dtensor.local_tensor(gradient), gradient._spec, DeferredGradient)  # type: ignore[attr-defined]
+    deferred = dtensor.make_dtensor(
+        dtensor.local_tensor(gradient), dtensor.spec_of(gradient), DeferredGradient
+    )
     assert isinstance(deferred, DeferredGradient)
     deferred.changes = changes
     return deferred

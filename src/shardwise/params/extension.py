@@ -34,7 +34,7 @@ from shardwise.layout.slots import ALIGNMENT
 from shardwise.params.bucket import Bucket, ShardStorage
 from shardwise.params.parameter import Param
 from shardwise.policies import CommPolicy
-from shardwise.torch_compat import dtensor
+from shardwise.torch_compat import dtensor, tensor_impl
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -107,7 +107,7 @@ class _ExtensionBuffer:
         """Take charge of the memory of ``tensors``, which are in use."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._storages.setdefault(storage._cdata, (storage, storage.nbytes()))
+            self._storages.setdefault(tensor_impl.storage_key(storage), (storage, storage.nbytes()))
 
     def allocate(self) -> None:
         """Have memory for all of them, of undefined contents."""

@@ -29,7 +29,7 @@ from shardwise.ranks.replicas import (
     message_on_copies,
     message_on_initial_values,
 )
-from shardwise.torch_compat import dtensor
+from shardwise.torch_compat import dtensor, nn_modules
 
 # --- compare --------------------------------------------------------------------------------------
 
@@ -148,12 +148,12 @@ class _BufferToSend:
         self.fqn, self._module, self._name = fqn, module, name
 
     def tensor(self) -> Tensor:
-        buffer = self._module._buffers[self._name]
+        buffer = nn_modules.buffers(self._module)[self._name]
         assert buffer is not None
         return dtensor.plain(buffer)
 
     def give_memory(self, device: torch.device) -> None:
-        self._module._buffers[self._name] = torch.empty_like(self.tensor(), device=device)
+        nn_modules.buffers(self._module)[self._name] = torch.empty_like(self.tensor(), device=device)
 
 
 def _broadcast(places: Sequence[Any], axes: Sequence[Axis], device: torch.device) -> None:

@@ -16,7 +16,7 @@ Version counters tie the two together, so that autograd's own check works throug
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from shardwise.layout.mesh import ShardMesh
 from shardwise.layout.precision import Precision
 from shardwise.params.deferred import DeferredGradient, deferred_gradient
 from shardwise.params.replaced_parameter import NAME, ReplacedParameter
-from shardwise.torch_compat import autograd, dtensor, tensor_impl
+from shardwise.torch_compat import autograd, dtensor, nn_modules, tensor_impl
 
 FREED = 2**31 - 1
 """The version of a full parameter without contents; no tensor is changed that often."""
@@ -49,7 +49,7 @@ class Site:
 
     def registered(self) -> Tensor | None:
         """What is registered there now."""
-        return self.module._parameters.get(self.name)
+        return nn_modules.parameters(self.module).get(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Param:
         self.sharded = original  # until install_shard() replaces it
         self.unsharded: nn.Parameter | None = None
         self._full_class = type(original)
-        self._inner = original._spec if isinstance(original, DTensor) else None
+        self._inner = dtensor.spec_of(original) if isinstance(original, DTensor) else None
         self.shape = tuple(self.content().shape)
         self.local: Tensor = self.content()
         self._precision_for = precision_for
@@ -164,7 +164,7 @@ class Param:
         """Belong to another group from now on, over the same ranks, and stand at ``sites`` as well."""
         self.sites = [*self.sites, *sites]
         for site in sites:
-            site.module._parameters[site.name] = self.sharded  # type: ignore[assignment]
+            nn_modules.parameters(site.module)[site.name] = self.sharded  # type: ignore[assignment]
         self.mesh = mesh
         self._precision_for = precision_for
         self.precision = precision_for(self.sharded.dtype)
@@ -192,7 +192,7 @@ class Param:
     def install_shard(self, sharded: nn.Parameter) -> None:
         """Register the sharded parameter at all sites. Cannot fail half-way."""
         for site in self.sites:
-            site.module._parameters[site.name] = sharded
+            nn_modules.parameters(site.module)[site.name] = sharded
         self.sharded, self.local = sharded, dtensor.local_tensor(sharded)
         self._sign()
         if (original := self._original()) is not None and type(original) is nn.Parameter:
@@ -225,13 +225,13 @@ class Param:
 
     def version(self) -> int:
         """Grows with every change in place of the shard that PyTorch counts."""
-        return self.version_base + self.sharded._version + self.local._version
+        return self.version_base + tensor_impl.version(self.sharded) + tensor_impl.version(self.local)
 
     def is_untouched(self) -> bool:
         """True if the shard is still where, what and as trainable as the group believes."""
         sharded = self.sharded
         for site in self.sites:
-            if site.module._parameters.get(site.name) is not sharded:
+            if nn_modules.parameters(site.module).get(site.name) is not sharded:
                 return False
         if dtensor.local_tensor(sharded) is not self.local:
             return False
@@ -279,7 +279,7 @@ class Param:
         """
         self.version_base = self.version() + 1
         for site in self.sites:
-            site.module._parameters[site.name] = new
+            nn_modules.parameters(site.module)[site.name] = new
         self.sharded = new
         self.describe_itself()
 
@@ -495,13 +495,6 @@ class Param:
             existing = dtensor.make_dtensor(dtensor.local_tensor(existing), self.gradient_spec)
             self.sharded.grad = existing
         dtensor.local_tensor(existing).add_(local)
-
-
-def refresh_flat_weights(modules: Iterable[nn.Module]) -> None:
-    """Let RNN modules, which keep a list of their weights, see what is to be seen now."""
-    for module in modules:
-        names: list[str] = module._flat_weights_names  # type: ignore[assignment]
-        module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in names]
 
 
 def _run_hooks(hooks: autograd.Hooks, gradient: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ object, for the sake of an optimizer that has it already:
     module._parameters["weight"]    shard on meta  ->  full, plain, NaN  ->  the same shard, with values
 """
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.comm.full_tensors import gather_full
 from shardwise.layout.chunks import local_chunk
-from shardwise.params.parameter import Param, refresh_flat_weights
-from shardwise.torch_compat import dtensor, tensor_impl
+from shardwise.params.parameter import Param
+from shardwise.torch_compat import dtensor, interpreter, nn_modules, tensor_impl
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +56,7 @@ class Filling:
     def is_buffer(self) -> bool:
         """True for a buffer, persistent or not."""
         spot = self.spots[0]
-        return spot.entries is spot.module._buffers
+        return spot.entries is nn_modules.buffers(spot.module)
 
     def is_in(self, modules: set[nn.Module]) -> bool:
         """True if one of its spots is."""
@@ -76,7 +75,7 @@ class Filling:
         if isinstance(self.original, nn.Parameter):
             shown = self._as_parameter(value)
             vars(shown).update(self._attributes)
-        self._version = shown._version
+        self._version = tensor_impl.version(shown)
         self._shown = shown
         self._register(shown)
 
@@ -164,7 +163,7 @@ class Filling:
         new = self._memory_for(part)
         new.copy_(part)
         if isinstance(old, DTensor):
-            new = dtensor.make_dtensor(new, old._spec)
+            new = dtensor.make_dtensor(new, dtensor.spec_of(old))
         if not isinstance(old, nn.Parameter):
             self.original = new
             self._register(new)
@@ -201,7 +200,7 @@ class Filling:
         if self.param is not None:
             return dtensor.local_tensor(self.param.as_shard(value))
         if isinstance(self.original, DTensor):
-            return local_chunk(value, self.original._spec)
+            return local_chunk(value, dtensor.spec_of(self.original))
         return value
 
 
@@ -224,20 +223,15 @@ def become_parameter(old: nn.Parameter, contents: Tensor, modules: Iterable[nn.M
         new = nn.Parameter(contents, old.requires_grad)
     else:
         new = tensor_impl.as_subclass_of_parameter(type(old), contents, old.requires_grad)
-    _forget_weak_references(modules)
+    nn_modules.forget_weak_references(modules)
     tensor_impl.become(old, new)
 
 
 def refresh_lists(modules: Iterable[nn.Module]) -> None:
     """Let RNN modules see what is registered now."""
-    refresh_flat_weights(dict.fromkeys(module for module in modules if isinstance(module, nn.RNNBase)))
-
-
-def _forget_weak_references(modules: Iterable[nn.Module]) -> None:
-    """RNN modules keep some to their weights, and the contents of a tensor with such cannot be swapped."""
-    for module in modules:
-        if isinstance(module, nn.RNNBase):
-            module._flat_weight_refs = []
+    nn_modules.refresh_flat_weights(
+        dict.fromkeys(module for module in modules if isinstance(module, nn.RNNBase))
+    )
 
 
 # --- what nobody has written ----------------------------------------------------------------------
@@ -277,7 +271,7 @@ def _is_written(tensor: Tensor, version: int | None) -> bool:
     tensor = tensor.detach()
     if not (tensor.itemsize == 1 or _is_integer(tensor.dtype)):
         return not bool(tensor.isnan().any())
-    if version is None or tensor._version != version:
+    if version is None or tensor_impl.version(tensor) != version:
         return True
     if tensor.dtype == torch.bool:
         return bool(tensor.any())
@@ -334,7 +328,7 @@ def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
     written: list[Any] = []
     is_setter = name == "__setitem__" or (name.startswith("__i") and name in _IN_PLACE_OPERATORS)
     is_in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
-    if name == "__get__" and func.__self__ is torch.Tensor.is_meta and _is_called_by_an_init():
+    if name == "__get__" and func.__self__ is torch.Tensor.is_meta and interpreter.is_called_by_init(2):
         is_in_place = True  # it would leave a tensor on the meta device as it is, without a word
     is_data = name in ("__get__", "__set__") and getattr(func, "__self__", None) is torch.Tensor.data  # type: ignore[comparison-overlap]
     if args and (is_setter or is_in_place or is_data):
@@ -344,11 +338,6 @@ def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
     out = kwargs.get("out")
     written += out if isinstance(out, (list, tuple)) else [out]
     return [tensor for tensor in written if isinstance(tensor, DTensor)]
-
-
-def _is_called_by_an_init() -> bool:
-    """Whether a function of torch.nn.init is what has just called torch; this is three frames below."""
-    return sys._getframe(3).f_globals.get("__name__") == nn.init.__name__
 
 
 _IN_PLACE_OPERATORS = {

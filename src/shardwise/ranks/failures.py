@@ -30,7 +30,7 @@ from shardwise.layout.mesh import Axis
 from shardwise.ranks.disagreement import deadlock, explain_failure, relayed_text, subject_of
 from shardwise.ranks.failure_notes import FailureNote, FailureNotes
 from shardwise.ranks.model_ranks import axes_of_given
-from shardwise.torch_compat import c10d
+from shardwise.torch_compat import c10d, interpreter
 
 INTERVAL_S = 0.25
 """How often a process looks whether a wait still lasts."""
@@ -145,7 +145,7 @@ class Relay:
             if self._own is None:  # else an inner backward has failed before, for the same reason
                 self._post_new(where, "an exception; see its log", is_vague=True)
                 if self._own is not None:
-                    self._look_for = self._own, _handled(), int(VAGUE_S / _FINE_S)
+                    self._look_for = self._own, interpreter.handled_exceptions(), int(VAGUE_S / _FINE_S)
 
     def _post_new(self, where: str, text: str, is_vague: bool = False) -> None:
         if self._notes is None or self.failure is not None:
@@ -275,7 +275,7 @@ class Relay:
                 return
             note, before, looks = self._look_for
             self._look_for = (note, before, looks - 1) if looks else None
-            now = _handled().items()
+            now = interpreter.handled_exceptions().items()
             new = [error for ident, error in now if error is not None and error is not before.get(ident)]
             if new and isinstance(new[0], CommunicationError):
                 self._own = self._post(note.over())
@@ -304,12 +304,6 @@ def _ranks_along(axes: Sequence[Axis]) -> set[int]:
 def _text_of(error: BaseException) -> str:
     kind = type(error).__name__
     return f"{kind}: {error}"[:_MOST_TEXT] if str(error) else kind
-
-
-def _handled() -> dict[int, BaseException | None]:
-    """The exception that each thread is handling: from Python 3.12 on itself, before that in a tuple."""
-    current: dict[int, Any] = sys._current_exceptions()
-    return {ident: each[1] if isinstance(each, tuple) else each for ident, each in current.items()}
 
 
 def _without_store(event: str, name: str, error: Exception) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.state.names import check_at_rest, check_idle, listed, parameters_of
-from shardwise.torch_compat import dtensor
+from shardwise.torch_compat import dtensor, foreach
 
 
 class EMA:
@@ -76,7 +76,7 @@ class EMA:
             some[1].append(weight.to(average.device, average.dtype))
         with torch.inference_mode(False), torch.no_grad():
             for some_averages, some_weights in by_dtype.values():
-                torch._foreach_lerp_(some_averages, some_weights, 1 - decay)
+                foreach.lerp_(some_averages, some_weights, 1 - decay)
         self.num_updates += 1
 
     @contextmanager

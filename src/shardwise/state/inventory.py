@@ -14,6 +14,7 @@ from shardwise.ranks.model_ranks import mesh_device
 from shardwise.setup.discovery import joined
 from shardwise.setup.validation import PLACE, class_name
 from shardwise.state.lending import reorder
+from shardwise.torch_compat import nn_modules
 
 
 class Inventory:
@@ -41,7 +42,7 @@ class Inventory:
         for group in self.groups:
             for bucket in group.buckets:
                 for param in bucket.params:
-                    spots = [Spot(s.module, s.module._parameters, s.name) for s in param.sites]
+                    spots = [Spot(s.module, nn_modules.parameters(s.module), s.name) for s in param.sites]
                     if not any(spot.module in self.names for spot in spots):
                         continue  # of a module beside, where only a part of a sharded model is asked for
                     had_values = not param.sharded.is_meta
@@ -51,7 +52,7 @@ class Inventory:
 
     def _add_plain(self, module: nn.Module, sharded: set[int]) -> None:
         """What no group has, or what it leaves alone."""
-        for entries in (module._parameters, module._buffers):
+        for entries in (nn_modules.parameters(module), nn_modules.buffers(module)):
             for name, tensor in entries.items():
                 if (
                     tensor is None
@@ -71,7 +72,7 @@ class Inventory:
         for module in self.names:
             if module not in beside:
                 continue
-            for entries in (module._parameters, module._buffers):
+            for entries in (nn_modules.parameters(module), nn_modules.buffers(module)):
                 for name, tensor in entries.items():
                     if tensor is None or tensor.is_meta or id(tensor) in self.fillings:
                         continue
@@ -81,7 +82,7 @@ class Inventory:
                     self.fillings[id(tensor)] = kept
 
     def _is_empty(self, module: nn.Module) -> bool:
-        own = [*module._parameters.values(), *module._buffers.values()]
+        own = [*nn_modules.parameters(module).values(), *nn_modules.buffers(module).values()]
         return any(t is not None and t.is_meta and not nn.parameter.is_lazy(t) for t in own)
 
     def visits(self) -> Iterator["Visit"]:
@@ -127,7 +128,9 @@ class Visit:
         fillings = self._fillings(group)
         for filling in fillings:
             _check_place(filling)
-        orders = {m: list(m._parameters) for f in fillings for m in [spot.module for spot in f.spots]}
+        orders = {
+            m: list(nn_modules.parameters(m)) for f in fillings for m in [spot.module for spot in f.spots]
+        }
         failed: nn.Module | None = None
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -140,7 +143,7 @@ class Visit:
             with torch.inference_mode(False), torch.no_grad():
                 problems = self._settle(fillings, failed)
             for module, names in orders.items():
-                reorder(module._parameters, names)
+                reorder(nn_modules.parameters(module), names)
             for each in self._groups_of(fillings):
                 each.follow_changes()
         if problems:

@@ -29,7 +29,7 @@ from shardwise.params.deferred import DeferredGradient
 from shardwise.params.extension import ExtensionBucket
 from shardwise.params.parameter import Param
 from shardwise.params.replaced_parameter import mark_replaced
-from shardwise.torch_compat import dtensor, tensor_impl
+from shardwise.torch_compat import dtensor, nn_modules, tensor_impl
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,9 @@ class _Loan:
         # Counted changes are those of all ranks, whoever keeps the rows: all shards count them then, and a
         # backward that needs the old values fails on all ranks. Changes through .data are found by content.
         is_changed = (
-            new is not self.full or new._version != self.version or not _same(part, self.shard_before)
+            new is not self.full
+            or tensor_impl.version(new) != self.version
+            or not _same(part, self.shard_before)
         )
         if not is_changed:
             return []
@@ -124,7 +126,7 @@ class _Loan:
         return []
 
     def _settle_gradient(self, new: Tensor | None) -> list[str]:
-        is_same = new is self.gradient and (new is None or new._version == self.gradient_version)
+        is_same = new is self.gradient and (new is None or tensor_impl.version(new) == self.gradient_version)
         if is_same:
             return []
         if self.param.sharded.grad is not self.shard_gradient_before:
@@ -152,7 +154,9 @@ class Lent:
             group.take_back()
             raise
         # An entry that is deleted and comes back would come last in parameters().
-        self._orders = {s.module: list(s.module._parameters) for p in group.params for s in p.sites}
+        self._orders = {
+            s.module: list(nn_modules.parameters(s.module)) for p in group.params for s in p.sites
+        }
         for loan in self._loans:
             _register(loan.param, loan.full)
         group.refresh_flat_weights()
@@ -177,9 +181,9 @@ class Lent:
                 bucket,
                 slot,
                 full,
-                full._version,
+                tensor_impl.version(full),
                 own,
-                0 if own is None else own._version,
+                0 if own is None else tensor_impl.version(own),
                 param.local.detach().clone() if self._terms.writes_back else None,
                 param.sharded.grad,
             )
@@ -196,7 +200,7 @@ class Lent:
         for loan in self._loans:
             _register(loan.param, loan.param.sharded)
         for module, names in self._orders.items():
-            reorder(module._parameters, names)
+            reorder(nn_modules.parameters(module), names)
         self._group.refresh_flat_weights()
         self._group.take_back()
         problems: list[str] = []
@@ -252,7 +256,7 @@ def _whole_gradients(bucket: Bucket) -> list[Tensor | None]:
 
 def _register(param: Param, tensor: nn.Parameter) -> None:
     for site in param.sites:
-        site.module._parameters[site.name] = tensor
+        nn_modules.parameters(site.module)[site.name] = tensor
 
 
 def reorder(entries: dict[str, nn.Parameter | None], names: list[str]) -> None:

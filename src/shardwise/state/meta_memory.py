@@ -12,7 +12,7 @@ from shardwise.params.placeholders import Spot, become_parameter, refresh_lists
 from shardwise.ranks.model_ranks import device_of_model
 from shardwise.setup.validation import groups_in
 from shardwise.state.names import listed
-from shardwise.torch_compat import dtensor
+from shardwise.torch_compat import dtensor, nn_modules
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -51,7 +51,9 @@ def give_memory(model: nn.Module) -> None:
     with torch.inference_mode(False), torch.no_grad():
         _give_plain_memory(model, device)
         # What is left are shards: their groups follow, and put them into buffers of their own.
-        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+        nn_modules.map_tensors(
+            model, lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+        )
 
 
 def _give_plain_memory(model: nn.Module, device: torch.device) -> None:
@@ -59,7 +61,7 @@ def _give_plain_memory(model: nn.Module, device: torch.device) -> None:
     sharded = {id(param.sharded) for group in groups_in(model) for param in group.params}
     spots: dict[int, tuple[Tensor, list[Spot]]] = {}
     for module in model.modules():
-        for entries in (module._parameters, module._buffers):
+        for entries in (nn_modules.parameters(module), nn_modules.buffers(module)):
             for name, tensor in entries.items():
                 if tensor is None or id(tensor) in sharded or nn.parameter.is_lazy(tensor):
                     continue
@@ -78,5 +80,5 @@ def _give_plain_memory(model: nn.Module, device: torch.device) -> None:
 def _memory_like(tensor: Tensor, device: torch.device) -> Tensor:
     if isinstance(tensor, DTensor):
         local = dtensor.local_tensor(tensor)
-        return dtensor.make_dtensor(torch.empty_like(local, device=device), tensor._spec)
+        return dtensor.make_dtensor(torch.empty_like(local, device=device), dtensor.spec_of(tensor))
     return torch.empty_like(tensor.detach(), device=device)

@@ -149,7 +149,9 @@ def staged(value: Any) -> Any:
         key = hash((local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, local.device))
         if key not in done or not local.numel():
             done[key] = local.detach().to("cpu", copy=True)
-        return dtensor.make_dtensor(done[key], leaf._spec) if isinstance(leaf, DTensor) else done[key]
+        return (
+            dtensor.make_dtensor(done[key], dtensor.spec_of(leaf)) if isinstance(leaf, DTensor) else done[key]
+        )
 
     return mapped(value, copied)
 
@@ -183,7 +185,9 @@ def blank(
             return _with_memory(existing, dtensor.plain(param).device)
     if isinstance(param, DTensor) and size == param.shape and not is_scalar:
         local = torch.empty_like(dtensor.plain(param), dtype=dtype)
-        return dtensor.make_dtensor(local, param._spec if dtype == param.dtype else _with_dtype(param, dtype))
+        return dtensor.make_dtensor(
+            local, dtensor.spec_of(param) if dtype == param.dtype else _with_dtype(param, dtype)
+        )
     if not size or not isinstance(param, DTensor):
         device = torch.device("cpu") if is_scalar else dtensor.plain(param).device
         return torch.empty(size, dtype=dtype, device=device)

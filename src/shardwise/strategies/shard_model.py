@@ -53,6 +53,7 @@ from shardwise.setup.validation import (
 from shardwise.strategies.meshes import Strategy, Ways, mesh_arguments, strategy_named
 from shardwise.strategies.wrap_policies import Wrap, as_policy
 from shardwise.strategies.wrapping import chosen, merged
+from shardwise.torch_compat import nn_modules
 
 _OVERRIDABLE = (
     *("strategy", "mesh", "dp_mesh_dims", "mp_policy", "offload_policy", "comm_policy"),
@@ -401,7 +402,9 @@ def _warn_of_large_root(model: nn.Module, own: dict[nn.Module, list[nn.Module]],
     """Say so if most of the model is in the root's group, with parameters that tie groups together."""
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for owner, modules in own.items():
-        for param in {p for module in modules for p in module._parameters.values() if p is not None}:
+        for param in {
+            p for module in modules for p in nn_modules.parameters(module).values() if p is not None
+        }:
             if id(param) not in ignored:
                 owners.setdefault(param, []).append(owner)
     names = {param: clean(name) for name, param in model.named_parameters()}

@@ -17,6 +17,7 @@ from shardwise.strategies.module_trees import (
     text_of,
 )
 from shardwise.strategies.wrap_policies import WrapPolicy, WrapRepeated
+from shardwise.torch_compat import nn_modules
 
 # --- what a policy chooses ------------------------------------------------------------------------
 
@@ -136,7 +137,9 @@ def merged(
     """
     wanted = set(modules)
     parents = [module for module in model.modules() if uncompiled(module) is module]
-    places = Counter(uncompiled(child) for m in parents for child in m._modules.values() if child is not None)
+    places = Counter(
+        uncompiled(child) for m in parents for child in nn_modules.children(m).values() if child is not None
+    )
     groups = [[module] for module in modules if places[module] > 1]
     for parent in parents:
         run: list[nn.Module] = []

@@ -1,4 +1,4 @@
-"""The hooks around an optimizer's step."""
+"""The hooks around an optimizer's step. Seen on 2.11 to 2.13."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -24,7 +24,7 @@ def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
 def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
     """``step``, of an optimizer, with the hooks and the profiler's label that torch puts around it.
 
-    What torch puts there costs tens of microseconds for the label alone: it is passed by where there are no
+    What torch puts there costs tens of microseconds for the label alone, so it is skipped where there are no
     hooks and no profiler. ``hooked`` tells torch that nothing is left to do.
     """
     as_in_torch = torch.optim.Optimizer.profile_hook_step(step)
