@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard, load_full_state_dict, shard_model
-from shardwise.state.initialise import materialize
+from shardwise.init.initialise import materialize
 
 SQUARE = Layout((2, 2))
 

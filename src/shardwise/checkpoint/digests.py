@@ -239,14 +239,14 @@ def _damaged_zips(name: str, file: io.FileIO, wanted: Iterable[Wanted]) -> Itera
         if record.transform_descriptors:  # compressed: its own form finds damage
             continue
         try:
-            bad = _why_bad(_Part(file, record.offset, record.length), each)
+            bad = _why_bad(_FileRange(file, record.offset, record.length), each)
         except Exception as error:  # what reads archives and pickles raises whatever the bytes happen to say
             bad = f"{type(error).__name__}: {error}"
         if bad is not None:
             yield f"{name}, bytes {record.offset} to {record.offset + record.length}: {each.key} ({bad})"
 
 
-def _why_bad(part: "_Part", wanted: Wanted) -> str | None:
+def _why_bad(part: "_FileRange", wanted: Wanted) -> str | None:
     """Also what Python's reader of archives does not mind, and torch's stops at half-way."""
     with ZipFile(cast(Any, part)) as archive:
         bad = archive.testzip()
@@ -259,7 +259,7 @@ def _why_bad(part: "_Part", wanted: Wanted) -> str | None:
     return None
 
 
-class _Part(io.RawIOBase):
+class _FileRange(io.RawIOBase):
     """A part of a file, for reading."""
 
     def __init__(self, file: io.FileIO, offset: int, length: int) -> None:

@@ -17,14 +17,13 @@ from torch import Tensor
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.digests import DIGESTS, Digests, Wanted, damaged
 from shardwise.layout.coverage import why_not_covered
+from shardwise.layout.fqns import listed
 from shardwise.layout.regions import Region
 from shardwise.state.model_files import leaves_folder
-from shardwise.state.names import listed
+from shardwise.state.named_state import StatePath
 
 INFO = "shardwise"  # the key under which a checkpoint says who wrote it
 HAS_DIGESTS = "digests"  # below it: that there are digests
-
-Place = tuple[str | int, ...]  # where a value stands in nested dicts and lists
 
 
 @dataclass
@@ -35,7 +34,7 @@ class Manifest:
     metadata: Any  # torch.distributed.checkpoint.metadata.Metadata
     identity: str  # of the save: no other has the same
     digests: Digests | None = None
-    places: dict[Place, str] = field(default_factory=dict)  # -> key in the checkpoint
+    places: dict[StatePath, str] = field(default_factory=dict)  # -> key in the checkpoint
 
     @classmethod
     def read(cls, path: Path, verify: bool = True, trust: bool = False) -> "Manifest":
@@ -77,7 +76,7 @@ class Manifest:
             )
         return manifest
 
-    def under(self, *start: str | int) -> dict[Place, str]:
+    def under(self, *start: str | int) -> dict[StatePath, str]:
         """The keys of everything below `start`, by their place below it."""
         depth = len(start)
         return {place[depth:]: key for place, key in self.places.items() if place[:depth] == start}
@@ -220,19 +219,19 @@ def _at(index: Any) -> str:
     return "" if not index.offset else f" at {tuple(index.offset)}"
 
 
-def by_first(entries: dict[Place, str]) -> dict[str, dict[Place, str]]:
+def by_first(entries: dict[StatePath, str]) -> dict[str, dict[StatePath, str]]:
     """Keys by the first part of their place: the name of a parameter, say."""
-    found: dict[str, dict[Place, str]] = {}
+    found: dict[str, dict[StatePath, str]] = {}
     for (first, *rest), key in ((place, key) for place, key in entries.items() if place):
         found.setdefault(str(first), {})[tuple(rest)] = key
     return found
 
 
-def nested(values: dict[Place, Any]) -> Any:
+def nested(values: dict[StatePath, Any]) -> Any:
     """Values by their places, as the nested dicts they came from."""
     if () in values:
         return values[()]
-    below: dict[str | int, dict[Place, Any]] = {}
+    below: dict[str | int, dict[StatePath, Any]] = {}
     for (first, *rest), value in values.items():
         below.setdefault(first, {})[tuple(rest)] = value
     built = {key: nested(each) for key, each in below.items()}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.state.names import listed
+from shardwise.layout.fqns import listed
 
 
 class Objects(Exception):

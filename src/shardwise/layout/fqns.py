@@ -9,6 +9,8 @@ it have one name.
     blocks.0._orig_mod.up       Linear                      blocks.0.up
 """
 
+from collections.abc import Iterable
+
 from torch import nn
 
 from shardwise.torch_compat import nn_modules
@@ -30,3 +32,10 @@ def uncompiled(module: nn.Module) -> nn.Module:
     """What ``torch.compile`` was given, if ``module`` is what it has returned; else ``module``."""
     inner = nn_modules.children(module).get(nn_modules.WRAPPED)
     return module if inner is None else uncompiled(inner)
+
+
+def listed(names: Iterable[str], limit: int = 8) -> str:
+    """``names`` for a message: the first few, and how many more."""
+    every = list(names)
+    more = f" and {len(every) - limit} more" if len(every) > limit else ""
+    return ", ".join(every[:limit]) + more

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.layout.fqns import clean, names_in
 from shardwise.optim.norms import (
     Gradients,
-    Plan,
+    NormPlan,
     gradients_in,
     gradients_of,
     merged,
@@ -125,7 +125,7 @@ def grad_norms_by_module(model: nn.Module, *, norm_type: float | str = 2.0) -> d
     params = list(model.parameters())
     gradients = gradients_of(params, caller, partial(_name_of, model))
     pieces = norms_of_pieces(gradients.measured, power, is_foreach=True)
-    plan = Plan(gradients, next(iter(params), None))
+    plan = NormPlan(gradients, next(iter(params), None))
     index_of = {id(param): index for index, param in enumerate(gradients.params)}
     inside = {
         name: indices
@@ -159,7 +159,7 @@ def _clip(
         name_of = partial(_name_of, given)
         is_module = isinstance(given, nn.Module)
         gradients = (gradients_in if is_module else gradients_of)(given, caller, name_of)
-        plan = Plan(gradients, next(iter(given.parameters() if is_module else given), None))
+        plan = NormPlan(gradients, next(iter(given.parameters() if is_module else given), None))
         own, runs = [], []
         for column in plan.split(gradients.measured):
             runs.append(merged(column))

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from shardwise.layout.mesh import axes_of, highest_over
 from shardwise.params.deferred import DeferredGradient
 from shardwise.ranks.failures import relay_of_job
-from shardwise.torch_compat import amp, dtensor, tensor_impl
+from shardwise.torch_compat import dtensor, optimizers, tensor_impl
 
 
-class GradScaler(amp.GradScalerBase):
+class GradScaler(optimizers.GradScalerBase):
     """``torch.amp.GradScaler`` whose infinities are seen by all ranks, however gradients are placed.
 
     Arguments and use are those of torch's. Costs an all-reduce of one number for each mesh dimension, and one
@@ -49,7 +49,7 @@ class GradScaler(amp.GradScalerBase):
         with torch.no_grad():
             for (device, _), gradients in by_kind.items():
                 flag = found.setdefault(device, found_inf.to(device, copy=True))
-                amp.check_and_unscale_(gradients, flag, inv_scale.to(device))
+                optimizers.check_and_unscale_(gradients, flag, inv_scale.to(device))
             _agree(found, found_inf, params)
         return found or {found_inf.device: found_inf}
 

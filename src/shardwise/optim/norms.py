@@ -48,7 +48,7 @@ _PLAIN_DECADES = 250.0
 # --- the gradients --------------------------------------------------------------------------------
 
 
-Place = tuple[DeviceMesh, tuple[Placement, ...]]
+GradientPlacement = tuple[DeviceMesh, tuple[Placement, ...]]
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ class Gradients:
     params: Sequence[Tensor]
     locals: Sequence[Tensor | None]
     measured: Sequence[Tensor | None]
-    places: Sequence[Place | None]
+    places: Sequence[GradientPlacement | None]
 
     def and_those_of(self, others: "Gradients") -> "Gradients":
         """Both."""
@@ -86,7 +86,7 @@ def gradients_in(model: nn.Module, caller: str, name_of: Callable[[Tensor], str]
     registered = chain.from_iterable(map(_values, map(_registered, modules)))
     params = {id(param): param for param in registered if param is not None}
     groups = dict.fromkeys(module.__dict__[PLACE].group for module in modules if PLACE in module.__dict__)
-    together: list[tuple[Tensor, Tensor, Tensor, Place]] = []
+    together: list[tuple[Tensor, Tensor, Tensor, GradientPlacement]] = []
     for sharded_gradients in [bucket.sharded_gradients for group in groups for bucket in group.buckets]:
         shards = sharded_gradients.shards
         keys = list(map(id, shards))
@@ -136,8 +136,8 @@ def _all_as_their_parameters(params: Sequence[Tensor]) -> Gradients | None:
     specs, own = list(map(dtensor.spec_of, params)), list(map(dtensor.spec_of, gradients))
     ids = [map(id, map(what, of)) for what in (_placements, _mesh) for of in (specs, own)]
     kinds = list(zip(*ids, strict=True))
-    places: dict[Any, Place] = {}
-    alike: dict[Place, Place] = {}
+    places: dict[Any, GradientPlacement] = {}
+    alike: dict[GradientPlacement, GradientPlacement] = {}
     for kind, index in dict(zip(kinds, range(len(kinds)), strict=True)).items():
         place = own[index].mesh, own[index].placements
         if specs[index].mesh is not place[0] or place[1] != without_sums(specs[index].placements):
@@ -148,7 +148,7 @@ def _all_as_their_parameters(params: Sequence[Tensor]) -> Gradients | None:
 
 
 def _one_by_one(params: Sequence[Tensor], caller: str, name_of: Callable[[Tensor], str]) -> Gradients:
-    found: list[tuple[Tensor, Tensor | None, Tensor | None, Place | None]] = []
+    found: list[tuple[Tensor, Tensor | None, Tensor | None, GradientPlacement | None]] = []
     for param in params:
         gradient = param.grad
         if gradient is not None:
@@ -317,7 +317,7 @@ def stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Axis:
+class _MeshDim:
     """The ranks along a dimension of a mesh; slices of a mesh have the same."""
 
     name: str
@@ -328,11 +328,11 @@ class _Axis:
 class _Column:
     """Over which axes a kind of gradients is split, and over which it may differ."""
 
-    split: frozenset[_Axis]
-    unknown: frozenset[_Axis]
+    split: frozenset[_MeshDim]
+    unknown: frozenset[_MeshDim]
 
 
-class Plan:
+class NormPlan:
     """Which numbers of this rank meet those of which others, in the same order on all of them.
 
     A *column* is a kind of placement. ``column_of`` says for each gradient which of ``columns`` is its own.
@@ -347,7 +347,7 @@ class Plan:
             places.sort(key=_order)
         meshes = {mesh: _axes_of(mesh) for mesh in dict.fromkeys(p[0] for p in places if p is not None)}
         agreeing, covering = _axes_to_agree_over(meshes, None in places)
-        kinds: dict[Place | None, _Column] = {}
+        kinds: dict[GradientPlacement | None, _Column] = {}
         for place in places:
             if place is None:
                 kinds[place] = _Column(frozenset(), frozenset(agreeing))
@@ -395,7 +395,7 @@ class Plan:
         return norm_of(torch.stack(columns), power, dim=0)
 
 
-def _order(place: Place | None) -> tuple[Any, ...]:
+def _order(place: GradientPlacement | None) -> tuple[Any, ...]:
     """Sorts places alike on all ranks, even where they come in the order of a set."""
     if place is None:
         return ()
@@ -403,17 +403,17 @@ def _order(place: Place | None) -> tuple[Any, ...]:
     return mesh.mesh_dim_names or (), tuple(mesh.shape), str(placements)
 
 
-def _axes_of(mesh: DeviceMesh) -> dict[int, _Axis]:
+def _axes_of(mesh: DeviceMesh) -> dict[int, _MeshDim]:
     """The axes along which this rank has anybody to ask, by dimension."""
     if mesh.get_coordinate() is None:
         return {}
     groups = {dim: mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1}
-    return {dim: _Axis(pg.group_name, pg) for dim, pg in groups.items()}
+    return {dim: _MeshDim(pg.group_name, pg) for dim, pg in groups.items()}
 
 
 def _axes_to_agree_over(
-    meshes: dict[DeviceMesh, dict[int, _Axis]], has_plain: bool
-) -> tuple[list[_Axis], list[DeviceMesh]]:
+    meshes: dict[DeviceMesh, dict[int, _MeshDim]], has_plain: bool
+) -> tuple[list[_MeshDim], list[DeviceMesh]]:
     """Axes that lead to all ranks there are, and the meshes whose own do.
 
     What is on a mesh with all ranks is the same for all of them.

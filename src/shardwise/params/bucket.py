@@ -8,7 +8,6 @@ shard is first copied into a buffer to send from: one cast, one copy, for all pa
 """
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import or_
@@ -23,13 +22,14 @@ from shardwise.comm.buffers import FlatShard, UnshardedBuffer, buffer_for, cast_
 from shardwise.comm.communicators import BackendCollectives, all_reduce, make_communicator
 from shardwise.comm.quantized import Int8AllGather, QuantizedExchange, QuantizedSum
 from shardwise.comm.reduce_scatter import GradientPart, ReduceScatter
-from shardwise.comm.reducers import AllReduce, Reducer
+from shardwise.comm.reducers import AllReduce
 from shardwise.comm.reduction import NO_REPLICAS, Destination, Hook, Reduction, ReplicaReduction
 from shardwise.comm.streams import CommStream, CommStreams, Finish, nothing
 from shardwise.layout.chunks import shard_of
-from shardwise.layout.mesh import Axis, ShardMesh
+from shardwise.layout.mesh import ShardMesh
 from shardwise.layout.slots import ALIGNMENT, Layout, SlotSpec, plan_layout
 from shardwise.params.changes import all_start_at
+from shardwise.params.comm_options import CommOptions
 from shardwise.params.parameter import Param
 from shardwise.params.post_forward import PostForwardShard
 from shardwise.params.sharded_gradients import ShardedGradients
@@ -47,27 +47,6 @@ class ShardStorage:
 
 _LARGEST_PACKED_BYTES = 16 << 20
 """An unsharded parameter above this size is not packed, whatever the world size, unless the caller asks."""
-
-Make = Callable[[dist.ProcessGroup | None, torch.device], Any]
-
-
-@dataclass(frozen=True)
-class CommOptions:
-    """How a bucket communicates.
-
-    ``channel`` keeps its messages apart from those of other buckets. ``reduce_pg`` is a process group for
-    reductions alone. ``post_forward_axis``: the ranks that together keep the parameters after forward.
-    ``make_all_gather`` and ``make_reduce_scatter`` make the caller's own collectives; ``reducer`` replaces
-    the whole reduction of gradients, over shards and replicas.
-    """
-
-    channel: int = 0
-    reduce_pg: dist.ProcessGroup | None = None
-    post_forward_axis: Axis | None = None
-    make_all_gather: Make | None = None
-    make_reduce_scatter: Make | None = None
-    reducer: Reducer | None = None
-    force_sum: bool = False
 
 
 class Bucket:

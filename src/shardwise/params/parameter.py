@@ -32,7 +32,7 @@ from shardwise.layout.fqns import clean
 from shardwise.layout.mesh import ShardMesh
 from shardwise.layout.precision import Precision
 from shardwise.params.deferred import DeferredGradient, deferred_gradient
-from shardwise.params.replaced_parameter import NAME, ReplacedParameter
+from shardwise.params.replaced_parameter import NAME, ReplacedParameter, describe, have_equal_shards
 from shardwise.torch_compat import autograd, dtensor, nn_modules, tensor_impl
 
 FREED = 2**31 - 1
@@ -255,15 +255,15 @@ class Param:
             )
         if not self._can_adopt(new):
             raise RuntimeError(
-                f"{site.fqn}: the parameter was replaced after fully_shard by {_describe(new)}, where a "
-                f"parameter sharded like the old one is expected: {_describe(self.sharded)}. The group "
+                f"{site.fqn}: the parameter was replaced after fully_shard by {describe(new)}, where a "
+                f"parameter sharded like the old one is expected: {describe(self.sharded)}. The group "
                 "gathers shards and cannot use it. Copy values into the sharded parameter instead (under "
                 "torch.no_grad(), param.copy_(torch.distributed.tensor.distribute_tensor(value, "
                 "param.device_mesh, param.placements))), or replace parameters before fully_shard. "
                 "torch.func.functional_call replaces them as well: it does not work on a sharded module."
             )
         for other_site, other in zip(self.sites, found, strict=True):
-            if other is not new and not _same_values(other, new):
+            if other is not new and not have_equal_shards(other, new):
                 raise RuntimeError(
                     f"{site.fqn} and {other_site.fqn} are tied (one parameter under two names), but "
                     f"{site.fqn} alone was replaced. Replace both with the same parameter, or untie "
@@ -395,7 +395,7 @@ class Param:
         """
         assert self.unsharded is not None
         if self._original_hooks is not None:
-            self.unsharded.register_hook(partial(_run_hooks, self._original_hooks))
+            self.unsharded.register_hook(partial(autograd.run_gradient_hooks, self._original_hooks))
 
     # --- the gradient -----------------------------------------------------------------------------
 
@@ -404,7 +404,7 @@ class Param:
         sharded = self.sharded
         gradient: Tensor = dtensor.make_dtensor(local, self.gradient_spec)
         if hooks := autograd.gradient_hooks(sharded):
-            gradient = _run_hooks(hooks, gradient)
+            gradient = autograd.run_gradient_hooks(hooks, gradient)
         shows_deferred, self._shows_deferred = self._shows_deferred, False
         self._deferred = None  # it holds memory
         if sharded.grad is None or shows_deferred:
@@ -484,7 +484,7 @@ class Param:
         existing = self.sharded.grad
         if not isinstance(existing, DTensor):
             raise RuntimeError(
-                f"{self.fqn}: .grad is {_describe(existing)}, where a DTensor is expected; a reduced "
+                f"{self.fqn}: .grad is {describe(existing)}, where a DTensor is expected; a reduced "
                 "gradient cannot be added to it. Assign only DTensors sharded as the parameter to "
                 ".grad, or None."
             )
@@ -495,30 +495,3 @@ class Param:
             existing = dtensor.make_dtensor(dtensor.local_tensor(existing), self.gradient_spec)
             self.sharded.grad = existing
         dtensor.local_tensor(existing).add_(local)
-
-
-def _run_hooks(hooks: autograd.Hooks, gradient: Tensor) -> Tensor:
-    for hook in list(hooks.values()):
-        changed = hook(gradient)
-        gradient = gradient if changed is None else changed
-    return gradient
-
-
-def _describe(tensor: Any) -> str:
-    if isinstance(tensor, DTensor):
-        return (
-            f"a DTensor of shape {tuple(tensor.shape)} with placements {tensor.placements} on a mesh "
-            f"of shape {tuple(tensor.device_mesh.shape)}"
-        )
-    if isinstance(tensor, Tensor):
-        return f"a plain {type(tensor).__name__} of shape {tuple(tensor.shape)}"
-    return f"{type(tensor).__name__}"
-
-
-def _same_values(left: Any, right: Any) -> bool:
-    """True for two sharded parameters with equal contents, as ``load_state_dict(assign=True)`` makes
-    of one tied parameter."""
-    if not (isinstance(left, DTensor) and isinstance(right, DTensor)):
-        return False
-    a, b = dtensor.local_tensor(left), dtensor.local_tensor(right)
-    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)

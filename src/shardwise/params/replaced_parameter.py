@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.layout.nested import find_tensors
+from shardwise.torch_compat import dtensor
 
 NAME = "_shardwise_name"
 
@@ -67,3 +69,24 @@ def _refuse_replaced(arguments: Any) -> None:
 def name_of_replaced(param: nn.Parameter) -> str | None:
     """The name of ``param`` if an earlier ``fully_shard`` replaced or made it; else None."""
     return getattr(param, NAME, None)
+
+
+def describe(tensor: Any) -> str:
+    """The kind, shape and placements of a tensor, for messages."""
+    if isinstance(tensor, DTensor):
+        return (
+            f"a DTensor of shape {tuple(tensor.shape)} with placements {tensor.placements} on a mesh "
+            f"of shape {tuple(tensor.device_mesh.shape)}"
+        )
+    if isinstance(tensor, Tensor):
+        return f"a plain {type(tensor).__name__} of shape {tuple(tensor.shape)}"
+    return f"{type(tensor).__name__}"
+
+
+def have_equal_shards(left: Any, right: Any) -> bool:
+    """True for two sharded parameters with equal contents, as ``load_state_dict(assign=True)`` makes
+    of one tied parameter."""
+    if not (isinstance(left, DTensor) and isinstance(right, DTensor)):
+        return False
+    a, b = dtensor.local_tensor(left), dtensor.local_tensor(right)
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)

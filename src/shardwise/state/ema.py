@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.state.names import check_at_rest, check_idle, listed, parameters_of
+from shardwise.layout.fqns import listed
+from shardwise.state.names import check_at_rest, check_idle, parameters_of
 from shardwise.torch_compat import dtensor, foreach
 
 

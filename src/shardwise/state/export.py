@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.full_tensors import batches, full_bytes, gather_full
+from shardwise.layout.fqns import listed
 from shardwise.layout.mesh import Axis
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.model_ranks import axes_of_model, device_of_model, is_first, own_rank, ranks_of_model
 from shardwise.state.disk import sync
 from shardwise.state.model_files import DTYPES, INDEX, SINGLE, import_safetensors
-from shardwise.state.names import check_at_rest, entries_of, listed
+from shardwise.state.names import check_at_rest, entries_of
 
 SHARD_BYTES = 1 << 30
 """How large a file becomes, and how much a rank holds to write it."""
@@ -94,8 +95,8 @@ def save_safetensors(
             for file, rank in zip(files[start : start + len(ranks)], ranks, strict=False):
                 wholes = gather_full([tensors[name] for name in file.names], rank, file.dtypes)
                 if rank == job.rank:
-                    landed = [whole.cpu().contiguous() for whole in wholes if whole is not None]
-                    own.append((file, dict(zip(file.names, landed, strict=True))))
+                    on_host = [whole.cpu().contiguous() for whole in wholes if whole is not None]
+                    own.append((file, dict(zip(file.names, on_host, strict=True))))
                 del wholes
             job.run_on_all_ranks(partial(job.write, own, header))
         job.run_on_all_ranks(lambda: job.finish(files))

@@ -25,7 +25,8 @@ from shardwise.torch_compat import dtensor, optimizers
 
 Optimizers = Sequence[torch.optim.Optimizer]
 Names = dict[Tensor, list[str]]
-Place = tuple[Any, ...]  # keys and indices, from the outermost in
+StatePath = tuple[Any, ...]
+"""Where a value stands in nested dicts and lists: keys and indices, the outermost first."""
 
 
 def parameter_names(model: nn.Module) -> Names:
@@ -119,7 +120,7 @@ def _check_whole(optimizer: Any, name: str, key: Any, value: Any, param: Tensor)
             )
 
 
-def leaves(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
+def leaves(value: Any, place: StatePath = ()) -> Iterator[tuple[StatePath, Any]]:
     """What is in nested dicts, lists and tuples, and where."""
     if not (isinstance(value, dict) or type(value) in (list, tuple)):
         yield place, value
@@ -128,7 +129,7 @@ def leaves(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
         yield from leaves(each, (*place, key))
 
 
-def mapped(value: Any, act: Callable[[Place, Any], Any], place: Place = ()) -> Any:
+def mapped(value: Any, act: Callable[[StatePath, Any], Any], place: StatePath = ()) -> Any:
     """The same nest of dicts, lists and tuples, with what ``act`` makes of each of its leaves."""
     if isinstance(value, dict):
         return {key: mapped(each, act, (*place, key)) for key, each in value.items()}
@@ -141,7 +142,7 @@ def staged(value: Any) -> Any:
     """A copy of nested dicts and lists, of their tensors in host memory."""
     done: dict[int, Tensor] = {}
 
-    def copied(_: Place, leaf: Any) -> Any:
+    def copied(_: StatePath, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return deepcopy(leaf)
         local = dtensor.plain(leaf)
@@ -235,7 +236,7 @@ def _with_dtypes_of(saved: dict[str, Any], cast: dict[str, Any], converted: Tens
     """
     before = dict(leaves(saved))
 
-    def uncast(place: Place, leaf: Any) -> Any:
+    def uncast(place: StatePath, leaf: Any) -> Any:
         old = before.get(place)
         if not isinstance(leaf, Tensor) or not isinstance(old, Tensor) or place[0] == "step":
             return leaf
@@ -245,7 +246,7 @@ def _with_dtypes_of(saved: dict[str, Any], cast: dict[str, Any], converted: Tens
     return mapped(cast, uncast)
 
 
-def same(values: Iterable[Any]) -> bool:
+def are_equal(values: Iterable[Any]) -> bool:
     """Whether hyperparameters are equal; some are tensors."""
     first, *others = values
     return all(type(each) is type(first) and bool(each == first) for each in others)

@@ -9,7 +9,8 @@ from torch import nn
 from shardwise.layout.fqns import names_in, uncompiled
 
 
-def _message_without_forward(policy: Any, name: str, module: nn.Module) -> str:
+def message_without_forward(policy: Any, name: str, module: nn.Module) -> str:
+    """The message that a policy chose a module without a forward."""
     return (
         f"shard_model: {text_of(policy)} chose '{name}', a {type(module).__name__}, which has no forward: "
         "its children are called one by one, so nothing would tell when to gather its parameters. Choose its "
@@ -29,7 +30,7 @@ def choose_each(
     for module, name in modules_inside(model).items():
         if sizes_of(module, ignored) and wants(name, module):
             if not has_forward(module):
-                raise ValueError(_message_without_forward(policy, name, module))
+                raise ValueError(message_without_forward(policy, name, module))
             found.append(module)
     return found
 

@@ -8,9 +8,9 @@ from torch import nn
 
 from shardwise.layout.fqns import uncompiled
 from shardwise.strategies.module_trees import (
-    _message_without_forward,
     has_forward,
     kind_of,
+    message_without_forward,
     modules_inside,
     never_called,
     sizes_of,
@@ -85,7 +85,7 @@ def _check_choice(policy: Any, module: Any, model: nn.Module, names: dict[nn.Mod
             "Return modules of the model it was given."
         )
     if not has_forward(module):
-        raise ValueError(_message_without_forward(policy, names[module], module))
+        raise ValueError(message_without_forward(policy, names[module], module))
 
 
 def _message_about_nothing(policy: Any, model: nn.Module, ignored: Set[int]) -> str:
@@ -106,7 +106,7 @@ def _message_about_nothing(policy: Any, model: nn.Module, ignored: Set[int]) -> 
 # --- several modules in one group -----------------------------------------------------------------
 
 
-def merged(
+def merge_neighbours(
     model: nn.Module,
     modules: Sequence[nn.Module],
     ignored: Set[int],
@@ -132,7 +132,7 @@ def merged(
 
     Example::
 
-        for group in merged(model, blocks, set(), 25e6, type):
+        for group in merge_neighbours(model, blocks, set(), 25e6, type):
             fully_shard(group)
     """
     wanted = set(modules)

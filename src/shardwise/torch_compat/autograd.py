@@ -53,3 +53,11 @@ post_accumulate_hooks: Callable[[Tensor], Hooks | None] = attrgetter("_post_accu
 def profiler_is_on() -> bool:
     """True while a profiler records: only then labels are worth their microseconds."""
     return torch.autograd.profiler._is_profiler_enabled
+
+
+def run_gradient_hooks(hooks: Hooks, gradient: Tensor) -> Tensor:
+    """What ``hooks`` make of ``gradient``, one after the other, as autograd runs them."""
+    for hook in list(hooks.values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient

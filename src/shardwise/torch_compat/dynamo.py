@@ -40,8 +40,8 @@ def _set_frame_action(function: Callable[..., Any], inside: str) -> None:
 
 
 # torch 2.11 cannot trace that an entry of ``module.__dict__`` is removed. There the unsharded tensor takes
-# the place of the registered parameter in graphs, where only the graph sees it: what is traced does not happen
-# to the module. But what is put back stays there, so it must be what was registered before.
+# the place of the registered parameter in graphs, where only the graph sees it: what is traced does not
+# happen to the module. But what is put back stays there, so it must be what was registered before.
 RESTORES_ALL_IN_GRAPHS = not torch.__version__.startswith(("2.11.", "2.12."))
 
 

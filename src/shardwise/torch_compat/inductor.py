@@ -14,8 +14,10 @@ def made_by(step: Any) -> Iterable[str]:
 
 
 def needed_by(step: Any) -> tuple[list[str], list[str]]:
-    """Names of the buffers that a step reads, and of those whose steps it only has to follow, each in an order
-    that is the same on all ranks."""
+    """Names of the buffers that a step reads, and of those whose steps it only has to follow.
+
+    Each in an order that is the same on all ranks.
+    """
     needed: dict[bool, set[str]] = {False: set(), True: set()}
     for dep in step.unmet_dependencies:
         needed[getattr(dep, "is_fake", False)].add(dep.name)

@@ -24,6 +24,14 @@ children: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
 """The module's own children, None included; ``named_children()`` shows a child that stands twice once."""
 
 
+def reorder(entries: dict[str, Any], names: list[str]) -> None:
+    """Have ``names`` come first in ``entries``, in this order."""
+    if list(entries)[: len(names)] != names:
+        in_order = {name: entries[name] for name in [*names, *entries] if name in entries}
+        entries.clear()
+        entries.update(in_order)
+
+
 def map_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     """Apply ``function`` to all parameters, gradients and buffers, as ``module.to()`` does, which is built on
     the same method."""

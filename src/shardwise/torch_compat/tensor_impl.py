@@ -19,7 +19,7 @@ storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 
 def sparse_values(tensor: Tensor) -> Tensor:
-    """The values of a sparse tensor, to be changed in place; ``values()`` refuses one that is not coalesced."""
+    """The values of a sparse tensor, to be changed in place; ``values()`` only takes a coalesced one."""
     return tensor._values()
 
 

@@ -12,7 +12,10 @@ from torch.distributed.tensor import DTensor
 from shardwise.engine.group import Group, State, meta_message
 from shardwise.engine.members import sharded_members
 from shardwise.engine.schedule import Member
-from shardwise.layout.fqns import clean
+from shardwise.init.inventory import Inventory, refuse_what_is_missing
+from shardwise.init.meta_memory import give_memory, named_tensors
+from shardwise.init.partial_loads import clear_partly_loaded, mark_partly_loaded
+from shardwise.layout.fqns import clean, listed
 from shardwise.layout.mesh import Axis, axes_of, highest_over
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import relayed
@@ -26,10 +29,6 @@ from shardwise.ranks.replicas import (
     sends_copies,
     tensor_infos,
 )
-from shardwise.state.inventory import Inventory, refuse_what_is_missing
-from shardwise.state.meta_memory import give_memory, named_tensors
-from shardwise.state.names import listed
-from shardwise.state.partial_loads import clear_partly_loaded, mark_partly_loaded
 from shardwise.torch_compat import dtensor
 
 _ModuleT = TypeVar("_ModuleT", bound=nn.Module)
@@ -108,7 +107,11 @@ def materialize(
 
     told = {"init_fn": "None" if init_fn is None else "a function", "device": str(device).partition(":")[0]}
     inventory = _agreed(axes_of_model(model), device_of_model(model), look, "materialize", told)
-    all_fresh = all(filling.is_empty for filling in inventory.fillings.values() if filling.param is not None)
+    all_fresh = all(
+        placeholder.is_empty
+        for placeholder in inventory.placeholders.values()
+        if placeholder.param is not None
+    )
     with _one_random_state(model, inventory):
         for visit in inventory.visits():
             visit.run(init_fn)
@@ -235,7 +238,7 @@ def _one_random_state(model: nn.Module, inventory: Inventory) -> Iterator[None]:
     if are_fake(axes, comm_device):
         axes = []
     own = _random_states(inventory.drawn_on)
-    missing = [filling.fqn for filling in inventory.missing()]
+    missing = [placeholder.fqn for placeholder in inventory.missing()]
     broadcast = Broadcast(axes, None, comm_device)
     states, theirs = broadcast.object((own, missing))
     differs = torch.tensor([int(theirs != missing)], device=comm_device)

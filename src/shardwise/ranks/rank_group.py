@@ -1,7 +1,6 @@
-"""The ranks that save or load a checkpoint together, and what they tell each other.
+"""Objects between the ranks of a process group.
 
-Each step that may fail on one rank alone is followed by a word from every rank on how it went: see
-ranks/agreement.py.
+After each step that may fail on one rank alone, every rank tells the others how it went: see agreement.py.
 """
 
 import pickle
@@ -18,7 +17,7 @@ from shardwise.ranks.agreement import run_on_all_ranks
 T = TypeVar("T")
 
 
-class Team:
+class RankGroup:
     """The ranks of `pg`; None: this process alone. Every method is collective."""
 
     def __init__(self, pg: dist.ProcessGroup | None) -> None:
@@ -30,7 +29,7 @@ class Team:
         self._device = torch.device("cpu") if pg is None else device_of_group(pg)
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank has, on every rank."""
+        """Every rank's value, on every rank."""
         if self.pg is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -38,7 +37,7 @@ class Team:
         return values
 
     def gather_at_first(self, value: Any) -> list[Any] | None:
-        """What every rank has, on the first one only."""
+        """Every rank's value, on the first rank only."""
         if self.pg is None:
             return [value]
         values: list[Any] | None = [None] * self.size if self.is_first else None
@@ -46,45 +45,47 @@ class Team:
         return values
 
     def scatter(self, values: list[Any] | None) -> Any:
-        """To every rank its own of the first one's `values`."""
+        """Each rank's item of the first rank's `values`."""
         if self.pg is None:
             assert values is not None
             return values[0]
-        box: list[Any] = [None]
-        dist.scatter_object_list(box, values, group=self.pg, group_src=0)
-        return box[0]
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, values, group=self.pg, group_src=0)
+        return received[0]
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """What the rank `source` of this team has."""
+        """The value of rank `source` of this group."""
         if self.pg is None:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, group=self.pg, group_src=source)
-        return box[0]
+        values = [value]
+        dist.broadcast_object_list(values, group=self.pg, group_src=source)
+        return values[0]
 
     def distinct(self, value: Any, key: Any) -> list[Any]:
-        """The different values that ranks have, in the order of ranks; equal keys say equal values.
+        """The different values of the ranks, in the order of ranks; equal keys mean equal values.
 
-        In most jobs all ranks have the same, and nothing but digests travels.
+        In most jobs all ranks have the same, and only digests travel.
         """
         digests = self.gather(sha256(repr(key).encode()).digest())
         if len(set(digests)) == 1:
             return [value]
         firsts = [rank for rank, each in enumerate(digests) if digests.index(each) == rank]
-        pickled = self.run_on_all_ranks(lambda: pickle.dumps(value))  # what cannot be is told by all ranks
+        pickled = self.run_on_all_ranks(
+            lambda: pickle.dumps(value)
+        )  # a failure to pickle is raised on all ranks
         return [pickle.loads(self.broadcast(pickled, rank)) for rank in firsts]
 
     def agree(self, caller: str, arguments: dict[str, Any]) -> None:
         """Refuse `arguments` of the public function `caller` that differ from rank to rank.
 
-        Ranks that were told different things would use different folders, or wait for each other for ever.
+        Ranks with different arguments would use different folders, or wait for each other for ever.
         """
         run_on_all_ranks(self._axes, self._device, lambda: None, caller=caller, same=arguments)
 
     def run_on_all_ranks(
         self, act: Callable[[], T], explain: Callable[[Exception], str] = str, says_rank: bool = True
     ) -> T:
-        """`act()` of this rank, once it has succeeded on all; what failed on any is raised on all.
+        """Run `act` on all ranks, and return its result on this rank if it succeeded on all; else all raise.
 
         Args:
             act: does not communicate.
