@@ -297,7 +297,7 @@ def memory(build: Callable[[], nn.Module]) -> tuple[str, int, int, int]:
     for module in [m for m in model.modules() if hasattr(m, "unshard")]:
         module.unshard()
     for group in groups:
-        gathered += sum(bucket.gathered.bytes.untyped_storage().nbytes() for bucket in group.buckets)
+        gathered += sum(bucket.unsharded_buffer.bytes.untyped_storage().nbytes() for bucket in group.buckets)
     return total, sum(storage.nbytes() for storage in stored), gathered, numel
 
 

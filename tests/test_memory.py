@@ -36,8 +36,8 @@ def stack(policy: CommPolicy | None = None) -> nn.Module:
 def gathered_bytes(model: nn.Module) -> int:
     """Bytes of gathered buffers that are allocated now."""
     groups = model._shardwise_member.schedule.groups
-    buckets = [bucket for group in groups for bucket in group.buckets if hasattr(bucket, "gathered")]
-    return sum(bucket.gathered._storage.nbytes() for bucket in buckets)
+    buckets = [bucket for group in groups for bucket in group.buckets if hasattr(bucket, "unsharded_buffer")]
+    return sum(bucket.unsharded_buffer._storage.nbytes() for bucket in buckets)
 
 
 def full_gradient_bytes(model: nn.Module) -> int:

@@ -18,7 +18,7 @@ from reference import Recipe, assert_same_record, plain_run, sharded_run
 from simulated_device import Device, Event, Stream, install
 
 from shardwise.comm import buffers
-from shardwise.comm.buffers import buffer_for, typed_stretch
+from shardwise.comm.buffers import buffer_for, typed_range
 from shardwise.comm.communicators import SingleRank
 from shardwise.comm.reduce_scatter import GradientPart, ReduceScatter
 from shardwise.comm.reduction import Destination, Reduction, ReplicaReduction
@@ -354,7 +354,7 @@ computing waits for the event of all_reduce
 gradients are freed
 sums are freed""",
     )
-    assert torch.equal(typed_stretch(made.output, 0, 16, torch.float32), torch.ones(4))
+    assert torch.equal(typed_range(made.output, 0, 16, torch.float32), torch.ones(4))
 
 
 def test_a_result_for_host_memory_holds_up_the_host_at_its_end_only(
@@ -457,7 +457,7 @@ def test_earlier_sums_join_before_the_replicas_and_the_hook_sees_what_comes_out(
     )
     made.finish()
     assert seen == [2 * (0.5 + 3)]
-    assert torch.equal(typed_stretch(made.output, 0, 16, torch.float32), torch.full((4,), 8.0))
+    assert torch.equal(typed_range(made.output, 0, 16, torch.float32), torch.full((4,), 8.0))
 
 
 @pytest.mark.parametrize("has_gradient", [True, False])

@@ -135,7 +135,7 @@ def gather_full(
     for route in routes.values():
         route.wait()
     for route, parts in staged.items():
-        for batch in _stretches(parts, max(1, staging_bytes)):
+        for batch in _ranges(parts, max(1, staging_bytes)):
             _gather_staged(route, batch)
     return result
 
@@ -235,7 +235,7 @@ class _StagedRows:
         return self.split.region(coordinate).rows(self.start, self.start + self.rows)
 
 
-def _stretches(parts: Sequence[_StagedRows], limit: int) -> Iterator[list[_StagedRows]]:
+def _ranges(parts: Sequence[_StagedRows], limit: int) -> Iterator[list[_StagedRows]]:
     """Parts, cut by rows where they are large, that fit together in staging of ``limit`` bytes."""
     batch: list[_StagedRows] = []
     left = limit

@@ -103,18 +103,16 @@ class Feedback:
 
 
 class RowCodec:
-    """Rows of numbers of one dtype, some stretches of which are quantised and others are not.
+    """Encodes rows of numbers of one dtype, of which some ranges are quantised and others are not.
 
-    ``stretches``: (start, end, is quantised), in numbers, without gaps.
+    ``ranges``: (start, end, is quantised), in numbers, without gaps.
     """
 
-    def __init__(
-        self, stretches: Sequence[tuple[int, int, bool]], dtype: torch.dtype, block_size: int
-    ) -> None:
+    def __init__(self, ranges: Sequence[tuple[int, int, bool]], dtype: torch.dtype, block_size: int) -> None:
         self._dtype = dtype
         self._parts: list[tuple[int, int, Blocks | None, int]] = []
         at = 0
-        for start, end, is_quantised in stretches:
+        for start, end, is_quantised in ranges:
             blocks = Blocks(end - start, block_size) if is_quantised else None
             self._parts.append((start, end, blocks, at))
             at += blocks.message_bytes if blocks else round_up((end - start) * dtype.itemsize, 16)
@@ -124,12 +122,12 @@ class RowCodec:
         """Messages of ``rows``, of shape (n, numbers), as bytes of shape (n, message_bytes)."""
         messages = torch.zeros(len(rows), self.message_bytes, dtype=torch.uint8, device=rows.device)
         for start, end, blocks, at in self._parts:
-            stretch = rows[:, start:end]
+            part = rows[:, start:end]
             if blocks is None:
-                raw = stretch.to(self._dtype).contiguous().view(torch.uint8)
+                raw = part.to(self._dtype).contiguous().view(torch.uint8)
                 messages[:, at : at + raw.shape[1]].copy_(raw)
             else:
-                messages[:, at : at + blocks.message_bytes].copy_(blocks.encode(stretch.float()))
+                messages[:, at : at + blocks.message_bytes].copy_(blocks.encode(part.float()))
         return messages
 
     def decode(self, messages: Tensor, rows: Tensor) -> Tensor:
@@ -143,7 +141,7 @@ class RowCodec:
         return rows
 
 
-def stretches_of(layout: Layout, segment: BufferSegment) -> list[tuple[int, int, bool]]:
+def numbers_to_quantize(layout: Layout, segment: BufferSegment) -> list[tuple[int, int, bool]]:
     """Which numbers of a segment are worth quantising: matrices, parameter by parameter."""
     assert isinstance(segment.dtype, torch.dtype)
     size = segment.dtype.itemsize
@@ -187,14 +185,14 @@ class QuantizedExchange:
         self._codecs: dict[int, RowCodec] = {}  # by where the segment begins
 
     def plan_for(self, layout: Layout) -> None:
-        """Learn what lies where in the pieces to come."""
+        """Plan for the pieces of ``layout``."""
         for segment in layout.packed_segments:
             if segment.end > segment.start and isinstance(segment.dtype, torch.dtype):
-                stretches = stretches_of(layout, segment)
-                self._codecs[segment.start] = RowCodec(stretches, torch.float32, self._block_size)
+                ranges = numbers_to_quantize(layout, segment)
+                self._codecs[segment.start] = RowCodec(ranges, torch.float32, self._block_size)
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
-        """Not its subject."""
+        """Unused: only for reductions."""
         raise NotImplementedError
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
@@ -249,27 +247,27 @@ class QuantizedSum:
         self._block_size = block_size
         self._feedback = feedback
         self._exchange = QuantizedExchange(pg, device, block_size, feedback)
-        self._stretches: dict[int, list[tuple[int, int, bool]]] = {}
+        self._ranges: dict[int, list[tuple[int, int, bool]]] = {}
 
     def plan_for(self, layout: Layout) -> None:
-        """Learn what lies where in the tensors to come."""
+        """Plan for the tensors of ``layout``."""
         for segment in layout.segments:
             if segment.end > segment.start and isinstance(segment.dtype, torch.dtype):
-                self._stretches[segment.start] = stretches_of(layout, segment)
+                self._ranges[segment.start] = numbers_to_quantize(layout, segment)
 
     def __call__(self, tensors: Sequence[Tensor], is_async: bool) -> Finish:
         """Sum each of ``tensors``, flat, over the ranks, in place."""
         for tensor in tensors:
             start = int(tensor.storage_offset()) * tensor.itemsize
-            exact = [tensor[s:e] for s, e, is_quantised in self._stretches[start] if not is_quantised]
+            exact = [tensor[s:e] for s, e, is_quantised in self._ranges[start] if not is_quantised]
             if exact:
                 together = torch.cat(exact)
                 dist.all_reduce(together, group=self._pg)
                 for target, value in zip(exact, together.split([len(t) for t in exact]), strict=True):
                     target.copy_(value)
-            rest = [(s, tensor[s:e]) for s, e, is_quantised in self._stretches[start] if is_quantised]
-            for place, stretch in rest:
-                self._sum(stretch, start + place * tensor.itemsize)
+            rest = [(s, tensor[s:e]) for s, e, is_quantised in self._ranges[start] if is_quantised]
+            for place, part in rest:
+                self._sum(part, start + place * tensor.itemsize)
         return nothing
 
     def _sum(self, tensor: Tensor, place: int) -> None:
@@ -297,21 +295,19 @@ class Int8AllGather(AllGather):
     Each rank, the one that holds them too, computes with what the messages say.
     """
 
-    def __init__(
-        self, comm: Communicator, layout: Layout, gathered: UnshardedBuffer, block_size: int
-    ) -> None:
-        super().__init__(comm, layout, gathered)
+    def __init__(self, comm: Communicator, layout: Layout, buffer: UnshardedBuffer, block_size: int) -> None:
+        super().__init__(comm, layout, buffer)
         self._segments: list[tuple[int, int, torch.dtype, RowCodec]] = []
         for segment in layout.packed_segments:
             if segment.end > segment.start:
                 assert isinstance(segment.dtype, torch.dtype)
-                codec = RowCodec(stretches_of(layout, segment), segment.dtype, block_size)
+                codec = RowCodec(numbers_to_quantize(layout, segment), segment.dtype, block_size)
                 start = segment.start - layout.packed_start
                 self._segments.append((start, segment.end - layout.packed_start, segment.dtype, codec))
         self._message_bytes = sum(codec.message_bytes for *_, codec in self._segments)
 
     def start(self, stream: CommStream, inputs: Sequence[Tensor]) -> Finish:
-        """Fill the gathered buffer from ``inputs``, as ``cut`` makes them; returns what waits."""
+        """Fill the unsharded buffer from ``inputs``, which ``cut`` makes; returns the function that waits."""
         messages = [
             codec.encode(inputs[0][start:end].view(dtype).view(1, -1)).view(-1)
             for start, end, dtype, codec in self._segments

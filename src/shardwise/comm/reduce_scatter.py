@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.buffers import dtype_of, typed_stretch
+from shardwise.comm.buffers import dtype_of, typed_range
 from shardwise.comm.communicators import BufferPool, Communicator
 from shardwise.comm.pieces import are_dense_of, strided_pieces, typed_rows, whole_slot
 from shardwise.comm.streams import CommStream, Finish, Scratch
@@ -19,7 +19,7 @@ from shardwise.torch_compat import tensor_impl
 
 @dataclass(frozen=True)
 class GradientPart:
-    """Parameters whose gradients leave together: those at ``direct``, and those of ``packed_segments``."""
+    """Parameters whose gradients are reduced together: ``direct`` ones, and those of ``packed_segments``."""
 
     direct: tuple[int, ...]
     packed_segments: Sequence[BufferSegment]
@@ -32,21 +32,20 @@ class GradientPart:
 
 
 _MOST_PARTS = 4
-"""Of a bucket. With three parts of a third each, two under way and one coming into being make a whole."""
+"""Parts of a bucket, at most. Of three equal parts, two in flight and one being computed make a whole."""
 
 
 class ReduceScatter:
     """The reduce-scatter of one bucket's gradients, planned once and issued many times.
 
-    Large gradients need not wait for each other: ``parts`` says which leave together. The last to be
-    registered come first, which is the order in which most modules' backward has them; the packed ones
-    come with the last part.
+    Large gradients do not wait for each other: ``parts`` says which are reduced together. The parameters
+    registered last come first, which is the order of most backwards; packed ones come with the last part.
     """
 
     def __init__(
         self, comm: Communicator, layout: Layout, device: torch.device, part_bytes: float | None = None
     ) -> None:
-        """``part_bytes``: the least that leaves by itself; None: what the communicator thinks worth it."""
+        """``part_bytes``: the smallest part; None: the default of the communicator."""
         self._comm = comm
         self._layout = layout
         self._device = device
@@ -57,7 +56,7 @@ class ReduceScatter:
         self._chunked = {segment.start for segment in layout.packed_segments if self._is_chunked(segment)}
 
     def _is_chunked(self, segment: BufferSegment) -> bool:
-        """True if ``segment`` packed is its gradients in chunks of rows, and nothing between them."""
+        """True if ``segment`` holds only chunks of rows, without padding."""
         slots = [self._layout.slots[index] for index in segment.slots]
         return all(
             slot.spec.dim == 0 and not slot.is_strided and not slot.is_replicated
@@ -95,9 +94,9 @@ class ReduceScatter:
         output: Tensor,
         divisor: float,
     ) -> Finish:
-        """Issue the reduction of the gradients in ``part`` into ``output``; None: nothing for it on any rank.
+        """Issue the reduction of ``part`` into ``output``; a gradient of None is None on all ranks.
 
-        ``gradients`` are those of all parameters, ``output`` is laid out as the shard buffer. The gradients
+        ``gradients`` has one item for every parameter; ``output`` is laid out as the flat shard. Gradients
         must stay untouched until the returned function has waited.
         """
         outputs: list[Tensor] = []
@@ -111,7 +110,7 @@ class ReduceScatter:
                 dtype = dtype_of(slot)
                 inputs.append(whole_slot(gradient.to(dtype), slot).view(-1))
                 end = slot.shard_offset + slot.chunk_bytes
-                outputs.append(typed_stretch(output, slot.shard_offset, end, dtype))
+                outputs.append(typed_range(output, slot.shard_offset, end, dtype))
         for segment in part.packed_segments:
             if segment.end > segment.start and any(gradients[index] is not None for index in segment.slots):
                 assert isinstance(segment.dtype, torch.dtype)
@@ -122,7 +121,7 @@ class ReduceScatter:
                 self._pack(segment, gradients, rows)
                 borrowed.append(scratch)
                 inputs.append(flat)
-                outputs.append(typed_stretch(output, segment.start, segment.end, segment.dtype))
+                outputs.append(typed_range(output, segment.start, segment.end, segment.dtype))
         wait = self._comm.reduce_scatter(outputs, inputs, divisor)
 
         def finish() -> None:
@@ -133,7 +132,7 @@ class ReduceScatter:
         return finish
 
     def _pack(self, segment: BufferSegment, gradients: Sequence[Tensor | None], target: Tensor) -> None:
-        """Put small gradients side by side: row r of ``target`` is what rank r will keep."""
+        """Pack small gradients: row r of ``target`` holds the shards of rank r."""
         world, dtype = self._layout.world, target.dtype
         if segment.start in self._chunked:
             own: list[Any] = [gradients[index] for index in segment.slots]

@@ -1,7 +1,7 @@
-"""Gradients communicated in the caller's way, in the form in which a bucket asks for it.
+"""Reducers: the caller's ways to reduce gradients.
 
-A *reducer* says how the gradients of a bucket are summed: over the ranks that share the parameters by a
-communicator (``reduce_scatter_communicator``), and over replicas by a function (``all_reduce_function``).
+A *reducer* replaces the reductions of a bucket: over the ranks that share the parameters by a communicator
+(``reduce_scatter_communicator``), and over replicas by a function (``all_reduce_function``).
 """
 
 import math
@@ -21,16 +21,16 @@ AllReduce = Callable[[Sequence[Tensor], bool], Finish]
 
 
 class Reducer(Protocol):
-    """``divides``: the sums come out as averages; nobody else divides."""
+    """``divides``: its sums are averages already; nobody else divides."""
 
     divides: bool
 
     def reduce_scatter_communicator(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
-        """Reduce-scatters over the ranks of ``pg``; None is a rank alone."""
+        """Makes reduce-scatters over the ranks of ``pg``; None is a single rank."""
         ...
 
     def all_reduce_function(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
-        """Sums over replicas; None where there are none."""
+        """Sums over replicas; None if there are no replicas."""
         ...
 
 
@@ -49,13 +49,13 @@ class CommHookReducer:
         self._replicas = replicas
 
     def reduce_scatter_communicator(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
-        """The hook, or for replicas alone nothing."""
+        """The hook, or a plain communicator where it serves replicas only."""
         if not self._shards:
             return make_communicator(pg, device)
         return _HookedReduceScatter(partial(self._hook, self._state), self._replicas)
 
     def all_reduce_function(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
-        """The hook for replicas alone; the back end where there are shards."""
+        """The hook where it serves replicas only; else the back end."""
         if self._shards:
             return None if pg is None or pg.size() == 1 else partial(all_reduce, pg)
         return self._call_for_each
@@ -67,7 +67,7 @@ class CommHookReducer:
 
 
 class _HookedReduceScatter:
-    """A communicator that has the caller reduce-scatter one flat gradient a dtype."""
+    """A communicator that calls the hook with one flat gradient for each dtype."""
 
     packing_limit_bytes = 0
     packs_everything = True
@@ -82,7 +82,7 @@ class _HookedReduceScatter:
         self._replicas = replicas
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
-        """Not its subject."""
+        """Unused: only for reductions."""
         raise NotImplementedError
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
@@ -90,7 +90,7 @@ class _HookedReduceScatter:
         for dtype in dict.fromkeys(source.dtype for source in inputs):
             pairs = [(o, i) for o, i in zip(outputs, inputs, strict=True) if i.dtype == dtype]
             flat = pairs[0][1] if len(pairs) == 1 else torch.cat([source for _, source in pairs])
-            if len(pairs) > 1:  # a rank alone, where every parameter travels by itself
+            if len(pairs) > 1:  # a single rank, where every parameter is direct
                 result = torch.empty_like(flat)
                 _filled(result, partial(self._hook, flat.detach()))
                 parts = result.split([o.numel() for o, _ in pairs])
@@ -105,7 +105,7 @@ class _HookedReduceScatter:
 
 
 def _filled(target: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Have ``hook`` fill ``target``, also where it gives its argument other memory: torch's own hooks do."""
+    """Have ``hook`` fill ``target``, even if it gives its argument other memory, as torch's own hooks do."""
     given = target.detach()
     hook(given)
     if given.data_ptr() != target.data_ptr() or given.dtype != target.dtype:
@@ -113,7 +113,7 @@ def _filled(target: Tensor, hook: Callable[[Tensor], None]) -> None:
 
 
 class LowPrecisionReducer:
-    """Gradients travel, and are summed, in a dtype of fewer bytes."""
+    """Gradients are sent and summed in a smaller dtype."""
 
     divides = False
 
@@ -121,7 +121,7 @@ class LowPrecisionReducer:
         self._dtype = dtype
 
     def reduce_scatter_communicator(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
-        """What serves ``pg`` best, over casts."""
+        """The fastest communicator for ``pg``, over casts."""
         plain = make_communicator(pg, device)
         return plain if pg is None or pg.size() == 1 else _LowPrecisionReduceScatter(plain, self._dtype)
 
@@ -156,7 +156,7 @@ class _LowPrecisionReduceScatter:
 
     @property
     def channel(self) -> int:
-        """That of the communicator below."""
+        """The channel of the communicator below."""
         return self._plain.channel
 
     @channel.setter
@@ -164,7 +164,7 @@ class _LowPrecisionReduceScatter:
         self._plain.channel = channel
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
-        """Not its subject."""
+        """Unused: only for reductions."""
         raise NotImplementedError
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
@@ -185,7 +185,7 @@ class _LowPrecisionReduceScatter:
 
 
 class QuantizedReducer:
-    """Gradients travel as int8 with a scale a block, and are summed in float32."""
+    """Gradients are sent as int8 with a scale for each block, and summed in float32."""
 
     divides = False
 

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardwise.comm.buffers import buffer_for, cast_buffer, typed_stretch
+from shardwise.comm.buffers import buffer_for, cast_buffer, typed_range
 from shardwise.comm.reduce_scatter import GradientPart, ReduceScatter
 from shardwise.comm.reducers import AllReduce
 from shardwise.comm.streams import CommStreams, CommWork, Finish
@@ -207,7 +207,7 @@ class Reduction:
     def _parts(self, buffer: Tensor) -> list[Tensor]:
         """The segments that may hold gradients, typed."""
         return [
-            typed_stretch(buffer, segment.start, segment.end, segment.dtype)
+            typed_range(buffer, segment.start, segment.end, segment.dtype)
             for segment in self._layout.segments
             if segment.end > segment.start
             and isinstance(segment.dtype, torch.dtype)

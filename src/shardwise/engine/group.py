@@ -93,7 +93,7 @@ GRADIENT_STATES: dict[tuple[GradientState, str], GradientState] = {
 
 _S = TypeVar("_S", bound=Enum)
 _is_on_meta = attrgetter("shard.bytes.is_meta")
-_lands_on_host, _gathered = attrgetter("arrives_on_host"), attrgetter("gathered")
+_lands_on_host, _gathered = attrgetter("arrives_on_host"), attrgetter("unsharded_buffer")
 
 Observer = Callable[[str, str], None]
 """Hears (event, name of the group)."""
@@ -642,7 +642,7 @@ class Group:
         lane.wait_for_compute()
         with lane.allocation_scope():
             for bucket in self.buckets:
-                bucket.gathered.free()
+                bucket.unsharded_buffer.free()
         self._tell("free")
         self.state = state
 
@@ -652,7 +652,7 @@ class Group:
         if not self._fulls:
             return
         for bucket in self.buckets:
-            bucket.gathered.keep_memory(keep)
+            bucket.unsharded_buffer.keep_memory(keep)
         if self.state is not GATHERED and self.state is not GATHERING:
             self._free_memory()
 
@@ -661,7 +661,7 @@ class Group:
         lane.wait_for_compute()
         with lane.allocation_scope():
             for bucket in self.buckets:
-                bucket.gathered.free()
+                bucket.unsharded_buffer.free()
 
     def _make_full_parameters(self) -> None:
         """Full parameters over gathered buffers. They stay the same objects from now on."""
@@ -670,10 +670,10 @@ class Group:
         with self._lanes.all_gather.allocation_scope(), torch.inference_mode(False), torch.no_grad():
             for bucket in self.buckets:
                 bucket.make_unsharded_params()
-                bucket.gathered.keep_memory(self.keeps_unsharded_storage)
+                bucket.unsharded_buffer.keep_memory(self.keeps_unsharded_storage)
         self._fulls = tuple(full for bucket in self.buckets for full in bucket.unsharded_params)
         self._freed = tuple(
-            full for b in self.buckets if not b.gathered.is_alias for full in b.unsharded_params
+            full for b in self.buckets if not b.unsharded_buffer.is_alias for full in b.unsharded_params
         )
         self._full_watch = UnshardedView(self.params, self._fulls)
         self._watch_gradients()
@@ -712,7 +712,7 @@ class Group:
             if any(gradient is not None for gradient in carried):
                 self._make_full_parameters()
                 for bucket in self.buckets:
-                    bucket.gathered.free()
+                    bucket.unsharded_buffer.free()
                 for full, gradient, param in zip(self._fulls, carried, self.params, strict=True):
                     full.grad = None if gradient is None else gradient.to(param.precision.accumulated)
             else:

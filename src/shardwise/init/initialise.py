@@ -128,10 +128,10 @@ def sync_module_states(model: nn.Module, *, src: int = 0) -> None:
     Ranks that receive may have theirs on the meta device: those get memory first, and stay the same objects.
 
     What several ranks hold is made equal. Of a sharded parameter that are the shards of replicas: each rank
-    takes over those of the replica that ``src`` is in; shards over which a parameter is spread are nobody
-    else's. What every rank keeps whole (buffers, scalars, ignored parameters and ones that are not sharded)
-    comes from ``src``. Of a model that is not sharded, everything does, over the default process group: call
-    it before ``fully_shard`` where ranks may have loaded or drawn different values.
+    takes over those of the replica that ``src`` is in; shards of one parameter are on no other rank. What
+    every rank keeps whole (buffers, scalars, ignored parameters and ones that are not sharded) comes from
+    ``src``. Of a model that is not sharded, everything does, over the default process group: call it before
+    ``fully_shard`` where ranks may have loaded or drawn different values.
 
     Collective. Sends every such byte once along each mesh dimension of copies, packed into broadcasts of 32
     MiB, and takes that much memory.

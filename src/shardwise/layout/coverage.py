@@ -1,4 +1,4 @@
-"""Whether the chunks of a saved tensor are all of it: no gap and no overlap. Arithmetic on boxes only.
+"""Coverage: do the chunks of a saved tensor make up all of it, without gaps and overlaps? Regions only.
 
 size (7, 4)     chunks at rows 0, 3 and 5     of 3, 2 and 2 rows     covered
                                0, 3 and 4        3, 2 and 2          rows 4 twice, row 6 never
@@ -30,7 +30,7 @@ def why_not_covered(size: Sequence[int], chunks: Sequence[Region]) -> str | None
 
 
 def _overlap(chunks: Sequence[Region]) -> tuple[Region, Region] | None:
-    """Two chunks that have elements in common. Where layouts are grids, in about n log n steps."""
+    """Two chunks that have elements in common. For grids in about n log n steps."""
     if len(chunks) < 2:
         return None
     for dim in range(len(chunks[0].sizes)):

@@ -1,4 +1,4 @@
-"""What a DeviceMesh means here: which ranks share a parameter, and which hold copies of it.
+"""Meshes: which ranks share a parameter, and which ranks hold copies of it.
 
 Knows nothing of modules. A parameter is sharded over one axis of ranks and replicated over another;
 either may be missing. Where it is already a DTensor, over a tensor-parallel or expert-parallel mesh,
@@ -29,7 +29,7 @@ from shardwise.torch_compat import c10d, dtensor
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """Ranks that share something, as seen by one of them. ``pg`` is None for a rank alone."""
+    """The ranks of one process group, as seen by one of them. ``pg`` is None for a single rank."""
 
     pg: dist.ProcessGroup | None
     world: int
@@ -37,7 +37,7 @@ class Axis:
 
     @property
     def is_alone(self) -> bool:
-        """True if there is nobody to communicate with."""
+        """True for a single rank."""
         return self.world == 1
 
 
@@ -55,13 +55,13 @@ def highest_over(values: torch.Tensor, axes: Sequence[Axis]) -> None:
 
 
 def ranks_along(axis: Axis) -> tuple[int, ...]:
-    """The global ranks that ``axis`` connects; not of a rank alone."""
+    """The global ranks of ``axis``, which has a process group."""
     assert axis.pg is not None
     return tuple(c10d.ranks_of(axis.pg))
 
 
 def axes_of(tensors: Iterable[torch.Tensor]) -> list[Axis]:
-    """The mesh dimensions along which DTensors among ``tensors`` are spread or copied, as they come up.
+    """The mesh dimensions along which DTensors among ``tensors`` are sharded or replicated, in order.
 
     The same ranks once, also where meshes that are equal have process groups of their own; a dimension of
     one rank connects nobody and is left out.
@@ -114,11 +114,11 @@ class ShardMesh:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks' gradients make up one."""
+        """The number of ranks over which gradients are averaged."""
         return self.shard.world * self.replicate.world
 
     def axes(self) -> list[Axis]:
-        """The axes along which there is somebody to communicate with."""
+        """The axes with more than one rank."""
         return [axis for axis in (self.shard, self.replicate) if not axis.is_alone]
 
     def placements_of(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.buffers import FlatShard, flat_shards, typed_stretch
+from shardwise.comm.buffers import FlatShard, flat_shards, typed_range
 from shardwise.layout.slots import ALIGNMENT
 from shardwise.torch_compat import dtensor, tensor_impl
 
@@ -130,7 +130,7 @@ class FlatRun:
             dtype, begin = first.local.dtype, first.location.start
             end = begin + starts[-1] + last.local.numel()
             size = dtype.itemsize
-            self.flat = typed_stretch(first.location.shard.bytes, begin * size, end * size, dtype)
+            self.flat = typed_range(first.location.shard.bytes, begin * size, end * size, dtype)
         else:
             self.flat = first.local.detach()
             self.flat = self.flat.view(-1) if self.is_flat else self.flat

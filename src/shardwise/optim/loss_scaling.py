@@ -1,8 +1,8 @@
-"""Loss scaling for models whose gradients are spread in several ways.
+"""Loss scaling for gradients with different placements.
 
-torch's own ``torch.amp.GradScaler`` looks for infinities as the first gradient of its list is placed. Where
-that is replicated (a scalar, a block under ``ddp``, a parameter that is not sharded) and others are not, an
-infinity on another rank's shard is seen there alone, and the ranks go on with different weights.
+``torch.amp.GradScaler`` reduces its flag for infinities as the first gradient of its list is placed. If that
+is replicated (a scalar, a block under ``ddp``, a parameter that is not sharded) and others are not, only one
+rank sees an infinity in its shard, and the ranks continue with different weights.
 """
 
 import torch

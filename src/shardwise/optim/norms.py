@@ -1,19 +1,18 @@
-"""Norms of gradients, wherever they lie: of what this rank holds, and put together over ranks.
+"""Norms of gradients with any placements: local norms first, then combined over ranks.
 
-A rank measures the gradients that it holds; then it sends one number for each way in which they are
-spread over ranks. ``Shard`` on a dimension of a mesh: the ranks hold different parts, whose norms are put
-together. ``Replicate``: they hold the same, and one counts. Not on the dimension at all, as plain tensors:
-they may hold anything, and the largest counts, so that all ranks clip by the same.
+Each rank measures its own gradients, then sends one number for each kind of placement. ``Shard`` on a mesh
+dimension: the ranks hold different parts, whose norms are combined. ``Replicate``: they hold the same, and
+one counts. Not on the dimension at all, as plain tensors: they may differ, and the largest norm counts, so
+that all ranks clip by the same.
 
     mesh (dp=2, tp=2), ranks 0 1 / 2 3        over dp          over tp
-    up       (Shard(0), Shard(0)) on both     put together     put together
-    norm     Shard(0) on dp                   put together     largest
+    up       (Shard(0), Shard(0)) on both     combined         combined
+    norm     Shard(0) on dp                   combined         largest
     scale    plain, of ignored_params         largest          largest
 
-A vector of zeros in which each rank fills in its own place is summed: that moves the numbers, and every
-rank computes with all of them in the same order. So the result has the same bits everywhere, in whatever
-order a back end adds up; a NaN arrives, which a maximum may lose; and powers, which may overflow, stay at
-home.
+Ranks all-reduce a vector of zeros in which each has filled in its own number, and every rank combines all
+numbers in the same order. So the result has the same bits everywhere, whatever the order of additions of a
+back end; a NaN arrives, which a maximum may lose; and powers, which may overflow, never leave a rank.
 """
 
 import math
@@ -56,7 +55,7 @@ class Gradients:
     """What this rank holds of the gradients of ``params``; None where it has none.
 
     ``locals`` are scaled and ``measured`` have the norm: the same tensors, or where one is a summand of the
-    gradient, the sum. ``places`` say how they are spread over which ranks; None for a plain tensor. Reduced
+    gradient, the sum. ``places``: their meshes and placements; None for a plain tensor. Reduced
     gradients that lie together may be one tensor: then ``params`` has the first of their parameters.
     """
 
@@ -66,7 +65,7 @@ class Gradients:
     places: Sequence[GradientPlacement | None]
 
     def and_those_of(self, others: "Gradients") -> "Gradients":
-        """Both."""
+        """These gradients and ``others``."""
         if not others.params:
             return self
         pairs = zip(vars(self).values(), vars(others).values(), strict=True)
@@ -174,7 +173,7 @@ def _one_by_one(params: Sequence[Tensor], caller: str, name_of: Callable[[Tensor
 
 
 def without_sums(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """Placements after sums that have yet to be made."""
+    """Placements with ``Replicate`` for ``Partial``: those after the pending sums."""
     if not any(placement.is_partial() for placement in placements):
         return placements
     return tuple(Replicate() if placement.is_partial() else placement for placement in placements)
@@ -326,7 +325,7 @@ class _MeshDim:
 
 @dataclass(frozen=True)
 class _Column:
-    """Over which axes a kind of gradients is split, and over which it may differ."""
+    """One kind of gradients: the mesh dimensions that split it, and those along which it may differ."""
 
     split: frozenset[_MeshDim]
     unknown: frozenset[_MeshDim]
@@ -339,7 +338,7 @@ class NormPlan:
     """
 
     def __init__(self, gradients: Gradients, first: Tensor | None) -> None:
-        """``first``: of all parameters, whatever has become of it."""
+        """``first``: the first parameter of all, if there is one."""
         kinds_of = list(map(id, gradients.places))
         distinct = dict(zip(kinds_of, gradients.places, strict=True))
         places = list(dict.fromkeys(distinct.values()))
@@ -396,7 +395,7 @@ class NormPlan:
 
 
 def _order(place: GradientPlacement | None) -> tuple[Any, ...]:
-    """Sorts places alike on all ranks, even where they come in the order of a set."""
+    """A key that sorts placements alike on all ranks."""
     if place is None:
         return ()
     mesh, placements = place
@@ -404,7 +403,7 @@ def _order(place: GradientPlacement | None) -> tuple[Any, ...]:
 
 
 def _axes_of(mesh: DeviceMesh) -> dict[int, _MeshDim]:
-    """The axes along which this rank has anybody to ask, by dimension."""
+    """The mesh dimensions with more than one rank, by index."""
     if mesh.get_coordinate() is None:
         return {}
     groups = {dim: mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1}

@@ -237,9 +237,9 @@ class Bucket:
         """Make the unsharded parameters. They stay the same objects from now on."""
         device = self.mesh.device
         is_alias = self.mesh.shard.is_alone and self._sends_flat_shard
-        self.gathered = UnshardedBuffer(self.computed, device, self.shard.bytes if is_alias else None)
+        self.unsharded_buffer = UnshardedBuffer(self.computed, device, self.shard.bytes if is_alias else None)
         for param, slot in zip(self.params, self.computed.slots, strict=True):
-            param.make_unsharded(self.gathered.unsharded_tensor(slot))
+            param.make_unsharded(self.unsharded_buffer.unsharded_tensor(slot))
         if not self.mesh.shard.is_alone:
             self._all_gather = self._make_all_gather()
             if self._sends_flat_shard:
@@ -248,7 +248,7 @@ class Bucket:
             part = self._layout("computed", axis.world, self.mesh.shard.world)
             comm = make_communicator(axis.pg, device)
             comm.channel = self._comms.channel
-            self._post_forward = PostForwardShard(comm, axis.rank, part, self.gathered, device)
+            self._post_forward = PostForwardShard(comm, axis.rank, part, self.unsharded_buffer, device)
         self.unsharded_params = [param.unsharded for param in self.params if param.unsharded is not None]
         slots = self.computed.slots
         self._placed = [index for index, slot in enumerate(slots) if slot.slot_bytes]
@@ -257,9 +257,9 @@ class Bucket:
 
     def _make_all_gather(self) -> AllGather:
         if self.policy.quantized_gather is None:
-            return AllGather(self._all_gather_comm, self.computed, self.gathered)
+            return AllGather(self._all_gather_comm, self.computed, self.unsharded_buffer)
         block_size = self.policy.quantized_gather.block_size
-        return Int8AllGather(self._all_gather_comm, self.computed, self.gathered, block_size)
+        return Int8AllGather(self._all_gather_comm, self.computed, self.unsharded_buffer, block_size)
 
     @property
     def _is_quantized(self) -> bool:
@@ -278,12 +278,12 @@ class Bucket:
 
     def start_all_gather(self, stream: CommStream) -> Finish:
         """Allocate the unsharded buffer and start to fill it; returns the function that waits."""
-        self.gathered.allocate()
+        self.unsharded_buffer.allocate()
         if self._post_forward is not None and self._post_forward.has_contents:
             return self._post_forward.start_all_gather(stream)
         if self._all_gather is None:  # a single rank
             if not self._sends_flat_shard:
-                self._copy_flat_shard(self.gathered.bytes, stream)
+                self._copy_flat_shard(self.unsharded_buffer.bytes, stream)
             return nothing
         if self._pieces is not None:
             return self._all_gather.start(stream, self._pieces)
@@ -340,7 +340,7 @@ class Bucket:
 
     def relocated_params(self) -> list[str]:
         """Names of unsharded parameters that were given other memory (``param.data = ...``)."""
-        start = self.gathered.bytes.data_ptr()
+        start = self.unsharded_buffer.bytes.data_ptr()
         if all_start_at(self._contents, self._offsets, start):
             return []
         rows = zip(self._placed, self._contents, self._offsets, strict=True)

@@ -198,13 +198,13 @@ class ExtensionBucket(Bucket):
 
     def make_unsharded_params(self) -> None:
         """The first gather makes it: only then is known what travels."""
-        self.gathered = _ExtensionBuffer()  # type: ignore[assignment]
+        self.unsharded_buffer = _ExtensionBuffer()  # type: ignore[assignment]
         outputs, metadata = self._gather_now()
         self._outputs = outputs
         local = self._param.local
         result = local.fsdp_post_all_gather(outputs, metadata, self._param_dtype)  # type: ignore[attr-defined]
         full, inner = self._checked(result, POST, "(tensor, inner tensors) where out is None")
-        self.gathered.add([*outputs, *inner])  # type: ignore[attr-defined]
+        self.unsharded_buffer.add([*outputs, *inner])  # type: ignore[attr-defined]
         self._param.make_unsharded_over(self._without_padding(full))
         assert self._param.unsharded is not None
         self.unsharded_params = [self._param.unsharded]
@@ -277,7 +277,7 @@ class ExtensionBucket(Bucket):
         if self._is_fresh:
             self._is_fresh = False
             return nothing
-        self.gathered.allocate()
+        self.unsharded_buffer.allocate()
         assert self._outputs is not None
         with _as_values():
             inputs, metadata = self._inputs()

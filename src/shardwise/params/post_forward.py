@@ -18,14 +18,14 @@ class PostForwardShard:
     """
 
     def __init__(
-        self, comm: Communicator, rank: int, layout: Layout, gathered: UnshardedBuffer, device: torch.device
+        self, comm: Communicator, rank: int, layout: Layout, buffer: UnshardedBuffer, device: torch.device
     ) -> None:
         self._rank = rank
         self._layout = layout
-        self._gathered = gathered
+        self._buffer = buffer
         self._device = device
         self._comm = comm
-        self._all_gather = AllGather(comm, layout, gathered)
+        self._all_gather = AllGather(comm, layout, buffer)
         self._bytes: Tensor | None = None
 
     def use_channel(self, channel: int) -> None:
@@ -42,7 +42,7 @@ class PostForwardShard:
         self._bytes = torch.zeros(self._layout.shard_bytes, dtype=torch.uint8, device=self._device)
         views = local_views(self._bytes, self._layout, self._rank)
         for view, slot in zip(views, self._layout.slots, strict=True):
-            view.copy_(shard_of(self._gathered.unsharded_tensor(slot), slot, self._rank))
+            view.copy_(shard_of(self._buffer.unsharded_tensor(slot), slot, self._rank))
 
     def drop(self) -> None:
         """Free what was kept."""

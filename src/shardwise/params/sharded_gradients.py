@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.buffers import LocalViews, buffer_for, typed_stretch
+from shardwise.comm.buffers import LocalViews, buffer_for, typed_range
 from shardwise.layout.slots import Layout
 from shardwise.params.changes import all_start_at, is_something
 from shardwise.params.parameter import Param
@@ -119,7 +119,7 @@ class ShardedGradients:
         whole = self.flat_gradient_of(shards)
         if whole is None:
             return False
-        whole.add_(typed_stretch(buffer, 0, self._end, whole.dtype))
+        whole.add_(typed_range(buffer, 0, self._end, whole.dtype))
         return True
 
     def flat_gradient_of(self, shards: Sequence[Tensor]) -> Tensor | None:
@@ -173,7 +173,7 @@ class ShardedGradients:
             self._addresses = list(map(_address, self._locals))
             self._gradients = self._made(self._locals)
             if self._is_one:
-                self._flat = typed_stretch(buffer, 0, self._end, self._locals[0].dtype)
+                self._flat = typed_range(buffer, 0, self._end, self._locals[0].dtype)
             self._last = list(map(weakref.ref, self._locals))
             *held, handles, users = self._count()
             self._held = [*held, handles + self._users[0] - before[0], users + self._users[1] - before[1]]

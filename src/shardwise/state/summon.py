@@ -45,7 +45,7 @@ def check_can_summon(group: Group, options: SummonOptions) -> None:
     """Refuse before anything has been gathered.
 
     Raises:
-        RuntimeError: the group is lent already, or gradients wait that ``.grad`` does not show.
+        RuntimeError: the group is summoned already, or gradients wait that ``.grad`` does not show.
         NotImplementedError: it has tensor subclasses that only gather themselves.
     """
     group.refuse_if_lent("another unsharded()")
