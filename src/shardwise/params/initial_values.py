@@ -1,10 +1,10 @@
-"""Ranks that shard one model must begin with one model: what they cut is compared, or made equal before.
+"""Initial values: ranks that shard one model must start from equal values, which are compared, or made equal.
 
-Each rank cuts its own full parameters and keeps a part. Where these were different (drawn from other seeds,
-or loaded on one rank only), the parameter is put together from different models, and nothing shows it. So
-each rank notes a checksum of the whole when it cuts, and one of its part. They are compared before training
-begins, together with copies that ranks keep of one part. If parts were given other values meanwhile, what
-they were cut from does not matter any more.
+Each rank shards its own full parameters. If these differ between ranks (other seeds, or loaded on one rank
+only), the sharded parameter is a mix of different models, and nothing shows it. So each rank records
+checksums of the whole and of its shard when it shards a parameter. Ranks compare them before training starts,
+together with copies of the same shard. If shards were given other values meanwhile, the values before do not
+matter.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ from shardwise.torch_compat import dtensor, nn_modules
 
 @torch.no_grad()
 def record_initial_values(params: Sequence[Param], shards: Sequence[nn.Parameter]) -> None:
-    """Note on ``params``, which are about to be cut into ``shards``, what they are cut from.
+    """Record checksums of ``params``, which are about to be sharded into ``shards``.
 
     Reads each full parameter once, where it lies.
     """
@@ -49,15 +49,15 @@ def record_initial_values(params: Sequence[Param], shards: Sequence[nn.Parameter
 
 
 def _is_sharded(param: Param) -> bool:
-    """True if ranks keep different parts of what is cut; else they keep copies, compared as such."""
+    """True if ranks keep different parts; else they keep copies, which are compared as such."""
     return not param.mesh.shard.is_alone and bool(param.shape)
 
 
 @torch.no_grad()
 def refuse_unequal_initial_values(params: Sequence[Param], device: torch.device) -> None:
-    """Raise on all ranks that share ``params`` if they were cut from different values, or if copies differ.
+    """Raise on all ranks of ``params`` if they were sharded from different values, or if copies differ.
 
-    Collective. The ranks have to have the same parameters, in one order.
+    Collective. All ranks need the same parameters in the same order.
     """
     params = [param for param in params if param.compares]
     registered = [(param, tensor) for param in params if (tensor := param.sites[0].registered()) is not None]
@@ -90,12 +90,12 @@ def _start_of(param: Param, tensor: Tensor, checksums: Checksums, device: torch.
         param.initial_checksums.whole,
         is_unchanged,
         _is_telling(local),
-        takes_part=local.numel() > 0,  # a rank that keeps nothing of it may have cut what it likes
+        takes_part=local.numel() > 0,  # for a rank with an empty shard, the values do not matter
     )
 
 
 def _is_telling(local: Tensor) -> Tensor | bool:
-    """False for a part that may well be given the values that it had: one again and again."""
+    """False for a shard of one repeated value, which it may well be given again."""
     if local.numel() < 2 or type(local) is not Tensor:
         return False
     return (local != local.view(-1)[0] if local.is_contiguous() else local != local.flatten()[0]).any()
@@ -108,10 +108,10 @@ def _is_telling(local: Tensor) -> Tensor | bool:
 def broadcast_initial_values(
     params: Sequence[Param], buffers: Sequence[tuple[str, nn.Module, str]], mesh: ShardMesh
 ) -> None:
-    """Have all ranks cut what the first rank of the mesh has, and have its buffers.
+    """Give all ranks the parameters and buffers of the first rank of the mesh, before they are sharded.
 
-    ``buffers``: their full name, module and name in it. What a rank has on the meta device, and the first
-    not, gets memory. Collective, over the mesh of each parameter, and that of the call for buffers.
+    ``buffers``: their full name, module and name in it. Tensors on the meta device that have values on the
+    first rank get memory. Collective, over the mesh of each parameter, and that of the call for buffers.
 
     Raises:
         RuntimeError: on all ranks, if their tensors are not of the same shapes and dtypes.
@@ -139,7 +139,7 @@ class _ParamToSend:
         new: Tensor = torch.empty_like(self._param.content(), device=device)
         if isinstance(original, DTensor):
             new = dtensor.make_dtensor(new, dtensor.spec_of(original))
-        # The module keeps its own until the shard takes its place.
+        # The module keeps its own until the sharded parameter replaces it.
         self._param.sharded = nn.Parameter(new, original.requires_grad)
 
 

@@ -1,16 +1,16 @@
-"""One parameter: its shard, its full tensor, and how the full one shadows the shard.
+"""One parameter: sharded, unsharded, and how the unsharded one shadows the sharded one.
 
-``module._parameters[name]`` is the sharded parameter, the same object for ever: what optimizers,
-``state_dict`` and everything else that walks ``parameters()`` sees. While its group is gathered, the
-full parameter stands in the module's instance dictionary, which Python looks up first, so that the
-module's own code computes with it.
+``module._parameters[name]`` is the sharded parameter, always the same object: optimizers, ``state_dict`` and
+everything else that walks ``parameters()`` see it. While its group is unsharded, the unsharded parameter
+stands in the module's instance dictionary, which Python looks up first, so that the module's own code
+computes with it.
 
 Version counters tie the two together, so that autograd's own check works through the sharding:
 
-- a gathered full parameter carries the version of its shard. If the weights were changed between
-  forward and backward, backward raises, as it does in plain PyTorch;
-- a freed full parameter carries ``FREED``, so that a backward that reaches it without a gather
-  raises instead of reading memory that is gone.
+- an unsharded parameter has the version of its sharded parameter. If the weights were changed between forward
+  and backward, backward raises, as it does in plain PyTorch;
+- a freed unsharded parameter has the version ``FREED``, so that a backward that reaches it without an unshard
+  raises instead of reading freed memory.
 """
 
 import copy
@@ -36,7 +36,7 @@ from shardwise.params.replaced_parameter import NAME, ReplacedParameter, describ
 from shardwise.torch_compat import autograd, dtensor, nn_modules, tensor_impl
 
 FREED = 2**31 - 1
-"""The version of a full parameter without contents; no tensor is changed that often."""
+"""The version of an unsharded parameter without contents; no tensor is changed that often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class Site:
     fqn: str
 
     def registered(self) -> Tensor | None:
-        """What is registered there now."""
+        """The tensor that is registered there now."""
         return nn_modules.parameters(self.module).get(self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class InitialChecksums:
-    """Checksums of what a parameter was when it was cut: of the whole, and of this rank's part.
+    """Checksums of a parameter at the moment when it was sharded: of the whole, and of this rank's shard.
 
     None: it had no values, or none that can be compared.
     """
@@ -64,7 +64,7 @@ class InitialChecksums:
 
 
 class Param:
-    """A parameter of a group. ``local`` is this rank's part, a view into its bucket's flat shard.
+    """A parameter of a group. ``local`` is this rank's shard, a view into its bucket's flat shard.
 
     What is sharded is the parameter's own tensor, or this rank's part of it where it is a DTensor of
     tensor or expert parallelism; ``shape`` is that of the tensor to be sharded.
@@ -82,7 +82,7 @@ class Param:
         self.sites = sites
         self.mesh = mesh
         self.dim = dim
-        # What the caller has set on the parameter; a tensor subclass keeps its own inside there as well.
+        # Attributes that the caller has set; a tensor subclass keeps its contents in there as well.
         own = vars(original.detach())
         self.attributes = {name: value for name, value in vars(original).items() if name not in own}
         self.sharded = original  # until install_shard() replaces it
@@ -100,20 +100,20 @@ class Param:
         self.gradient_spec = self._spec
         self._original = weakref.ref(original)
         self.version_base = 0
-        # The caller's hooks on the original; these stay their home, so that a handle can remove them.
+        # The caller's hooks on the original. They stay in these dicts, so that a handle can remove them.
         self._original_hooks = autograd.gradient_hooks(original)
         self.original_post_hooks = autograd.post_accumulate_hooks(original)
         self._deferred: DeferredGradient | None = None
-        self._shows_deferred = False  # .grad is the unreduced gradient itself
-        self.compares = True  # with other ranks, before training begins
+        self._shows_deferred = False  # whether .grad is the unreduced gradient itself
+        self.compares = True  # whether to compare it with other ranks before training
         self.initial_checksums: InitialChecksums | None = None
 
     def content(self) -> Tensor:
-        """The tensor that is to be sharded, before it is."""
+        """The tensor to shard, before it is sharded."""
         return self.content_in(self.sharded.detach())
 
     def content_in(self, whole: Tensor) -> Tensor:
-        """Of a tensor like the original, the one that is sharded: this rank's part of a DTensor."""
+        """The tensor to shard of a tensor like the original: this rank's part, if that is a DTensor."""
         return dtensor.local_tensor(whole) if self._inner is not None else whole
 
     @property
@@ -122,23 +122,23 @@ class Param:
         return self.sites[0].fqn
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
-        """Name the sites as seen from a module further out."""
+        """Rename the sites, as seen from an outer module."""
         self.sites = [
             Site(s.module, s.name, ".".join(p for p in (clean(names[s.module]), s.name) if p))
             if s.module in names
             else s
             for s in self.sites
         ]
-        self._sign()
+        self._mark_with_name()
 
     @property
     def joint_mesh(self) -> DeviceMesh:
-        """The mesh of the shard: of data parallelism, and of what the original was spread over before."""
+        """The mesh of the sharded parameter: data parallel dims, and those of the original DTensor."""
         return self._place[0]
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """How the shard is placed on it."""
+        """The placements of the sharded parameter on it."""
         return self._place[1]
 
     @property
@@ -150,18 +150,18 @@ class Param:
         """True if ``param`` is our sharded parameter or the original it was made from."""
         return param is self.sharded or param is self._original()
 
-    def _sign(self) -> None:
-        """Leave our name on the sharded parameter and on the original, for whoever meets them."""
+    def _mark_with_name(self) -> None:
+        """Put the FQN on the sharded parameter and on the original, for messages."""
         original = self._original()
         for tensor in (self.sharded, *([] if original is None else [original])):
             setattr(tensor, NAME, self.fqn)
 
-    # --- the shard --------------------------------------------------------------------------------
+    # --- the sharded parameter --------------------------------------------------------------------
 
     def take_over(
         self, sites: list[Site], mesh: ShardMesh, precision_for: Callable[[torch.dtype], Precision]
     ) -> None:
-        """Belong to another group from now on, over the same ranks, and stand at ``sites`` as well."""
+        """Move to another group over the same ranks, with additional ``sites``."""
         self.sites = [*self.sites, *sites]
         for site in sites:
             nn_modules.parameters(site.module)[site.name] = self.sharded  # type: ignore[assignment]
@@ -172,7 +172,7 @@ class Param:
         self._allow_gradients(self.sharded)
 
     def copied(self, sites: list[Site], sharded: nn.Parameter) -> "Param":
-        """The same parameter in a copy of the model, where ``sharded`` is its shard."""
+        """The same parameter in a copy of the model, with the sharded parameter ``sharded``."""
         twin = copy.copy(self)
         twin.sites, twin.sharded, twin.local = sites, sharded, dtensor.local_tensor(sharded)
         twin.unsharded = twin._deferred = None
@@ -194,14 +194,14 @@ class Param:
         for site in self.sites:
             nn_modules.parameters(site.module)[site.name] = sharded
         self.sharded, self.local = sharded, dtensor.local_tensor(sharded)
-        self._sign()
+        self._mark_with_name()
         if (original := self._original()) is not None and type(original) is nn.Parameter:
             original.__class__ = ReplacedParameter
 
     def rebase(self, local: Tensor) -> None:
-        """Move the shard to ``local`` (its contents are there already), the parameter stays.
+        """Give the sharded parameter the local tensor ``local``, which has the contents already.
 
-        The contents count as newer than all that were gathered before.
+        They count as newer than everything that was all-gathered before.
         """
         self.version_base = self.version() + 1
         dtensor.set_local_tensor(self.sharded, local)
@@ -209,7 +209,7 @@ class Param:
         self.describe_itself()
 
     def follow_dtype(self) -> None:
-        """Take over the dtype that the shard has been converted to."""
+        """Follow a conversion of the sharded parameter to another dtype."""
         dtype = self.sharded.dtype
         if dtype != self.precision.stored:
             self.precision = self._precision_for(dtype)
@@ -224,11 +224,11 @@ class Param:
             tensor_impl.set_grad_dtype(sharded, kept)
 
     def version(self) -> int:
-        """Grows with every change in place of the shard that PyTorch counts."""
+        """A number that grows with every in-place change of the sharded parameter that torch counts."""
         return self.version_base + tensor_impl.version(self.sharded) + tensor_impl.version(self.local)
 
     def is_untouched(self) -> bool:
-        """True if the shard is still where, what and as trainable as the group believes."""
+        """True if the sharded parameter is the same object over the same memory, and equally trainable."""
         sharded = self.sharded
         for site in self.sites:
             if nn_modules.parameters(site.module).get(site.name) is not sharded:
@@ -238,10 +238,10 @@ class Param:
         return self.unsharded is None or self.unsharded.requires_grad == sharded.requires_grad
 
     def replaced_by(self) -> nn.Parameter | None:
-        """The sharded parameter that now stands at the sites instead of ours; None: ours does.
+        """The sharded parameter that is registered at the sites instead of ours, or None.
 
         Raises:
-            RuntimeError: something else stands there, or different things at tied sites.
+            RuntimeError: something else is registered there, or different tensors at tied sites.
         """
         found = [site.registered() for site in self.sites]
         if all(tensor is self.sharded for tensor in found):
@@ -273,9 +273,9 @@ class Param:
         return new
 
     def adopt(self, new: nn.Parameter) -> None:
-        """Take ``new`` in place of the old sharded parameter at all sites: tied stays tied.
+        """Adopt ``new`` as the sharded parameter, at all sites: tied stays tied.
 
-        Its contents count as newer than all that were gathered before.
+        Its contents count as newer than everything that was all-gathered before.
         """
         self.version_base = self.version() + 1
         for site in self.sites:
@@ -284,13 +284,13 @@ class Param:
         self.describe_itself()
 
     def is_full_value(self, value: Any) -> bool:
-        """True for a plain tensor of the shape of the whole parameter, from a full state dict."""
+        """True for a plain tensor of the full shape, as from a full state dict."""
         return (
             isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == self.sharded.shape
         )
 
     def as_shard(self, value: Tensor) -> Tensor:
-        """This rank's part of a full value, as a DTensor like the shard. No communication."""
+        """This rank's shard of a full value, as a DTensor like the sharded parameter. No communication."""
         if self._inner is not None:
             value = local_chunk(value, self._inner)
         if value.dim():
@@ -298,11 +298,11 @@ class Param:
         return dtensor.make_dtensor(value, self._make_spec(self.sharded.shape, value.dtype))
 
     def describe_itself(self) -> None:
-        """Put back on the sharded parameter what a conversion or an assignment has lost."""
+        """Restore what a conversion or an assignment has lost on the sharded parameter."""
         self._allow_gradients(self.sharded)
         for key, value in self.attributes.items():
             vars(self.sharded).setdefault(key, value)
-        self._sign()
+        self._mark_with_name()
 
     def _can_adopt(self, new: Any) -> bool:
         assert isinstance(self.sharded, DTensor)
@@ -317,17 +317,17 @@ class Param:
     def _make_spec(self, shape: torch.Size, dtype: torch.dtype) -> Any:
         return dtensor.sharded_spec(*self._place, shape, dtype)
 
-    # --- the full parameter -----------------------------------------------------------------------
+    # --- the unsharded parameter ------------------------------------------------------------------
 
     def make_unsharded(self, data: Tensor) -> None:
-        """Make the full parameter over ``data``, a tensor in the gathered buffer."""
+        """Make the unsharded parameter over ``data``, a tensor in the unsharded buffer."""
         self.unsharded = self.as_original(data)
         vars(self.unsharded).update(self.attributes)
         if self.precision.accumulated != self.precision.computed:
             tensor_impl.set_grad_dtype(self.unsharded, self.precision.accumulated)
 
     def make_unsharded_over(self, full: Tensor) -> None:
-        """Make the full parameter over a tensor of another class, which its own protocol has made."""
+        """Make the unsharded parameter over a tensor of another class, made by its own protocol."""
         if self._inner is not None:
             full = dtensor.make_dtensor(full, self._inner_spec(full.dtype))
         self.unsharded = nn.Parameter(full.detach(), requires_grad=self.sharded.requires_grad)
@@ -337,7 +337,7 @@ class Param:
             tensor_impl.set_grad_dtype(self.unsharded, self.precision.accumulated)
 
     def as_original(self, data: Tensor) -> nn.Parameter:
-        """A parameter over ``data`` of the class and, for a DTensor, of the placements of the original."""
+        """A parameter over ``data`` with the class of the original, or its placements if it is a DTensor."""
         wants_grad = self.sharded.requires_grad
         if self._inner is not None:
             return nn.Parameter(dtensor.make_dtensor(data, self._inner_spec(data.dtype)), wants_grad)
@@ -346,7 +346,7 @@ class Param:
         return tensor_impl.as_subclass_of_parameter(self._full_class, data, wants_grad)
 
     def _inner_spec(self, dtype: torch.dtype) -> Any:
-        """Of the full parameter, as tensor parallelism has it."""
+        """The spec of the unsharded parameter on the tensor parallel mesh."""
         assert self._inner is not None
         shape = torch.Size(self.sharded.shape)
         return dtensor.sharded_spec(self._inner.mesh, self._inner.placements, shape, dtype)
@@ -361,17 +361,17 @@ class Param:
         )
 
     def unsharded_data(self) -> Tensor:
-        """The full parameter's own memory."""
+        """The local tensor of the unsharded parameter."""
         assert self.unsharded is not None
         return dtensor.local_tensor(self.unsharded) if self._inner is not None else self.unsharded
 
     def content_of(self, gradient: Tensor) -> Tensor:
-        """This rank's part of a gradient of the full parameter, split as the parameter itself."""
+        """The tensor to reduce of an unsharded gradient: this rank's part, placed as the parameter."""
         if self._inner is None or not isinstance(gradient, DTensor):
             return gradient
         wanted = list(self._inner.placements)
         if self.mesh.full_mesh is not None and gradient.device_mesh == self.mesh.full_mesh.mesh:
-            # Sums over data-parallel ranks are what the reduction is for.
+            # The reduction makes the sums over data parallel ranks.
             for index in self.mesh.full_mesh.data_parallel_dims:
                 wanted[index] = gradient.placements[index]
         if tuple(wanted) != gradient.placements:
@@ -389,9 +389,9 @@ class Param:
         return bool(self._original_hooks) or bool(self.original_post_hooks)
 
     def attach_hooks_to_unsharded(self) -> None:
-        """Have the gradient hooks run that the caller had put on the original.
+        """Run gradient hooks of the original on the unsharded parameter.
 
-        They see this rank's gradient of the full parameter, before it is reduced.
+        They see this rank's unsharded gradient, before it is reduced.
         """
         assert self.unsharded is not None
         if self._original_hooks is not None:
@@ -400,7 +400,7 @@ class Param:
     # --- the gradient -----------------------------------------------------------------------------
 
     def add_gradient(self, local: Tensor) -> None:
-        """Accumulate a reduced gradient into ``.grad``, then run the hooks put on the shard."""
+        """Accumulate a sharded gradient into ``.grad``, and run the hooks of the sharded parameter."""
         sharded = self.sharded
         gradient: Tensor = dtensor.make_dtensor(local, self.gradient_spec)
         if hooks := autograd.gradient_hooks(sharded):
@@ -416,7 +416,7 @@ class Param:
                 post(sharded)
 
     def set_gradient(self, local: Tensor | None) -> None:
-        """Have ``.grad`` be ``local``, without running anybody's hooks."""
+        """Set ``.grad`` to ``local`` without running hooks."""
         if local is None:
             self.sharded.grad = None
             return
@@ -424,10 +424,9 @@ class Param:
         self.sharded.grad = dtensor.make_dtensor(own.copy_(local), self.gradient_spec)
 
     def defer_gradient(self, full: Tensor | None) -> None:
-        """Leave the gradient ``full`` unreduced, and have ``.grad`` notice whether it is cleared.
+        """Leave the unsharded gradient ``full`` unreduced, and notice if the caller clears ``.grad``.
 
-        Where the whole of it belongs to this rank, ``.grad`` shows it; else zeros, as long as nothing reduced
-        is there.
+        If all of it belongs to this rank, ``.grad`` shows it; else zeros, unless there is a sharded gradient.
         """
         sharded = self.sharded
         if sharded.grad is None:
@@ -440,7 +439,7 @@ class Param:
 
     @property
     def remembers_deferred(self) -> bool:
-        """True while ``.grad`` stands for an unreduced gradient."""
+        """True while ``.grad`` represents an unreduced gradient."""
         return self._deferred is not None or self._shows_deferred
 
     def _may_show(self, own: Tensor) -> bool:
@@ -453,7 +452,7 @@ class Param:
         )
 
     def hide_deferred(self) -> None:
-        """The unreduced gradient is dropped: ``.grad`` does not show it any more."""
+        """Stop showing the unreduced gradient in ``.grad``: it is dropped."""
         if self._shows_deferred:
             self._shows_deferred = False
             self.sharded.grad = self._deferred = None

@@ -1,17 +1,18 @@
-"""The first error of any rank reaches every rank that waits for it, long before a timeout.
+"""Failures: the first error of any rank reaches every rank that waits for it, long before a timeout.
 
 A rank on which an exception leaves a forward, a backward or a public call posts a note in the store of the
-job. Ranks that wait do nothing else while all goes well. A thread of each process looks, four times a second,
-whether the same wait still lasts; only then it reads notes, and where it finds that a rank has failed before
-it issued what is waited for, it closes the connections of that wait, which therefore raises at once:
+job. Waiting ranks do nothing extra. A thread in each process checks four times a second whether the same wait
+still lasts; only then it reads notes. If a rank has failed before it issued the collective that this rank
+waits for, the thread closes the connections of that wait, which raises at once:
 
     rank 1   issues 41, raises, posts a note (41)
     rank 0   issues 41, issues 42, waits for 42 ... reads the note: 42 will never come from rank 1
 
-A rank may catch an exception and go on: it then marks its note as over. All ranks may raise alike and go on,
-one sooner than the other: a rank that has failed itself after as many collectives does not heed such a note.
+A rank may catch an exception and continue: then it marks its note as over. All ranks may raise alike and
+continue, some sooner than others: a rank that has failed itself after as many collectives ignores such a
+note.
 
-The same thread compares who waits for what, where all ranks of a process group have waited for two seconds.
+If all ranks of a process group have waited for two seconds, the same thread compares who waits for what.
 """
 
 import atexit
@@ -33,13 +34,13 @@ from shardwise.ranks.model_ranks import axes_of_given
 from shardwise.torch_compat import c10d, interpreter
 
 INTERVAL_S = 0.25
-"""How often a process looks whether a wait still lasts."""
+"""How often a process checks whether a wait still lasts."""
 
 STUCK_LOOKS = 8
-"""So many looks at one wait, and ranks tell each other what they wait for."""
+"""After so many checks of one wait, ranks tell each other what they wait for."""
 
 VAGUE_S = 1.0
-"""How long to look for what was raised in a backward."""
+"""How long to look for the exception of a backward."""
 
 _FINE_S = 0.01
 _MOST_TEXT = 2000
@@ -55,7 +56,7 @@ class CommunicationError(RuntimeError):
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Wait:
-    """What this rank waits for: an event of something, over and over.
+    """One kind of wait of this rank: for an event of a name, again and again.
 
     ``number`` is that of the collective that is waited for, among all that this rank has issued; ``count``
     counts those of this kind. A public call may compute as well as wait. ``reason``: why this rank waits,
@@ -71,7 +72,7 @@ class Wait:
 
 
 class Relay:
-    """One rank's part. Made by ``relay_of_job``; ``SILENT`` where there are no other ranks.
+    """One rank's end of the relay. Made by ``relay_of_job``; ``SILENT`` where there are no other ranks.
 
     ``issued``: how many collectives of parameter groups this rank has begun; what other calls communicate is
     not counted, since ranks may make such calls alone where they have nobody to communicate with.
@@ -100,10 +101,10 @@ class Relay:
                 if note.rank == rank:
                     self._notes.post(note.over())
 
-    # --- of this rank -------------------------------------------------------------------------------
+    # --- failures of this rank ----------------------------------------------------------------------
 
     def begin(self) -> None:
-        """This rank goes on: what it has raised was caught."""
+        """This rank continues: its exception was caught."""
         if self._own is not None or self.failure is not None:
             with self._lock:
                 self._look_for = self.failure = None
@@ -112,13 +113,13 @@ class Relay:
                 self._own = None
 
     def issue(self, wait: Wait) -> None:
-        """A collective has been issued that ``wait`` will wait for."""
+        """Count a collective that ``wait`` will wait for."""
         self.issued = wait.number = self.issued + 1
         wait.count += 1
 
     @contextmanager
     def exchange(self, wait: Wait) -> Iterator[None]:
-        """Around an exchange between ranks that is no collective of a back end; counts as one at its end."""
+        """Around an exchange that is not a collective of a back end; counts as one when it is over."""
         wait.number = self.issued + 1
         wait.count += 1
         self.waits.add(wait)
@@ -130,7 +131,7 @@ class Relay:
             self.waiting = around
 
     def report(self, error: BaseException, where: str) -> None:
-        """An exception leaves ``where`` on this rank. Never raises."""
+        """Report an exception that leaves ``where`` on this rank. Never raises."""
         if isinstance(error, CommunicationError):
             return
         with self._lock:
@@ -140,7 +141,7 @@ class Relay:
                 self._own, self._look_for = self._post(self._own.completed(_text_of(error))), None
 
     def report_backward(self, where: str) -> None:
-        """A backward has failed. What was raised is on its way to the caller, and not to be had yet."""
+        """Report a failed backward. Its exception is on its way to the caller, and not available yet."""
         with self._lock:
             if self._own is None:  # else an inner backward has failed before, for the same reason
                 self._post_new(where, "an exception; see its log", is_vague=True)
@@ -179,10 +180,10 @@ class Relay:
         finally:
             self.waiting = None
 
-    # --- of others ----------------------------------------------------------------------------------
+    # --- failures of other ranks --------------------------------------------------------------------
 
     def explained(self, error: Exception, event: str, name: str, axes: Sequence[Axis]) -> Exception:
-        """What to raise instead of ``error``, which came from communicating along ``axes``."""
+        """The exception to raise instead of ``error``, which a collective along ``axes`` has raised."""
         if isinstance(error, CommunicationError) or self._notes is None:
             return error
         if self.failure is not None:
@@ -201,13 +202,13 @@ class Relay:
         self._heeded.add(note.key)
 
     def _heeds(self, note: FailureNote) -> bool:
-        """Whether it is news: a failure of another rank that this one has not met alike."""
+        """Whether to act on a note: a failure of another rank that this rank has not had as well."""
         issued, times = self._failed_at
         is_alike = note.issued == issued and note.ordinal <= times
         return note.rank != self.rank and note.key not in self._heeded and not is_alike
 
     def look(self) -> float:
-        """One look of the thread. Returns after how many seconds to look again."""
+        """One check of the thread. Returns the seconds until the next one."""
         if self._look_for is not None:
             self._find_exception()
             return _FINE_S
@@ -229,7 +230,7 @@ class Relay:
         return INTERVAL_S
 
     def _look_at_notes(self, waiting: Wait) -> None:
-        """Fail where a rank has failed before it issued what is waited for, and has not gone on since."""
+        """Fail if a rank failed before it issued what this rank waits for, and has not continued since."""
         assert self._notes is not None
         ranks = _ranks_along(waiting.axes())
         for note in self._notes.active():
@@ -237,14 +238,14 @@ class Relay:
                 self._take(note)
                 return
             if note.rank in ranks and self._heeds(note) and note.issued < waiting.number:
-                # At the second look: it may be about to go on.
+                # Only at the second check: the rank may be about to continue.
                 if self._suspect == note.key and not note.is_vague:
                     self._take(note)
                 self._suspect = note.key
                 return
 
     def _look_at_stuck(self, waiting: Wait) -> None:
-        """Tell what this rank waits for; the first rank of all finds out whether they wait for each other."""
+        """Post what this rank waits for; the first rank finds out whether ranks wait for each other."""
         assert self._notes is not None
         issued = {f"{each.event} {each.name}": each.count for each in self.waits}
         if waiting not in self.waits or len(issued) < len(self.waits):
@@ -269,7 +270,7 @@ class Relay:
         self._notes.no_longer_stuck(self.rank)
 
     def _find_exception(self) -> None:
-        """Complete the note on a backward by the exception, which somebody handles by now."""
+        """Complete the note on a backward with the exception, which some thread handles by now."""
         with self._lock:
             if self._look_for is None:
                 return
@@ -286,7 +287,7 @@ class Relay:
                 self._look_for = None
 
     def at_exit(self) -> None:
-        """The process ends: tell what it has not survived."""
+        """At the end of the process: post the exception that ended it."""
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is None or isinstance(error, CommunicationError) or self._notes is None:
             return
@@ -315,7 +316,7 @@ def _without_store(event: str, name: str, error: Exception) -> str:
 
 
 def _end(axes: Sequence[Axis]) -> None:
-    """Have what waits for the ranks along ``axes`` raise now."""
+    """Make waits for the ranks along ``axes`` raise now."""
     for axis in axes:
         if axis.pg is not None:
             c10d.end_waits(axis.pg)
@@ -324,13 +325,13 @@ def _end(axes: Sequence[Axis]) -> None:
 # --- one for each process group of all ranks ------------------------------------------------------
 
 SILENT = Relay(None, 0)
-"""Where there is nobody to tell, or no way to."""
+"""The relay of a job without other ranks, or without a store."""
 
 _RELAYS: weakref.WeakKeyDictionary[dist.ProcessGroup, Relay] = weakref.WeakKeyDictionary()
 
 
 def relay_of_job() -> Relay:
-    """The relay of this rank: hangs on the default process group."""
+    """The relay of this rank, one for each default process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return SILENT
     pg = dist.group.WORLD
@@ -347,13 +348,13 @@ def _made(pg: dist.ProcessGroup) -> Relay:
     relay = Relay(c10d.job_store_client(), pg.rank())
     ended = threading.Event()
     own = weakref.ref(relay, lambda _: ended.set())
-    thread = threading.Thread(target=_watch, args=(own, ended), name="shardwise relay", daemon=True)
+    thread = threading.Thread(target=_run_thread, args=(own, ended), name="shardwise relay", daemon=True)
     thread.start()
     atexit.register(_at_exit, own, ended, thread)
     return relay
 
 
-def _watch(own: "weakref.ref[Relay]", ended: threading.Event) -> None:
+def _run_thread(own: "weakref.ref[Relay]", ended: threading.Event) -> None:
     pause = INTERVAL_S
     while not ended.wait(pause):
         relay = own()
