@@ -1,4 +1,4 @@
-"""What a checkpoint says it holds, against itself, its files and what a model wants: before anything changes.
+"""The manifest: what a checkpoint holds, checked against itself, its files and the model before a load.
 
 Nothing here changes a model, and nothing communicates.
 """
@@ -28,7 +28,7 @@ HAS_DIGESTS = "digests"  # below it: that there are digests
 
 @dataclass
 class Manifest:
-    """The `.metadata` of a checkpoint, by what it tells about."""
+    """The `.metadata` of a checkpoint."""
 
     path: Path
     metadata: Any  # torch.distributed.checkpoint.metadata.Metadata
@@ -77,7 +77,7 @@ class Manifest:
         return manifest
 
     def under(self, *start: str | int) -> dict[StatePath, str]:
-        """The keys of everything below `start`, by their place below it."""
+        """The keys of everything below the path `start`, by their paths below it."""
         depth = len(start)
         return {place[depth:]: key for place, key in self.places.items() if place[:depth] == start}
 
@@ -123,7 +123,7 @@ class Manifest:
             )
 
     def _form(self, index: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Of what shape and dtype a record should be; None: it is no tensor."""
+        """The expected shape and dtype of a record; None: it is no tensor."""
         md = self.tensor(index.fqn)
         if md is None:
             return None
@@ -131,7 +131,7 @@ class Manifest:
         return sizes, md.properties.dtype
 
     def _wrong_names(self) -> Iterator[str]:
-        """The name of a value is said twice: as a key, and as a place."""
+        """Names are stored twice, as keys and as paths: yields those that differ."""
         for key, place in (self.metadata.planner_data or {}).items():
             if ".".join(map(str, place)) != key:
                 yield f"{key} is said to be {'.'.join(map(str, place))} as well"
@@ -148,7 +148,7 @@ class Manifest:
                     yield f"{key}: {why}"
 
     def _wrong_records(self) -> Iterator[str]:
-        """Each chunk has a record; nothing else has, and no two share bytes."""
+        """Yields chunks without a record, records without a chunk, and records that share bytes."""
         from torch.distributed.checkpoint.metadata import MetadataIndex
 
         records, needed = self.metadata.storage_data, set()
@@ -171,7 +171,7 @@ class Manifest:
                     yield f"{one.fqn}{_at(one)} and {other.fqn}{_at(other)} share bytes of {name}"
 
     def _check_files(self, records: Iterable[Any]) -> None:
-        """Every file is there and as long as it should be."""
+        """Check that every file exists with the right length."""
         needed: dict[str, int] = {}
         for info in records:
             end = info.offset + info.length
@@ -220,7 +220,7 @@ def _at(index: Any) -> str:
 
 
 def by_first(entries: dict[StatePath, str]) -> dict[str, dict[StatePath, str]]:
-    """Keys by the first part of their place: the name of a parameter, say."""
+    """Keys by the first part of their path, such as the name of a parameter."""
     found: dict[str, dict[StatePath, str]] = {}
     for (first, *rest), key in ((place, key) for place, key in entries.items() if place):
         found.setdefault(str(first), {})[tuple(rest)] = key
@@ -228,7 +228,7 @@ def by_first(entries: dict[StatePath, str]) -> dict[str, dict[StatePath, str]]:
 
 
 def nested(values: dict[StatePath, Any]) -> Any:
-    """Values by their places, as the nested dicts they came from."""
+    """Values by path, nested again in dicts and lists."""
     if () in values:
         return values[()]
     below: dict[str | int, dict[StatePath, Any]] = {}
@@ -308,7 +308,7 @@ def check_model(
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a module saves it beside its tensors; as a tensor too, it has the length it happens to need."""
+    """Whether it is a module's extra state; if that is a tensor, it may have any length."""
     return name.rpartition(".")[2] == "_extra_state"
 
 
@@ -317,7 +317,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def counted(names: Iterable[str]) -> str:
-    """The first of `names`, and their number."""
+    """The first of `names`, with their number."""
     names = list(names)
     return f"{listed(names)} ({len(names)} in all)" if len(names) > 1 else listed(names)
 

@@ -28,7 +28,7 @@ SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr", "max_moment
 
 @dataclass
 class OptimizerPlan:
-    """What is to be read for one optimizer, and where it goes."""
+    """What is read for one optimizer, and into what."""
 
     groups: list[dict[str, Any]]
     # number of a parameter -> name of a state -> its place below that -> key in the checkpoint
@@ -125,14 +125,14 @@ def _fill_blanks(
 
 
 def _saved_name(aliases: list[str], owner: dict[str, int]) -> str | None:
-    """Under which of its names a parameter is in the checkpoint."""
+    """The one of its names that a parameter has in the checkpoint."""
     return next((name for name in aliases if name in owner), None)
 
 
 def _check_membership(
     manifest: Manifest, optimizers: Optimizers, names: Names, owner: dict[str, int], strict: bool
 ) -> None:
-    """All parameters of the optimizers are in the checkpoint's groups, and the other way round."""
+    """Check that the optimizers and the checkpoint's param groups have the same parameters."""
     own = [param for each in optimizers for param in parameters_of(each)]
     missing = [names[param][0] for param in own if _saved_name(names[param], owner) is None]
     ours = set(own)

@@ -137,7 +137,7 @@ def _state(
     per_rank: dict[str, Any] | None,
     keep: int | None,
 ) -> dict[str, Any]:
-    """What this rank brings to the checkpoint. Tensors are the model's own."""
+    """This rank's state for the checkpoint. Tensors are not copied."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     if not path.name or path.name.startswith("."):
@@ -167,7 +167,7 @@ def _state(
 
 
 def _extras(name: str, extras: dict[str, Any] | None) -> dict[str, Any]:
-    """A caller's dict, such that its values come back as they were."""
+    """A caller's dict, wrapped so that its values come back as they were."""
     extras = {} if extras is None else extras
     if not isinstance(extras, dict) or not all(isinstance(key, str) and key for key in extras):
         raise TypeError(f"{name} is to be a dict with names as keys, not {extras!r:.80}")
@@ -176,7 +176,7 @@ def _extras(name: str, extras: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """`state` as it is now, in host memory, whatever becomes of the original."""
+    """A copy of `state` in host memory."""
     own = {name: staged(part) for name, part in state.items() if name in ("model", "optimizer")}
     own[STATES] = copied(state[STATES])
     return own | {name: deepcopy(part) for name, part in state.items() if name not in own}

@@ -17,7 +17,7 @@ from shardwise.torch_compat import nn_modules
 
 
 def clean(name: str) -> str:
-    """``name`` without the parts that wrappers put into it."""
+    """``name`` without the parts that wrappers add."""
     if not any(part in name for part in nn_modules.WRAPPER_NAMES):
         return name
     return ".".join(part for part in name.split(".") if part not in nn_modules.WRAPPER_NAMES)

@@ -1,4 +1,4 @@
-"""Tensors inside what a forward returns.
+"""Tensors in nested containers, such as the output of a forward.
 
 Tuples, lists, dicts and their subclasses, dataclasses, whatever is registered with torch's pytree,
 and plain objects, through their attributes. Knows nothing of sharding.
@@ -48,7 +48,7 @@ def find_tensors(output: Any) -> list[Tensor]:
 
 
 def find_tensors_in_trace(value: Any) -> list[Tensor]:
-    """The same where dynamo traces: objects have no identity there, and no attributes to walk through."""
+    """The same while dynamo traces: objects have no identity there, and no attributes to walk through."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 

@@ -1,4 +1,4 @@
-"""Contexts: accumulate without communication, see full parameters, keep them gathered for inference."""
+"""Contexts: accumulate without communication, summon full parameters, stay unsharded for inference."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -216,7 +216,7 @@ def _agreed(caller: str, module: Any, check: Callable[[], T], same: dict[str, An
 
 
 def _members_to_change(module: Any, caller: str, recurse: bool = True) -> list[Member]:
-    """The groups that a context is about, each once, none of them at work."""
+    """The groups of a context, each once, none of them in a forward or backward."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{caller}: {type(module).__name__} is not an nn.Module.")
     if not recurse and not is_sharded(module):

@@ -136,7 +136,7 @@ class EMA:
         self.num_updates = state["num_updates"]
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Local tensors: averages, and the weights as they stand in the model now."""
+        """Local tensors: averages, and the current weights of the model."""
         params = _averaged(self._model)
         if lost := [name for name in self._averages if name not in params]:
             raise RuntimeError(f"EMA: the model has no parameter {listed(lost)} any more.")

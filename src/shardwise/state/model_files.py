@@ -32,7 +32,7 @@ class BadFile(RuntimeError):
 
 
 def import_safetensors() -> Any:
-    """The library, which is an extra."""
+    """Import safetensors, which is an optional dependency."""
     try:
         import safetensors
     except ImportError:
@@ -64,11 +64,11 @@ class ModelFiles:
             raise
 
     def close(self) -> None:
-        """Give the files back."""
+        """Close the files."""
         self._stack.close()
 
     def whole(self) -> FullSource:
-        """What is in them, to be read."""
+        """The values in the files."""
         return FullSource(self._facts, self._read)
 
     def _open(self, path: Path, expected: list[str] | None) -> None:

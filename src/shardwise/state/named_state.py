@@ -85,7 +85,7 @@ def state_of(optimizers: Optimizers, names: Names) -> dict[str, Any]:
 
 
 def _clean(group: dict[str, Any]) -> dict[str, Any]:
-    """With the names that the optimizer was given, if any, as others go by."""
+    """The param group with clean names, if the optimizer was given names."""
     given = group.get("param_names")
     return group if given is None else group | {"param_names": [clean(name) for name in given]}
 
@@ -103,7 +103,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, names: Names) -> None:
 
 
 def _check_whole(optimizer: Any, name: str, key: Any, value: Any, param: Tensor) -> None:
-    """Refuse what is a rank's own part of something, and does not say which part."""
+    """Refuse state that is this rank's part of something without saying which part."""
     if not isinstance(param, DTensor):
         return
     for _, part in leaves(value):
@@ -121,7 +121,7 @@ def _check_whole(optimizer: Any, name: str, key: Any, value: Any, param: Tensor)
 
 
 def leaves(value: Any, place: StatePath = ()) -> Iterator[tuple[StatePath, Any]]:
-    """What is in nested dicts, lists and tuples, and where."""
+    """The leaves of nested dicts, lists and tuples, with their paths."""
     if not (isinstance(value, dict) or type(value) in (list, tuple)):
         yield place, value
         return
@@ -130,7 +130,7 @@ def leaves(value: Any, place: StatePath = ()) -> Iterator[tuple[StatePath, Any]]
 
 
 def mapped(value: Any, act: Callable[[StatePath, Any], Any], place: StatePath = ()) -> Any:
-    """The same nest of dicts, lists and tuples, with what ``act`` makes of each of its leaves."""
+    """The same nest of dicts, lists and tuples, with ``act`` applied to each leaf."""
     if isinstance(value, dict):
         return {key: mapped(each, act, (*place, key)) for key, each in value.items()}
     if type(value) in (list, tuple):
@@ -139,7 +139,7 @@ def mapped(value: Any, act: Callable[[StatePath, Any], Any], place: StatePath = 
 
 
 def staged(value: Any) -> Any:
-    """A copy of nested dicts and lists, of their tensors in host memory."""
+    """A copy of nested dicts and lists, with tensors in host memory."""
     done: dict[int, Tensor] = {}
 
     def copied(_: StatePath, leaf: Any) -> Any:

@@ -199,7 +199,7 @@ def _names_by_group(model: nn.Module, optimizer: torch.optim.Optimizer, caller: 
 
 
 def _names_by_id(ids: list[int], own: list[list[str]], caller: str) -> dict[int, str]:
-    """By place, as optimizers pair parameters; whatever the ids are."""
+    """Names by id; parameters are paired by position, as optimizers do."""
     names = [name for group in own for name in group]
     if sorted(ids) != list(range(len(names))):
         raise RuntimeError(
@@ -320,7 +320,7 @@ def _full_by_name(state: Any, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def _outline(named: State) -> State:
-    """What is in it, without the tensors of the state; those among hyperparameters travel as they are."""
+    """The state without its tensors; tensors among hyperparameters stay."""
 
     def slot(place: StatePath, value: Any) -> Any:
         return _TensorOutline(_label(place), ShapeAndDtype.of(value)) if isinstance(value, Tensor) else value
@@ -340,7 +340,7 @@ def _label(place: StatePath) -> str:
 
 
 def _key(place: StatePath) -> str:
-    """Below the parameter."""
+    """The path below the parameter."""
     return ".".join(map(str, place[1:]))
 
 
@@ -381,7 +381,7 @@ class _OptimizerLoad:
 def _blanks(
     outline: State, own: State, params: Mapping[str, Tensor], problems: list[str]
 ) -> dict[str, Tensor]:
-    """Memory for this rank's part of each tensor: laid out as the one there is, or as its parameter."""
+    """Memory for this rank's part of each tensor, laid out as the existing state or the parameter."""
     existing = {place: value for place, value in leaves(own) if isinstance(value, Tensor)}
     slots = {place: leaf for place, leaf in leaves(outline) if isinstance(leaf, _TensorOutline)}
     shapes: dict[str, dict[str, Any]] = {}
@@ -434,7 +434,7 @@ def _other_kind(saved: State, own: State) -> list[str]:
 
 
 def _on_devices_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters that are tensors (of a capturable optimizer, say), where the ones at hand are."""
+    """Move tensors among hyperparameters (of a capturable optimizer) to the devices of the current ones."""
 
     at_hand = {place: value for place, value in leaves(dict(own)) if isinstance(value, Tensor)}
 

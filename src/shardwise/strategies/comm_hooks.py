@@ -78,7 +78,7 @@ def register_comm_hook(model: nn.Module, state: Any, hook: Hook) -> None:
 
 
 def _maker(state: Any, hook: Any) -> Callable[[Bucket, Group], Reducer]:
-    """What makes the reducer of a bucket."""
+    """The function that makes the reducer of a bucket."""
     if isinstance(hook, (LowPrecisionReduction, QuantizedReduction)):
         if state is not None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Strategies by name, and the meshes that they take."""
+"""Strategies by name, and their meshes."""
 
 import os
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2"]
 
 @dataclass(frozen=True)
 class StrategySettings:
-    """``roles``: what the dimensions of its mesh are for. The rest are settings of each group."""
+    """``roles``: those of its mesh dimensions. The rest are settings of each group."""
 
     name: str
     roles: tuple[str, ...]
@@ -43,7 +43,7 @@ STRATEGIES = {
 
 
 def strategy_named(name: Any, where: str = "") -> StrategySettings:
-    """The strategy that goes by ``name``."""
+    """The strategy with this name."""
     known = ", ".join(STRATEGIES)
     if not isinstance(name, str):
         raise TypeError(f"shard_model: strategy{where} is {describe(name)}; pass a name: {known}.")
@@ -56,7 +56,7 @@ def strategy_named(name: Any, where: str = "") -> StrategySettings:
 
 
 def mesh_arguments(strategy: StrategySettings, mesh: DeviceMesh | None, dims: Any) -> dict[str, Any]:
-    """The mesh that a strategy runs on, as arguments of ``fully_shard``."""
+    """The mesh of a strategy, as arguments of ``fully_shard``."""
     if dims is not None:
         resolve_mesh(mesh, dims)
         _check_roles(strategy, dims)

@@ -270,7 +270,7 @@ class _StrategyPlan:
 def _matched(
     overrides: Overrides | None, candidates: list[nn.Module], names: dict[nn.Module, str]
 ) -> dict[nn.Module, dict[str, Any]]:
-    """What ``overrides`` changes, for each of the modules that become groups."""
+    """The changes of ``overrides`` for each module that becomes a group."""
     if overrides is not None and not isinstance(overrides, Mapping):
         raise TypeError(
             f"shard_model: overrides is {describe(overrides)}; pass a dict from module names or classes to a "
@@ -360,7 +360,7 @@ def _own_modules(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, l
 def _rehearse(
     model: nn.Module, own: dict[nn.Module, list[nn.Module]], plan: _StrategyPlan, ignored: set[int]
 ) -> None:
-    """Meet what ``fully_shard`` would refuse of any group, before the first is sharded."""
+    """Raise what ``fully_shard`` would raise for any group, before the first is sharded."""
     names = names_below([model])
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module, modules in own.items():
@@ -399,7 +399,7 @@ def _check_tie(
 
 
 def _warn_of_large_root(model: nn.Module, own: dict[nn.Module, list[nn.Module]], ignored: set[int]) -> None:
-    """Say so if most of the model is in the root's group, with parameters that tie groups together."""
+    """Warn if most of the model is in the root's group, with parameters that tie groups together."""
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for owner, modules in own.items():
         for param in {

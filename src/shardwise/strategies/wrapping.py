@@ -1,4 +1,4 @@
-"""What a wrap policy comes to on a tree of modules."""
+"""Wrap policies applied to a tree of modules."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence, Set
