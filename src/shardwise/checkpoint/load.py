@@ -168,7 +168,7 @@ def load_checkpoint(
     )
     reading = Reading(manifest, model, wanted, optimizers, plans, state_plans, values, convert_dtype, missing)
     rank_group.run_on_all_ranks(lambda: reading.prepare(verify, trust))
-    if any(rank_group.gather(is_on_meta(model))):
+    if any(rank_group.all_gather_objects(is_on_meta(model))):
         rank_group.run_on_all_ranks(lambda: refuse_lost(model, "load_checkpoint", _kept(model, wanted)))
         reading.plans = _planned_on_meta(rank_group, model, plan)
         reading.wanted = rank_group.run_on_all_ranks(lambda: get_model_state_dict(model))
@@ -208,7 +208,7 @@ def _opened(path: Path, verify: bool, trust: bool) -> Manifest:
 
 def _refuse_other_saves(rank_group: RankGroup, manifest: Manifest) -> None:
     """Refuse different saves at the same path: ranks would load parts of different models."""
-    seen = rank_group.gather((manifest.identity, str(manifest.path), gethostname()))
+    seen = rank_group.all_gather_objects((manifest.identity, str(manifest.path), gethostname()))
     if len({identity for identity, _, _ in seen}) == 1:
         return
     lines = [f"rank {rank} on {host} has {path}, save {save}" for rank, (save, path, host) in enumerate(seen)]

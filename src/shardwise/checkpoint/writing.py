@@ -20,7 +20,7 @@ def write(
 
     `is_staged`: all of `state` is in host memory already.
     """
-    save = Save(path, rank_group.broadcast(folders.new_token() if rank_group.is_first else None, 0))
+    save = Save(path, rank_group.broadcast_object(folders.new_token() if rank_group.is_first else None, 0))
     explain = partial(_why_not_written, save, rank_group.rank)
     made = rank_group.run_on_all_ranks(lambda: folders.missing_parents(path))
     with folders.running(save.token):
@@ -82,12 +82,10 @@ def _write_files(
         sums = {name: each for _, of_rank in results for name, each in of_rank.items()}
         write_digests(folder, writer.save_id, (folder / METADATA).read_bytes(), sums)
 
-    plans = rank_group.gather_at_first(rank_group.run_on_all_ranks(plan_locally))
+    plans = rank_group.gather_objects(rank_group.run_on_all_ranks(plan_locally))
     all_plans, metadata = rank_group.run_on_all_ranks(plan_globally)
-    plan = rank_group.scatter(all_plans)
-    results: Any = rank_group.gather_at_first(
-        rank_group.run_on_all_ranks(write_own, explain, says_rank=False)
-    )
+    plan = rank_group.scatter_objects(all_plans)
+    results: Any = rank_group.gather_objects(rank_group.run_on_all_ranks(write_own, explain, says_rank=False))
     rank_group.on_first(finish, explain)
 
 

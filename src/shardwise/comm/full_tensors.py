@@ -125,7 +125,7 @@ def gather_full(
             continue
         local = dtensor.local_tensor(tensor).detach()
         if type(local) is not Tensor:
-            result[index] = _gathered_by_itself(tensor, route.receives)
+            result[index] = _gather_subclass(tensor, route.receives)
         elif split.is_concatenation and (not split.cuts or local.numel() * dtype.itemsize >= PACKED_BELOW):
             result[index] = route.concatenated(local.to(route.device, dtype), split)
         else:
@@ -140,7 +140,7 @@ def gather_full(
     return result
 
 
-def _gathered_by_itself(tensor: DTensor, receives: bool) -> Tensor | None:
+def _gather_subclass(tensor: DTensor, receives: bool) -> Tensor | None:
     """Leave the gather to the tensor subclass."""
     full = tensor.full_tensor()
     return full if receives else None
@@ -166,7 +166,7 @@ class _Route:
             if dim not in mesh_dims
         )
 
-    def gathered(self, own: Tensor, along: Sequence[int]) -> Tensor | None:
+    def gather(self, own: Tensor, along: Sequence[int]) -> Tensor | None:
         """The bytes of ``own`` of all ranks, those along the first of ``along`` farthest apart."""
         received: Tensor | None = own.contiguous().view(-1).view(torch.uint8)
         for dim in reversed(along):
@@ -176,7 +176,7 @@ class _Route:
         return received
 
     def wait(self) -> None:
-        """Wait for all gathers in flight; until then, results of ``gathered`` are incomplete."""
+        """Wait for all gathers in flight; until then, results of ``gather`` are incomplete."""
         for finish, _ in self._in_flight:
             finish()
         self._in_flight.clear()
@@ -198,7 +198,7 @@ class _Route:
         """A full tensor that is the concatenation of its parts."""
         if not split.numel:
             return local.new_empty(split.shape) if self.receives else None
-        whole = self.gathered(local, [cut.mesh_dim for cut in split.cuts])
+        whole = self.gather(local, [cut.mesh_dim for cut in split.cuts])
         if whole is None or not self.receives:
             return None
         return (whole.clone() if split.num_parts == 1 else whole).view(local.dtype).view(split.shape)
@@ -264,7 +264,7 @@ def _gather_staged(route: _Route, parts: Sequence[_StagedRows]) -> None:
         _typed(own, offset, tuple(rows.shape), part.dtype).copy_(rows)
         offset += part.num_bytes
     split = parts[0].split
-    whole = route.gathered(own, split.mesh_dims)
+    whole = route.gather(own, split.mesh_dims)
     route.wait()
     if whole is None or not route.receives:
         return

@@ -199,7 +199,7 @@ class ExtensionBucket(Bucket):
     def make_unsharded_params(self) -> None:
         """Run the first all-gather, which makes it: only then the outputs are known."""
         self.unsharded_buffer = _ExtensionBuffer()  # type: ignore[assignment]
-        outputs, metadata = self._gather_now()
+        outputs, metadata = self._first_all_gather()
         self._outputs = outputs
         local = self._param.local
         result = local.fsdp_post_all_gather(outputs, metadata, self._param_dtype)  # type: ignore[attr-defined]
@@ -292,7 +292,7 @@ class ExtensionBucket(Bucket):
 
         return finish
 
-    def _gather_now(self) -> tuple[list[Tensor], Any]:
+    def _first_all_gather(self) -> tuple[list[Tensor], Any]:
         inputs, metadata = self._inputs()
         self._shapes = self._shapes_of_all([tuple(tensor.shape) for tensor in inputs])
         outputs = []

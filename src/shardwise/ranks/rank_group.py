@@ -28,7 +28,7 @@ class RankGroup:
         self._axes = [] if pg is None else [Axis(pg, self.size, self.rank)]
         self._device = torch.device("cpu") if pg is None else device_of_group(pg)
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank."""
         if self.pg is None:
             return [value]
@@ -36,7 +36,7 @@ class RankGroup:
         dist.all_gather_object(values, value, group=self.pg)
         return values
 
-    def gather_at_first(self, value: Any) -> list[Any] | None:
+    def gather_objects(self, value: Any) -> list[Any] | None:
         """Every rank's value, on the first rank only."""
         if self.pg is None:
             return [value]
@@ -44,7 +44,7 @@ class RankGroup:
         dist.gather_object(value, values, group=self.pg, group_dst=0)
         return values
 
-    def scatter(self, values: list[Any] | None) -> Any:
+    def scatter_objects(self, values: list[Any] | None) -> Any:
         """Each rank's item of the first rank's `values`."""
         if self.pg is None:
             assert values is not None
@@ -53,7 +53,7 @@ class RankGroup:
         dist.scatter_object_list(received, values, group=self.pg, group_src=0)
         return received[0]
 
-    def broadcast(self, value: Any, source: int) -> Any:
+    def broadcast_object(self, value: Any, source: int) -> Any:
         """The value of rank `source` of this group."""
         if self.pg is None:
             return value
@@ -66,14 +66,14 @@ class RankGroup:
 
         In most jobs all ranks have the same, and only digests travel.
         """
-        digests = self.gather(sha256(repr(key).encode()).digest())
+        digests = self.all_gather_objects(sha256(repr(key).encode()).digest())
         if len(set(digests)) == 1:
             return [value]
         firsts = [rank for rank, each in enumerate(digests) if digests.index(each) == rank]
         pickled = self.run_on_all_ranks(
             lambda: pickle.dumps(value)
         )  # a failure to pickle is raised on all ranks
-        return [pickle.loads(self.broadcast(pickled, rank)) for rank in firsts]
+        return [pickle.loads(self.broadcast_object(pickled, rank)) for rank in firsts]
 
     def agree(self, caller: str, arguments: dict[str, Any]) -> None:
         """Refuse `arguments` of the public function `caller` that differ from rank to rank.
