@@ -24,8 +24,9 @@ ARROWS = {
     "setup": ["fsdp_module"],
     "fully_shard": ["setup"],
     "strategies": ["fully_shard"],
+    "init": ["setup"],
     "optim": ["setup"],
-    "state": ["optim"],
+    "state": ["init", "optim"],
     "checkpoint": ["state"],
     "observe": ["fsdp_module"],
 }

@@ -279,7 +279,7 @@ class FSDPModule:
         """
         check_comm("set_custom_all_gather", comm)
         check_choice(self, "set_custom_all_gather", ["set_symm_mem_for_comm"])
-        communicate(self, "set_custom_all_gather", make_gather=partial(made, CustomAllGather, comm))
+        communicate(self, "set_custom_all_gather", make_all_gather=partial(made, CustomAllGather, comm))
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce-scatter the gradients of this module's group by ``comm``.
@@ -292,7 +292,9 @@ class FSDPModule:
         """
         check_comm("set_custom_reduce_scatter", comm)
         check_choice(self, "set_custom_reduce_scatter", ["set_symm_mem_for_comm", "register_comm_hook"])
-        communicate(self, "set_custom_reduce_scatter", make_reduce=partial(made, CustomReduceScatter, comm))
+        communicate(
+            self, "set_custom_reduce_scatter", make_reduce_scatter=partial(made, CustomReduceScatter, comm)
+        )
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Call ``hook`` with this module's reduced gradients, before they are added to ``.grad``.
@@ -344,11 +346,11 @@ class FSDPModule:
             check_choice(self, method, CUSTOM)
             pgs = [b.mesh.shard.pg for b in group.buckets if b.mesh.shard.pg is not None]
             if all(c10d.can_allocate(pg, group.device) for pg in pgs):
-                communicate(self, method, make_gather=with_memory, make_reduce=with_memory)
+                communicate(self, method, make_all_gather=with_memory, make_reduce_scatter=with_memory)
             group.choices.add(method)
         elif method in group.choices:
             comms = group.buckets[0].comms  # alike in all of them
-            made = {name: getattr(comms, name) for name in ("make_gather", "make_reduce")}
+            made = {name: getattr(comms, name) for name in ("make_all_gather", "make_reduce_scatter")}
             communicate(self, method, **{name: None for name in made if made[name] is with_memory})
             group.choices.discard(method)
 
@@ -366,7 +368,7 @@ class FSDPModule:
                 "memory of CUDA devices. Leave the call out."
             )
         check_choice(self, "set_symm_mem_for_comm", CUSTOM)
-        communicate(self, "set_symm_mem_for_comm", make_gather=with_symmetric_memory)
+        communicate(self, "set_symm_mem_for_comm", make_all_gather=with_symmetric_memory)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether reductions have a process group of their own, beside that of the gathers.

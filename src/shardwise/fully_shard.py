@@ -21,7 +21,7 @@ from shardwise.engine.schedule import Member, Schedule
 from shardwise.fsdp_module import ShardedModule
 from shardwise.layout.mesh import resolve_mesh
 from shardwise.layout.precision import PrecisionRule, precision_of
-from shardwise.params.initial_values import note_starts, send_starts_around
+from shardwise.params.initial_values import broadcast_initial_values, record_initial_values
 from shardwise.policies import (
     CommPolicy,
     CPUOffloadPolicyLike,
@@ -216,9 +216,9 @@ def fully_shard(
     for param in params:
         param.compares = check_equal_weights
     if sync_module_states:
-        send_starts_around(params, _buffers_of(managed, found.names), meshes.default)
+        broadcast_initial_values(params, _buffers_of(managed, found.names), meshes.default)
     shards = group.plan()
-    note_starts(group.params, shards)
+    record_initial_values(group.params, shards)
     if any(param.requires_grad for param in group.ignored):  # here, since a warning may be an error
         warnings.warn(_message_about_ignored(group, found), stacklevel=2)
 

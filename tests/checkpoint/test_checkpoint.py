@@ -710,7 +710,7 @@ import sys, threading, time
 import torch
 from torch import nn
 import torch.distributed.checkpoint as dcp
-from shardwise.checkpoints.checkpoint import save_checkpoint
+from shardwise.checkpoint.save import save_checkpoint
 
 write = dcp.FileSystemWriter.write_data
 def late(*args):
@@ -812,7 +812,7 @@ import torch, torch.distributed as dist
 from torch import nn
 import torch.distributed.checkpoint as dcp
 from shardwise import fully_shard
-from shardwise.checkpoints.checkpoint import save_checkpoint
+from shardwise.checkpoint.save import save_checkpoint
 
 path, rank, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(store, 2))

@@ -32,7 +32,7 @@ from shardwise import EMA, fully_shard, save_safetensors
 from shardwise.checkpoint.calls import latest_checkpoint
 from shardwise.checkpoint.load import load_checkpoint
 from shardwise.checkpoint.save import save_checkpoint
-from shardwise.state.partial_loads import mark_partly_loaded, why_partly_loaded
+from shardwise.init.partial_loads import mark_partly_loaded, why_partly_loaded
 
 
 def refused(run: Run, with_optimizer: bool = True, **options: Any) -> str:

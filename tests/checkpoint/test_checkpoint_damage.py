@@ -27,7 +27,7 @@ from shardwise import EMA
 from shardwise.checkpoint.load import load_checkpoint
 from shardwise.checkpoint.save import save_checkpoint
 from shardwise.layout.coverage import why_not_covered
-from shardwise.layout.regions import Box
+from shardwise.layout.regions import Region
 
 
 def saved(path: str, by_torch: bool) -> None:
@@ -255,7 +255,7 @@ ValueError: PATH is damaged: .metadata does not agree with itself: model.inlet.w
 
 def test_coverage_of_a_tensor() -> None:
     def told(size: tuple[int, ...], *chunks: tuple[tuple[int, ...], tuple[int, ...]]) -> str | None:
-        return why_not_covered(size, [Box(*chunk) for chunk in chunks])
+        return why_not_covered(size, [Region(*chunk) for chunk in chunks])
 
     assert told((), ((), ())) is None
     assert told((0, 3), ((0, 0), (0, 3))) is None

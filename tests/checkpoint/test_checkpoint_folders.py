@@ -21,10 +21,10 @@ from torch import nn
 from shardwise import fully_shard
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.calls import latest_checkpoint
-from shardwise.checkpoint.consensus import Team
 from shardwise.checkpoint.load import load_checkpoint
 from shardwise.checkpoint.save import save_checkpoint
 from shardwise.checkpoint.writing import write
+from shardwise.ranks.rank_group import RankGroup
 
 
 def saved(path: Path, value: float = 1.0, **options: Any) -> None:
@@ -60,7 +60,7 @@ def another_job_saves(path: Path, value: float) -> None:
     model = nn.Linear(2, 2)
     nn.init.constant_(model.weight, value)
     state = {"model": dict(model.state_dict()), "shared": {"value": value}}
-    write(Team(None), path, state, keep=None, is_staged=False)
+    write(RankGroup(None), path, state, keep=None, is_staged=False)
 
 
 @pytest.mark.parametrize("moment", ["prepare", "publish", "_set_aside", "sync", "forget_previous"])

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from harness import World
 from torch import Tensor
 
-from shardwise.comm.all_gather import Gather
-from shardwise.comm.buffers import FlatShard, GatheredBuffer
+from shardwise.comm.all_gather import AllGather
+from shardwise.comm.buffers import FlatShard, UnshardedBuffer
 from shardwise.comm.communicators import BackendCollectives, Communicator, SingleRank, make_communicator
 from shardwise.comm.gloo import GlooExchange
-from shardwise.comm.reduce_scatter import Reduce
-from shardwise.comm.streams import HostLane
-from shardwise.layout.slots import Entry, Layout, plan_layout
+from shardwise.comm.reduce_scatter import ReduceScatter
+from shardwise.comm.streams import HostStream
+from shardwise.layout.slots import Layout, SlotSpec, plan_layout
 
 CPU = torch.device("cpu")
 SHAPES: list[tuple[tuple[int, ...], torch.dtype, int]] = [  # and the dim to shard on
@@ -65,7 +65,8 @@ def layout_of(limit: int) -> Layout:
 
 def planned(shapes: list[tuple[tuple[int, ...], torch.dtype, int]], world: int, limit: int) -> Layout:
     entries = [
-        Entry(shape, dtype, dtype.itemsize, dtype, 16 // dtype.itemsize, dim) for shape, dtype, dim in shapes
+        SlotSpec(shape, dtype, dtype.itemsize, dtype, 16 // dtype.itemsize, dim)
+        for shape, dtype, dim in shapes
     ]
     is_direct = [e.chunk_numel(world) * e.itemsize >= limit for e in entries]
     return plan_layout(entries, world, is_direct)
@@ -79,7 +80,7 @@ def full_values(seed: int) -> list[Tensor]:
 def my_rows(layout: Layout, values: list[Tensor]) -> list[Tensor]:
     rank = dist.get_rank()
     return [
-        v if slot.is_replicated else part_of(v, slot.entry.dim, *slot.index_range(rank))
+        v if slot.is_replicated else part_of(v, slot.spec.dim, *slot.index_range(rank))
         for slot, v in zip(layout.slots, values, strict=True)
     ]
 
@@ -94,14 +95,14 @@ def gather_everything(limit: int) -> None:
     for comm in communicators():
         shard = FlatShard(layout, dist.get_rank(), CPU)
         shard.fill(my_rows(layout, expected))
-        gathered = GatheredBuffer(layout, CPU, shard.bytes if dist.get_world_size() == 1 else None)
-        gather = Gather(comm, layout, gathered)
+        gathered = UnshardedBuffer(layout, CPU, shard.bytes if dist.get_world_size() == 1 else None)
+        gather = AllGather(comm, layout, gathered)
         for _ in range(2):  # again, into the same buffer
             gathered.free()
             gathered.allocate()
-            gather.start(HostLane(), gather.cut(shard.bytes))()
+            gather.start(HostStream(), gather.cut(shard.bytes))()
             for slot, value in zip(layout.slots, expected, strict=True):
-                assert torch.equal(gathered.full_tensor(slot), value), (type(comm), slot)
+                assert torch.equal(gathered.unsharded_tensor(slot), value), (type(comm), slot)
 
 
 @all_worlds
@@ -120,8 +121,8 @@ def reduce_everything(limit: int, missing: int | None, divisor: float) -> None:
     gradients = [g if want else None for g, want in zip(of_ranks[rank], wanted, strict=True)]
     for comm in communicators():
         output = torch.zeros(layout.shard_bytes, dtype=torch.uint8)
-        reduce = Reduce(comm, layout, CPU)
-        finishes = [reduce.start(HostLane(), part, gradients, output, divisor) for part in reduce.parts]
+        reduce = ReduceScatter(comm, layout, CPU)
+        finishes = [reduce.start(HostStream(), part, gradients, output, divisor) for part in reduce.parts]
         for finish in finishes:
             finish()
         views = FlatShard(layout, rank, CPU)
@@ -155,15 +156,15 @@ def messages_beside_ours() -> tuple[float, bool]:
     layout = planned([((4,), torch.float32, 0)], 2, 0)
     shard = FlatShard(layout, rank, CPU)
     shard.fill([torch.full((2,), float(rank))])
-    gathered = GatheredBuffer(layout, CPU)
-    gather = Gather(GlooExchange(dist.group.WORLD), layout, gathered)
-    finish = gather.start(HostLane(), gather.cut(shard.bytes))
+    gathered = UnshardedBuffer(layout, CPU)
+    gather = AllGather(GlooExchange(dist.group.WORLD), layout, gathered)
+    finish = gather.start(HostStream(), gather.cut(shard.bytes))
     theirs = torch.empty(2)
     work = dist.irecv(theirs, other)
     dist.send(torch.full((2,), 10.0 + rank), other)
     work.wait()
     finish()
-    full = gathered.full_tensor(layout.slots[0])
+    full = gathered.unsharded_tensor(layout.slots[0])
     return theirs[0].item(), torch.equal(full, torch.tensor([0.0, 0.0, 1.0, 1.0]))
 
 

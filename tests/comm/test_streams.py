@@ -1,4 +1,4 @@
-"""Lanes, and the reduction that runs on two of them. What device lanes order is checked against a
+"""CommStreams, and the reduction that runs on two of them. What device streams order is checked against a
 recording stand-in for torch's streams, since it can be checked anywhere; that the real ones train right
 is checked where there is a GPU."""
 
@@ -18,12 +18,12 @@ from reference import Recipe, assert_same_record, plain_run, sharded_run
 from simulated_device import Device, Event, Stream, install
 
 from shardwise.comm import buffers
-from shardwise.comm.buffers import buffer_for, typed_stretch
+from shardwise.comm.buffers import buffer_for, typed_range
 from shardwise.comm.communicators import SingleRank
-from shardwise.comm.reduce_scatter import Part, Reduce
-from shardwise.comm.reduction import Destination, Reduction, Replicas
-from shardwise.comm.streams import DeviceLane, HostLane, Lanes, Ticket, in_stream, is_of_device
-from shardwise.layout.slots import Entry, Layout, plan_layout
+from shardwise.comm.reduce_scatter import GradientPart, ReduceScatter
+from shardwise.comm.reduction import Destination, Reduction, ReplicaReduction
+from shardwise.comm.streams import CommStreams, CommWork, DeviceStream, HostStream, in_stream, is_of_device
+from shardwise.layout.slots import Layout, SlotSpec, plan_layout
 
 CPU = torch.device("cpu")
 
@@ -46,37 +46,37 @@ def work(log: list[str]) -> Any:
     return start
 
 
-def test_a_device_lane_queues_all_work_at_once_and_the_computation_waits_for_an_event(
+def test_a_device_stream_queues_all_work_at_once_and_the_computation_waits_for_an_event(
     log: list[str],
 ) -> None:
-    lane = DeviceLane(torch.device("cuda"))
-    lane.follow_compute()
-    ticket = lane.submit(work(log))
+    stream = DeviceStream(torch.device("cuda"))
+    stream.wait_for_compute()
+    ticket = stream.submit(work(log))
     log.append("-- computing goes on")
     ticket.wait()
     ticket.wait()
-    with lane.memory():
+    with stream.allocation_scope():
         log.append("free")
     assert_expected_inline(
         "\n".join(log),
         """\
-lane waits for all of computing
-lane is current
+stream waits for all of computing
+stream is current
 start
 finish
-lane records
-lane is left
+stream records
+stream is left
 -- computing goes on
-computing waits for the event of lane
-lane is current
+computing waits for the event of stream
+stream is current
 free
-lane is left""",
+stream is left""",
     )
 
 
-def test_a_host_lane_finishes_when_the_result_is_needed() -> None:
+def test_a_host_stream_finishes_when_the_result_is_needed() -> None:
     log: list[str] = []
-    ticket = HostLane().submit(work(log))
+    ticket = HostStream().submit(work(log))
     log.append("computing goes on")
     ticket.wait()
     ticket.wait()
@@ -90,75 +90,75 @@ def test_work_that_fails_to_finish_is_not_finished_again() -> None:
         attempts.append(1)
         raise OSError("wire cut")
 
-    ticket = Ticket(fail)
+    ticket = CommWork(fail)
     with pytest.raises(OSError, match="wire cut"):
         ticket.wait()
     ticket.wait()
     assert len(attempts) == 1
 
 
-def test_the_host_lands_after_the_computation_and_waits_again_each_time(log: list[str]) -> None:
-    ticket = DeviceLane(torch.device("cuda")).submit(work([]))
+def test_the_host_synchronizes_after_the_computation_and_waits_again_each_time(log: list[str]) -> None:
+    ticket = DeviceStream(torch.device("cuda")).submit(work([]))
     log.clear()
-    ticket.land()
-    ticket.land()
+    ticket.synchronize()
+    ticket.synchronize()
     assert_expected_inline(
         "\n".join(log),
         """\
-computing waits for the event of lane
-the host waits for the event of lane
-the host waits for the event of lane""",
+computing waits for the event of stream
+the host waits for the event of stream
+the host waits for the event of stream""",
     )
 
 
-def test_on_the_host_landing_is_waiting() -> None:
+def test_on_the_host_synchronizing_is_waiting() -> None:
     log: list[str] = []
-    ticket = HostLane().submit(work(log))
-    ticket.land()
+    ticket = HostStream().submit(work(log))
+    ticket.synchronize()
     ticket.wait()
     assert log == ["start", "finish"]
 
 
-def test_a_host_lane_that_follows_another_starts_when_that_has_finished() -> None:
+def test_a_host_stream_that_follows_another_starts_when_that_has_finished() -> None:
     log: list[str] = []
-    first, second = HostLane(), HostLane()
+    first, second = HostStream(), HostStream()
     ticket = first.submit(work(log))
-    second.follow(first, ticket)
+    second.wait_for(first, ticket)
     second.submit(work(log))
     ticket.wait()
     assert log == ["start", "finish", "start"]
 
 
-def test_a_device_lane_that_follows_another_is_queued_behind_it_and_nobody_waits(log: list[str]) -> None:
-    lanes = named_lanes()
-    ticket = lanes.reduce.submit(work([]))
+def test_a_device_stream_that_follows_another_is_queued_behind_it_and_nobody_waits(log: list[str]) -> None:
+    streams = named_streams()
+    ticket = streams.reduce_scatter.submit(work([]))
     log.clear()
-    lanes.replicate.follow(lanes.reduce, ticket)
-    assert log == ["replicate waits for all of reduce"]
+    streams.all_reduce.wait_for(streams.reduce_scatter, ticket)
+    assert log == ["all_reduce waits for all of reduce_scatter"]
 
 
-def test_a_device_lane_may_follow_an_event_of_the_device_instead_of_all_of_the_computation(
+def test_a_device_stream_may_follow_an_event_of_the_device_instead_of_all_of_the_computation(
     log: list[str],
 ) -> None:
     """With a generic ``torch.Stream`` it would wait for nothing, silently."""
-    DeviceLane(torch.device("cuda")).follow_compute(Event("optimizer", log))
-    assert log == ["lane waits for the event of optimizer"]
+    DeviceStream(torch.device("cuda")).wait_for_compute(Event("optimizer", log))
+    assert log == ["stream waits for the event of optimizer"]
 
 
 def test_all_that_the_optimizer_reads_or_writes_waits_for_its_event(log: list[str]) -> None:
-    lanes = named_lanes()
-    lanes.follow_optimizer()
+    streams = named_streams()
+    streams.wait_for_optimizer()
     log.append("-- it ran on a stream of its own")
-    lanes.follow_optimizer(Event("optimizer", log))
-    lanes.compute_waits_for(Event("optimizer", log))
+    streams.wait_for_optimizer(Event("optimizer", log))
+    streams.make_compute_wait_for(Event("optimizer", log))
     assert_expected_inline(
         "\n".join(log),
         """\
-gather waits for all of computing
+all_gather waits for all of computing
 -- it ran on a stream of its own
-gather waits for the event of optimizer
-reduce waits for the event of optimizer
-replicate waits for the event of optimizer
+all_gather waits for the event of optimizer
+reduce_scatter waits for the event of optimizer
+all_reduce waits for the event of optimizer
 computing waits for the event of optimizer""",
     )
 
@@ -215,34 +215,41 @@ after""",
     )
 
 
-def named_lanes() -> Lanes:
-    """Three lanes of a device, whose streams say in the log which they are."""
-    lanes = Lanes(torch.device("cuda"))
-    for name in ("gather", "reduce", "replicate"):
-        getattr(lanes, name)._stream.name = name
-    return lanes
+def named_streams() -> CommStreams:
+    """Three streams of a device, whose streams say in the log which they are."""
+    streams = CommStreams(torch.device("cuda"))
+    for name in ("all_gather", "reduce_scatter", "all_reduce"):
+        getattr(streams, name)._stream.name = name
+    return streams
 
 
-def test_gathers_reductions_and_replicas_have_lanes_of_their_own(log: list[str]) -> None:
-    on_device, on_host = named_lanes(), Lanes(CPU)
-    assert (on_device.are_streams, on_host.are_streams) == (True, False)
-    assert len({id(lane) for lane in (on_device.gather, on_device.reduce, on_device.replicate)}) == 3
-    assert len({id(lane) for lane in (on_host.gather, on_host.reduce, on_host.replicate)}) == 3
-    for name in ("gather", "reduce", "replicate"):
-        getattr(on_device, name).follow_compute()
-    assert log == [f"{name} waits for all of computing" for name in ("gather", "reduce", "replicate")]
+def test_gathers_reductions_and_replicas_have_streams_of_their_own(log: list[str]) -> None:
+    on_device, on_host = named_streams(), CommStreams(CPU)
+    assert (on_device.are_device_streams, on_host.are_device_streams) == (True, False)
+    assert (
+        len({id(stream) for stream in (on_device.all_gather, on_device.reduce_scatter, on_device.all_reduce)})
+        == 3
+    )
+    assert (
+        len({id(stream) for stream in (on_host.all_gather, on_host.reduce_scatter, on_host.all_reduce)}) == 3
+    )
+    for name in ("all_gather", "reduce_scatter", "all_reduce"):
+        getattr(on_device, name).wait_for_compute()
+    assert log == [
+        f"{name} waits for all of computing" for name in ("all_gather", "reduce_scatter", "all_reduce")
+    ]
 
 
-def test_a_host_lane_lends_the_smallest_buffer_that_is_large_enough() -> None:
-    lane = HostLane()
-    small, large = lane.borrow(16, CPU), lane.borrow(64, CPU)
+def test_a_host_stream_gives_the_smallest_buffer_that_is_large_enough() -> None:
+    stream = HostStream()
+    small, large = stream.acquire(16, CPU), stream.acquire(64, CPU)
     addresses = {16: small.bytes.data_ptr(), 64: large.bytes.data_ptr()}
-    lane.give_back(large)
-    lane.give_back(small)
-    again = lane.borrow(8, CPU)
+    stream.release(large)
+    stream.release(small)
+    again = stream.acquire(8, CPU)
     assert again.bytes.data_ptr() == addresses[16]
-    lane.give_back(again)
-    found = [lane.borrow(16, CPU).bytes.data_ptr(), lane.borrow(17, CPU).bytes.data_ptr()]
+    stream.release(again)
+    found = [stream.acquire(16, CPU).bytes.data_ptr(), stream.acquire(17, CPU).bytes.data_ptr()]
     assert found == list(addresses.values())
 
 
@@ -252,13 +259,13 @@ def test_a_host_lane_lends_the_smallest_buffer_that_is_large_enough() -> None:
 class LoggedReduce:
     """Sums over the shards, as the log tells it."""
 
-    room_to_reduce = 1.0
+    reduce_memory_factor = 1.0
 
     def __init__(self, log: list[str], name: str = "") -> None:
         self.log, self.name = log, name
 
     def start(
-        self, lane: Any, part: Part, gradients: Sequence[Any], output: torch.Tensor, divisor: float
+        self, stream: Any, part: GradientPart, gradients: Sequence[Any], output: torch.Tensor, divisor: float
     ) -> Any:
         self.log.append(f"sum over shards{self.name} starts")
         tell(self.log, f"sums{self.name}", output)
@@ -267,10 +274,10 @@ class LoggedReduce:
 
 
 def layout_of(dtype: torch.dtype, numel: int = 4) -> Layout:
-    return plan_layout([Entry((numel,), dtype, dtype.itemsize, "all alike", 2)], 1, [False])
+    return plan_layout([SlotSpec((numel,), dtype, dtype.itemsize, "all alike", 2)], 1, [False])
 
 
-WHOLE = Part((0,), (), 32)
+WHOLE = GradientPart((0,), (), 32)
 WIDE, NARROW = layout_of(torch.float64), layout_of(torch.float32)
 
 
@@ -280,16 +287,16 @@ def tell(log: list[str], what: str, thing: Any) -> None:
 
 
 @pytest.fixture
-def replicas(log: list[str]) -> Replicas:
+def replicas(log: list[str]) -> ReplicaReduction:
     """Others to sum over: the sums double."""
 
     def sum_up(tensors: Sequence[torch.Tensor], is_async: bool) -> Callable[[], None]:
-        log.append(f"sum over replicas starts {'beside the computation' if is_async else 'on the lane'}")
+        log.append(f"sum over replicas starts {'beside the computation' if is_async else 'on the stream'}")
         for tensor in tensors:
             tensor.mul_(2)
         return lambda: log.append("sum over replicas ends")
 
-    return Replicas(frozenset({0}), sum_up, hook=lambda _: log.append("hook"))
+    return ReplicaReduction(frozenset({0}), sum_up, hook=lambda _: log.append("hook"))
 
 
 def allocator(log: list[str], name: str = "") -> Callable[[], torch.Tensor]:
@@ -303,55 +310,59 @@ def allocator(log: list[str], name: str = "") -> Callable[[], torch.Tensor]:
 
 
 def reduction_of(
-    log: list[str], lanes: Lanes, replicas: Replicas, where: torch.device = CPU, name: str = ""
+    log: list[str],
+    streams: CommStreams,
+    replicas: ReplicaReduction,
+    where: torch.device = CPU,
+    name: str = "",
 ) -> Reduction:
     """In flight, with nobody else holding its gradients; its result is to be narrow, and at `where`."""
     gradients = [torch.ones(4, dtype=torch.float64)]
     tell(log, f"gradients{name}", gradients[0])
     reduce: Any = LoggedReduce(log, name)
-    made = Reduction(reduce, WIDE, 2.0, lanes, allocator(log, name), is_filled=True)
+    made = Reduction(reduce, WIDE, 2.0, streams, allocator(log, name), is_filled=True)
     made.send(WHOLE, gradients)
     made.close(replicas, Destination(NARROW, where, is_pinned=False))
     return made
 
 
 def test_on_a_device_both_stages_are_queued_at_once_and_nothing_is_freed_before_the_computation_waits(
-    log: list[str], replicas: Replicas
+    log: list[str], replicas: ReplicaReduction
 ) -> None:
-    made = reduction_of(log, named_lanes(), replicas)
+    made = reduction_of(log, named_streams(), replicas)
     log.append("-- computing goes on")
     made.finish()
     assert_expected_inline(
         "\n".join(log),
         """\
-reduce waits for all of computing
-reduce is current
+reduce_scatter waits for all of computing
+reduce_scatter is current
 sums are allocated
 sum over shards starts
 sum over shards ends
-reduce records
-reduce is left
-replicate waits for all of reduce
-replicate is current
-sum over replicas starts on the lane
+reduce_scatter records
+reduce_scatter is left
+all_reduce waits for all of reduce_scatter
+all_reduce is current
+sum over replicas starts on the stream
 sum over replicas ends
 hook
-replicate records
-replicate is left
+all_reduce records
+all_reduce is left
 -- computing goes on
-computing waits for the event of replicate
+computing waits for the event of all_reduce
 gradients are freed
 sums are freed""",
     )
-    assert torch.equal(typed_stretch(made.output, 0, 16, torch.float32), torch.ones(4))
+    assert torch.equal(typed_range(made.output, 0, 16, torch.float32), torch.ones(4))
 
 
 def test_a_result_for_host_memory_holds_up_the_host_at_its_end_only(
-    log: list[str], replicas: Replicas
+    log: list[str], replicas: ReplicaReduction
 ) -> None:
     elsewhere = torch.device("meta")  # a device other than the computing one, without bytes to compare
-    made = reduction_of(log, named_lanes(), replicas, elsewhere)
-    assert made.lands_on_host
+    made = reduction_of(log, named_streams(), replicas, elsewhere)
+    assert made.arrives_on_host
     log[:] = ["-- computing goes on"]
     made.release()
     log.append("-- the result is needed")
@@ -361,21 +372,21 @@ def test_a_result_for_host_memory_holds_up_the_host_at_its_end_only(
         "\n".join(log),
         """\
 -- computing goes on
-computing waits for the event of replicate
+computing waits for the event of all_reduce
 gradients are freed
 sums are freed
 -- the result is needed
-the host waits for the event of replicate""",
+the host waits for the event of all_reduce""",
     )
 
 
-def test_without_a_second_stage_the_third_lane_stays_idle(log: list[str]) -> None:
+def test_without_a_second_stage_the_third_stream_stays_idle(log: list[str]) -> None:
     gradients = [torch.ones(4, dtype=torch.float64)]
     tell(log, "gradients", gradients[0])
     reduce: Any = LoggedReduce(log)
-    made = Reduction(reduce, WIDE, 2.0, named_lanes(), allocator(log), is_filled=True)
+    made = Reduction(reduce, WIDE, 2.0, named_streams(), allocator(log), is_filled=True)
     made.send(WHOLE, gradients)
-    made.close(Replicas(None, None, None), Destination(WIDE, CPU, is_pinned=False))
+    made.close(ReplicaReduction(None, None, None), Destination(WIDE, CPU, is_pinned=False))
     del gradients
     output = made.output
     log.append("-- computing goes on")
@@ -384,25 +395,25 @@ def test_without_a_second_stage_the_third_lane_stays_idle(log: list[str]) -> Non
     assert_expected_inline(
         "\n".join(log),
         """\
-reduce waits for all of computing
-reduce is current
+reduce_scatter waits for all of computing
+reduce_scatter is current
 sums are allocated
 sum over shards starts
 sum over shards ends
-reduce records
-reduce is left
+reduce_scatter records
+reduce_scatter is left
 -- computing goes on
-computing waits for the event of reduce
+computing waits for the event of reduce_scatter
 gradients are freed""",
     )
 
 
 def test_on_the_host_one_group_goes_over_the_replicas_while_the_next_goes_over_the_shards(
-    log: list[str], replicas: Replicas
+    log: list[str], replicas: ReplicaReduction
 ) -> None:
-    lanes = Lanes(CPU)
-    first = reduction_of(log, lanes, replicas, name=" 1")
-    second = reduction_of(log, lanes, replicas, name=" 2")
+    streams = CommStreams(CPU)
+    first = reduction_of(log, streams, replicas, name=" 1")
+    second = reduction_of(log, streams, replicas, name=" 2")
     first.advance()
     first.advance()
     log.append("-- computing goes on")
@@ -432,7 +443,7 @@ sums 2 are freed""",
 
 
 def test_earlier_sums_join_before_the_replicas_and_the_hook_sees_what_comes_out(
-    log: list[str], replicas: Replicas
+    log: list[str], replicas: ReplicaReduction
 ) -> None:
     seen: list[float] = []
     earlier = torch.full((4,), 3.0, dtype=torch.float64).view(torch.uint8)
@@ -441,10 +452,12 @@ def test_earlier_sums_join_before_the_replicas_and_the_hook_sees_what_comes_out(
         seen.append(part[0].item())
         part.add_(1)
 
-    made = reduction_of(log, Lanes(CPU), Replicas(replicas.summed, replicas.sum_up, earlier, hook))
+    made = reduction_of(
+        log, CommStreams(CPU), ReplicaReduction(replicas.summed, replicas.all_reduce, earlier, hook)
+    )
     made.finish()
     assert seen == [2 * (0.5 + 3)]
-    assert torch.equal(typed_stretch(made.output, 0, 16, torch.float32), torch.full((4,), 8.0))
+    assert torch.equal(typed_range(made.output, 0, 16, torch.float32), torch.full((4,), 8.0))
 
 
 @pytest.mark.parametrize("has_gradient", [True, False])
@@ -453,12 +466,12 @@ def test_what_no_gradient_fills_is_zero(has_gradient: bool, monkeypatch: pytest.
     monkeypatch.setattr(buffers.torch, "empty", lambda *size, **how: torch.full(size, 0xFF, **how))
     padded = layout_of(torch.float64, numel=3)
     gradients = [torch.ones(3, dtype=torch.float64)] if has_gradient else [None]
-    reduce = Reduce(SingleRank(), padded, CPU)
+    reduce = ReduceScatter(SingleRank(), padded, CPU)
     allocate = partial(buffer_for, padded, CPU, is_filled=has_gradient)
-    made = Reduction(reduce, padded, 1.0, Lanes(CPU), allocate, is_filled=has_gradient)
+    made = Reduction(reduce, padded, 1.0, CommStreams(CPU), allocate, is_filled=has_gradient)
     for part in reduce.parts:
         made.send(part, gradients)
-    made.close(Replicas(None, None, None), Destination(padded, CPU, is_pinned=False))
+    made.close(ReplicaReduction(None, None, None), Destination(padded, CPU, is_pinned=False))
     made.finish()
     value = 1.0 if has_gradient else 0.0
     assert made.output.view(torch.float64).tolist() == [value] * 3 + [0.0]

@@ -17,8 +17,8 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Partial, Placement, _StridedShard
 
 from shardwise.comm import full_tensors
-from shardwise.comm.full_tensors import gather_full, own_box, split_of, write_rows
-from shardwise.layout.regions import Split, in_order
+from shardwise.comm.full_tensors import gather_full, own_region, sharding_of, write_rows
+from shardwise.layout.regions import Split, cuts_in_order
 
 # --- arithmetic -----------------------------------------------------------------------------------
 
@@ -32,7 +32,7 @@ def splits(draw: Any) -> tuple[Split, tuple[Placement, ...]]:
         dim = draw(st.integers(-1, len(shape) - 1))
         placements.append(Replicate() if dim < 0 else Shard(dim))
     shards = [(m, p.dim, 1) for m, p in enumerate(placements) if isinstance(p, Shard)]
-    return Split(shape, sizes, in_order(shards, sizes)), tuple(placements)
+    return Split(shape, sizes, cuts_in_order(shards, sizes)), tuple(placements)
 
 
 @given(splits(), st.data())
@@ -40,7 +40,7 @@ def test_a_part_is_where_torch_says(drawn: tuple[Split, tuple[Placement, ...]], 
     split, placements = drawn
     coordinate = [data.draw(st.integers(0, size - 1)) for size in split.sizes]
     sizes, offsets = torchs_box(split.shape, split.sizes, coordinate, placements)
-    box = split.box(coordinate)
+    box = split.region(coordinate)
     assert box.sizes == sizes
     if box.numel:
         assert box.offsets == offsets
@@ -51,7 +51,7 @@ def test_parts_cover_the_tensor_once(drawn: tuple[Split, tuple[Placement, ...]])
     split, _ = drawn
     count = torch.zeros(split.shape)
     for coordinate in split.coordinates():
-        box = split.box(coordinate)
+        box = split.region(coordinate)
         count[box.slices] += 1
         assert all(n <= most for n, most in zip(box.sizes, split.largest, strict=True))
     assert (count == 1).all()
@@ -59,8 +59,8 @@ def test_parts_cover_the_tensor_once(drawn: tuple[Split, tuple[Placement, ...]])
 
 def test_a_cut_with_a_factor_comes_after_those_it_counts() -> None:
     # Tensor parallelism over mesh dim 1 first, then shards over mesh dim 0.
-    cuts = in_order([(0, 0, 2), (1, 0, 1)], (2, 2))
-    boxes = [Split((7, 4), (2, 2), cuts).box(at) for at in [(0, 0), (1, 0), (0, 1), (1, 1)]]
+    cuts = cuts_in_order([(0, 0, 2), (1, 0, 1)], (2, 2))
+    boxes = [Split((7, 4), (2, 2), cuts).region(at) for at in [(0, 0), (1, 0), (0, 1), (1, 1)]]
     assert [(box.offsets[0], box.sizes[0]) for box in boxes] == [(0, 2), (2, 2), (4, 2), (6, 1)]
 
 
@@ -89,9 +89,9 @@ def placed(name: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tenso
     mesh = device_mesh(shape, tuple(f"{name} {i}" for i in range(len(shape))))
     full = torch.arange(torch.Size(size).numel()).reshape(size).to(dtype)
     if any(isinstance(p, _StridedShard) for p in placements):
-        # distribute_tensor refuses some of these: cut as split_of says, of which torch's word is asked below.
+        # distribute_tensor refuses some of these: cut as sharding_of says, of which torch's word is asked below.
         shards = [(m, p.dim, getattr(p, "split_factor", 1)) for m, p in enumerate(placements)]
-        box = Split(size, shape, in_order(shards, shape)).box(mesh.get_coordinate())
+        box = Split(size, shape, cuts_in_order(shards, shape)).region(mesh.get_coordinate())
         local = full[box.slices].clone()
         made = DTensor.from_local(local, mesh, placements, shape=full.shape, stride=full.stride())
         assert torch.equal(made.full_tensor(), full)
@@ -225,10 +225,10 @@ def rewritten(stretch: int) -> list[str]:
         rows = full.reshape(1) if not full.dim() else full
         for start in range(0, len(rows), stretch):
             write_rows(tensor, start, rows[start : start + stretch])
-        box = own_box(tensor)
+        box = own_region(tensor)
         if not torch.equal(tensor.to_local(), full[box.slices]):
             wrong.append(f"{name}: {tensor.to_local()}")
-        if split_of(tensor).shape != tuple(full.shape):
+        if sharding_of(tensor).shape != tuple(full.shape):
             wrong.append(f"{name}: shape")
     return wrong
 

@@ -36,7 +36,7 @@ from shardwise import (
     fully_shard,
     register_comm_hook,
 )
-from shardwise.state.partial_loads import mark_partly_loaded
+from shardwise.init.partial_loads import mark_partly_loaded
 
 # --- models that a graph cannot have ----------------------------------------------------------------
 

@@ -16,20 +16,20 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise import CommPolicy, fully_shard
 from shardwise.comm.communicators import SingleRank
-from shardwise.comm.reduce_scatter import Part, Reduce
+from shardwise.comm.reduce_scatter import GradientPart, ReduceScatter
 from shardwise.engine.gradient_parts import Departures
 from shardwise.engine.group import Group
-from shardwise.layout.slots import Entry, plan_layout
+from shardwise.layout.slots import SlotSpec, plan_layout
 
 by_world = pytest.mark.parametrize("world", [1, 2, 3, 4], indirect=True)
 IN_PARTS = CommPolicy(packing_limit_bytes=0, part_bytes=0)
 
 
-def planned(sizes: list[int], least: int, packed: int = 0) -> list[Part]:
+def planned(sizes: list[int], least: int, packed: int = 0) -> list[GradientPart]:
     """The parts of parameters of so many numbers, the last ``packed`` of which are packed."""
-    entries = [Entry((size,), torch.float32, 4, "alike", 4) for size in sizes]
+    entries = [SlotSpec((size,), torch.float32, 4, "alike", 4) for size in sizes]
     is_direct = [index < len(sizes) - packed for index in range(len(sizes))]
-    return Reduce(SingleRank(), plan_layout(entries, 2, is_direct), torch.device("cpu"), least).parts
+    return ReduceScatter(SingleRank(), plan_layout(entries, 2, is_direct), torch.device("cpu"), least).parts
 
 
 @pytest.mark.parametrize(

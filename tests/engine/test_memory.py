@@ -37,16 +37,18 @@ def stack(policy: CommPolicy | None = None) -> nn.Module:
 def gathered_bytes(model: nn.Module) -> int:
     """Bytes of gathered buffers that are allocated now."""
     groups = model._shardwise_member.schedule.groups
-    buckets = [bucket for group in groups for bucket in group.buckets if hasattr(bucket, "gathered")]
-    return sum(bucket.gathered._storage.nbytes() for bucket in buckets)
+    buckets = [bucket for group in groups for bucket in group.buckets if hasattr(bucket, "unsharded_buffer")]
+    return sum(bucket.unsharded_buffer._storage.nbytes() for bucket in buckets)
 
 
 def full_gradient_bytes(model: nn.Module) -> int:
     """Bytes of full gradients that are allocated now, waiting or in flight."""
     total = 0
     for group in model._shardwise_member.schedule.groups:
-        shipments = [s for reduction in group._reductions if reduction for s in reduction.shipments]
-        in_flight = [gradient for shipment in shipments for gradient in shipment.gradients]
+        part_reductions = [
+            s for reduction in group._reductions if reduction for s in reduction.part_reductions
+        ]
+        in_flight = [gradient for part_reduction in part_reductions for gradient in part_reduction.gradients]
         waiting = [full.grad for full in group._fulls]
         total += sum(g.untyped_storage().nbytes() for g in (*in_flight, *waiting) if g is not None)
     return total

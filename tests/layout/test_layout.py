@@ -7,18 +7,20 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.layout.slots import ALIGNMENT, Entry, Layout, plan_layout
+from shardwise.layout.slots import ALIGNMENT, Layout, SlotSpec, plan_layout
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 
 
 def entry(
     shape: tuple[int, ...], itemsize: int, kind: str, dim: int = 0, smallest: int | None = None
-) -> Entry:
-    return Entry(shape, kind, itemsize, kind, ALIGNMENT // (smallest or itemsize), dim % max(1, len(shape)))
+) -> SlotSpec:
+    return SlotSpec(
+        shape, kind, itemsize, kind, ALIGNMENT // (smallest or itemsize), dim % max(1, len(shape))
+    )
 
 
-def planned(some: list[Entry], world: int, limit: int) -> Layout:
+def planned(some: list[SlotSpec], world: int, limit: int) -> Layout:
     return plan_layout(some, world, [e.chunk_numel(world) * e.itemsize >= limit for e in some])
 
 
@@ -49,7 +51,7 @@ def test_what_a_rank_keeps_is_what_torch_chunk_gives_it(shape: tuple[int, ...], 
 def test_no_two_parameters_overlap_and_all_lie_inside(layout: Layout) -> None:
     for offset, size, end in (
         ("shard_offset", "chunk_bytes", layout.shard_bytes),
-        ("slot_offset", "slot_bytes", layout.gathered_bytes),
+        ("slot_offset", "slot_bytes", layout.unsharded_bytes),
     ):
         stretches = sorted((getattr(s, offset), getattr(s, offset) + getattr(s, size)) for s in layout.slots)
         for (_, before), (after, _) in pairwise(stretches):
@@ -65,25 +67,25 @@ def test_shards_and_slots_are_aligned(layout: Layout) -> None:
 @given(layouts)
 def test_chunks_laid_in_a_slot_are_the_full_parameter(layout: Layout) -> None:
     for slot in layout.slots:
-        if slot.is_replicated or slot.is_strided or not slot.entry.numel_across:
+        if slot.is_replicated or slot.is_strided or not slot.spec.numel_across:
             continue
-        dim = slot.entry.dim
+        dim = slot.spec.dim
         in_slot = [
             rank * slot.chunk_size + i
             for rank in range(layout.world)
             for i in range(slot.local_shape(rank)[dim])
         ]
-        assert in_slot == list(range(slot.entry.shape[dim]))  # padding falls at the end only
+        assert in_slot == list(range(slot.spec.shape[dim]))  # padding falls at the end only
 
 
 @given(layouts)
 def test_packed_parameters_lie_together_by_dtype(layout: Layout) -> None:
     packed = layout.packed + layout.strided
-    for runs, indices in ((layout.packed_runs, packed), (layout.runs, layout.direct + packed)):
+    for runs, indices in ((layout.packed_segments, packed), (layout.segments, layout.direct + packed)):
         assert [i for run in runs for i in run.slots] == list(indices)
         assert sum(run.end - run.start for run in runs) == sum(layout.slots[i].padded_bytes for i in indices)
         for run in runs:
-            assert {layout.slots[i].entry.kind for i in run.slots} == {run.dtype}
+            assert {layout.slots[i].spec.kind for i in run.slots} == {run.dtype}
         for before, after in pairwise(runs):
             assert (before.end, True) == (after.start, before.dtype != after.dtype)
 
@@ -92,31 +94,31 @@ def test_packed_parameters_lie_together_by_dtype(layout: Layout) -> None:
 def test_layouts_of_two_sizes_of_element_hold_the_same_elements_at_the_same_places(
     layout: Layout, times: int
 ) -> None:
-    small = [entry(s.entry.shape, 4, "small", s.entry.dim) for s in layout.slots]
-    large = [entry(s.entry.shape, 4 * times, "large", s.entry.dim, smallest=4) for s in layout.slots]
+    small = [entry(s.spec.shape, 4, "small", s.spec.dim) for s in layout.slots]
+    large = [entry(s.spec.shape, 4 * times, "large", s.spec.dim, smallest=4) for s in layout.slots]
     is_direct = [s.is_direct for s in layout.slots]
     one = plan_layout(small, layout.world, is_direct)
     other = plan_layout(large, layout.world, is_direct)
     for a, b in zip(one.slots, other.slots, strict=True):
         assert (a.shard_offset * times, a.slot_offset * times) == (b.shard_offset, b.slot_offset)
-    assert [r.slots for r in one.runs] == [r.slots for r in other.runs]
+    assert [r.slots for r in one.segments] == [r.slots for r in other.segments]
 
 
 @given(st.lists(entries, max_size=6), st.sampled_from([(4, 2), (6, 3), (8, 2)]))
-def test_slots_can_serve_two_worlds(some: list[Entry], worlds: tuple[int, int]) -> None:
+def test_slots_can_serve_two_worlds(some: list[SlotSpec], worlds: tuple[int, int]) -> None:
     large, small = worlds
     for_large = plan_layout(some, large, [True] * len(some), slots_serve=small)
     for_small = plan_layout(some, small, [True] * len(some), slots_serve=large)
     assert [s.slot_offset for s in for_large.slots] == [s.slot_offset for s in for_small.slots]
-    assert for_large.gathered_bytes == for_small.gathered_bytes
+    assert for_large.unsharded_bytes == for_small.unsharded_bytes
     for s in (*for_large.slots, *for_small.slots):
-        assert s.slot_offset + s.slot_bytes <= for_large.gathered_bytes
+        assert s.slot_offset + s.slot_bytes <= for_large.unsharded_bytes
 
 
 @given(st.lists(entries, max_size=6))
-def test_in_a_world_of_one_the_gathered_buffer_is_the_shard_buffer(some: list[Entry]) -> None:
+def test_in_a_world_of_one_the_gathered_buffer_is_the_shard_buffer(some: list[SlotSpec]) -> None:
     layout = plan_layout(some, 1, [False] * len(some))
-    assert layout.gathered_bytes == layout.shard_bytes
+    assert layout.unsharded_bytes == layout.shard_bytes
     assert all(s.slot_offset == s.shard_offset and s.is_direct for s in layout.slots)
 
 
@@ -130,12 +132,12 @@ def test_a_layout_reads_like_its_picture() -> None:
     ]
     layout = planned(some, 4, 32)
     lines = [
-        f"{'x'.join(map(str, s.entry.shape)) or 'scalar':>6} {s.entry.kind:>4}"
+        f"{'x'.join(map(str, s.spec.shape)) or 'scalar':>6} {s.spec.kind:>4}"
         f" {'direct' if s.is_direct else 'strided' if s.is_strided else 'packed':>7}"
         f" shard {s.shard_offset:>3} +{s.chunk_bytes:<3} slot {s.slot_offset:>3} +{s.slot_bytes}"
         for s in layout.slots
     ]
-    lines.append(f"shard {layout.shard_bytes} bytes, gathered {layout.gathered_bytes}")
+    lines.append(f"shard {layout.shard_bytes} bytes, gathered {layout.unsharded_bytes}")
     assert_expected_inline(
         "\n".join(lines),
         """\

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard, load_full_state_dict, shard_model
-from shardwise.state.initialise import materialize
+from shardwise.init.initialise import materialize
 
 SQUARE = Layout((2, 2))
 
@@ -182,9 +182,9 @@ def test_what_is_not_to_be_compared_is_not(world4: World) -> None:
 def what_stays() -> list[Any]:
     model = sharded(tower(0))
     params = [p for m in model.modules() if (g := vars(m).get("_shardwise_member")) for p in g.group.params]
-    before = sum(param.start is not None for param in params)
+    before = sum(param.initial_checksums is not None for param in params)
     step(model)
-    return [before == len(params), sum(param.start is not None for param in params)]
+    return [before == len(params), sum(param.initial_checksums is not None for param in params)]
 
 
 def test_checksums_are_dropped_once_they_were_equal(world2: World) -> None:

@@ -10,7 +10,7 @@ from harness import World
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.layout.mesh import Axis
-from shardwise.ranks.agreement import together
+from shardwise.ranks.agreement import run_on_all_ranks
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,7 @@ def outcomes(plans: list[dict[int, str]]) -> list[str]:
             return rank
 
         try:
-            found.append(f"returned {together(axes, CPU, act) - rank}")
+            found.append(f"returned {run_on_all_ranks(axes, CPU, act) - rank}")
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
@@ -64,7 +64,7 @@ Odd: 'k'""",
 def told_apart(named: list[dict[str, Any]]) -> str:
     own = named[dist.get_rank()]
     with pytest.raises(ValueError, match="disagree") as caught:
-        together(axes_of_square(), CPU, lambda: None, caller="call", same=own)
+        run_on_all_ranks(axes_of_square(), CPU, lambda: None, caller="call", same=own)
     return str(caught.value)
 
 

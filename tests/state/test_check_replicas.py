@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
 
 from shardwise import CPUOffloadPolicy, fully_shard
+from shardwise.init.initialise import check_replicas, sync_module_states
 from shardwise.params import initial_values
 from shardwise.ranks import replicas
-from shardwise.state.initialise import check_replicas, sync_module_states
 
 SQUARE = Layout((2, 2))
 
@@ -209,7 +209,7 @@ def test_it_reduces_a_few_numbers_whatever_the_model(world4: World, layout: Layo
 
 def test_numbers_of_tensors_depend_on_every_bit_and_its_place() -> None:
     torch.manual_seed(0)
-    pad = replicas._Pad(torch.device("cpu"))
+    pad = replicas._ChecksumBuffers(torch.device("cpu"))
     tensor = torch.randint(0, 256, (203,), dtype=torch.uint8)
     before = pad.number_of(tensor).item()
     seen = {before}
@@ -224,7 +224,7 @@ def test_numbers_of_tensors_depend_on_every_bit_and_its_place() -> None:
 
 
 def test_numbers_depend_on_the_order_of_pieces_and_not_on_where_they_lie() -> None:
-    pad = replicas._Pad(torch.device("cpu"))
+    pad = replicas._ChecksumBuffers(torch.device("cpu"))
     pieces = torch.randn(3, 2 * replicas.PIECE_WORDS)
     swapped = pieces[[1, 0, 2]]
     assert pad.number_of(pieces).item() != pad.number_of(swapped).item()
@@ -234,7 +234,7 @@ def test_numbers_depend_on_the_order_of_pieces_and_not_on_where_they_lie() -> No
 
 
 def test_numbers_differ_where_signs_of_pairs_do() -> None:
-    pad = replicas._Pad(torch.device("cpu"))
+    pad = replicas._ChecksumBuffers(torch.device("cpu"))
     values = torch.arange(1.0, 65.0, dtype=torch.float64)
     seen = {pad.number_of(values).item()}
     for first in range(64):

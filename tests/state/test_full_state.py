@@ -185,11 +185,11 @@ def loaded_from(way: Way, source: str, bucket_bytes: int, device: str) -> Any:
             if "passing" in module._buffers:  # which no state has
                 module._buffers["passing"] = torch.ones(3)
     given, src_rank = SOURCES[source](plain_state(way))
-    shardwise.states.full_load.BUCKET_BYTES = bucket_bytes
+    shardwise.state.full_load.BUCKET_BYTES = bucket_bytes
     try:
         report = load_full_state_dict(model, given, src_rank=src_rank)
     finally:
-        shardwise.states.full_load.BUCKET_BYTES = full_tensors.BUCKET_BYTES
+        shardwise.state.full_load.BUCKET_BYTES = full_tensors.BUCKET_BYTES
     assert report == shardwise.LoadReport()
     return full_state_dict(model, rank0_only=False)
 
@@ -482,7 +482,7 @@ def peaks(shape: tuple[int, ...], dim: int = 0) -> dict[str, float]:
         while next(pairs, None) is not None:  # a loop variable would hold on to the last one
             pass
 
-    shardwise.states.full_load.BUCKET_BYTES = full_tensors.BUCKET_BYTES = bucket
+    shardwise.state.full_load.BUCKET_BYTES = full_tensors.BUCKET_BYTES = bucket
     try:
         return {
             "iterating": peak_bytes(walk) / LAYER,
@@ -491,7 +491,7 @@ def peaks(shape: tuple[int, ...], dim: int = 0) -> dict[str, float]:
             "rows": peak_bytes(lambda: load_full_state_dict(model, state, src_rank=None)) / LAYER,
         }
     finally:
-        shardwise.states.full_load.BUCKET_BYTES = full_tensors.BUCKET_BYTES = 64 << 20
+        shardwise.state.full_load.BUCKET_BYTES = full_tensors.BUCKET_BYTES = 64 << 20
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from shardwise.state.initialise import check_replicas, materialize
+from shardwise.init.initialise import check_replicas, materialize
 
 by_world = pytest.mark.parametrize("world", [1, 2, 3, 4], indirect=True)
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardwise import DataParallelMeshDims, MixedPrecisionPolicy, ShardPlacementResult, fully_shard
 from shardwise.engine.members import sharded_members
-from shardwise.params.bucket import Storage
+from shardwise.params.bucket import ShardStorage
 from shardwise.strategies.explain import explain
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -297,7 +297,7 @@ def memory(build: Callable[[], nn.Module]) -> tuple[str, int, int, int]:
     for module in [m for m in model.modules() if hasattr(m, "unshard")]:
         module.unshard()
     for group in groups:
-        gathered += sum(bucket.gathered.bytes.untyped_storage().nbytes() for bucket in group.buckets)
+        gathered += sum(bucket.unsharded_buffer.bytes.untyped_storage().nbytes() for bucket in group.buckets)
     return total, sum(storage.nbytes() for storage in stored), gathered, numel
 
 
@@ -316,7 +316,7 @@ def test_the_totals_are_what_is_allocated(world3: World, build: Callable[[], nn.
 def offloaded() -> nn.Module:
     model = fully_shard(Tower(), mp_policy=BF16)
     other = torch.device("meta")  # than that of the mesh
-    model._shardwise_member.group.buckets[0].storage = Storage(other)
+    model._shardwise_member.group.buckets[0].storage = ShardStorage(other)
     return model
 
 

@@ -883,7 +883,7 @@ def test_a_part_of_a_block_may_be_ignored(world2: World) -> None:
     assert world2.run(ignored_inside) == [[[""], ["blocks.0"], ["blocks.1"], ["blocks.2"]]] * 2
 
 
-def sharded_before(strategy: str, cap: float | None) -> dict[str, Any]:
+def name_of_replaced(strategy: str, cap: float | None) -> dict[str, Any]:
     """One block was sharded by hand: it stays as it is."""
     model = built(uneven_tower)
     fully_shard(model.blocks[1], reshard_after_forward=False)
@@ -902,7 +902,7 @@ def test_a_module_sharded_before_stays_as_it_is(world2: World, cap: float | None
     model = built(uneven_tower)
     mean_of_squares(model, uneven_batch(0, 12)).backward()
     for strategy in ("zero3", "zero1", "ddp"):
-        assert_all_same(world2.run(sharded_before, strategy, cap), gradients_of(model))
+        assert_all_same(world2.run(name_of_replaced, strategy, cap), gradients_of(model))
 
 
 # --- the root -------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from torch.distributed.fsdp.wrap import (
 
 from shardwise import WrapBySize, WrapClasses, WrapRecursively, WrapRepeated, WrapWhere, fully_shard
 from shardwise.strategies.wrap_policies import as_policy
-from shardwise.strategies.wrapping import chosen, merged
+from shardwise.strategies.wrapping import chosen, merge_neighbours
 
 S, L = nn.Sequential, nn.Linear
 
@@ -826,7 +826,7 @@ def groups(
     """`merged`, on names and with the cap in float32 parameters."""
     wanted = {model.get_submodule(name) for name in names.split()}
     order = chosen(Own(*wanted), model, set())
-    found = merged(model, order, {id(param) for param in ignored}, 4 * cap, key)
+    found = merge_neighbours(model, order, {id(param) for param in ignored}, 4 * cap, key)
     return " | ".join(" ".join(names_of(model, group)) for group in found)
 
 

@@ -158,7 +158,9 @@ class Side:
             held = sum(0 if full.grad is None else full.grad.numel() for full in group._fulls)
             assert held == 0, f"'{group.name}' holds {held} numbers of full gradients"
             for bucket in group.buckets if self.world > 1 and group._fulls else ():
-                left = 0 if bucket.gathered._keeps_memory else bucket.gathered._storage.nbytes()
+                left = (
+                    0 if bucket.unsharded_buffer._keeps_memory else bucket.unsharded_buffer._storage.nbytes()
+                )
                 assert left == 0, f"'{group.name}' holds {left} bytes of full parameters"
         for name, param in model.named_parameters():
             assert isinstance(param, DTensor), f"{name} is no DTensor"

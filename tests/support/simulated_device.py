@@ -89,12 +89,12 @@ class Device:
         self.names = iter(())
 
     def name_streams(self, *names: str) -> None:
-        """What the streams that are made next are called; they are lanes otherwise."""
+        """What the streams that are made next are called; they are streams otherwise."""
         self.names = iter(names)
 
     def Stream(self, device: torch.device, priority: int = 0) -> Stream:
         assert isinstance(device, torch.device)
-        return Stream(next(self.names, "lane"), self)
+        return Stream(next(self.names, "stream"), self)
 
     def current_stream(self, device: torch.device) -> Stream:
         assert isinstance(device, torch.device)

@@ -218,7 +218,7 @@ def _about_bucket(bucket: Bucket) -> str:
     comms = bucket.comms
     if type(bucket) is not Bucket:
         return "its parameters say themselves what is gathered of them, outside of graphs. Use plain ones"
-    own = (comms.make_gather, comms.make_reduce, comms.reducer, bucket.policy.quantized_gather)
+    own = (comms.make_all_gather, comms.make_reduce_scatter, comms.reducer, bucket.policy.quantized_gather)
     if any(each is not None for each in own):  # torch 2.11 cannot trace whether a partial is true
         return (
             "it was given collectives or memory of its own (set_custom_all_gather, "
@@ -247,7 +247,7 @@ def _about_bucket(bucket: Bucket) -> str:
                 f"gradients of {param.fqn} are kept in {param.precision.kept}, but autograd puts those of a "
                 "graph in the dtype of the parameter. Leave out keep_low_precision_grads"
             )
-        if param.is_tensor_parallel and param.mesh.full is not None:
+        if param.is_tensor_parallel and param.mesh.full_mesh is not None:
             return (
                 f"{param.fqn} is a DTensor on the whole mesh, whose gradient DTensor would sum over "
                 "data-parallel ranks in a graph, before it is summed over them. Distribute it over the other "

@@ -13,7 +13,7 @@ from operator import attrgetter, is_, is_not
 from torch import nn
 
 from shardwise.layout.fqns import clean
-from shardwise.params.sharded_away import sharded_before
+from shardwise.params.replaced_parameter import name_of_replaced
 
 PLACE = "_shardwise_place"
 """An entry of the ``__dict__`` of every module whose parameters a group has taken; see checks.Place."""
@@ -89,7 +89,7 @@ class ModuleWatch:
                 modules[child] = None
                 where = names.get(child) or _joined(name, own)
                 for key, param in child._parameters.items():
-                    if param is not None and sharded_before(param) is None:  # shards have a group to notice
+                    if param is not None and name_of_replaced(param) is None:  # shards have a group to notice
                         look(_joined(where, key), param)
                 visit(child, where)
 

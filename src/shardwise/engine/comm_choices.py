@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.communicators import make_communicator
-from shardwise.comm.custom import ProcessGroupMemory, SymmetricMemory, WithMemory
+from shardwise.comm.custom import PooledCollectives, ProcessGroupPool, SymmetricMemoryPool
 from shardwise.comm.streams import is_of_device
 from shardwise.engine.members import member_of
 
@@ -26,7 +26,7 @@ def check_choice(module: Any, method: str, others: Sequence[str]) -> None:
 
 
 def communicate(module: Any, method: str, **choices: Any) -> None:
-    """Have the buckets of a module's group communicate as ``choices`` (of Comms) say."""
+    """Have the buckets of a module's group communicate as ``choices`` (of CommOptions) say."""
     member = member_of(module)
     member.group.replan(lambda bucket: bucket.communicate(**choices))
     member.group.choices.add(method)
@@ -40,12 +40,18 @@ def made(kind: Any, comm: Any, pg: Any, device: torch.device) -> Any:
 
 def with_memory(pg: Any, device: torch.device) -> Any:
     """Plain collectives over memory that the process group allocates."""
-    return make_communicator(pg, device) if pg is None else WithMemory(pg, device, ProcessGroupMemory(pg))
+    return (
+        make_communicator(pg, device) if pg is None else PooledCollectives(pg, device, ProcessGroupPool(pg))
+    )
 
 
 def with_symmetric_memory(pg: Any, device: torch.device) -> Any:
     """Plain collectives over symmetric memory."""
-    return make_communicator(pg, device) if pg is None else WithMemory(pg, device, SymmetricMemory(pg))
+    return (
+        make_communicator(pg, device)
+        if pg is None
+        else PooledCollectives(pg, device, SymmetricMemoryPool(pg))
+    )
 
 
 def check_comm(caller: str, comm: Any) -> None:

@@ -13,7 +13,7 @@ of small groups do.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from shardwise.comm.reduce_scatter import Part
+from shardwise.comm.reduce_scatter import GradientPart
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Departure:
     """A part of the gradients of bucket number ``bucket``; ``indices`` count the group's parameters."""
 
     bucket: int
-    part: Part
+    part: GradientPart
     indices: tuple[int, ...]
 
 
@@ -29,7 +29,7 @@ class Departures:
     """The parts of one group's gradients, in order, and which of them have left in the running backward."""
 
     def __init__(
-        self, parts_of_buckets: Sequence[tuple[int, Sequence[Part]]], trainable: Iterable[int]
+        self, parts_of_buckets: Sequence[tuple[int, Sequence[GradientPart]]], trainable: Iterable[int]
     ) -> None:
         """``parts_of_buckets``: the index of each bucket's first parameter, and its parts."""
         departures = [
@@ -38,7 +38,9 @@ class Departures:
             for part in parts
         ]
         # Modules registered last come first, whatever bucket they are in; packed parts come last.
-        self._all = sorted(departures, key=lambda d: (bool(d.part.packed_runs), -max(d.indices, default=0)))
+        self._all = sorted(
+            departures, key=lambda d: (bool(d.part.packed_segments), -max(d.indices, default=0))
+        )
         self._trainable = frozenset(trainable)
         self._place_of = {index: place for place, d in enumerate(self._all) for index in d.indices}
         self.begin()

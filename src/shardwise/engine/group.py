@@ -19,22 +19,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.reduction import Hook, Reduction, Shipment
-from shardwise.comm.streams import Finish, Lanes, Ticket
+from shardwise.comm.reduction import Hook, PartReduction, Reduction
+from shardwise.comm.streams import CommStreams, CommWork, Finish
 from shardwise.engine.added_parameters import ModuleWatch
 from shardwise.engine.casts import Casts
 from shardwise.engine.gradient_parts import Departure, Departures
 from shardwise.layout.fqns import clean
 from shardwise.layout.mesh import Axis, ShardMesh
 from shardwise.params.bucket import Bucket
-from shardwise.params.changes import FullWatch, ShardWatch, are_all_there, take_gradients
+from shardwise.params.changes import ShardSnapshot, UnshardedView, are_all_there, take_gradients
 from shardwise.params.extension import check_protocol, has_methods, split_off
-from shardwise.params.parameter import FREED, Param, Site, refresh_flat_weights
-from shardwise.params.sharded_away import sharded_before
+from shardwise.params.parameter import FREED, Param, Site
+from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.policies import CommPolicy
 from shardwise.ranks.failures import SILENT, Relay, Wait, relay_of_job
 from shardwise.torch_compat import autograd, c10d, dtensor, dynamo
 from shardwise.torch_compat.functorch import innermost, outside_transforms
+from shardwise.torch_compat.nn_modules import refresh_flat_weights
 
 
 class State(Enum):
@@ -92,7 +93,7 @@ GRADIENT_STATES: dict[tuple[GradientState, str], GradientState] = {
 
 _S = TypeVar("_S", bound=Enum)
 _is_on_meta = attrgetter("shard.bytes.is_meta")
-_lands_on_host, _gathered = attrgetter("lands_on_host"), attrgetter("gathered")
+_lands_on_host, _gathered = attrgetter("arrives_on_host"), attrgetter("unsharded_buffer")
 
 Observer = Callable[[str, str], None]
 """Hears (event, name of the group)."""
@@ -166,7 +167,7 @@ class Group:
         self.forward_prefetch: list[Group] | None = None
         self.backward_prefetch: list[Group] | None = None
 
-        self._gathering: Ticket | None = None
+        self._gathering: CommWork | None = None
         self._relay: Relay = SILENT
         self._gather_wait = Wait("gather", name, list)
         self._reduction_wait = Wait("reduction", name, list)
@@ -199,11 +200,11 @@ class Group:
         self.params = [param for bucket in self.buckets for param in bucket.params]
         self._is_tensor_parallel = any(param.is_tensor_parallel for param in self.params)
         self.replicates = any(not bucket.mesh.replicate.is_alone for bucket in self.buckets)
-        self._watch: ShardWatch | None = None  # made when the shards are first looked at
+        self._watch: ShardSnapshot | None = None  # made when the shards are first looked at
         self._versions: list[int] = [0] * len(self.params)
         self._fulls: tuple[nn.Parameter, ...] = ()
         self._freed: tuple[nn.Parameter, ...] = ()  # those that lose their contents when they are freed
-        self._full_watch = FullWatch((), ())
+        self._full_watch = UnshardedView((), ())
         self._reductions: list[Reduction | None] = [None] * len(self.buckets)
         # Whether some parameters may remember unreduced gradients.
         self._has_deferred = any(param.remembers_deferred for param in self.params)
@@ -228,7 +229,7 @@ class Group:
         for param, sharded in zip(self.params, shards, strict=True):
             param.install_shard(sharded)
 
-    def attach(self, lanes: Lanes) -> None:
+    def attach(self, lanes: CommStreams) -> None:
         """Tell the group where its communication runs."""
         self._lanes = lanes
         self._relay = relay_of_job()
@@ -268,7 +269,7 @@ class Group:
         owner = next(bucket for bucket in self.buckets if param in bucket.params)
         owner.params.remove(param)
         if owner.params:
-            owner.move_in()
+            owner.rebuild_flat_shard()
         else:
             self.buckets.remove(owner)
         self._take_stock()
@@ -282,14 +283,14 @@ class Group:
         else:
             bucket = bucket_for(param)
             self.buckets.append(bucket)
-        bucket.move_in()
+        bucket.rebuild_flat_shard()
         self._take_stock()
 
     def refuse_open_ties(self) -> None:
         """No parameter may be tied to one of a group that nothing sharded has in common with this one."""
         if self.ties:
             tie = self.ties[0]
-            raise RuntimeError(open_tie_message(tie.site.fqn, f"{sharded_before(tie.original)}, which"))
+            raise RuntimeError(open_tie_message(tie.site.fqn, f"{name_of_replaced(tie.original)}, which"))
 
     def axes(self) -> list[Axis]:
         """The axes along which its shards are spread, the longest first."""
@@ -333,7 +334,7 @@ class Group:
         if not added:
             return
         for where, tensor in added:
-            ours = [param.fqn for param in self.params if param.full is tensor]
+            ours = [param.fqn for param in self.params if param.unsharded is tensor]
             if ours:
                 raise RuntimeError(
                     f"{where}: forward assigned the gathered parameter {ours[0]} to this attribute, which "
@@ -384,7 +385,7 @@ class Group:
         if self.state is SHARDED:
             if self._follow_changes():
                 self.on_followed(self)
-                self._lanes.gather.follow_compute()  # which is where the shards were just moved
+                self._lanes.all_gather.wait_for_compute()  # which is where the shards were just moved
             if len(self._fulls) != len(self.params):
                 self._make_full_parameters()
         self._gather()
@@ -420,7 +421,7 @@ class Group:
         self._tell("gather")
         with self._label("gather"):
             try:
-                self._gathering = self._lanes.gather.submit(self._start_gather)
+                self._gathering = self._lanes.all_gather.submit(self._start_gather)
             except RuntimeError as error:
                 self._raise_explained(error, self._gather_wait)
         self._relay.issue(self._gather_wait)
@@ -428,8 +429,8 @@ class Group:
 
     def _start_gather(self) -> Finish:
         if len(self.buckets) == 1:
-            return self.buckets[0].start_gather(self._lanes.gather)
-        finishes = [bucket.start_gather(self._lanes.gather) for bucket in self.buckets]
+            return self.buckets[0].start_all_gather(self._lanes.all_gather)
+        finishes = [bucket.start_all_gather(self._lanes.all_gather) for bucket in self.buckets]
 
         def finish() -> None:
             for each in finishes:
@@ -447,7 +448,7 @@ class Group:
         self._await(self._gathering.wait, self._gather_wait)
         self._gathering = None
         for bucket in self.buckets:
-            bucket.drop_part()
+            bucket.drop_post_forward_shard()
         autograd.set_versions(self._fulls, self._versions)
         self.show()
         self.state = state
@@ -463,7 +464,7 @@ class Group:
     @property
     def gathered_bytes(self) -> int:
         """What its full parameters take, as they are computed with."""
-        return sum(bucket.computed.gathered_bytes for bucket in self.buckets)
+        return sum(bucket.computed.unsharded_bytes for bucket in self.buckets)
 
     @property
     def computes_on_shards(self) -> bool:
@@ -514,26 +515,26 @@ class Group:
         """Free the full parameters, but for what a few ranks keep together until backward."""
         state = self._next(STATES, self.state, "keep_part")
         changed = self.changed_in_place()
-        lane = self._lanes.gather
-        lane.follow_compute()
-        with lane.memory(), torch.inference_mode(False), torch.no_grad():
+        lane = self._lanes.all_gather
+        lane.wait_for_compute()
+        with lane.allocation_scope(), torch.inference_mode(False), torch.no_grad():
             for bucket in self.buckets:
-                bucket.keep_part()
+                bucket.keep_post_forward_shard()
         self._free(state)
         if changed:
             self._refuse_changes(changed)
 
     def _drop_parts(self) -> None:
         self.state = self._next(STATES, self.state, "reshard")
-        with self._lanes.gather.memory():
+        with self._lanes.all_gather.allocation_scope():
             for bucket in self.buckets:
-                bucket.drop_part()
+                bucket.drop_post_forward_shard()
 
     def changed_in_place(self) -> list[str]:
         """Names of full parameters that are no longer what was gathered: what ``reshard`` refuses to lose."""
         changed: list[str] = []
         for bucket in self.buckets:
-            changed += bucket.moved_params()
+            changed += bucket.relocated_params()
         versions = self._full_watch.versions()
         if versions != self._versions:
             rows = zip(self.params, versions, self._versions, strict=True)
@@ -637,11 +638,11 @@ class Group:
     def _free(self, state: State) -> None:
         self.hide()
         autograd.set_versions(self._freed, (FREED,) * len(self._freed))
-        lane = self._lanes.gather
-        lane.follow_compute()
-        with lane.memory():
+        lane = self._lanes.all_gather
+        lane.wait_for_compute()
+        with lane.allocation_scope():
             for bucket in self.buckets:
-                bucket.gathered.free()
+                bucket.unsharded_buffer.free()
         self._tell("free")
         self.state = state
 
@@ -651,28 +652,30 @@ class Group:
         if not self._fulls:
             return
         for bucket in self.buckets:
-            bucket.gathered.keep_memory(keep)
+            bucket.unsharded_buffer.keep_memory(keep)
         if self.state is not GATHERED and self.state is not GATHERING:
             self._free_memory()
 
     def _free_memory(self) -> None:
-        lane = self._lanes.gather
-        lane.follow_compute()
-        with lane.memory():
+        lane = self._lanes.all_gather
+        lane.wait_for_compute()
+        with lane.allocation_scope():
             for bucket in self.buckets:
-                bucket.gathered.free()
+                bucket.unsharded_buffer.free()
 
     def _make_full_parameters(self) -> None:
         """Full parameters over gathered buffers. They stay the same objects from now on."""
         if names := self.meta_parameters():
             raise RuntimeError(f"Cannot run forward: {meta_message(names)}")
-        with self._lanes.gather.memory(), torch.inference_mode(False), torch.no_grad():
+        with self._lanes.all_gather.allocation_scope(), torch.inference_mode(False), torch.no_grad():
             for bucket in self.buckets:
-                bucket.make_full_parameters()
-                bucket.gathered.keep_memory(self.keeps_unsharded_storage)
-        self._fulls = tuple(full for bucket in self.buckets for full in bucket.fulls)
-        self._freed = tuple(full for b in self.buckets if not b.gathered.is_alias for full in b.fulls)
-        self._full_watch = FullWatch(self.params, self._fulls)
+                bucket.make_unsharded_params()
+                bucket.unsharded_buffer.keep_memory(self.keeps_unsharded_storage)
+        self._fulls = tuple(full for bucket in self.buckets for full in bucket.unsharded_params)
+        self._freed = tuple(
+            full for b in self.buckets if not b.unsharded_buffer.is_alias for full in b.unsharded_params
+        )
+        self._full_watch = UnshardedView(self.params, self._fulls)
         self._watch_gradients()
 
     # --- what the caller does to the shards -------------------------------------------------------
@@ -689,11 +692,11 @@ class Group:
 
     def _follow_freezing(self) -> None:
         for param in self.params:
-            if param.full is not None and param.full.requires_grad != param.sharded.requires_grad:
-                param.full.requires_grad_(param.sharded.requires_grad)
+            if param.unsharded is not None and param.unsharded.requires_grad != param.sharded.requires_grad:
+                param.unsharded.requires_grad_(param.sharded.requires_grad)
                 self.on_new_plan(self)
         self._watch_gradients()
-        self._watch = ShardWatch(self.params)
+        self._watch = ShardSnapshot(self.params)
 
     def _are_on_meta(self) -> bool:
         return any(map(_is_on_meta, self.buckets))
@@ -703,18 +706,18 @@ class Group:
         if names := self.meta_parameters():
             raise RuntimeError(f"Cannot run forward: {meta_message(names)}")
         carried = [full.grad for full in self._fulls]
-        is_planned_anew = [bucket.follow_shards() for bucket in self.buckets]
+        is_planned_anew = [bucket.sync_flat_shard() for bucket in self.buckets]
         if any(is_planned_anew):
             self._take_stock()
             if any(gradient is not None for gradient in carried):
                 self._make_full_parameters()
                 for bucket in self.buckets:
-                    bucket.gathered.free()
+                    bucket.unsharded_buffer.free()
                 for full, gradient, param in zip(self._fulls, carried, self.params, strict=True):
                     full.grad = None if gradient is None else gradient.to(param.precision.accumulated)
             else:
                 for bucket in self.buckets:
-                    bucket.drop_full_parameters()
+                    bucket.drop_unsharded_params()
 
     def _watch_gradients(self) -> None:
         """Have trainable full parameters report their gradients."""
@@ -722,7 +725,7 @@ class Group:
         trainable = [i for i, full in enumerate(self._fulls) if full.requires_grad]
         for index in trainable:
             if index not in self._hooked:
-                self.params[index].attach_hooks_of_full()
+                self.params[index].attach_hooks_to_unsharded()
                 self._fulls[index].register_post_accumulate_grad_hook(partial(_tell_arrival, own, index))
                 self._hooked.add(index)
         self._trainable = frozenset(trainable)
@@ -778,36 +781,36 @@ class Group:
         """True if some gradients may leave before all are there."""
         return self._departures is not None
 
-    def send_ready(self) -> list[Shipment]:
+    def send_ready(self) -> list[PartReduction]:
         """Begin to reduce the parts of the gradients that may leave before the others."""
         assert self._departures is not None
         departures = self._departures
         with _without_graph(), self._label("reduce"):
             return self._issue_reduction(lambda: self._send(departures.leave()))
 
-    def reduce(self) -> list[Shipment]:
+    def reduce(self) -> list[PartReduction]:
         """Begin to reduce the full gradients that are there; all that is in flight now."""
         joins = self.zeros_for_unused and self.gradient_state is EMPTY
         state = self._next(GRADIENT_STATES, self.gradient_state, "join" if joins else "reduce")
         with _without_graph(), self._label("reduce"):
             if not self._fulls:  # it has not run here
                 self._departures = self._plan_departures()
-            shipments = self._issue_reduction(self._send_rest)
+            part_reductions = self._issue_reduction(self._send_rest)
             for bucket, reduction in zip(self.buckets, self._reductions, strict=True):
                 self._close(bucket, reduction)
         self.gradient_state = state
         self._tell("reduce")
-        return shipments
+        return part_reductions
 
-    def _issue_reduction(self, send: Callable[[], list[Shipment]]) -> list[Shipment]:
+    def _issue_reduction(self, send: Callable[[], list[PartReduction]]) -> list[PartReduction]:
         try:
-            shipments = send()
+            part_reductions = send()
         except RuntimeError as error:
             self._raise_explained(error, self._reduction_wait)
         self._relay.issue(self._reduction_wait)
-        return shipments
+        return part_reductions
 
-    def _send_rest(self) -> list[Shipment]:
+    def _send_rest(self) -> list[PartReduction]:
         """All gradients that have not left yet."""
         if self._departures is None:
             return self._send_all()
@@ -815,21 +818,21 @@ class Group:
             self._departures.begin()
         return self._send(self._departures.rest())
 
-    def _send_all(self) -> list[Shipment]:
+    def _send_all(self) -> list[PartReduction]:
         """The gradients of each bucket, all together."""
-        shipments = []
+        part_reductions = []
         gradients = self._take_gradients(self.params, self._fulls)
         for number, bucket in enumerate(self.buckets):
             own = gradients
             if len(self.buckets) > 1:
                 own, gradients = gradients[: len(bucket.params)], gradients[len(bucket.params) :]
             reduction = self._open(number, is_filled=are_all_there(own))
-            shipments += [reduction.send(part, own) for part in bucket.parts]
-        return shipments
+            part_reductions += [reduction.send(part, own) for part in bucket.parts]
+        return part_reductions
 
-    def _send(self, departures: Iterable[Departure]) -> list[Shipment]:
+    def _send(self, departures: Iterable[Departure]) -> list[PartReduction]:
         """The gradients of these parts."""
-        shipments = []
+        part_reductions = []
         for departure in departures:
             reduction = self._reductions[departure.bucket] or self._open(departure.bucket, is_filled=False)
             params = [self.params[index] for index in departure.indices]
@@ -838,8 +841,8 @@ class Group:
             taken = self._take_gradients(params, fulls)
             for index, gradient in zip(departure.part.indices, taken, strict=True):
                 gradients[index] = gradient
-            shipments.append(reduction.send(departure.part, gradients))
-        return shipments
+            part_reductions.append(reduction.send(departure.part, gradients))
+        return part_reductions
 
     def _open(self, number: int, *, is_filled: bool) -> Reduction:
         bucket = self.buckets[number]
@@ -896,9 +899,9 @@ class Group:
         """True if a reduction in flight ends in host memory, where it is better waited for late."""
         return any(map(_lands_on_host, self._in_flight()))
 
-    def release_shipment(self, shipment: Shipment) -> None:
-        """Free the full gradients of one shipment, as soon as they have been summed."""
-        self._await(shipment.release, self._reduction_wait)
+    def release_shipment(self, part_reduction: PartReduction) -> None:
+        """Free the full gradients of one part_reduction, as soon as they have been summed."""
+        self._await(part_reduction.release, self._reduction_wait)
 
     def _await(self, finish: Finish, wait: Wait) -> None:
         """Run ``finish``, which waits for other ranks; say why where it fails."""
@@ -943,9 +946,9 @@ class Group:
         assert reduction is not None
         self._await(reduction.finish, self._reduction_wait)
         self._reductions[number] = None
-        self._watch = self._watch or ShardWatch(self.params)
-        return bucket.land(
-            reduction, plainly=not self._has_deferred and self._watch.takes_gradients_plainly()
+        self._watch = self._watch or ShardSnapshot(self.params)
+        return bucket.accumulate(
+            reduction, without_hooks=not self._has_deferred and self._watch.has_no_gradient_hooks()
         )
 
     def defer(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from shardwise.engine.group import Group
-from shardwise.params.sharded_away import sharded_before
+from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.torch_compat import dynamo, nn_modules
 
 _MIXED = "mixed torch.Tensor and DTensor"
@@ -43,7 +43,7 @@ class _Explained:
 
 
 def _raise_explained(module: nn.Module, group: Group, error: RuntimeError) -> NoReturn:
-    names = [name for p in module._parameters.values() if p is not None and (name := sharded_before(p))]
+    names = [name for p in module._parameters.values() if p is not None and (name := name_of_replaced(p))]
     is_shown = group.is_shown and any(site.module is module for p in group.params for site in p.sites)
     if not names or is_shown:
         raise error

@@ -17,7 +17,7 @@ from shardwise.layout.mesh import Axis
 from shardwise.params.parameter import Param
 from shardwise.ranks.comparison import Comparison, Facts, Unequal, digest_of
 from shardwise.ranks.failures import Wait, relay_of_job
-from shardwise.ranks.replicas import are_silent
+from shardwise.ranks.replicas import are_fake
 from shardwise.torch_compat import c10d
 
 
@@ -48,7 +48,7 @@ class PlanCheck:
             RuntimeError: with the first difference and the ranks on either side.
         """
         axes = [axis for group in groups for bucket in group.buckets for axis in bucket.mesh.axes()]
-        if not axes or are_silent(axes, self._device):
+        if not axes or are_fake(axes, self._device):
             return
         self._wait.name, self._axes = name, list({id(axis.pg): axis for axis in axes}.values())
         if not self._trained:

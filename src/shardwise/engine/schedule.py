@@ -41,8 +41,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.comm.reduction import Shipment
-from shardwise.comm.streams import Lanes, nothing
+from shardwise.comm.reduction import PartReduction
+from shardwise.comm.streams import CommStreams, nothing
 from shardwise.engine.double_backward import Mark, follow_graph
 from shardwise.engine.finalization import Finalization, GradientReductionHandle
 from shardwise.engine.group import (
@@ -64,7 +64,7 @@ from shardwise.engine.order import Order
 from shardwise.engine.plan_check import PlanCheck
 from shardwise.layout.mesh import Axis, highest_over
 from shardwise.params.bucket import Bucket
-from shardwise.params.initial_values import refuse_unequal_starts
+from shardwise.params.initial_values import refuse_unequal_initial_values
 from shardwise.ranks.failures import relay_of_job
 from shardwise.torch_compat import autograd, c10d, functorch
 from shardwise.torch_compat.functorch import outside_transforms
@@ -159,14 +159,14 @@ class Schedule:
         self.groups: list[Group] = []
         self.root: Group | None = None
         self.observer: Observer | None = None
-        self._lanes: Lanes  # made when the first gather needs them
+        self._lanes: CommStreams  # made when the first gather needs them
         self._reduce_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         self._part_axes: dict[tuple[dist.ProcessGroup, int], Axis] = {}
         self._unconnected: list[dist.ProcessGroup] = []  # of these two, in the order they were made
         self._parents: dict[Group, Group] = {}
         self._optionals: dict[Group, list[Group]] | None = None  # found again when asked for
         self.finalization = Finalization()
-        self.post_optim_event: Any = None  # of the device's own module; see follow_optimizer
+        self.post_optim_event: Any = None  # of the device's own module; see wait_for_optimizer
         self._inference: Inference | None = None
         self._order_outside = Order()
         self._landing: list[Group] = []  # reductions whose results are on their way to the host
@@ -191,7 +191,9 @@ class Schedule:
         self._has_run: dict[Group, set[nn.Module]] = {}
         self._sessions: list[Session] = []
         self._reducing: deque[Group] = deque()
-        self._shipments: deque[tuple[Group, Shipment]] = deque()  # of groups whose gradients leave in parts
+        self._shipments: deque[tuple[Group, PartReduction]] = (
+            deque()
+        )  # of groups whose gradients leave in parts
         self._room_for_shipments = 0.0
         self._reduced: set[Group] = set()  # in the running backward
         self._has_reduced: set[Group] = set()  # in an earlier one
@@ -275,7 +277,7 @@ class Schedule:
                 bucket.use_channel(channel)
                 choices: dict[str, Any] = {
                     "reduce_pg": self._reduce_group(group, axis.pg),
-                    "part_axis": self._part_axis(axis, _part_world(group)),
+                    "post_forward_axis": self._part_axis(axis, _part_world(group)),
                 }
                 if bucket.would_change(choices):
                     group.replan(partial(Bucket.communicate, **choices), bucket)
@@ -326,7 +328,7 @@ class Schedule:
 
     def _prepare_lanes(self) -> None:
         if not hasattr(self, "_lanes"):
-            self._lanes = Lanes(self._device)
+            self._lanes = CommStreams(self._device)
 
     def _reduce_group(self, group: Group, pg: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         """On NCCL, reductions have a process group of their own: else gathers wait for them."""
@@ -371,7 +373,7 @@ class Schedule:
     def unshard_for_caller(self, group: Group) -> None:
         """Begin a gather that lasts until forward has used it, or ``reshard_for_caller``."""
         self._prepare()
-        self._lanes.follow_optimizer(self.post_optim_event)  # which the next forward waits for as well
+        self._lanes.wait_for_optimizer(self.post_optim_event)  # which the next forward waits for as well
         if group.state is PARTLY:
             self._release(group)
         self._free_stale([group])
@@ -438,8 +440,8 @@ class Schedule:
         self._prepare()
         event, self.post_optim_event = self.post_optim_event, None
         if event is not None:
-            self._lanes.compute_waits_for(event)  # and what comes after it is the caller's own work
-        self._lanes.gather.follow_compute()
+            self._lanes.make_compute_wait_for(event)  # and what comes after it is the caller's own work
+        self._lanes.all_gather.wait_for_compute()
         self._release(group)
 
     @property
@@ -461,7 +463,7 @@ class Schedule:
             if taken + group.gathered_bytes <= budget:
                 kept.append(group)
                 taken += group.gathered_bytes
-        self._lanes.follow_optimizer(self.post_optim_event)
+        self._lanes.wait_for_optimizer(self.post_optim_event)
         for group in self.groups:
             self._release(group)  # what was kept from before may be stale
         for group in kept:
@@ -572,7 +574,9 @@ class Schedule:
     def _compare_starts(self) -> None:
         """Once, before training: ranks begin with the same weights, and keep equal copies. Collective."""
         if not self._has_compared and torch.is_grad_enabled():
-            refuse_unequal_starts([param for group in self.groups for param in group.params], self._device)
+            refuse_unequal_initial_values(
+                [param for group in self.groups for param in group.params], self._device
+            )
             self._has_compared = True
 
     def _agree_within(self, _group: Group) -> None:
@@ -620,7 +624,7 @@ class Schedule:
             self._inference.check_weights()
             self._inference.begin_forward()
         event, self.post_optim_event = self.post_optim_event, None
-        self._lanes.follow_optimizer(event)
+        self._lanes.wait_for_optimizer(event)
         self._forward_order.rewind()
         self._entered, self._exited = [], []
         self._has_run.clear()
@@ -647,8 +651,10 @@ class Schedule:
 
     def _let_host_write(self) -> None:
         """Wait for copies out of shards in host memory, which the caller may change from now on."""
-        if self._lanes.are_streams and any(bucket.is_offloaded for g in self.groups for bucket in g.buckets):
-            self._lanes.gather.synchronize()
+        if self._lanes.are_device_streams and any(
+            bucket.is_offloaded for g in self.groups for bucket in g.buckets
+        ):
+            self._lanes.all_gather.synchronize()
 
     def _hide_kept(self) -> None:
         """Between passes modules show their shards, whatever is kept in memory, but for ``inference()``."""
@@ -912,10 +918,10 @@ class Schedule:
         if group.requires_gradient_sync and not (group.zeros_for_unused or group.may_be_unused):
             self._limit_shipments(group, group.send_ready())
 
-    def _limit_shipments(self, group: Group, new: list[Shipment]) -> None:
-        """Wait for the oldest shipments where the new ones, of ``group``, would fill too much memory."""
-        self._shipments += [(group, shipment) for shipment in new]
-        held = sum(shipment.num_bytes for _, shipment in self._shipments)
+    def _limit_shipments(self, group: Group, new: list[PartReduction]) -> None:
+        """Wait for the oldest reductions where the new ones, of ``group``, would fill too much memory."""
+        self._shipments += [(group, part_reduction) for part_reduction in new]
+        held = sum(part_reduction.num_bytes for _, part_reduction in self._shipments)
         while held > self._room_for_shipments and len(self._shipments) > 1:
             sender, oldest = self._shipments.popleft()
             held -= oldest.num_bytes
@@ -924,9 +930,9 @@ class Schedule:
     def _reduce(self, group: Group) -> None:
         if group.gradient_state is REDUCING:
             group.finish_reduce()
-        shipments = group.reduce()
+        part_reductions = group.reduce()
         if group.leaves_in_parts:
-            self._limit_shipments(group, shipments)
+            self._limit_shipments(group, part_reductions)
         self._reduced.add(group)
         for earlier in self._reducing:
             earlier.advance_reduce()
@@ -997,7 +1003,7 @@ class Schedule:
         self._connect()
         for group in self.groups:
             group.drop_cleared()
-        self._lanes.gather.follow_compute()
+        self._lanes.all_gather.wait_for_compute()
         self._backward_order.rewind()
         self._reduced.clear()
 
@@ -1154,7 +1160,7 @@ class Schedule:
         if not kept:
             return
         if self.post_optim_event is not None:
-            self._lanes.compute_waits_for(self.post_optim_event)  # it is about to read the shards
+            self._lanes.make_compute_wait_for(self.post_optim_event)  # it is about to read the shards
         flags = torch.tensor([group.is_stale() for group in kept], dtype=torch.int32, device=self._device)
         highest_over(flags, axes_of(kept))
         for group, is_stale in zip(kept, flags.tolist(), strict=True):

@@ -71,7 +71,7 @@ def _fill_group(old: Group, memo: Memo) -> None:
     new.take_settings(old)
     new.ignored = [memo.get(id(param), param) for param in old.ignored]
     for bucket in buckets:
-        bucket.move_in()
+        bucket.rebuild_flat_shard()
 
 
 def _twin(module: nn.Module, memo: Memo) -> nn.Module:

@@ -15,10 +15,10 @@ from shardwise.fsdp_module import FSDPModule
 from shardwise.layout.fqns import names_in
 from shardwise.layout.mesh import ShardMesh, resolve_mesh
 from shardwise.layout.precision import PrecisionRule, precision_of
-from shardwise.params.bucket import Bucket, Storage
+from shardwise.params.bucket import Bucket, ShardStorage
 from shardwise.params.extension import ExtensionBucket, check_protocol, is_extension
 from shardwise.params.parameter import Param, Site
-from shardwise.params.sharded_away import sharded_before
+from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.policies import CommPolicy, DataParallelMeshDims
 from shardwise.setup.validation import class_name, describe
 from shardwise.torch_compat import dtensor, nn_modules
@@ -74,7 +74,7 @@ class Found:
     def _add(self, param: nn.Parameter, site: Site, ignored: set[int]) -> None:
         if id(param) in ignored:
             self.ignored[param] = site.fqn
-        elif sharded_before(param) is not None:
+        elif name_of_replaced(param) is not None:
             self.ties.append(Tie(site, param))
         else:
             self.params.setdefault(param, []).append(site)
@@ -201,7 +201,7 @@ def _shard_dim(placement: Any, param: nn.Parameter, where: str) -> int:
 
 
 def make_buckets(
-    params: list[Param], meshes: Meshes, policy: CommPolicy, storage: Storage, mp_policy: Any
+    params: list[Param], meshes: Meshes, policy: CommPolicy, storage: ShardStorage, mp_policy: Any
 ) -> list[Bucket]:
     """One bucket a mesh, in the order in which the meshes come up; that of the call first.
 

@@ -12,7 +12,7 @@ from shardwise.engine.group import Group
 from shardwise.fsdp_module import FSDPModule, check_bool, under_compile
 from shardwise.layout.fqns import clean, uncompiled
 from shardwise.layout.mesh import ShardMesh
-from shardwise.params.bucket import Storage
+from shardwise.params.bucket import ShardStorage
 from shardwise.setup.sharded_class import original_class
 from shardwise.torch_compat import nn_modules
 
@@ -203,11 +203,11 @@ def check_ignored(ignored_params: Any) -> set[int]:
     return {id(param) for param in ignored_params}
 
 
-def storage_of(policy: Any, device: torch.device) -> Storage:
+def storage_of(policy: Any, device: torch.device) -> ShardStorage:
     """Where shards are kept under an offload policy, or without one."""
     if policy is None:
-        return Storage(device)
-    return Storage(torch.device("cpu"), is_pinned=bool(policy.pin_memory) and device.type != "cpu")
+        return ShardStorage(device)
+    return ShardStorage(torch.device("cpu"), is_pinned=bool(policy.pin_memory) and device.type != "cpu")
 
 
 def class_name(module: nn.Module) -> str:

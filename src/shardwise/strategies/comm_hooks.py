@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.comm.gradient_sums import CallersHook, LowPrecision, Quantized, Reducer
+from shardwise.comm.reducers import CommHookReducer, LowPrecisionReducer, QuantizedReducer, Reducer
 from shardwise.engine.group import GradientState, Group
 from shardwise.engine.members import sharded_members
 from shardwise.engine.schedule import Member
@@ -78,7 +78,7 @@ def register_comm_hook(model: nn.Module, state: Any, hook: Hook) -> None:
 
 
 def _maker(state: Any, hook: Any) -> Callable[[Bucket, Group], Reducer]:
-    """What makes the reducer of a bucket."""
+    """The function that makes the reducer of a bucket."""
     if isinstance(hook, (LowPrecisionReduction, QuantizedReduction)):
         if state is not None:
             raise ValueError(
@@ -86,8 +86,8 @@ def _maker(state: Any, hook: Any) -> Callable[[Bucket, Group], Reducer]:
                 "needs by itself. Pass None."
             )
         if isinstance(hook, LowPrecisionReduction):
-            return lambda bucket, group: LowPrecision(hook.dtype)
-        return lambda bucket, group: Quantized(hook.block_size, hook.error_feedback)
+            return lambda bucket, group: LowPrecisionReducer(hook.dtype)
+        return lambda bucket, group: QuantizedReducer(hook.block_size, hook.error_feedback)
     if isinstance(hook, type) or not callable(hook):
         raise TypeError(
             f"{_NAME}: hook is {hook!r}; pass a function (state, grad, output), a LowPrecisionReduction() or "
@@ -96,7 +96,7 @@ def _maker(state: Any, hook: Any) -> Callable[[Bucket, Group], Reducer]:
     return partial(_callers_hook, state, hook)
 
 
-def _callers_hook(state: Any, hook: Callable[..., None], bucket: Bucket, group: Group) -> CallersHook:
+def _callers_hook(state: Any, hook: Callable[..., None], bucket: Bucket, group: Group) -> CommHookReducer:
     shards = "shard" in bucket.mesh.roles
     wanted = ("state", "grad", "output") if shards else ("state", "grad")
     try:
@@ -109,7 +109,7 @@ def _callers_hook(state: Any, hook: Callable[..., None], bucket: Bucket, group: 
         ) from None
     except ValueError:
         pass  # a built-in that does not tell
-    return CallersHook(state, hook, shards=shards, replicas=bucket.mesh.replicate.world)
+    return CommHookReducer(state, hook, shards=shards, replicas=bucket.mesh.replicate.world)
 
 
 def _check_group(member: Member, divides_as_usual: bool) -> None:

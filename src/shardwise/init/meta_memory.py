@@ -1,4 +1,4 @@
-"""Memory for models on the meta device that are about to be loaded, so that nothing has to be initialised."""
+"""Memory for models on the meta device that are about to be loaded."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,12 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.layout.fqns import clean
-from shardwise.params.placeholders import Spot, become_parameter, refresh_lists
+from shardwise.init.placeholders import TensorSite, become_parameter, refresh_lists
+from shardwise.layout.fqns import clean, listed
 from shardwise.ranks.model_ranks import device_of_model
 from shardwise.setup.validation import groups_in
-from shardwise.state.names import listed
-from shardwise.torch_compat import dtensor
+from shardwise.torch_compat import dtensor, nn_modules
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -21,7 +20,7 @@ def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether anything of it has no values yet."""
+    """Whether any tensor of ``model`` has no values yet."""
     return any(tensor.is_meta for _, tensor in named_tensors(model))
 
 
@@ -42,41 +41,43 @@ def refuse_lost(model: nn.Module, caller: str, coming: Iterable[Any]) -> None:
 
 
 def give_memory(model: nn.Module) -> None:
-    """Let what is on the meta device have memory on the device of the model, its contents undefined.
+    """Give tensors on the meta device memory with undefined contents, on the device of the model.
 
     Parameters stay the same objects, for the sake of ties and of an optimizer that has them already; a shared
-    buffer is the same one at all its places.
+    buffer stays shared.
     """
     device = device_of_model(model)
     with torch.inference_mode(False), torch.no_grad():
         _give_plain_memory(model, device)
-        # What is left are shards: their groups follow, and put them into buffers of their own.
-        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+        # Only sharded parameters are left: their groups notice, and move them into flat shards.
+        nn_modules.map_tensors(
+            model, lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+        )
 
 
 def _give_plain_memory(model: nn.Module, device: torch.device) -> None:
-    """To parameters that no group has (ignored ones, those outside sharded modules), and to buffers."""
+    """Give memory to parameters without a group (ignored, or outside sharded modules), and to buffers."""
     sharded = {id(param.sharded) for group in groups_in(model) for param in group.params}
-    spots: dict[int, tuple[Tensor, list[Spot]]] = {}
+    sites: dict[int, tuple[Tensor, list[TensorSite]]] = {}
     for module in model.modules():
-        for entries in (module._parameters, module._buffers):
+        for entries in (nn_modules.parameters(module), nn_modules.buffers(module)):
             for name, tensor in entries.items():
                 if tensor is None or id(tensor) in sharded or nn.parameter.is_lazy(tensor):
                     continue
                 if tensor.is_meta:
-                    spots.setdefault(id(tensor), (tensor, []))[1].append(Spot(module, entries, name))
-    for tensor, places in spots.values():
+                    sites.setdefault(id(tensor), (tensor, []))[1].append(TensorSite(module, entries, name))
+    for tensor, places in sites.values():
         memory = _memory_like(tensor, device)
         if isinstance(tensor, nn.Parameter):
-            become_parameter(tensor, memory, (spot.module for spot in places))
+            become_parameter(tensor, memory, (site.module for site in places))
         else:
-            for spot in places:
-                spot.entries[spot.name] = memory
-    refresh_lists(spot.module for _, places in spots.values() for spot in places)
+            for site in places:
+                site.entries[site.name] = memory
+    refresh_lists(site.module for _, places in sites.values() for site in places)
 
 
 def _memory_like(tensor: Tensor, device: torch.device) -> Tensor:
     if isinstance(tensor, DTensor):
         local = dtensor.local_tensor(tensor)
-        return dtensor.make_dtensor(torch.empty_like(local, device=device), tensor._spec)
+        return dtensor.make_dtensor(torch.empty_like(local, device=device), dtensor.spec_of(tensor))
     return torch.empty_like(tensor.detach(), device=device)

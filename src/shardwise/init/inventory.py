@@ -1,4 +1,4 @@
-"""What a model on the meta device lacks, and which modules give it, in which order, a group at a time."""
+"""The inventory of a model on the meta device: tensors without values, and the modules that have them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from shardwise.engine.group import Group
+from shardwise.init.placeholders import Placeholder, RefuseWrites, TensorSite, show_all
 from shardwise.layout.fqns import names_in
-from shardwise.params.placeholders import Filling, RefuseWrites, Spot, show_all
 from shardwise.ranks.model_ranks import mesh_device
 from shardwise.setup.discovery import joined
 from shardwise.setup.validation import PLACE, class_name
-from shardwise.state.lending import reorder
+from shardwise.torch_compat import nn_modules
 
 
 class Inventory:
@@ -28,30 +28,32 @@ class Inventory:
         self.groups = list(dict.fromkeys(self.group_of.values()))
         self.device = self.groups[0].device if self.groups else mesh_device(model)
         self.drawn_on = drawn_on or self.device or torch.device("cpu")
-        self.fillings: dict[int, Filling] = {}
+        self.placeholders: dict[int, Placeholder] = {}
         self._add_sharded()
-        sharded = set(self.fillings)
+        sharded = set(self.placeholders)
         for module in self.names:
             self._add_plain(module, sharded)
         self._add_neighbours()
-        self.shards = {id(f.original): f.fqn for f in self.fillings.values() if f.param is not None}
+        self.shards = {id(f.original): f.fqn for f in self.placeholders.values() if f.param is not None}
         self.todo = [module for module in _children_first(model) if self._is_empty(module)]
 
     def _add_sharded(self) -> None:
         for group in self.groups:
             for bucket in group.buckets:
                 for param in bucket.params:
-                    spots = [Spot(s.module, s.module._parameters, s.name) for s in param.sites]
-                    if not any(spot.module in self.names for spot in spots):
-                        continue  # of a module beside, where only a part of a sharded model is asked for
+                    sites = [
+                        TensorSite(s.module, nn_modules.parameters(s.module), s.name) for s in param.sites
+                    ]
+                    if not any(site.module in self.names for site in sites):
+                        continue  # of a module outside, where ``model`` is only a part of a sharded model
                     had_values = not param.sharded.is_meta
-                    self.fillings[id(param.sharded)] = Filling(
-                        param.fqn, param.sharded, bucket.storage.device, param, had_values, spots
+                    self.placeholders[id(param.sharded)] = Placeholder(
+                        param.fqn, param.sharded, bucket.storage.device, param, had_values, sites
                     )
 
     def _add_plain(self, module: nn.Module, sharded: set[int]) -> None:
-        """What no group has, or what it leaves alone."""
-        for entries in (module._parameters, module._buffers):
+        """Tensors that no group has, or that their group leaves alone."""
+        for entries in (nn_modules.parameters(module), nn_modules.buffers(module)):
             for name, tensor in entries.items():
                 if (
                     tensor is None
@@ -62,30 +64,30 @@ class Inventory:
                     continue
                 fqn = joined(self.names[module], name)
                 home = self.device or self.drawn_on
-                filling = self.fillings.setdefault(id(tensor), Filling(fqn, tensor, home))
-                filling.spots.append(Spot(module, entries, name))
+                placeholder = self.placeholders.setdefault(id(tensor), Placeholder(fqn, tensor, home))
+                placeholder.sites.append(TensorSite(module, entries, name))
 
     def _add_neighbours(self) -> None:
-        """Plain tensors with values beside ones without: an init of their module will write to both."""
-        beside = {spot.module for f in self.fillings.values() if f.is_empty for spot in f.spots}
+        """Plain tensors with values in modules that have others without: their init will write to both."""
+        beside = {site.module for f in self.placeholders.values() if f.is_empty for site in f.sites}
         for module in self.names:
             if module not in beside:
                 continue
-            for entries in (module._parameters, module._buffers):
+            for entries in (nn_modules.parameters(module), nn_modules.buffers(module)):
                 for name, tensor in entries.items():
-                    if tensor is None or tensor.is_meta or id(tensor) in self.fillings:
+                    if tensor is None or tensor.is_meta or id(tensor) in self.placeholders:
                         continue
                     fqn = joined(self.names[module], name)
-                    kept = Filling(fqn, tensor, tensor.device, None, True)
-                    kept.spots.append(Spot(module, entries, name))
-                    self.fillings[id(tensor)] = kept
+                    kept = Placeholder(fqn, tensor, tensor.device, None, True)
+                    kept.sites.append(TensorSite(module, entries, name))
+                    self.placeholders[id(tensor)] = kept
 
     def _is_empty(self, module: nn.Module) -> bool:
-        own = [*module._parameters.values(), *module._buffers.values()]
+        own = [*nn_modules.parameters(module).values(), *nn_modules.buffers(module).values()]
         return any(t is not None and t.is_meta and not nn.parameter.is_lazy(t) for t in own)
 
     def visits(self) -> Iterator["Visit"]:
-        """The modules to initialise, those together that follow each other in one group."""
+        """The modules to initialise; neighbours of one group are one visit."""
         visit: list[nn.Module] = []
         for module in self.todo:
             if visit and self.group_of.get(module) is not self.group_of.get(visit[-1]):
@@ -95,9 +97,9 @@ class Inventory:
         if visit:
             yield Visit(self, visit)
 
-    def missing(self) -> list[Filling]:
-        """What has no values yet."""
-        return [filling for filling in self.fillings.values() if filling.is_empty]
+    def missing(self) -> list[Placeholder]:
+        """Tensors that have no values yet."""
+        return [placeholder for placeholder in self.placeholders.values() if placeholder.is_empty]
 
 
 def _children_first(model: nn.Module) -> Iterator[nn.Module]:
@@ -116,54 +118,57 @@ def _children_first(model: nn.Module) -> Iterator[nn.Module]:
 
 @dataclass
 class Visit:
-    """Modules of one group, or of none, that are initialised while what they may write is whole."""
+    """Modules of one group, or of none, that are initialised while the tensors they may write to are full."""
 
     inventory: Inventory
     modules: list[nn.Module]
 
     def run(self, init_fn: Callable[[nn.Module], Any] | None) -> None:
-        """Initialise them. Afterwards everything registered is as before, with values."""
+        """Initialise them. Afterwards the same tensors are registered, with values."""
         group = self.inventory.group_of.get(self.modules[0])
-        fillings = self._fillings(group)
-        for filling in fillings:
-            _check_place(filling)
-        orders = {m: list(m._parameters) for f in fillings for m in [spot.module for spot in f.spots]}
+        placeholders = self._placeholders(group)
+        for placeholder in placeholders:
+            _check_place(placeholder)
+        orders = {
+            m: list(nn_modules.parameters(m)) for f in placeholders for m in [site.module for site in f.sites]
+        }
         failed: nn.Module | None = None
         try:
             with torch.inference_mode(False), torch.no_grad():
-                show_all(fillings, self.inventory.drawn_on)
+                show_all(placeholders, self.inventory.drawn_on)
             for module in self.modules:
                 failed = module
                 self._initialise(module, init_fn)
             failed = None
         finally:
             with torch.inference_mode(False), torch.no_grad():
-                problems = self._settle(fillings, failed)
+                problems = self._settle(placeholders, failed)
             for module, names in orders.items():
-                reorder(module._parameters, names)
-            for each in self._groups_of(fillings):
+                nn_modules.reorder(nn_modules.parameters(module), names)
+            for each in self._groups_of(placeholders):
                 each.follow_changes()
         if problems:
             more = f" And {len(problems) - 4} more." if len(problems) > 4 else ""
             raise RuntimeError(f"materialize: {' '.join(problems[:4])}{more}")
 
-    def _fillings(self, group: Group | None) -> list[Filling]:
-        """What is shown: what the modules own, and what is inside them and theirs."""
+    def _placeholders(self, group: Group | None) -> list[Placeholder]:
+        """The tensors to show: those that the modules own, and those of their group inside them."""
         own = set(self.modules)
         inside = {module for each in self.modules for module in each.modules()}
         mine = set(group.params) if group is not None else set()
         return [
-            filling
-            for filling in self.inventory.fillings.values()
-            if filling.is_in(own)
+            placeholder
+            for placeholder in self.inventory.placeholders.values()
+            if placeholder.is_in(own)
             or (
-                filling.is_in(inside) and (filling.param in mine if filling.param else not filling.had_values)
+                placeholder.is_in(inside)
+                and (placeholder.param in mine if placeholder.param else not placeholder.had_values)
             )
         ]
 
-    def _groups_of(self, fillings: list[Filling]) -> list[Group]:
-        """More than one where a parameter is tied to a place in another group."""
-        shown = {filling.param for filling in fillings if filling.param is not None}
+    def _groups_of(self, placeholders: list[Placeholder]) -> list[Group]:
+        """The groups of the shown tensors; several where a parameter is tied to one of another group."""
+        shown = {placeholder.param for placeholder in placeholders if placeholder.param is not None}
         return [group for group in self.inventory.groups if not shown.isdisjoint(group.params)]
 
     def _initialise(self, module: nn.Module, init_fn: Callable[[nn.Module], Any] | None) -> None:
@@ -182,40 +187,40 @@ class Visit:
             error.add_note(f"materialize: raised while initialising {what}.")
             raise
 
-    def _settle(self, fillings: list[Filling], failed: nn.Module | None) -> list[str]:
+    def _settle(self, placeholders: list[Placeholder], failed: nn.Module | None) -> list[str]:
         problems: list[str] = []
-        for filling in fillings:
-            if failed is not None and filling.is_in({failed}):
-                filling.put_back()
+        for placeholder in placeholders:
+            if failed is not None and placeholder.is_in({failed}):
+                placeholder.put_back()
                 continue
-            problem = filling.settle()
+            problem = placeholder.settle()
             problems += [problem] if problem else []
         return problems
 
 
-def _check_place(filling: Filling) -> None:
-    if not filling.is_in_place:
-        filling.put_back()
+def _check_place(placeholder: Placeholder) -> None:
+    if not placeholder.is_in_place:
+        placeholder.put_back()
         raise RuntimeError(
-            f"materialize: {filling.fqn} was replaced by the init of a module that does not own it. What was "
-            "there before is back in its place. Initialise parameters where they are owned."
+            f"materialize: {placeholder.fqn} was replaced by the init of a module that does not own it. What "
+            "was there before is back in its place. Initialise parameters where they are owned."
         )
 
 
 def refuse_what_is_missing(inventory: Inventory) -> None:
-    """At the end of the walk: everything has values, and shards are where they were.
+    """Check at the end: everything has values, and sharded parameters are registered where they were.
 
     Raises:
-        RuntimeError: with the names of what is not so.
+        RuntimeError: naming the tensors that are not.
     """
-    for filling in inventory.fillings.values():
-        if filling.param is not None:
-            _check_place(filling)
+    for placeholder in inventory.placeholders.values():
+        if placeholder.param is not None:
+            _check_place(placeholder)
     missing = inventory.missing()
     if not missing:
         return
     shown = [
-        f"{f.fqn} ({'buffer' if f.is_buffer else 'parameter'} of {class_name(f.spots[0].module)})"
+        f"{f.fqn} ({'buffer' if f.is_buffer else 'parameter'} of {class_name(f.sites[0].module)})"
         for f in missing[:8]
     ]
     more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""

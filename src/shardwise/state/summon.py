@@ -1,9 +1,8 @@
-"""Full parameters lent to the caller, in place of the shards, with what is done to them written back.
+"""Summon: full parameters in place of the sharded ones, for the caller, with changes written back.
 
-Forward has its own full parameters, which shadow the shards and are none of the caller's business. These
-here are others: in the dtype that is stored, registered in the modules, so that whoever walks
-``parameters()`` or ``state_dict()`` sees them, and with memory of their own. The shards wait meanwhile, the
-same objects as ever.
+These are not the unsharded parameters of forward, which shadow the sharded ones. Summoned parameters have the
+stored dtype and memory of their own, and are registered in the modules, so that ``parameters()`` and
+``state_dict()`` show them. The sharded parameters stay the same objects, and are registered again afterwards.
 
     module._parameters["weight"]    shard  ->  full parameter  ->  the same shard, with the edits
     group                           SHARDED    LENT               SHARDED
@@ -17,24 +16,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.all_gather import Gather
-from shardwise.comm.buffers import GatheredBuffer, local_views
+from shardwise.comm.all_gather import AllGather
+from shardwise.comm.buffers import UnshardedBuffer, local_views
 from shardwise.comm.communicators import make_communicator
-from shardwise.comm.streams import HostLane
+from shardwise.comm.streams import HostStream
 from shardwise.engine.group import GradientState, Group
+from shardwise.layout.chunks import shard_of
 from shardwise.layout.slots import Layout, Slot
 from shardwise.params.bucket import Bucket, bytes_of
 from shardwise.params.deferred import DeferredGradient
 from shardwise.params.extension import ExtensionBucket
 from shardwise.params.parameter import Param
-from shardwise.params.partly_gathered import part_of
-from shardwise.params.sharded_away import give_up_full
-from shardwise.torch_compat import dtensor, tensor_impl
+from shardwise.params.replaced_parameter import mark_replaced
+from shardwise.torch_compat import dtensor, nn_modules, tensor_impl
 
 
 @dataclass(frozen=True)
-class Terms:
-    """``is_shown``: this rank gets full parameters, not only takes part in gathering them."""
+class SummonOptions:
+    """``is_shown``: this rank gets full parameters; else it only takes part in the all-gathers."""
 
     writes_back: bool
     is_shown: bool
@@ -42,11 +41,11 @@ class Terms:
     with_gradients: bool
 
 
-def check_can_lend(group: Group, terms: Terms) -> None:
+def check_can_summon(group: Group, options: SummonOptions) -> None:
     """Refuse before anything has been gathered.
 
     Raises:
-        RuntimeError: the group is lent already, or gradients wait that ``.grad`` does not show.
+        RuntimeError: the group is summoned already, or gradients wait that ``.grad`` does not show.
         NotImplementedError: it has tensor subclasses that only gather themselves.
     """
     group.refuse_if_lent("another unsharded()")
@@ -57,7 +56,7 @@ def check_can_lend(group: Group, terms: Terms) -> None:
                 "gathers itself in the form in which it is computed with; what is stored of it cannot be put "
                 "together. Shard it in a module of its own and leave that out with recurse=False."
             )
-    if terms.with_gradients and group.gradient_state is not GradientState.EMPTY:
+    if options.with_gradients and group.gradient_state is not GradientState.EMPTY:
         waiting = [p.fqn for p in group.params if isinstance(p.sharded.grad, DeferredGradient)]
         raise RuntimeError(
             f"unsharded(with_grads=True): gradients of {', '.join(waiting[:4]) or group.name} wait to be "
@@ -67,8 +66,8 @@ def check_can_lend(group: Group, terms: Terms) -> None:
 
 
 @dataclass(eq=False)
-class _Loan:
-    """One parameter: the full one, and what it and its shard were when the caller got it."""
+class _SummonedParam:
+    """One summoned parameter, and what it and its shard were before the caller got it."""
 
     param: Param
     bucket: Bucket
@@ -77,26 +76,26 @@ class _Loan:
     version: int
     gradient: Tensor | None
     gradient_version: int
-    shard_before: Tensor | None  # None: nothing is written back
+    shard_before: Tensor | None  # None: changes are dropped
     shard_gradient_before: Tensor | None
 
     def part(self, whole: Tensor) -> Tensor:
-        """What this rank keeps of a full tensor."""
-        return part_of(self.param.content_in(whole.detach()), self.slot, self.bucket.mesh.shard.rank)
+        """This rank's shard of a full tensor."""
+        return shard_of(self.param.content_in(whole.detach()), self.slot, self.bucket.mesh.shard.rank)
 
-    def settle(self, new: Tensor | str | None, with_gradients: bool) -> list[str]:
-        """Bring into the shard what was changed; what could not be is returned, in words."""
+    def write_back(self, new: Tensor | str | None, with_gradients: bool) -> list[str]:
+        """Write changes back into the shard; returns problems as texts."""
         if self.shard_before is None:
             return []
         if not isinstance(new, Tensor):
             return [
                 new or f"{self.param.fqn}: it was removed. Put it back, or change modules before fully_shard."
             ]
-        problems = self._settle_value(new)
+        problems = self._write_back_value(new)
         if new.requires_grad != self.param.sharded.requires_grad:
             self.param.sharded.requires_grad_(new.requires_grad)
         if with_gradients:
-            problems += self._settle_gradient(new.grad)
+            problems += self._write_back_gradient(new.grad)
         elif new.grad is not None:
             problems.append(
                 f"{self.param.fqn}: .grad of its full parameter was set, and is lost. Pass with_grads=True "
@@ -104,14 +103,16 @@ class _Loan:
             )
         return problems
 
-    def _settle_value(self, new: Tensor) -> list[str]:
+    def _write_back_value(self, new: Tensor) -> list[str]:
         assert self.shard_before is not None
         local = self.param.local
         part = self.part(new).to(local.device)
-        # Counted changes are those of all ranks, whoever keeps the rows: all shards count them then, and a
+        # Versions count the changes of all ranks, whoever keeps the rows: then all shards count them, and a
         # backward that needs the old values fails on all ranks. Changes through .data are found by content.
         is_changed = (
-            new is not self.full or new._version != self.version or not _same(part, self.shard_before)
+            new is not self.full
+            or tensor_impl.version(new) != self.version
+            or not _same(part, self.shard_before)
         )
         if not is_changed:
             return []
@@ -123,8 +124,8 @@ class _Loan:
         local.copy_(part)
         return []
 
-    def _settle_gradient(self, new: Tensor | None) -> list[str]:
-        is_same = new is self.gradient and (new is None or new._version == self.gradient_version)
+    def _write_back_gradient(self, new: Tensor | None) -> list[str]:
+        is_same = new is self.gradient and (new is None or tensor_impl.version(new) == self.gradient_version)
         if is_same:
             return []
         if self.param.sharded.grad is not self.shard_gradient_before:
@@ -136,100 +137,101 @@ class _Loan:
         return []
 
 
-class Lent:
-    """The parameters of one group, from ``__init__`` to ``take_back``."""
+class SummonedGroup:
+    """The summoned parameters of one group, from ``__init__`` to ``write_back``."""
 
-    def __init__(self, group: Group, terms: Terms) -> None:
+    def __init__(self, group: Group, options: SummonOptions) -> None:
         self._group = group
-        self._terms = terms
-        self._loans: list[_Loan] = []
+        self._options = options
+        self._summoned: list[_SummonedParam] = []
         group.lend()
         try:
             with torch.inference_mode(False), torch.no_grad():
                 for bucket in group.buckets:
-                    self._loans += self._lend(bucket)
+                    self._summoned += self._summon(bucket)
         except BaseException:
             group.take_back()
             raise
-        # An entry that is deleted and comes back would come last in parameters().
-        self._orders = {s.module: list(s.module._parameters) for p in group.params for s in p.sites}
-        for loan in self._loans:
-            _register(loan.param, loan.full)
+        # A parameter that is deleted and registered again would come last in parameters().
+        self._orders = {
+            s.module: list(nn_modules.parameters(s.module)) for p in group.params for s in p.sites
+        }
+        for summoned in self._summoned:
+            _register(summoned.param, summoned.full)
         group.refresh_flat_weights()
 
-    def _lend(self, bucket: Bucket) -> Iterator[_Loan]:
-        values = gather_whole(bucket, bucket.shard.bytes, bucket.stored)
+    def _summon(self, bucket: Bucket) -> Iterator[_SummonedParam]:
+        values = gather_full_tensors(bucket, bucket.shard.bytes, bucket.stored)
         gradients: list[Tensor | None] = [None] * len(values)
-        if self._terms.with_gradients:
-            gradients = _whole_gradients(bucket)
-        if not self._terms.is_shown:
+        if self._options.with_gradients:
+            gradients = _full_gradients(bucket)
+        if not self._options.is_shown:
             return
         rows = zip(bucket.params, bucket.stored.slots, values, gradients, strict=True)
         for param, slot, value, gradient in rows:
-            full = param.as_original(self._landed(value))
+            full = param.as_original(self._on_device(value))
             vars(full).update(param.attributes)
             if gradient is not None:
                 tensor_impl.set_grad_dtype(full, gradient.dtype)
-                full.grad = param.as_original(self._landed(gradient)).detach()
+                full.grad = param.as_original(self._on_device(gradient)).detach()
             own = full.grad
-            yield _Loan(
+            yield _SummonedParam(
                 param,
                 bucket,
                 slot,
                 full,
-                full._version,
+                tensor_impl.version(full),
                 own,
-                0 if own is None else own._version,
-                param.local.detach().clone() if self._terms.writes_back else None,
+                0 if own is None else tensor_impl.version(own),
+                param.local.detach().clone() if self._options.writes_back else None,
                 param.sharded.grad,
             )
 
-    def _landed(self, tensor: Tensor) -> Tensor:
-        return tensor.cpu() if self._terms.to_host else tensor
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        return tensor.cpu() if self._options.to_host else tensor
 
-    def take_back(self) -> list[str]:
-        """Put the shards back, and into them what was changed; what could not be is returned, in words.
+    def write_back(self) -> list[str]:
+        """Register the sharded parameters again, and write changes back; returns problems as texts.
 
-        Never raises: the shards of other groups have to come back as well.
+        Never raises: other groups have to be written back as well.
         """
-        found = [_found_instead_of(loan.full, loan.param) for loan in self._loans]
-        for loan in self._loans:
-            _register(loan.param, loan.param.sharded)
+        found = [_found_instead_of(summoned.full, summoned.param) for summoned in self._summoned]
+        for summoned in self._summoned:
+            _register(summoned.param, summoned.param.sharded)
         for module, names in self._orders.items():
-            reorder(module._parameters, names)
+            nn_modules.reorder(nn_modules.parameters(module), names)
         self._group.refresh_flat_weights()
         self._group.take_back()
         problems: list[str] = []
         with torch.inference_mode(False), torch.no_grad():
-            for loan, new in zip(self._loans, found, strict=True):
+            for summoned, new in zip(self._summoned, found, strict=True):
                 try:
-                    problems += loan.settle(new, self._terms.with_gradients)
+                    problems += summoned.write_back(new, self._options.with_gradients)
                 except Exception as error:
-                    problems.append(f"{loan.param.fqn}: {error}")
-                give_up_full(loan.full, loan.param.fqn)
+                    problems.append(f"{summoned.param.fqn}: {error}")
+                mark_replaced(summoned.full, summoned.param.fqn)
         return problems
 
 
-def gather_whole(bucket: Bucket, flat: Tensor, layout: Layout) -> list[Tensor]:
-    """The full tensors, one a parameter, of which ``flat`` holds this rank's parts, laid out as ``layout``.
+def gather_full_tensors(bucket: Bucket, flat: Tensor, layout: Layout) -> list[Tensor]:
+    """The full tensors, one for each parameter, whose shards are in ``flat``, laid out as ``layout``.
 
-    On the device of the mesh, in memory that they alone hold. Collective over the ranks that share the
-    bucket.
+    On the device of the mesh, with memory of their own. Collective over the ranks that share the bucket.
     """
     mesh = bucket.mesh
-    gathered = GatheredBuffer(layout, mesh.device)
+    gathered = UnshardedBuffer(layout, mesh.device)
     flat = flat.to(mesh.device)
     if mesh.shard.is_alone:
         gathered.bytes.copy_(flat)
     else:
         comm = make_communicator(mesh.shard.pg, mesh.device)
         comm.channel = bucket.channel
-        gather = Gather(comm, layout, gathered)
-        gather.start(HostLane(), gather.cut(flat))()
-    return [gathered.full_tensor(slot) for slot in layout.slots]
+        gather = AllGather(comm, layout, gathered)
+        gather.start(HostStream(), gather.cut(flat))()
+    return [gathered.unsharded_tensor(slot) for slot in layout.slots]
 
 
-def _whole_gradients(bucket: Bucket) -> list[Tensor | None]:
+def _full_gradients(bucket: Bucket) -> list[Tensor | None]:
     """The full gradients; None for parameters that have none on any rank."""
     rank, axis = bucket.mesh.shard.rank, bucket.mesh.shard
     flat = torch.zeros(bucket.kept.shard_bytes, dtype=torch.uint8, device=bucket.storage.device)
@@ -246,25 +248,17 @@ def _whole_gradients(bucket: Bucket) -> list[Tensor | None]:
             is_there[index] = 1
     if not axis.is_alone:
         dist.all_reduce(is_there, op=dist.ReduceOp.MAX, group=axis.pg)
-    fulls = gather_whole(bucket, flat, bucket.kept)
+    fulls = gather_full_tensors(bucket, flat, bucket.kept)
     return [full if there else None for full, there in zip(fulls, is_there.tolist(), strict=True)]
 
 
 def _register(param: Param, tensor: nn.Parameter) -> None:
     for site in param.sites:
-        site.module._parameters[site.name] = tensor
-
-
-def reorder(entries: dict[str, nn.Parameter | None], names: list[str]) -> None:
-    """Have ``names`` come first in ``entries``, in this order."""
-    if list(entries)[: len(names)] != names:
-        in_order = {name: entries[name] for name in [*names, *entries] if name in entries}
-        entries.clear()
-        entries.update(in_order)
+        nn_modules.parameters(site.module)[site.name] = tensor
 
 
 def _found_instead_of(full: nn.Parameter, param: Param) -> Tensor | str | None:
-    """What stands in the place of ``full`` now: itself, another tensor, or in words why it cannot be used."""
+    """What is registered instead of ``full`` now: itself, another tensor, or why that cannot be used."""
     found: Sequence[Tensor | None] = [site.registered() for site in param.sites]
     others = [tensor for tensor in found if tensor is not full]
     if not others:

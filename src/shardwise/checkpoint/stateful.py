@@ -1,7 +1,7 @@
-"""States of objects beside the model, such as averages of the weights and schedulers of the learning rate.
+"""Stateful objects in a checkpoint, such as averages of the weights and learning rate schedulers.
 
-Their tensors are written and read as the model's are: each rank its part, laid out anew where other ranks
-load. All else is values, which come back as they were.
+Their tensors are written and read as those of the model: each rank its part, resharded where other ranks
+load. Everything else is a value, which comes back as it was.
 
     {"averages": {"up.weight": DTensor}, "num_updates": 7}    states.ema.averages.up.weight    a tensor
                                                               states.ema.num_updates           a value
@@ -18,29 +18,29 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.manifest import Manifest, Place
-from shardwise.state.named_state import staged
-from shardwise.state.names import listed
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.layout.fqns import listed
+from shardwise.state.named_state import StatePath, staged
 from shardwise.torch_compat import dtensor
 
-STATES = "states"  # the key of a checkpoint under which they are
+STATES = "states"  # their key in a checkpoint
 WHOLE = "shardwise.whole"  # marks a value that is one pickle, which torch would take apart
 
-Located = tuple[str, Place]  # the name of an object, and a place in its state
+Located = tuple[str, StatePath]  # the name of an object, and a place in its state
 
 
 def as_whole(value: Any) -> Any:
-    """A value, such that it comes back as it was."""
+    """Wrap a value so that it comes back as it was."""
     return (WHOLE, value) if isinstance(value, (Mapping, list)) else value
 
 
 def original(value: Any) -> Any:
-    """What was given to :func:`as_whole`."""
+    """The value that was given to :func:`as_whole`."""
     is_whole = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str)
     return value[1] if is_whole and value[0] == WHOLE else value
 
 
-def tensors_in(value: Any, place: Place = ()) -> Iterator[tuple[Place, Tensor]]:
+def tensors_in(value: Any, place: StatePath = ()) -> Iterator[tuple[StatePath, Tensor]]:
     """The tensors in nested dicts, lists and tuples, by the places that torch gives them."""
     if isinstance(value, Tensor):
         yield place, value
@@ -113,7 +113,7 @@ def check_objects(states: Any) -> dict[str, Any]:
 
 
 def states_of(states: dict[str, Any]) -> dict[str, Any]:
-    """What the objects bring to a checkpoint. Tensors are their own."""
+    """The states of the objects, for a checkpoint. Tensors are not copied."""
     found: dict[str, Any] = {}
     for name, thing in states.items():
         state = thing.state_dict()
@@ -125,7 +125,7 @@ def states_of(states: dict[str, Any]) -> dict[str, Any]:
 
 
 def _written(value: Any) -> Any:
-    """What has tensors is taken apart as torch does it, and nothing else."""
+    """Take values with tensors apart, as torch does, and nothing else."""
     if isinstance(value, Tensor):
         return value.detach()
     if next(tensors_in(value), None) is None:
@@ -148,22 +148,22 @@ def copied(value: Any) -> Any:
 
 
 @dataclass
-class StatePlan:
-    """What is to be read for one object, and where it goes."""
+class StatefulPlan:
+    """What is read for one object, and into what."""
 
     name: str
     load: Callable[[Any], Any]
-    own: Any  # its state as it is
-    saved: dict[Place, str]  # -> key in the checkpoint
+    own: Any  # its current state
+    saved: dict[StatePath, str]  # -> key in the checkpoint
     targets: dict[str, Tensor]  # by key
 
     def give(self, values: Mapping[str, Any]) -> None:
-        """Hand the object its state; `values` by key."""
+        """Give the object its state; `values` by key."""
         self.load(_rebuilt({place: values[key] for place, key in self.saved.items()}, self.own))
 
 
 def tensor_places(own: Mapping[str, Any]) -> list[Located]:
-    """Where the objects' states have tensors."""
+    """The paths of tensors in the states of the objects."""
     return [(name, place) for name, state in own.items() for place, _ in tensors_in(state)]
 
 
@@ -174,7 +174,7 @@ def plan_states(
     of_any_rank: Iterable[Located],
     strict: bool,
     convert_dtype: bool,
-) -> tuple[list[StatePlan], list[str]]:
+) -> tuple[list[StatefulPlan], list[str]]:
     """How the checkpoint's states fit `own`, those of the objects; and the names that it does not have.
 
     `of_any_rank`: where ranks have tensors; those of a pipeline have different ones.
@@ -190,7 +190,7 @@ def plan_states(
             f"{listed(sorted(there)) if there else 'none of any object'}. Nothing was loaded. strict=False "
             "leaves the object as it is."
         )
-    plans: list[StatePlan] = []
+    plans: list[StatefulPlan] = []
     problems: list[str] = []
     elsewhere = set(of_any_rank)
     for name in (name for name in states if name not in missing):
@@ -200,7 +200,7 @@ def plan_states(
             for place, key in manifest.under(STATES, name).items()
             if place in tensors or manifest.tensor(key) is None or (name, place) not in elsewhere
         }
-        plan = StatePlan(name, states[name].load_state_dict, own[name], saved, {})
+        plan = StatefulPlan(name, states[name].load_state_dict, own[name], saved, {})
         problems += list(_fill_targets(manifest, plan, tensors, convert_dtype))
         plans.append(plan)
     if problems:
@@ -209,9 +209,9 @@ def plan_states(
 
 
 def _fill_targets(
-    manifest: Manifest, plan: StatePlan, tensors: dict[Place, Tensor], convert_dtype: bool
+    manifest: Manifest, plan: StatefulPlan, tensors: dict[StatePath, Tensor], convert_dtype: bool
 ) -> Iterator[str]:
-    """Where each tensor is read; what does not fit is returned, in words."""
+    """Choose a target for each tensor; yields misfits as texts."""
     for place, tensor in tensors.items():
         what = f"{plan.name}.{'.'.join(map(str, place))}"
         md = manifest.tensor(plan.saved[place]) if place in plan.saved else None
@@ -236,8 +236,8 @@ def _fill_targets(
             plan.targets[key] = torch.empty((), dtype=md.properties.dtype)
 
 
-def _rebuilt(values: dict[Place, Any], like: Any) -> Any:
-    """Values by their places, nested as they were: in containers as those in `like`."""
+def _rebuilt(values: dict[StatePath, Any], like: Any) -> Any:
+    """Values by path, nested again, in containers like those of `like`."""
     if () in values:
         return original(values[()])
     keys: dict[Any, Any] = {}
@@ -245,7 +245,7 @@ def _rebuilt(values: dict[Place, Any], like: Any) -> Any:
         keys = {str(key): key for key in like}
     elif isinstance(like, (list, tuple)):
         keys = {index: index for index in range(len(like))}
-    below: dict[Any, dict[Place, Any]] = {}
+    below: dict[Any, dict[StatePath, Any]] = {}
     for (first, *rest), value in values.items():
         below.setdefault(first, {})[tuple(rest)] = value
     built = {

@@ -1,4 +1,4 @@
-"""Gradients land in the same objects from step to step, and nobody who kept one sees it change."""
+"""Sharded gradients are the same objects from step to step, and nobody who kept one sees it change."""
 
 import copy
 import gc
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardwise import FlatOptimizer, FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
-from shardwise.params.sharded_gradients import _LARGEST_KEPT_BYTES, Landing
+from shardwise.params.sharded_gradients import _LARGEST_KEPT_BYTES, ShardedGradients
 
 by_world = pytest.mark.parametrize("world", [1, 2], indirect=True)
 
@@ -49,9 +49,9 @@ def assert_equal_gradients(model: nn.Module, plain: nn.Module) -> None:
             torch.testing.assert_close(own.grad.full_tensor(), expected.grad, rtol=0, atol=1e-12)
 
 
-def landings(model: nn.Module) -> list[Landing]:
+def sharded_gradients_of(model: nn.Module) -> list[ShardedGradients]:
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return [bucket.landing for m in modules for bucket in m._shardwise_member.group.buckets]
+    return [bucket.sharded_gradients for m in modules for bucket in m._shardwise_member.group.buckets]
 
 
 def same_as_before(of_steps: list[list[int]]) -> list[bool]:
@@ -72,7 +72,7 @@ def train_and_compare_objects() -> list[bool]:
 
 
 @by_world
-def test_cleared_gradients_land_in_the_same_objects(world: World) -> None:
+def test_cleared_gradients_are_the_same_objects_again(world: World) -> None:
     assert set(map(tuple, world.run(train_and_compare_objects))) == {(False, True, True, True)}
 
 
@@ -212,7 +212,7 @@ def accumulate_over_steps() -> list[bool]:
 
 
 @by_world
-def test_accumulated_gradients_land_in_the_same_objects(world: World) -> None:
+def test_accumulated_gradients_stay_the_same_objects(world: World) -> None:
     assert world.run(accumulate_over_steps)[0] == [False, True, True, True]
 
 
@@ -282,8 +282,8 @@ def test_clearing_frees_all_but_small_gradients_at_once(world: World, width: int
 def clip_as_one(width: int) -> tuple[bool, Tensor, float]:
     model = fully_shard(nn.Linear(width, width, bias=False).double())
     model(random_batch(0, 4, width)).pow(2).sum().backward()
-    (landing,) = landings(model)
-    whole = landing.whole_of(landing.shards)
+    (sharded_gradients,) = sharded_gradients_of(model)
+    whole = sharded_gradients.flat_gradient_of(sharded_gradients.shards)
     norm = model.weight.grad.full_tensor().norm()
     total = clip_grad_norm_(model, 0.5)
     torch.testing.assert_close(total, norm, rtol=0, atol=1e-10)
@@ -292,9 +292,7 @@ def clip_as_one(width: int) -> tuple[bool, Tensor, float]:
 
 @pytest.mark.parametrize("width", [32, 512])
 @by_world
-def test_small_and_large_gradients_are_clipped_as_the_one_tensor_they_landed_as(
-    world: World, width: int
-) -> None:
+def test_small_and_large_gradients_are_clipped_as_the_one_tensor_they_are(world: World, width: int) -> None:
     for is_one, total, after in world.run(clip_as_one, width):
         assert is_one
         assert total > 0.5
@@ -321,7 +319,7 @@ def fail_in_backward() -> None:
 
 
 @by_world
-def test_gradients_land_right_after_a_backward_that_failed(world: World) -> None:
+def test_gradients_are_right_after_a_backward_that_failed(world: World) -> None:
     world.run(fail_in_backward)
 
 
@@ -341,7 +339,7 @@ def reduce_in_another_dtype() -> list[bool]:
 
 
 @by_world
-def test_gradients_that_are_cast_land_in_the_same_objects(world: World) -> None:
+def test_gradients_that_are_cast_are_the_same_objects_again(world: World) -> None:
     assert world.run(reduce_in_another_dtype)[0] == [False, True, True]
 
 

@@ -1,4 +1,4 @@
-"""What a load that fails half-way leaves on a model, so that nobody trains with half of its weights."""
+"""Marks on models whose load failed half-way, so that nobody trains with half of the weights."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ _MARK = "_shardwise_partly_loaded"
 
 
 def mark_partly_loaded(model: nn.Module, why: str) -> None:
-    """Have forwards raise a RuntimeError with ``why``, until a load has given all values.
+    """Make forwards raise a RuntimeError with ``why``, until a load has given all values.
 
-    Those of the groups that have parameters in ``model``; where nothing in it is sharded, that of ``model``.
+    Forwards of all groups with parameters in ``model``; if nothing in it is sharded, that of ``model``.
     """
     why, model = why.rstrip("."), uncompiled(model)
     groups = groups_in(model)
@@ -22,7 +22,7 @@ def mark_partly_loaded(model: nn.Module, why: str) -> None:
         group.partly_loaded = why
         sharded_members(group.modules[0])[0].schedule.prepare_anew()
     if not groups and _MARK not in model.__dict__:
-        model.__dict__[_MARK] = _Mark(model, why)
+        model.__dict__[_MARK] = _PartialLoadHooks(model, why)
 
 
 def clear_partly_loaded(model: nn.Module) -> None:
@@ -35,15 +35,15 @@ def clear_partly_loaded(model: nn.Module) -> None:
 
 
 def why_partly_loaded(model: nn.Module) -> str | None:
-    """What has failed, if ``model`` is marked; else None."""
+    """The failure, if ``model`` is marked; else None."""
     model = uncompiled(model)
-    mark: _Mark | None = model.__dict__.get(_MARK)
+    mark: _PartialLoadHooks | None = model.__dict__.get(_MARK)
     reasons = [group.partly_loaded for group in groups_in(model)] + [None if mark is None else mark.why]
     return next((why for why in reasons if why is not None), None)
 
 
-class _Mark:
-    """On a model of which nothing is sharded."""
+class _PartialLoadHooks:
+    """The mark of a model in which nothing is sharded."""
 
     def __init__(self, model: nn.Module, why: str) -> None:
         self.why = why
@@ -53,7 +53,7 @@ class _Mark:
         ]
 
     def remove(self) -> None:
-        """Let the model run."""
+        """Remove the mark."""
         for handle in self._handles:
             handle.remove()
 

@@ -12,16 +12,23 @@ from torch.distributed.tensor import DTensor
 from shardwise.engine.group import Group, State, meta_message
 from shardwise.engine.members import sharded_members
 from shardwise.engine.schedule import Member
-from shardwise.layout.fqns import clean
+from shardwise.init.inventory import Inventory, refuse_what_is_missing
+from shardwise.init.meta_memory import give_memory, named_tensors
+from shardwise.init.partial_loads import clear_partly_loaded, mark_partly_loaded
+from shardwise.layout.fqns import clean, listed
 from shardwise.layout.mesh import Axis, axes_of, highest_over
-from shardwise.ranks.agreement import together
+from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import relayed
-from shardwise.ranks.model_ranks import Spread, axes_of_model, device_of_model
-from shardwise.ranks.replicas import Named, Place, are_silent, is_at, make_equal, places_of, refuse_unequal
-from shardwise.state.inventory import Inventory, refuse_what_is_missing
-from shardwise.state.meta_memory import give_memory, named_tensors
-from shardwise.state.names import listed
-from shardwise.state.partial_loads import clear_partly_loaded, mark_partly_loaded
+from shardwise.ranks.model_ranks import Broadcast, axes_of_model, device_of_model
+from shardwise.ranks.replicas import (
+    Named,
+    TensorInfo,
+    are_fake,
+    make_equal,
+    refuse_unequal,
+    sends_copies,
+    tensor_infos,
+)
 from shardwise.torch_compat import dtensor
 
 _ModuleT = TypeVar("_ModuleT", bound=nn.Module)
@@ -100,7 +107,11 @@ def materialize(
 
     told = {"init_fn": "None" if init_fn is None else "a function", "device": str(device).partition(":")[0]}
     inventory = _agreed(axes_of_model(model), device_of_model(model), look, "materialize", told)
-    all_fresh = all(filling.is_empty for filling in inventory.fillings.values() if filling.param is not None)
+    all_fresh = all(
+        placeholder.is_empty
+        for placeholder in inventory.placeholders.values()
+        if placeholder.param is not None
+    )
     with _one_random_state(model, inventory):
         for visit in inventory.visits():
             visit.run(init_fn)
@@ -117,10 +128,10 @@ def sync_module_states(model: nn.Module, *, src: int = 0) -> None:
     Ranks that receive may have theirs on the meta device: those get memory first, and stay the same objects.
 
     What several ranks hold is made equal. Of a sharded parameter that are the shards of replicas: each rank
-    takes over those of the replica that ``src`` is in; shards over which a parameter is spread are nobody
-    else's. What every rank keeps whole (buffers, scalars, ignored parameters and ones that are not sharded)
-    comes from ``src``. Of a model that is not sharded, everything does, over the default process group: call
-    it before ``fully_shard`` where ranks may have loaded or drawn different values.
+    takes over those of the replica that ``src`` is in; shards of one parameter are on no other rank. What
+    every rank keeps whole (buffers, scalars, ignored parameters and ones that are not sharded) comes from
+    ``src``. Of a model that is not sharded, everything does, over the default process group: call it before
+    ``fully_shard`` where ranks may have loaded or drawn different values.
 
     Collective. Sends every such byte once along each mesh dimension of copies, packed into broadcasts of 32
     MiB, and takes that much memory.
@@ -151,14 +162,14 @@ def sync_module_states(model: nn.Module, *, src: int = 0) -> None:
     comm_device = device_of_model(model)
     told = {"src": src}
     _agreed(axes, comm_device, lambda: _check_syncable(model, src), "sync_module_states", told)
-    spread = Spread(axes, src, comm_device)
-    if not axes or are_silent(axes, comm_device):
+    broadcast = Broadcast(axes, src, comm_device)
+    if not axes or are_fake(axes, comm_device):
         _refuse_meta(named_tensors(model), "sync_module_states")
         return
-    places = spread.object(places_of(named_tensors(model)))
-    _agreed(axes, comm_device, lambda: _prepare_to_receive(model, places, spread.holds, src))
+    infos = broadcast.object(tensor_infos(named_tensors(model)))
+    _agreed(axes, comm_device, lambda: _prepare_to_receive(model, infos, broadcast.is_source, src))
     try:
-        make_equal(named_tensors(model), places, spread, comm_device)
+        make_equal(named_tensors(model), infos, broadcast, comm_device)
     except BaseException as error:
         mark_partly_loaded(model, f"sync_module_states: {error}")
         raise
@@ -224,12 +235,12 @@ def _one_random_state(model: nn.Module, inventory: Inventory) -> Iterator[None]:
     """Have all ranks draw as the first of them does, once they agree on what there is to draw."""
     axes = axes_of_model(model)
     comm_device = device_of_model(model)
-    if are_silent(axes, comm_device):
+    if are_fake(axes, comm_device):
         axes = []
     own = _random_states(inventory.drawn_on)
-    missing = [filling.fqn for filling in inventory.missing()]
-    spread = Spread(axes, None, comm_device)
-    states, theirs = spread.object((own, missing))
+    missing = [placeholder.fqn for placeholder in inventory.missing()]
+    broadcast = Broadcast(axes, None, comm_device)
+    states, theirs = broadcast.object((own, missing))
     differs = torch.tensor([int(theirs != missing)], device=comm_device)
     if axes:
         highest_over(differs, axes)
@@ -276,7 +287,7 @@ def _agreed(
     same: dict[str, Any] | None = None,
 ) -> T:
     """What ``check()`` returns, once it has passed on all ranks that there are, with the same arguments."""
-    return together([] if are_silent(axes, device) else axes, device, check, caller=caller, same=same)
+    return run_on_all_ranks([] if are_fake(axes, device) else axes, device, check, caller=caller, same=same)
 
 
 def _check_module(model: Any, caller: str) -> None:
@@ -300,21 +311,21 @@ def _check_syncable(model: nn.Module, src: Any) -> None:
             )
 
 
-def _prepare_to_receive(model: nn.Module, places: Sequence[Place], is_source: bool, src: int) -> None:
+def _prepare_to_receive(model: nn.Module, infos: Sequence[TensorInfo], is_source: bool, src: int) -> None:
     """Memory for what comes; refuse what has to be sent from here and is not here."""
     named = named_tensors(model)
-    own = places_of(named)
+    own = tensor_infos(named)
     # Names may differ: experts, say, that count on from rank to rank.
-    unlike = [name for (name, _), place, its in zip(named, own, places, strict=False) if not place.fits(its)]
-    if unlike or len(own) != len(places):
+    unlike = [name for (name, _), info, its in zip(named, own, infos, strict=False) if not info.fits(its)]
+    if unlike or len(own) != len(infos):
         raise RuntimeError(
             f"sync_module_states: this rank ({dist.get_rank()}) has {len(own)} tensors, and rank {src} "
-            f"{len(places)}; they differ in shape or dtype at: {listed(unlike, 4) or 'their end'}. "
+            f"{len(infos)}; they differ in shape or dtype at: {listed(unlike, 4) or 'their end'}. "
             "Build the same model on all ranks."
         )
     sends = [
-        is_source if place.coordinate is None else is_at(tensor, place.coordinate)
-        for (_, tensor), place in zip(named, places, strict=True)
+        is_source if info.coordinate is None else sends_copies(tensor, info.coordinate)
+        for (_, tensor), info in zip(named, infos, strict=True)
     ]
     if names := [name for (name, tensor), here in zip(named, sends, strict=True) if here and tensor.is_meta]:
         raise RuntimeError(

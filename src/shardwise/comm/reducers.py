@@ -1,7 +1,7 @@
-"""Gradients communicated in the caller's way, in the form in which a bucket asks for it.
+"""Reducers: the caller's ways to reduce gradients.
 
-A *reducer* says how the gradients of a bucket are summed: over the ranks that share the parameters by a
-communicator (``scatterer``), and over replicas by a function (``all_reducer``).
+A *reducer* replaces the reductions of a bucket: over the ranks that share the parameters by a communicator
+(``reduce_scatter_communicator``), and over replicas by a function (``all_reduce_function``).
 """
 
 import math
@@ -21,20 +21,20 @@ AllReduce = Callable[[Sequence[Tensor], bool], Finish]
 
 
 class Reducer(Protocol):
-    """``divides``: the sums come out as averages; nobody else divides."""
+    """``divides``: its sums are averages already; nobody else divides."""
 
     divides: bool
 
-    def scatterer(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
-        """Reduce-scatters over the ranks of ``pg``; None is a rank alone."""
+    def reduce_scatter_communicator(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
+        """Makes reduce-scatters over the ranks of ``pg``; None is a single rank."""
         ...
 
-    def all_reducer(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
-        """Sums over replicas; None where there are none."""
+    def all_reduce_function(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
+        """Sums over replicas; None if there are no replicas."""
         ...
 
 
-class CallersHook:
+class CommHookReducer:
     """FSDP1's hooks: ``(state, grad)`` over replicas, ``(state, grad, output)`` over shards.
 
     Over a mesh of both the hook does the shards, and the averages go over the replicas as usual.
@@ -48,14 +48,14 @@ class CallersHook:
         self._shards = shards
         self._replicas = replicas
 
-    def scatterer(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
-        """The hook, or for replicas alone nothing."""
+    def reduce_scatter_communicator(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
+        """The hook, or a plain communicator where it serves replicas only."""
         if not self._shards:
             return make_communicator(pg, device)
-        return _HookedScatter(partial(self._hook, self._state), self._replicas)
+        return _HookedReduceScatter(partial(self._hook, self._state), self._replicas)
 
-    def all_reducer(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
-        """The hook for replicas alone; the back end where there are shards."""
+    def all_reduce_function(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
+        """The hook where it serves replicas only; else the back end."""
         if self._shards:
             return None if pg is None or pg.size() == 1 else partial(all_reduce, pg)
         return self._call_for_each
@@ -66,23 +66,23 @@ class CallersHook:
         return nothing
 
 
-class _HookedScatter:
-    """A communicator that has the caller reduce-scatter one flat gradient a dtype."""
+class _HookedReduceScatter:
+    """A communicator that calls the hook with one flat gradient for each dtype."""
 
     packing_limit_bytes = 0
     packs_everything = True
-    sums_alike = False
+    sums_are_bitwise_equal = False
     channel = 0
     smallest_part_bytes = math.inf
-    room_to_reduce = 1.0
-    memory: Any = None
+    reduce_memory_factor = 1.0
+    pool: Any = None
 
     def __init__(self, hook: Callable[[Tensor, Tensor], None], replicas: int) -> None:
         self._hook = hook
         self._replicas = replicas
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
-        """Not its subject."""
+        """Unused: only for reductions."""
         raise NotImplementedError
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
@@ -90,7 +90,7 @@ class _HookedScatter:
         for dtype in dict.fromkeys(source.dtype for source in inputs):
             pairs = [(o, i) for o, i in zip(outputs, inputs, strict=True) if i.dtype == dtype]
             flat = pairs[0][1] if len(pairs) == 1 else torch.cat([source for _, source in pairs])
-            if len(pairs) > 1:  # a rank alone, where every parameter travels by itself
+            if len(pairs) > 1:  # a single rank, where every parameter is direct
                 result = torch.empty_like(flat)
                 _filled(result, partial(self._hook, flat.detach()))
                 parts = result.split([o.numel() for o, _ in pairs])
@@ -105,27 +105,27 @@ class _HookedScatter:
 
 
 def _filled(target: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Have ``hook`` fill ``target``, also where it gives its argument other memory: torch's own hooks do."""
+    """Have ``hook`` fill ``target``, even if it gives its argument other memory, as torch's own hooks do."""
     given = target.detach()
     hook(given)
     if given.data_ptr() != target.data_ptr() or given.dtype != target.dtype:
         target.copy_(given)
 
 
-class LowPrecision:
-    """Gradients travel, and are summed, in a dtype of fewer bytes."""
+class LowPrecisionReducer:
+    """Gradients are sent and summed in a smaller dtype."""
 
     divides = False
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def scatterer(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
-        """What serves ``pg`` best, over casts."""
+    def reduce_scatter_communicator(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
+        """The fastest communicator for ``pg``, over casts."""
         plain = make_communicator(pg, device)
-        return plain if pg is None or pg.size() == 1 else _LowPrecisionScatter(plain, self._dtype)
+        return plain if pg is None or pg.size() == 1 else _LowPrecisionReduceScatter(plain, self._dtype)
 
-    def all_reducer(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
+    def all_reduce_function(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
         """A sum of casts."""
         return None if pg is None or pg.size() == 1 else partial(self._all_reduce, pg)
 
@@ -141,7 +141,7 @@ class LowPrecision:
         return finish
 
 
-class _LowPrecisionScatter:
+class _LowPrecisionReduceScatter:
     """Another communicator, over casts. ``outputs`` and ``inputs`` of a sum of float16 are kept in range."""
 
     def __init__(self, plain: Communicator, dtype: torch.dtype) -> None:
@@ -149,14 +149,14 @@ class _LowPrecisionScatter:
         self._dtype = dtype
         self.packing_limit_bytes = plain.packing_limit_bytes
         self.packs_everything = plain.packs_everything
-        self.sums_alike = plain.sums_alike
+        self.sums_are_bitwise_equal = plain.sums_are_bitwise_equal
         self.smallest_part_bytes = plain.smallest_part_bytes
-        self.room_to_reduce = plain.room_to_reduce + 1.0  # the casts, which are smaller
-        self.memory = plain.memory
+        self.reduce_memory_factor = plain.reduce_memory_factor + 1.0  # the casts, which are smaller
+        self.pool = plain.pool
 
     @property
     def channel(self) -> int:
-        """That of the communicator below."""
+        """The channel of the communicator below."""
         return self._plain.channel
 
     @channel.setter
@@ -164,7 +164,7 @@ class _LowPrecisionScatter:
         self._plain.channel = channel
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
-        """Not its subject."""
+        """Unused: only for reductions."""
         raise NotImplementedError
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
@@ -184,8 +184,8 @@ class _LowPrecisionScatter:
         return finish
 
 
-class Quantized:
-    """Gradients travel as int8 with a scale a block, and are summed in float32."""
+class QuantizedReducer:
+    """Gradients are sent as int8 with a scale for each block, and summed in float32."""
 
     divides = False
 
@@ -193,13 +193,13 @@ class Quantized:
         self._block_size = block_size
         self._has_feedback = has_feedback
 
-    def scatterer(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
+    def reduce_scatter_communicator(self, pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
         """An exchange of int8 messages."""
         if pg is None or pg.size() == 1:
             return make_communicator(pg, device)
         return QuantizedExchange(pg, device, self._block_size, self._feedback())
 
-    def all_reducer(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
+    def all_reduce_function(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
         """An exchange and a gather of them."""
         if pg is None or pg.size() == 1:
             return None

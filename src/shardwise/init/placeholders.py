@@ -1,13 +1,12 @@
-"""Values for tensors on the meta device: whole ones for a while, of which each rank keeps its part.
+"""Placeholders for tensors on the meta device: full tensors for a while, of which each rank keeps its part.
 
-Whoever initialises a module is shown plain tensors of the global shape, also where tensor parallelism keeps
-parts. What was written there is cut, and becomes the contents of the registered tensor, which stays the same
-object, for the sake of an optimizer that has it already:
+An init function sees plain tensors of the global shape, also where tensor parallelism keeps parts. What it
+writes is sharded, and becomes the contents of the registered tensor. That stays the same object, for the sake
+of an optimizer that has it already:
 
     module._parameters["weight"]    shard on meta  ->  full, plain, NaN  ->  the same shard, with values
 """
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from shardwise.comm.full_tensors import gather_full
-from shardwise.layout.chunks import tensor_parallel_part
-from shardwise.params.parameter import Param, refresh_flat_weights
-from shardwise.torch_compat import dtensor, tensor_impl
+from shardwise.layout.chunks import local_chunk
+from shardwise.params.parameter import Param
+from shardwise.torch_compat import dtensor, interpreter, nn_modules, tensor_impl
 
 
 @dataclass(frozen=True, eq=False)
-class Spot:
+class TensorSite:
     """Where a tensor is registered: ``entries`` are the parameters or the buffers of ``module``."""
 
     module: nn.Module
@@ -33,10 +32,10 @@ class Spot:
 
 
 @dataclass(eq=False)
-class Filling:
-    """One tensor, at all its spots. ``home`` is where its values will be, ``param`` says how it is sharded.
+class Placeholder:
+    """One tensor, at all its sites. ``home``: the device of its values; ``param``: how it is sharded.
 
-    ``had_values``: they are shown, so that an init may read them, and stay what they are.
+    ``had_values``: it is shown, so that an init may read it, and keeps its values.
     """
 
     fqn: str
@@ -44,39 +43,39 @@ class Filling:
     home: torch.device
     param: Param | None = None
     had_values: bool = False
-    spots: list[Spot] = field(default_factory=list)
+    sites: list[TensorSite] = field(default_factory=list)
     _shown: Tensor | None = None
     _version: int = 0
 
     @property
     def is_empty(self) -> bool:
-        """True as long as it has no values."""
+        """True while it has no values."""
         return self.original.is_meta
 
     @property
     def is_buffer(self) -> bool:
         """True for a buffer, persistent or not."""
-        spot = self.spots[0]
-        return spot.entries is spot.module._buffers
+        site = self.sites[0]
+        return site.entries is nn_modules.buffers(site.module)
 
     def is_in(self, modules: set[nn.Module]) -> bool:
-        """True if one of its spots is."""
-        return any(spot.module in modules for spot in self.spots)
+        """True if one of its sites is in ``modules``."""
+        return any(site.module in modules for site in self.sites)
 
     @property
     def is_in_place(self) -> bool:
-        """True if the modules have it where it was."""
-        return all(spot.entries.get(spot.name) is self.original for spot in self.spots)
+        """True if the original is registered at all sites."""
+        return all(site.entries.get(site.name) is self.original for site in self.sites)
 
     def show(self, value: Tensor | None, device: torch.device) -> None:
-        """Put the full tensor in its place: ``value``, or one that is marked as unwritten."""
+        """Register the full tensor: ``value``, or one that is marked as unwritten."""
         if value is None:
             value = _unwritten(self.original, device)
         shown = value
         if isinstance(self.original, nn.Parameter):
             shown = self._as_parameter(value)
             vars(shown).update(self._attributes)
-        self._version = shown._version
+        self._version = tensor_impl.version(shown)
         self._shown = shown
         self._register(shown)
 
@@ -92,27 +91,27 @@ class Filling:
         return tensor_impl.as_subclass_of_parameter(type(self.original), value, wants_grad)
 
     def _register(self, tensor: Tensor) -> None:
-        for spot in self.spots:
-            spot.entries[spot.name] = tensor
-        refresh_lists(spot.module for spot in self.spots)
+        for site in self.sites:
+            site.entries[site.name] = tensor
+        refresh_lists(site.module for site in self.sites)
 
     def put_back(self) -> None:
-        """Have the original in its place again, whatever has become of it."""
+        """Register the original again, and drop what was written."""
         self._shown = None
         self._register(self.original)
 
     def settle(self) -> str | None:
-        """Take over what was written, and put the original back; what cannot be is returned, in words.
+        """Take over what was written, and register the original again; returns a problem, if any.
 
-        No communication. The full tensor is let go.
+        No communication. The full tensor is dropped.
         """
         shown, self._shown = self._shown, None
-        found = [spot.entries.get(spot.name) for spot in self.spots]
+        found = [site.entries.get(site.name) for site in self.sites]
         self._register(self.original)
         if self.had_values or shown is None:
             return None
         if self.is_buffer and any(tensor is shown for tensor in found):
-            found, problem = self._let_go(found, shown)
+            found, problem = self._split_off_replaced(found, shown)
             if problem:
                 return f"{self.fqn}: {problem}"
         others = [tensor for tensor in found if tensor is not shown]
@@ -123,25 +122,25 @@ class Filling:
             return f"{self.fqn}: {problem}"
         assert new is not None
         if self.is_empty and not _is_written(new, self._version if new is shown else None):
-            return None  # the end of the walk tells
+            return None  # reported at the end of the walk
         self._take(new.detach())
         return None
 
-    def _let_go(self, found: list[Any], shown: Tensor) -> tuple[list[Any], str | None]:
-        """A buffer that was shared and is replaced at some of its spots is another one there from now on."""
+    def _split_off_replaced(self, found: list[Any], shown: Tensor) -> tuple[list[Any], str | None]:
+        """Split off the sites at which a shared buffer was replaced: they have another buffer now."""
         left = []
-        for spot, tensor in zip(self.spots, found, strict=True):
+        for site, tensor in zip(self.sites, found, strict=True):
             if tensor is shown:
-                left.append(spot)
+                left.append(site)
             elif problem := self._misfit(tensor):
                 return found, problem
             else:
-                spot.entries[spot.name] = tensor.detach().to(self.home, self.original.dtype)
-        self.spots = left
+                site.entries[site.name] = tensor.detach().to(self.home, self.original.dtype)
+        self.sites = left
         return [shown] * len(left), None
 
     def _misfit(self, new: Tensor | None) -> str | None:
-        """Why ``new`` cannot become its value; None: it can."""
+        """Why ``new`` cannot become its value, or None."""
         if not isinstance(new, Tensor):
             return "it was removed. Give it values, or change modules before they are sharded."
         wanted = self.original
@@ -164,22 +163,22 @@ class Filling:
         new = self._memory_for(part)
         new.copy_(part)
         if isinstance(old, DTensor):
-            new = dtensor.make_dtensor(new, old._spec)
+            new = dtensor.make_dtensor(new, dtensor.spec_of(old))
         if not isinstance(old, nn.Parameter):
             self.original = new
             self._register(new)
             return
-        become_parameter(old, new, (spot.module for spot in self.spots))
+        become_parameter(old, new, (site.module for site in self.sites))
         if self.param is not None:
             self.param.describe_itself()
 
     @property
     def _local_class(self) -> type:
-        """That of what is kept: a tensor subclass takes plain values by ``copy_``."""
+        """The class of the local tensor: a subclass takes plain values by ``copy_``."""
         return type(dtensor.plain(self.original.detach()))
 
     def _memory_for(self, part: Tensor) -> Tensor:
-        """Of its own: not that of the full tensor, nor that of somebody else's."""
+        """Memory that nothing else uses, not even the full tensor."""
         if not isinstance(self.original, DTensor) or self._local_class is Tensor:
             kind = self.original.dtype
             return torch.empty_like(part, dtype=kind, device=self.home, memory_format=self._format)
@@ -197,24 +196,24 @@ class Filling:
         return torch.contiguous_format if isinstance(self.original, DTensor) else torch.preserve_format
 
     def _part(self, value: Tensor) -> Tensor:
-        """What this rank keeps of the full value."""
+        """This rank's part of the full value."""
         if self.param is not None:
             return dtensor.local_tensor(self.param.as_shard(value))
         if isinstance(self.original, DTensor):
-            return tensor_parallel_part(value, self.original._spec)
+            return local_chunk(value, dtensor.spec_of(self.original))
         return value
 
 
-def show_all(fillings: Sequence[Filling], device: torch.device) -> None:
-    """Show full tensors on ``device``, gathered where there are values; collective, if there are any."""
-    valued = [filling for filling in fillings if not filling.is_empty]
-    fulls = gather_full([filling.original for filling in valued]) if valued else []
-    for filling, full in zip(valued, fulls, strict=True):
+def show_all(placeholders: Sequence[Placeholder], device: torch.device) -> None:
+    """Show full tensors on ``device``, gathered where there are values; collective if there are any."""
+    valued = [placeholder for placeholder in placeholders if not placeholder.is_empty]
+    fulls = gather_full([placeholder.original for placeholder in valued]) if valued else []
+    for placeholder, full in zip(valued, fulls, strict=True):
         assert full is not None
-        filling.show(full.to(device), device)
-    for filling in fillings:
-        if filling.is_empty:
-            filling.show(None, device)
+        placeholder.show(full.to(device), device)
+    for placeholder in placeholders:
+        if placeholder.is_empty:
+            placeholder.show(None, device)
 
 
 def become_parameter(old: nn.Parameter, contents: Tensor, modules: Iterable[nn.Module]) -> None:
@@ -224,27 +223,22 @@ def become_parameter(old: nn.Parameter, contents: Tensor, modules: Iterable[nn.M
         new = nn.Parameter(contents, old.requires_grad)
     else:
         new = tensor_impl.as_subclass_of_parameter(type(old), contents, old.requires_grad)
-    _forget_weak_references(modules)
+    nn_modules.forget_weak_references(modules)
     tensor_impl.become(old, new)
 
 
 def refresh_lists(modules: Iterable[nn.Module]) -> None:
-    """Let RNN modules see what is registered now."""
-    refresh_flat_weights(dict.fromkeys(module for module in modules if isinstance(module, nn.RNNBase)))
+    """Let RNN modules see the registered parameters."""
+    nn_modules.refresh_flat_weights(
+        dict.fromkeys(module for module in modules if isinstance(module, nn.RNNBase))
+    )
 
 
-def _forget_weak_references(modules: Iterable[nn.Module]) -> None:
-    """RNN modules keep some to their weights, and the contents of a tensor with such cannot be swapped."""
-    for module in modules:
-        if isinstance(module, nn.RNNBase):
-            module._flat_weight_refs = []
-
-
-# --- what nobody has written ----------------------------------------------------------------------
+# --- marks of unwritten values --------------------------------------------------------------------
 
 
 def _unwritten(like: Tensor, device: torch.device) -> Tensor:
-    """A full tensor with contents by which it is seen where nothing was written."""
+    """A full tensor with contents that show where nothing was written."""
     if isinstance(like, DTensor):
         value = torch.empty(like.shape, dtype=like.dtype, device=device)
     else:
@@ -277,7 +271,7 @@ def _is_written(tensor: Tensor, version: int | None) -> bool:
     tensor = tensor.detach()
     if not (tensor.itemsize == 1 or _is_integer(tensor.dtype)):
         return not bool(tensor.isnan().any())
-    if version is None or tensor._version != version:
+    if version is None or tensor_impl.version(tensor) != version:
         return True
     if tensor.dtype == torch.bool:
         return bool(tensor.any())
@@ -287,19 +281,19 @@ def _is_written(tensor: Tensor, version: int | None) -> bool:
 
 
 def describe(tensor: Tensor, kind: str | None = None) -> str:
-    """Of what kind, dtype, shape and place a tensor is."""
+    """The kind, dtype, shape and device of a tensor, for messages."""
     kind = kind or ("a DTensor" if isinstance(tensor, DTensor) else f"a {type(tensor).__name__}")
     where = " on the meta device" if tensor.is_meta and kind != "a plain tensor" else ""
     return f"{kind} of {tensor.dtype} and shape {tuple(tensor.shape)}{where}"
 
 
-# --- what nobody may write ------------------------------------------------------------------------
+# --- forbidden writes -----------------------------------------------------------------------------
 
 _HARMLESS = {"requires_grad_", "retain_grad_"}
 
 
 class RefuseWrites(TorchFunctionMode):
-    """While it is entered, writing to a shard is an error.
+    """Inside, writing to a sharded parameter is an error.
 
     Each rank would draw the same numbers for its own rows, and on the meta device nothing would happen.
     """
@@ -334,7 +328,7 @@ def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
     written: list[Any] = []
     is_setter = name == "__setitem__" or (name.startswith("__i") and name in _IN_PLACE_OPERATORS)
     is_in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
-    if name == "__get__" and func.__self__ is torch.Tensor.is_meta and _is_called_by_an_init():
+    if name == "__get__" and func.__self__ is torch.Tensor.is_meta and interpreter.is_called_by_init(2):
         is_in_place = True  # it would leave a tensor on the meta device as it is, without a word
     is_data = name in ("__get__", "__set__") and getattr(func, "__self__", None) is torch.Tensor.data  # type: ignore[comparison-overlap]
     if args and (is_setter or is_in_place or is_data):
@@ -344,11 +338,6 @@ def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
     out = kwargs.get("out")
     written += out if isinstance(out, (list, tuple)) else [out]
     return [tensor for tensor in written if isinstance(tensor, DTensor)]
-
-
-def _is_called_by_an_init() -> bool:
-    """Whether a function of torch.nn.init is what has just called torch; this is three frames below."""
-    return sys._getframe(3).f_globals.get("__name__") == nn.init.__name__
 
 
 _IN_PLACE_OPERATORS = {
