@@ -428,12 +428,18 @@ class Group:
     def _start_gather(self) -> Finish:
         if len(self.buckets) == 1:
             return self.buckets[0].start_gather(self._lanes.gather)
-        finishes = [bucket.start_gather(self._lanes.gather) for bucket in self.buckets]
+        finishes: list[Finish] = []
 
         def finish() -> None:
             for each in finishes:
                 each()
 
+        try:
+            for bucket in self.buckets:
+                finishes.append(bucket.start_gather(self._lanes.gather))
+        except BaseException:
+            finish()  # all ranks have issued these; dropped, they would hold up whatever comes after them
+            raise
         return finish
 
     def wait(self) -> None:
