@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed as dist
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from harness import World
