@@ -212,7 +212,10 @@ for step in range(3):
     ("failing", "expected"),
     [
         (1, "because rank 1 has failed in its program: ValueError: batch 7 has no labels"),
-        (0, "rank 0 "),  # it holds the store, which ends with it sooner or later than it is asked what was raised
+        (
+            0,
+            "rank 0 ",
+        ),  # it holds the store, which ends with it sooner or later than it is asked what was raised
     ],
 )
 def test_what_ends_a_program_is_told_to_the_others(failing: int, expected: str) -> None:
