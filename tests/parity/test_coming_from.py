@@ -1211,8 +1211,8 @@ LIGHTNING = (
     "validation_step test_step predict_step setup"
 )
 PEERS_OWN = (  # the names that torch's fully_shard shares with shardwise
-    "CPUOffloadPolicy DataParallelMeshDims FSDPModule fully_shard MixedPrecisionPolicy OffloadPolicy "
-    "register_fsdp_forward_method UnshardHandle share_comm_ctx"
+    "CPUOffloadPolicy DataParallelMeshDims FSDPModule fully_shard GradientReductionHandle MixedPrecisionPolicy "
+    "OffloadPolicy register_fsdp_forward_method UnshardHandle share_comm_ctx"
 )
 
 

@@ -18,7 +18,6 @@ from models import even_tower, random_batch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import fully_shard
-from shardwise.engine import schedule
 from shardwise.torch_compat import c10d
 
 GPU = torch.device("cuda", 0)
@@ -43,7 +42,7 @@ def world_bound_to_a_device() -> Iterator[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist.distributed_c10d, "_new_process_group_helper", noted_make)
-        patch.setattr(schedule.compat, "connect", noted_connect)
+        patch.setattr(c10d, "connect", noted_connect)
         world.bound_device_id = GPU
         try:
             yield log

@@ -430,12 +430,18 @@ class Group:
     def _start_gather(self) -> Finish:
         if len(self.buckets) == 1:
             return self.buckets[0].start_all_gather(self._lanes.all_gather)
-        finishes = [bucket.start_all_gather(self._lanes.all_gather) for bucket in self.buckets]
+        finishes: list[Finish] = []
 
         def finish() -> None:
             for each in finishes:
                 each()
 
+        try:
+            for bucket in self.buckets:
+                finishes.append(bucket.start_all_gather(self._lanes.all_gather))
+        except BaseException:
+            finish()  # all ranks have issued these; dropped, they would hold up whatever comes after them
+            raise
         return finish
 
     def wait(self) -> None:
