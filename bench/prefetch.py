@@ -68,7 +68,9 @@ class Memory:
         if event in ("forward", "backward"):
             self.phase = event
         buckets = [bucket for group in self.groups for bucket in group.buckets]
-        gathered = sum(b.gathered._storage.nbytes() for b in buckets if hasattr(b, "gathered"))
+        gathered = sum(
+            b.unsharded_buffer._storage.nbytes() for b in buckets if hasattr(b, "unsharded_buffer")
+        )
         waiting = [full.grad for group in self.groups for full in group.unsharded.params]
         flying = [g for group in self.groups for r in group._reductions for g in r.gradients or ()]
         gradients = sum(g.untyped_storage().nbytes() for g in (*waiting, *flying) if g is not None)

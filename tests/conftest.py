@@ -11,6 +11,8 @@ from thinning import Case, part_of, thin_out
 hypothesis.settings.register_profile("shardwise", deadline=None)
 hypothesis.settings.load_profile("shardwise")
 
+# `request` asks for whichever world a parameter names.
+ASK_FOR_WORLDS = {"world", "world1", "world2", "world3", "world4", "request"}
 THINNED = pytest.StashKey[dict[str, tuple[list[Case], list[int]]]]()
 
 
@@ -20,8 +22,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def is_unit(item: pytest.Item) -> bool:
+    """Runs in this process alone: asks for no world, and is not marked as starting processes of its own."""
+    arguments = set(getattr(item, "fixturenames", ()))
+    return not arguments & ASK_FOR_WORLDS and item.get_closest_marker("processes") is None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_unit(item):
+            item.add_marker("unit")
     config.stash[THINNED] = thin_out(items)
     if (part := config.getoption("--slow-part")) is not None:
         config.option.markexpr = ""

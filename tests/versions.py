@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+TESTS = ROOT / "tests"
 ENDS = ("2.11", "2.15")
 
 
@@ -62,7 +63,7 @@ class Version:
         subprocess.run([self.python, "-m", "pip", *arguments], check=True)
 
     def run(self, name: str, timeout: float) -> None:
-        command = [self.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{name}.py"]
+        command = [self.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path_of(name))]
         try:
             ended = subprocess.run(
                 command, cwd=ROOT, timeout=timeout, capture_output=True, text=True, check=False
@@ -80,6 +81,11 @@ class Version:
         self.results[name] = text
         self.has_failed |= not is_good
         print(f"torch {self.number} {name}: {text}", flush=True)
+
+
+def path_of(name: str) -> Path:
+    (path,) = TESTS.rglob(f"{name}.py")
+    return path
 
 
 def prepare(version: Version, answers_yes: bool) -> None:
@@ -108,7 +114,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=1200, help="for one file, in seconds")
     parser.add_argument("--yes", action="store_true", help="download without asking")
     arguments = parser.parse_args()
-    names = arguments.files or sorted(path.stem for path in Path(ROOT, "tests").glob("test_*.py"))
+    names = arguments.files or sorted(path.stem for path in TESTS.rglob("test_*.py"))
     with tempfile.TemporaryDirectory(prefix="torch-versions-") as temporary:
         folder = (arguments.keep or Path(temporary)).expanduser().absolute()
         versions = [Version(number, folder / f"torch-{number}") for number in arguments.versions]

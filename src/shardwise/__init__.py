@@ -4,11 +4,11 @@ from shardwise.checkpoint.calls import latest_checkpoint
 from shardwise.checkpoint.load import Loaded, load_checkpoint
 from shardwise.checkpoint.pending import PendingSave
 from shardwise.checkpoint.save import save_checkpoint
-from shardwise.checkpoint.stopping import StopSignal
 from shardwise.compile.options import compile_options
 from shardwise.features.finalization import GradientReductionHandle
 from shardwise.fsdp_module import FSDPModule, UnshardHandle
 from shardwise.fully_shard import fully_shard
+from shardwise.init.initialise import check_replicas, materialize, sync_module_states
 from shardwise.optim.clipping import clip_grad_norm_, grad_norms_by_module
 from shardwise.optim.flat_optimizer import FlatOptimizer
 from shardwise.optim.loss_scaling import GradScaler
@@ -24,13 +24,13 @@ from shardwise.policies import (
     QuantizedReduction,
     ShardPlacementResult,
 )
+from shardwise.ranks.stop_signal import StopSignal
 from shardwise.setup.forward_methods import register_fsdp_forward_method, share_comm_ctx
 from shardwise.state.contexts import inference, no_sync, unsharded
 from shardwise.state.ema import EMA
 from shardwise.state.export import save_safetensors
 from shardwise.state.full_load import load_full_state_dict
 from shardwise.state.full_state import full_state_dict, iter_full_parameters
-from shardwise.state.initialise import check_replicas, materialize, sync_module_states
 from shardwise.state.loading import LoadReport
 from shardwise.state.optimizer_state import load_full_optimizer_state_dict, rekey_optimizer_state_dict
 from shardwise.strategies.comm_hooks import register_comm_hook

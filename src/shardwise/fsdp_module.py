@@ -295,7 +295,9 @@ class FSDPModule:
         """
         check_comm("set_custom_reduce_scatter", comm)
         check_choice(self, "set_custom_reduce_scatter", ["set_symm_mem_for_comm", "register_comm_hook"])
-        communicate(self, "set_custom_reduce_scatter", make_reduce_scatter=partial(made, CustomReduceScatter, comm))
+        communicate(
+            self, "set_custom_reduce_scatter", make_reduce_scatter=partial(made, CustomReduceScatter, comm)
+        )
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Call ``hook`` with this module's reduced gradients, before they are added to ``.grad``.

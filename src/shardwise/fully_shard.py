@@ -22,7 +22,7 @@ from shardwise.groups.casts import Casts, cast_around
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.mesh import resolve_mesh
 from shardwise.layout.precision import PrecisionRule, precision_of
-from shardwise.params.initial_values import record_initial_values, broadcast_initial_values
+from shardwise.params.initial_values import broadcast_initial_values, record_initial_values
 from shardwise.policies import (
     CommPolicy,
     CPUOffloadPolicyLike,

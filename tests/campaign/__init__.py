@@ -1,7 +1,14 @@
-"""Random training programs, run sharded and emulated without sharding: the numbers must be equal.
+"""Random draws, run sharded and plainly: the numbers must be equal. Four campaigns share one way.
 
-program.py    what a program is, as plain data, and how one is drawn
-modules.py    the kinds of modules it is built of
-actor.py      a rank that runs it, sharded or plain
-compare.py    run both, compare what they have noted, make a failing program small
+draws.py      spaces of plain values: draw, complete, simplify, tell
+campaign.py   run draws, make one that fails small, tell how to see it again
+notes.py      what runs have noted, compared
+training.py   what runs of settings and of strategies have in common
+blocks.py     their models, precisions and placements
+
+test_settings_campaign.py   fully_shard: meshes, settings, calls between microbatches
+test_strategy_campaign.py   shard_model: strategies, overrides, contexts
+test_state_campaign.py      saving and loading, from one way of sharding to the next
+test_programs.py            kinds of modules and calls of autograd; emulated rank by rank, where plain training is
+                            not one process (program.py, modules.py, actor.py, compare.py)
 """

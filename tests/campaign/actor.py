@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard
 
 import shardwise
 from campaign.modules import WIDTH, Failure, Model, ThroughMethod
+from campaign.notes import Notes
 from campaign.program import Node, Program, Step
 from shardwise import CommPolicy, CPUOffloadPolicy, DataParallelMeshDims, FSDPModule, fully_shard
 
@@ -85,9 +86,6 @@ def _groups_of(model: Model, wrap: str) -> list[Any]:
 def _inside_first(module: nn.Module) -> list[nn.Module]:
     found = [inner for child in module.children() for inner in _inside_first(child)]
     return [*found, *([module] if type(module).forward is not nn.Module.forward else [])]
-
-
-Notes = list[tuple[str, Any]]
 
 
 class Actor:
@@ -177,9 +175,8 @@ class Actor:
 
     def note(self, name: str, value: Any) -> None:
         """Remember a value that must be equal."""
-        self.notes.append(
-            (f"{self.where}: {name}", value.detach().clone() if isinstance(value, Tensor) else value)
-        )
+        value = value.detach().clone() if isinstance(value, Tensor) else value
+        self.notes.append((f"{self.where}: {name}", "same", value))
 
     # --- what a microbatch does ---
 

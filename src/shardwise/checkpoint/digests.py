@@ -44,15 +44,15 @@ class Sums:
 
     @property
     def num_bytes(self) -> int:
-        """How long the file is."""
+        """Length of the file."""
         return self.ends[-1] if self.ends else 0
 
     def segments(self, start: int, end: int) -> range:
-        """The segments that the bytes [start, end) are in."""
+        """The segments of the bytes [start, end)."""
         return range(bisect_right(self.ends, start), bisect_right(self.ends, max(start, end - 1)) + 1)
 
     def start(self, segment: int) -> int:
-        """Where a segment begins."""
+        """The offset of a segment."""
         return self.ends[segment - 1] if segment else 0
 
 
@@ -74,7 +74,7 @@ class SummingFileSystem:
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """A stream as the writer's own; those for writing are summed."""
+        """A stream of the writer's own file system; sums what is written."""
         with self._of_writer.create_stream(path, mode) as stream:
             if mode != "wb":
                 yield stream
@@ -117,7 +117,7 @@ class _Summing:
 
 
 def write_digests(folder: Path, save: str | None, metadata: bytes, files: Mapping[str, Sums]) -> None:
-    """Write the file of digests, and have it survive a loss of power."""
+    """Write the file of digests, and sync it to disk."""
     told = {
         "save": save,
         "host": socket.gethostname(),
@@ -139,7 +139,7 @@ def write_digests(folder: Path, save: str | None, metadata: bytes, files: Mappin
 
 @dataclass
 class Digests:
-    """What `.digests` says."""
+    """The contents of `.digests`."""
 
     save: str | None
     host: str
@@ -171,7 +171,7 @@ class Digests:
         return cls(told["save"], told["host"], {name: _sums(each) for name, each in told["files"].items()})
 
     def lengths(self) -> dict[str, int]:
-        """How many bytes each file has."""
+        """The length of each file."""
         return {name: sums.num_bytes for name, sums in self.files.items()}
 
 
@@ -182,7 +182,7 @@ def _sums(told: dict[str, Any]) -> Sums:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A record that is to be read."""
+    """A record to read."""
 
     key: str
     record: "Record"
@@ -233,21 +233,21 @@ def _crc(file: io.FileIO, start: int, end: int, block: memoryview) -> int | None
 
 
 def _damaged_zips(name: str, file: io.FileIO, wanted: Iterable[Wanted]) -> Iterator[str]:
-    """Each record is a zip archive, which has sums of what it holds."""
+    """Check records by themselves: each is a zip archive, with sums of its contents."""
     for each in wanted:
         record = each.record
         if record.transform_descriptors:  # compressed: its own form finds damage
             continue
         try:
-            bad = _why_bad(_Part(file, record.offset, record.length), each)
+            bad = _why_bad(_FileRange(file, record.offset, record.length), each)
         except Exception as error:  # what reads archives and pickles raises whatever the bytes happen to say
             bad = f"{type(error).__name__}: {error}"
         if bad is not None:
             yield f"{name}, bytes {record.offset} to {record.offset + record.length}: {each.key} ({bad})"
 
 
-def _why_bad(part: "_Part", wanted: Wanted) -> str | None:
-    """Also what Python's reader of archives does not mind, and torch's stops at half-way."""
+def _why_bad(part: "_FileRange", wanted: Wanted) -> str | None:
+    """Also finds damage that Python's reader of archives tolerates, and torch's fails at half-way."""
     with ZipFile(cast(Any, part)) as archive:
         bad = archive.testzip()
     if bad is not None or wanted.form is None:
@@ -259,7 +259,7 @@ def _why_bad(part: "_Part", wanted: Wanted) -> str | None:
     return None
 
 
-class _Part(io.RawIOBase):
+class _FileRange(io.RawIOBase):
     """A part of a file, for reading."""
 
     def __init__(self, file: io.FileIO, offset: int, length: int) -> None:

@@ -1,4 +1,12 @@
-"""checkpoint.folders"""
+"""The folders of checkpoints: where a save writes, how it is published, and what crashes leave behind.
+
+A save writes into a hidden folder beside its path, and is moved there when it is complete:
+
+    .step-20.TOKEN.partial     being written; TOKEN names the host and the process
+    step-20                    a complete checkpoint: it has a file .metadata
+    .step-20.TOKEN.previous    the checkpoint that the new one replaces, until that is in place
+    .step-20.TOKEN.removed     being removed
+"""
 
 import errno
 import os

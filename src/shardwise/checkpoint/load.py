@@ -13,37 +13,32 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint import folders
-from shardwise.checkpoint.beside import (
-    STATES,
-    StatePlan,
-    check_objects,
-    original,
-    plan_states,
-    tensor_places,
-)
 from shardwise.checkpoint.calls import OptimizerOrMany, check_call, in_plain_mode
-from shardwise.checkpoint.consensus import Team
 from shardwise.checkpoint.manifest import (
     INFO,
     Manifest,
-    Place,
     by_first,
     check_model,
     is_extra_state,
     nested,
 )
 from shardwise.checkpoint.optimizer_plan import OptimizerPlan, check_optimizers, saved_groups
-from shardwise.checkpoint.pending import saves_of, team_of_all
+from shardwise.checkpoint.pending import all_ranks, saves_of
 from shardwise.checkpoint.reading import check_records, read, read_objects
-from shardwise.state.meta_memory import give_memory, is_on_meta, refuse_lost
-from shardwise.state.named_state import (
-    Optimizers,
-    as_optimizers,
-    load_into,
-    parameter_names,
+from shardwise.checkpoint.stateful import (
+    STATES,
+    StatefulPlan,
+    check_objects,
+    original,
+    plan_states,
+    tensor_places,
 )
-from shardwise.state.names import entries_of, listed
-from shardwise.state.partial_loads import clear_partly_loaded, mark_partly_loaded
+from shardwise.init.meta_memory import give_memory, is_on_meta, refuse_lost
+from shardwise.init.partial_loads import clear_partly_loaded, mark_partly_loaded
+from shardwise.layout.fqns import listed
+from shardwise.ranks.rank_group import RankGroup
+from shardwise.state.named_state import Optimizers, StatePath, as_optimizers, load_into, parameter_names
+from shardwise.state.names import entries_of
 
 
 @dataclass(frozen=True)
@@ -129,8 +124,8 @@ def load_checkpoint(
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    team = team_of_all()
-    if (last := saves_of(team).last) is not None:
+    rank_group = all_ranks()
+    if (last := saves_of(rank_group).last) is not None:
         last.end_before_next()
     flags = {"strict": strict, "convert_dtype": convert_dtype, "verify": verify, "trust": trust}
 
@@ -138,23 +133,23 @@ def load_checkpoint(
         place = check_call("load_checkpoint", path, model, flags)
         return place, as_optimizers(optimizer), check_objects(states)
 
-    place, optimizers, beside = team.together(check)
-    told = {"path": str(place), "optimizer": bool(optimizers), "states": list(beside)}
-    team.agree("load_checkpoint", told | flags)
-    manifest = team.together(lambda: _opened(place, verify, trust))
-    _refuse_other_saves(team, manifest)
-    team.on_first(manifest.check)
+    place, optimizers, stateful = rank_group.run_on_all_ranks(check)
+    told = {"path": str(place), "optimizer": bool(optimizers), "states": list(stateful)}
+    rank_group.agree("load_checkpoint", told | flags)
+    manifest = rank_group.run_on_all_ranks(lambda: _opened(place, verify, trust))
+    _refuse_other_saves(rank_group, manifest)
+    rank_group.on_first(manifest.check)
     names = parameter_names(model)
     ties = {name: tied for tied in names.values() for name in tied}
-    wanted = team.together(lambda: get_model_state_dict(model))
-    all_names = {name for each in team.distinct(list(wanted), list(wanted)) for name in each}
-    values = team.together(
-        lambda: read_objects(manifest, _small_keys(manifest, team.rank, beside), verify, trust)
+    wanted = rank_group.run_on_all_ranks(lambda: get_model_state_dict(model))
+    all_names = {name for each in rank_group.distinct(list(wanted), list(wanted)) for name in each}
+    values = rank_group.run_on_all_ranks(
+        lambda: read_objects(manifest, _small_keys(manifest, rank_group.rank, stateful), verify, trust)
     )
     info = _dict_at(manifest, values, INFO)
-    loaded = _loaded(manifest, team, values, info.get("world_size"))
+    loaded = _loaded(manifest, rank_group, values, info.get("world_size"))
 
-    missing, unexpected = team.together(
+    missing, unexpected = rank_group.run_on_all_ranks(
         lambda: check_model(manifest, wanted, ties, all_names, strict, convert_dtype)
     )
 
@@ -164,20 +159,20 @@ def load_checkpoint(
         groups, kinds = saved_groups(manifest, values), info.get("optimizers")
         return check_optimizers(manifest, optimizers, names, groups, kinds, strict)
 
-    plans = team.together(plan)
-    own = team.together(lambda: {name: thing.state_dict() for name, thing in beside.items()})
+    plans = rank_group.run_on_all_ranks(plan)
+    own = rank_group.run_on_all_ranks(lambda: {name: thing.state_dict() for name, thing in stateful.items()})
     places = tensor_places(own)
-    everywhere = {place for each in team.distinct(places, places) for place in each}
-    state_plans, left = team.together(
-        lambda: plan_states(manifest, beside, own, everywhere, strict, convert_dtype)
+    everywhere = {place for each in rank_group.distinct(places, places) for place in each}
+    state_plans, left = rank_group.run_on_all_ranks(
+        lambda: plan_states(manifest, stateful, own, everywhere, strict, convert_dtype)
     )
     reading = Reading(manifest, model, wanted, optimizers, plans, state_plans, values, convert_dtype, missing)
-    team.together(lambda: reading.prepare(verify, trust))
-    if any(team.gather(is_on_meta(model))):
-        team.together(lambda: refuse_lost(model, "load_checkpoint", _kept(model, wanted)))
-        reading.plans = _planned_on_meta(team, model, plan)
-        reading.wanted = team.together(lambda: get_model_state_dict(model))
-    _fill(team, reading)
+    rank_group.run_on_all_ranks(lambda: reading.prepare(verify, trust))
+    if any(rank_group.all_gather_objects(is_on_meta(model))):
+        rank_group.run_on_all_ranks(lambda: refuse_lost(model, "load_checkpoint", _kept(model, wanted)))
+        reading.plans = _planned_on_meta(rank_group, model, plan)
+        reading.wanted = rank_group.run_on_all_ranks(lambda: get_model_state_dict(model))
+    _fill(rank_group, reading)
     missing += tuple(f"{STATES}.{name}" for name in left)
     return replace(loaded, missing=missing, unexpected=unexpected)
 
@@ -188,16 +183,16 @@ def _kept(model: nn.Module, wanted: dict[str, Any]) -> list[Any]:
 
 
 def _planned_on_meta(
-    team: Team, model: nn.Module, plan: Callable[[], list[OptimizerPlan]]
+    rank_group: RankGroup, model: nn.Module, plan: Callable[[], list[OptimizerPlan]]
 ) -> list[OptimizerPlan]:
-    """Memory first, then anew the plan, whose tensors are like the parameters; values come later."""
+    """Give memory, then plan again: planned tensors are like the parameters. Values come later."""
 
     def act() -> list[OptimizerPlan]:
         give_memory(model)
         return plan()
 
     try:
-        return team.together(act)
+        return rank_group.run_on_all_ranks(act)
     except Exception as error:
         mark_partly_loaded(model, f"{error} Its parameters have memory and no values.")
         raise
@@ -211,9 +206,9 @@ def _opened(path: Path, verify: bool, trust: bool) -> Manifest:
     return Manifest.read(place, verify, trust)
 
 
-def _refuse_other_saves(team: Team, manifest: Manifest) -> None:
-    """Ranks that found different saves at the same path would put halves of two models together."""
-    seen = team.gather((manifest.identity, str(manifest.path), gethostname()))
+def _refuse_other_saves(rank_group: RankGroup, manifest: Manifest) -> None:
+    """Refuse different saves at the same path: ranks would load parts of different models."""
+    seen = rank_group.all_gather_objects((manifest.identity, str(manifest.path), gethostname()))
     if len({identity for identity, _, _ in seen}) == 1:
         return
     lines = [f"rank {rank} on {host} has {path}, save {save}" for rank, (save, path, host) in enumerate(seen)]
@@ -247,37 +242,39 @@ def _dict_at(manifest: Manifest, values: dict[str, Any], *start: str) -> dict[st
     }
 
 
-def _loaded(manifest: Manifest, team: Team, values: dict[str, Any], world_size: int | None) -> Loaded:
+def _loaded(
+    manifest: Manifest, rank_group: RankGroup, values: dict[str, Any], world_size: int | None
+) -> Loaded:
     own: dict[str, Any] = {}
-    if world_size == team.size:
-        own = _dict_at(manifest, values, "per_rank", str(team.rank))
+    if world_size == rank_group.size:
+        own = _dict_at(manifest, values, "per_rank", str(rank_group.rank))
     was_given = own.pop("", None) is not None
     return Loaded(manifest.path, _dict_at(manifest, values, "shared"), own if was_given else None, world_size)
 
 
 @dataclass
 class Reading:
-    """All that is known once nothing but reading is left: what goes where."""
+    """Everything known once only reading is left: what goes where."""
 
     manifest: Manifest
     model: nn.Module
     wanted: dict[str, Any]
     optimizers: Optimizers
     plans: list[OptimizerPlan]
-    state_plans: list[StatePlan]
+    state_plans: list[StatefulPlan]
     values: dict[str, Any]  # read before
     convert_dtype: bool
     missing: tuple[str, ...]
 
     def prepare(self, verify: bool, trust: bool) -> None:
-        """Read what is no tensor, and verify all that is: the last that may fail before anything changes."""
+        """Read values, and verify tensors: the last step that may fail before anything changes."""
         targets = self._targets()
         objects = [key for key, target in targets.items() if target is None]
         self.values = self.values | read_objects(self.manifest, objects, verify, trust)
         check_records(self.manifest, {k: t for k, t in targets.items() if t is not None}, verify)
 
     def run(self) -> None:
-        """Read, and hand everything to whom it belongs."""
+        """Read, and give everything to its owner."""
         targets = self._targets()
         tensors = {key: target for key, target in targets.items() if target is not None}
         with _trying("reading its tensors failed", ". Files may have been damaged since they were written"):
@@ -304,7 +301,7 @@ class Reading:
         return targets
 
     @cached_property
-    def _saved(self) -> dict[str, dict[Place, str]]:
+    def _saved(self) -> dict[str, dict[StatePath, str]]:
         return by_first(self.manifest.under("model"))
 
     def _target(self, name: str, key: str) -> Tensor | None:
@@ -328,10 +325,10 @@ def _trying(what: str, hint: str = "") -> Iterator[None]:
         raise RuntimeError(f"{what}: {_cause(error)}") from error
 
 
-def _fill(team: Team, reading: Reading) -> None:
-    """Read into all of them. What fails from here on leaves them partly loaded."""
+def _fill(rank_group: RankGroup, reading: Reading) -> None:
+    """Read into everything. A failure from here on leaves the model partly loaded."""
     try:
-        team.together(reading.run, lambda error: f"{reading.manifest.path}: {error}")
+        rank_group.run_on_all_ranks(reading.run, lambda error: f"{reading.manifest.path}: {error}")
     except Exception as error:
         why = f"{error}. The weights are partly those of the checkpoint and partly others; load another one."
         mark_partly_loaded(reading.model, why)

@@ -1,4 +1,4 @@
-"""What a checkpoint says it holds, against itself, its files and what a model wants: before anything changes.
+"""The manifest: what a checkpoint holds, checked against itself, its files and the model before a load.
 
 Nothing here changes a model, and nothing communicates.
 """
@@ -17,25 +17,24 @@ from torch import Tensor
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.digests import DIGESTS, Digests, Wanted, damaged
 from shardwise.layout.coverage import why_not_covered
-from shardwise.layout.regions import Box
+from shardwise.layout.fqns import listed
+from shardwise.layout.regions import Region
 from shardwise.state.model_files import leaves_folder
-from shardwise.state.names import listed
+from shardwise.state.named_state import StatePath
 
 INFO = "shardwise"  # the key under which a checkpoint says who wrote it
 HAS_DIGESTS = "digests"  # below it: that there are digests
 
-Place = tuple[str | int, ...]  # where a value stands in nested dicts and lists
-
 
 @dataclass
 class Manifest:
-    """The `.metadata` of a checkpoint, by what it tells about."""
+    """The `.metadata` of a checkpoint."""
 
     path: Path
     metadata: Any  # torch.distributed.checkpoint.metadata.Metadata
     identity: str  # of the save: no other has the same
     digests: Digests | None = None
-    places: dict[Place, str] = field(default_factory=dict)  # -> key in the checkpoint
+    places: dict[StatePath, str] = field(default_factory=dict)  # -> key in the checkpoint
 
     @classmethod
     def read(cls, path: Path, verify: bool = True, trust: bool = False) -> "Manifest":
@@ -77,8 +76,8 @@ class Manifest:
             )
         return manifest
 
-    def under(self, *start: str | int) -> dict[Place, str]:
-        """The keys of everything below `start`, by their place below it."""
+    def under(self, *start: str | int) -> dict[StatePath, str]:
+        """The keys of everything below the path `start`, by their paths below it."""
         depth = len(start)
         return {place[depth:]: key for place, key in self.places.items() if place[:depth] == start}
 
@@ -124,7 +123,7 @@ class Manifest:
             )
 
     def _form(self, index: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Of what shape and dtype a record should be; None: it is no tensor."""
+        """The expected shape and dtype of a record; None: it is no tensor."""
         md = self.tensor(index.fqn)
         if md is None:
             return None
@@ -132,7 +131,7 @@ class Manifest:
         return sizes, md.properties.dtype
 
     def _wrong_names(self) -> Iterator[str]:
-        """The name of a value is said twice: as a key, and as a place."""
+        """Names are stored twice, as keys and as paths: yields those that differ."""
         for key, place in (self.metadata.planner_data or {}).items():
             if ".".join(map(str, place)) != key:
                 yield f"{key} is said to be {'.'.join(map(str, place))} as well"
@@ -144,12 +143,12 @@ class Manifest:
     def _wrong_chunks(self) -> Iterator[str]:
         for key in self.metadata.state_dict_metadata:
             if (md := self.tensor(key)) is not None:
-                chunks = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in md.chunks]
+                chunks = [Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in md.chunks]
                 if why := why_not_covered(md.size, chunks):
                     yield f"{key}: {why}"
 
     def _wrong_records(self) -> Iterator[str]:
-        """Each chunk has a record; nothing else has, and no two share bytes."""
+        """Yields chunks without a record, records without a chunk, and records that share bytes."""
         from torch.distributed.checkpoint.metadata import MetadataIndex
 
         records, needed = self.metadata.storage_data, set()
@@ -172,7 +171,7 @@ class Manifest:
                     yield f"{one.fqn}{_at(one)} and {other.fqn}{_at(other)} share bytes of {name}"
 
     def _check_files(self, records: Iterable[Any]) -> None:
-        """Every file is there and as long as it should be."""
+        """Check that every file exists with the right length."""
         needed: dict[str, int] = {}
         for info in records:
             end = info.offset + info.length
@@ -220,19 +219,19 @@ def _at(index: Any) -> str:
     return "" if not index.offset else f" at {tuple(index.offset)}"
 
 
-def by_first(entries: dict[Place, str]) -> dict[str, dict[Place, str]]:
-    """Keys by the first part of their place: the name of a parameter, say."""
-    found: dict[str, dict[Place, str]] = {}
+def by_first(entries: dict[StatePath, str]) -> dict[str, dict[StatePath, str]]:
+    """Keys by the first part of their path, such as the name of a parameter."""
+    found: dict[str, dict[StatePath, str]] = {}
     for (first, *rest), key in ((place, key) for place, key in entries.items() if place):
         found.setdefault(str(first), {})[tuple(rest)] = key
     return found
 
 
-def nested(values: dict[Place, Any]) -> Any:
-    """Values by their places, as the nested dicts they came from."""
+def nested(values: dict[StatePath, Any]) -> Any:
+    """Values by path, nested again in dicts and lists."""
     if () in values:
         return values[()]
-    below: dict[str | int, dict[Place, Any]] = {}
+    below: dict[str | int, dict[StatePath, Any]] = {}
     for (first, *rest), value in values.items():
         below.setdefault(first, {})[tuple(rest)] = value
     built = {key: nested(each) for key, each in below.items()}
@@ -309,7 +308,7 @@ def check_model(
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a module saves it beside its tensors; as a tensor too, it has the length it happens to need."""
+    """Whether it is a module's extra state; if that is a tensor, it may have any length."""
     return name.rpartition(".")[2] == "_extra_state"
 
 
@@ -318,7 +317,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def counted(names: Iterable[str]) -> str:
-    """The first of `names`, and their number."""
+    """The first of `names`, with their number."""
     names = list(names)
     return f"{listed(names)} ({len(names)} in all)" if len(names) > 1 else listed(names)
 

@@ -40,7 +40,7 @@ _NOTED = {
 
 @dataclass(frozen=True)
 class Record:
-    """Where something lies: attributes as torch's reader expects them."""
+    """The location of a record, with the attributes that torch's reader expects."""
 
     relative_path: str
     offset: int
@@ -49,7 +49,7 @@ class Record:
 
 
 class Untrusted(ValueError):
-    """What a pickle asks for, and is not given."""
+    """A pickle asks for a class that is not allowed."""
 
 
 def read_metadata(content: bytes) -> Metadata:
@@ -63,7 +63,7 @@ def read_metadata(content: bytes) -> Metadata:
 
 
 class _Noted:
-    """An object that was not made: its class by name, and what it would have been made of."""
+    """A stand-in for an object: what it would have been made of, without its class."""
 
     __slots__ = ("args", "state")
     args: tuple[Any, ...]
@@ -167,7 +167,7 @@ def _place(value: Any) -> tuple[str | int, ...]:
 
 
 def _fields(noted: Any, kind: str) -> dict[str, Any]:
-    """What a dataclass would have been made of."""
+    """The fields of a noted dataclass."""
     if _kind(noted) != kind:
         raise TypeError(f"it holds {_said(noted)} where a {kind} should be")
     return _dict(noted.state[1] if isinstance(noted.state, tuple) else noted.state)  # slots are the second

@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.manifest import Manifest, Place, by_first, counted, nested
+from shardwise.checkpoint.manifest import Manifest, by_first, counted, nested
+from shardwise.layout.fqns import listed
 from shardwise.state.named_state import (
     Names,
     Optimizers,
+    StatePath,
+    are_equal,
     blank,
     check_parameters,
     parameters_of,
-    same,
     scalar_keys,
 )
-from shardwise.state.names import listed
 
 # What schedulers of the learning rate add to param groups.
 SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr", "max_momentum", "base_momentum"}
@@ -27,11 +28,11 @@ SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr", "max_moment
 
 @dataclass
 class OptimizerPlan:
-    """What is to be read for one optimizer, and where it goes."""
+    """What is read for one optimizer, and into what."""
 
     groups: list[dict[str, Any]]
     # number of a parameter -> name of a state -> its place below that -> key in the checkpoint
-    state: dict[int, dict[str, dict[Place, str]]]
+    state: dict[int, dict[str, dict[StatePath, str]]]
     kept: dict[int, dict[str, Any]]  # of parameters the checkpoint knows nothing of
     blanks: dict[str, Any]  # by key: where it is read
 
@@ -124,14 +125,14 @@ def _fill_blanks(
 
 
 def _saved_name(aliases: list[str], owner: dict[str, int]) -> str | None:
-    """Under which of its names a parameter is in the checkpoint."""
+    """The one of its names that a parameter has in the checkpoint."""
     return next((name for name in aliases if name in owner), None)
 
 
 def _check_membership(
     manifest: Manifest, optimizers: Optimizers, names: Names, owner: dict[str, int], strict: bool
 ) -> None:
-    """All parameters of the optimizers are in the checkpoint's groups, and the other way round."""
+    """Check that the optimizers and the checkpoint's param groups have the same parameters."""
     own = [param for each in optimizers for param in parameters_of(each)]
     missing = [names[param][0] for param in own if _saved_name(names[param], owner) is None]
     ours = set(own)
@@ -194,7 +195,7 @@ def _check_alike(
             "model alone."
         )
     for key in first:
-        if key not in ("params", "param_names") and not same([each.get(key) for each in candidates]):
+        if key not in ("params", "param_names") and not are_equal([each.get(key) for each in candidates]):
             raise ValueError(
                 f"{manifest.path}: group {index} of {kind} joins parameters of several groups there, which "
                 f"differ in '{key}': {listed(str(each.get(key)) for each in candidates)}. Build the "

@@ -1,4 +1,4 @@
-"""Saves that go on in the background, and their order: each waits for the one before it."""
+"""Saves in the background, and their order: each waits for the one before it."""
 
 import threading
 import warnings
@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint.consensus import Team
+from shardwise.ranks.rank_group import RankGroup
 from shardwise.torch_compat import c10d
 
 
@@ -44,13 +44,13 @@ class PendingSave:
             raise kind(text)
         return self.path
 
-    def run_beside(self, act: Callable[[], None]) -> None:
-        """Do the saving in a thread. Not a daemon: the interpreter waits for it before it ends."""
+    def run_in_thread(self, act: Callable[[], None]) -> None:
+        """Save in a thread. Not a daemon: the interpreter waits for it before it exits."""
         self._thread = threading.Thread(target=self.run, args=(act,), name=f"saving {self.path}")
         self._thread.start()
 
     def run(self, act: Callable[[], None]) -> None:
-        """Do the saving, and keep what it raises."""
+        """Save, and keep what that raises."""
         try:
             act()
         except Exception as error:
@@ -65,11 +65,11 @@ class PendingSave:
     def _end(self) -> None:
         self._done.wait()
         if self._thread is not None:
-            self._thread.join()  # it has let go of what it saved
+            self._thread.join()  # until it has dropped what it saved
             self._thread = None
 
     def end_before_next(self) -> None:
-        """Let the next save go on; a failure that nobody has asked for is not lost."""
+        """Wait before the next save; warn of a failure that nobody has asked for."""
         self._end()
         if self._failure is not None and not self._was_told:
             self._was_told = True
@@ -84,14 +84,16 @@ class Saves:
         self.last: PendingSave | None = None
         self._pg: dist.ProcessGroup | None = None
 
-    def team_in_background(self, team: Team) -> Team:
-        """The same ranks over a process group of their own: two threads must not share one."""
-        if team.pg is None:
-            return team
+    def rank_group_in_background(self, rank_group: RankGroup) -> RankGroup:
+        """The same ranks with another process group: two threads must not share one."""
+        if rank_group.pg is None:
+            return rank_group
         if self._pg is None:
-            everyone = range(team.size)
-            self._pg = c10d.subgroup(team.pg, everyone, torch.device("cpu"), "checkpoint", backend="gloo")
-        return Team(self._pg)
+            everyone = range(rank_group.size)
+            self._pg = c10d.subgroup(
+                rank_group.pg, everyone, torch.device("cpu"), "checkpoint", backend="gloo"
+            )
+        return RankGroup(self._pg)
 
 
 # A cache: a set of ranks is known by its default process group, and goes with it.
@@ -99,11 +101,11 @@ _saves_by_group: WeakKeyDictionary[dist.ProcessGroup, Saves] = WeakKeyDictionary
 _saves_alone = Saves()
 
 
-def team_of_all() -> Team:
+def all_ranks() -> RankGroup:
     """All ranks of the default process group; without one, this process."""
-    return Team(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
+    return RankGroup(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
 
 
-def saves_of(team: Team) -> Saves:
+def saves_of(rank_group: RankGroup) -> Saves:
     """The saves of these ranks so far."""
-    return _saves_alone if team.pg is None else _saves_by_group.setdefault(team.pg, Saves())
+    return _saves_alone if rank_group.pg is None else _saves_by_group.setdefault(rank_group.pg, Saves())

@@ -1,4 +1,4 @@
-"""Reading keys of a checkpoint: planned first, so that it is known which records are touched; then done."""
+"""Reading keys of a checkpoint: first planned, to know which records are read; then read."""
 
 import io
 from collections.abc import Mapping
@@ -7,19 +7,19 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.state.names import listed
+from shardwise.layout.fqns import listed
 
 
 class Objects(Exception):
-    """Objects that are not made from a checkpoint unless it is trusted."""
+    """Objects that are only made from a trusted checkpoint."""
 
 
 def read(manifest: Manifest, targets: dict[str, Any], trust: bool) -> None:
-    """Read the keys of `targets` into its tensors; other values are put in their place."""
+    """Read the keys of `targets` into its tensors; other values replace their items."""
     from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 
     class Planner(DefaultLoadPlanner):
-        """Makes no objects of classes that torch does not know to be harmless."""
+        """Makes no objects of classes that torch does not allow."""
 
         def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
             key = read_item.dest_index.fqn
@@ -35,7 +35,7 @@ def read(manifest: Manifest, targets: dict[str, Any], trust: bool) -> None:
 
 
 def check_records(manifest: Manifest, targets: Mapping[str, Any], verify: bool) -> None:
-    """What reading `targets` would touch on this rank is there, and as it was written; see `Manifest`."""
+    """Check the records that reading `targets` would read on this rank; see `Manifest`."""
     from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 
     # Not by the planner itself: it would give memory to what is on the meta device.
@@ -82,7 +82,7 @@ def _made(manifest: Manifest, key: str, value: io.BytesIO, trust: bool) -> Any:
 
 
 def _unsafe_names(value: io.BytesIO) -> list[str]:
-    """What a pickle asks for that torch has not allowed; nothing if it cannot be told."""
+    """The classes in a pickle that torch does not allow; empty if that is unknown."""
     value.seek(0)
     try:
         return list(torch.serialization.get_unsafe_globals_in_checkpoint(value))

@@ -9,7 +9,13 @@ from typing import Any
 from torch import nn
 
 from shardwise.checkpoint import folders
-from shardwise.checkpoint.beside import (
+from shardwise.checkpoint.calls import OptimizerOrMany, check_call, in_plain_mode
+from shardwise.checkpoint.manifest import (
+    HAS_DIGESTS,
+    INFO,
+)
+from shardwise.checkpoint.pending import PendingSave, all_ranks, saves_of
+from shardwise.checkpoint.stateful import (
     STATES,
     as_whole,
     check_objects,
@@ -18,21 +24,15 @@ from shardwise.checkpoint.beside import (
     refuse_unreadable,
     states_of,
 )
-from shardwise.checkpoint.calls import OptimizerOrMany, check_call, in_plain_mode
-from shardwise.checkpoint.consensus import Team
-from shardwise.checkpoint.manifest import (
-    HAS_DIGESTS,
-    INFO,
-)
-from shardwise.checkpoint.pending import PendingSave, saves_of, team_of_all
 from shardwise.checkpoint.writing import write
+from shardwise.init.partial_loads import why_partly_loaded
+from shardwise.ranks.rank_group import RankGroup
 from shardwise.state.named_state import (
     as_optimizers,
     parameter_names,
     staged,
     state_of,
 )
-from shardwise.state.partial_loads import why_partly_loaded
 
 # --- saving ---------------------------------------------------------------------------------------
 
@@ -94,39 +94,41 @@ def save_checkpoint(
         if (latest := latest_checkpoint("run")) is not None:
             step = load_checkpoint(latest, model, optimizer, states=beside).shared["step"]
     """
-    team = team_of_all()
-    saves = saves_of(team)
+    rank_group = all_ranks()
+    saves = saves_of(rank_group)
     if saves.last is not None:
         saves.last.end_before_next()
     flags = {"asynchronous": asynchronous}
-    place = team.together(lambda: check_call("save_checkpoint", path, model, flags))
-    state = team.together(lambda: _state(team, place, model, optimizer, states, shared, per_rank, keep))
+    place = rank_group.run_on_all_ranks(lambda: check_call("save_checkpoint", path, model, flags))
+    state = rank_group.run_on_all_ranks(
+        lambda: _state(rank_group, place, model, optimizer, states, shared, per_rank, keep)
+    )
     told = {
         "path": str(place),
         "keep": keep,
         "optimizer": "optimizer" in state,
         "states": list(state[STATES]),
     }
-    team.agree("save_checkpoint", told | flags)
+    rank_group.agree("save_checkpoint", told | flags)
     if "optimizer" in state:
-        _join_optimizers(team, state)
-    if not team.is_first:  # rank 0's are written
+        _join_optimizers(rank_group, state)
+    if not rank_group.is_first:  # rank 0's are written
         del state["shared"], state[INFO]
     pending = PendingSave(place)
     if asynchronous:
-        team_there = saves.team_in_background(team)
-        in_host_memory = team.together(lambda: _copied(state))
+        background_ranks = saves.rank_group_in_background(rank_group)
+        in_host_memory = rank_group.run_on_all_ranks(lambda: _copied(state))
         saves.last = pending  # not before: if copying fails, nothing ends it
-        pending.run_beside(partial(write, team_there, place, in_host_memory, keep, is_staged=True))
+        pending.run_in_thread(partial(write, background_ranks, place, in_host_memory, keep, is_staged=True))
     else:
         saves.last = pending
-        pending.run(partial(write, team, place, state, keep, is_staged=False))
+        pending.run(partial(write, rank_group, place, state, keep, is_staged=False))
         pending.wait()
     return pending
 
 
 def _state(
-    team: Team,
+    rank_group: RankGroup,
     path: Path,
     model: nn.Module,
     optimizer: Any,
@@ -135,7 +137,7 @@ def _state(
     per_rank: dict[str, Any] | None,
     keep: int | None,
 ) -> dict[str, Any]:
-    """What this rank brings to the checkpoint. Tensors are the model's own."""
+    """This rank's state for the checkpoint. Tensors are not copied."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     if not path.name or path.name.startswith("."):
@@ -158,14 +160,14 @@ def _state(
         refuse_unreadable(what, state[what])
     state["shared"] = _extras("shared", shared)
     kinds = [type(each).__name__ for each in optimizers]
-    state[INFO] = {"world_size": team.size, "optimizers": kinds, HAS_DIGESTS: True}
+    state[INFO] = {"world_size": rank_group.size, "optimizers": kinds, HAS_DIGESTS: True}
     if per_rank is not None:
-        state["per_rank"] = {str(team.rank): {"": team.rank} | _extras("per_rank", per_rank)}
+        state["per_rank"] = {str(rank_group.rank): {"": rank_group.rank} | _extras("per_rank", per_rank)}
     return state
 
 
 def _extras(name: str, extras: dict[str, Any] | None) -> dict[str, Any]:
-    """A caller's dict, such that its values come back as they were."""
+    """A caller's dict, wrapped so that its values come back as they were."""
     extras = {} if extras is None else extras
     if not isinstance(extras, dict) or not all(isinstance(key, str) and key for key in extras):
         raise TypeError(f"{name} is to be a dict with names as keys, not {extras!r:.80}")
@@ -174,19 +176,19 @@ def _extras(name: str, extras: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """`state` as it is now, in host memory, whatever becomes of the original."""
+    """A copy of `state` in host memory."""
     own = {name: staged(part) for name, part in state.items() if name in ("model", "optimizer")}
     own[STATES] = copied(state[STATES])
     return own | {name: deepcopy(part) for name, part in state.items() if name not in own}
 
 
-def _join_optimizers(team: Team, state: dict[str, Any]) -> None:
+def _join_optimizers(rank_group: RankGroup, state: dict[str, Any]) -> None:
     """The kinds and param groups of all ranks, each once: ranks of a pipeline have different ones."""
     kinds: list[str] = []
     groups: list[dict[str, Any]] = []
     own_kinds, own = state[INFO]["optimizers"], state["optimizer"]["param_groups"]
     key = own_kinds, [group["params"] for group in own]
-    for some_kinds, some_groups in team.distinct((own_kinds, own), key):
+    for some_kinds, some_groups in rank_group.distinct((own_kinds, own), key):
         known = [group["params"] for group in groups]
         groups += [group for group in some_groups if group["params"] not in known]
         kinds += [kind for kind in some_kinds if kind not in kinds]

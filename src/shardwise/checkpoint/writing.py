@@ -1,4 +1,4 @@
-"""A checkpoint written by all ranks of a team: whole or not at all, and all of them raise alike."""
+"""A checkpoint written by all ranks of a group: whole or not at all, and all of them raise alike."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,27 +6,29 @@ from pathlib import Path
 from typing import Any, cast
 
 from shardwise.checkpoint import folders
-from shardwise.checkpoint.consensus import Team
 from shardwise.checkpoint.digests import SummingFileSystem, write_digests
 from shardwise.checkpoint.folders import METADATA, Save
 from shardwise.checkpoint.manifest import Manifest
+from shardwise.ranks.rank_group import RankGroup
 from shardwise.state.disk import sync
 
 
-def write(team: Team, path: Path, state: dict[str, Any], keep: int | None, is_staged: bool) -> None:
+def write(
+    rank_group: RankGroup, path: Path, state: dict[str, Any], keep: int | None, is_staged: bool
+) -> None:
     """Write beside `path`, move to it, tidy up. All ranks raise alike.
 
     `is_staged`: all of `state` is in host memory already.
     """
-    save = Save(path, team.broadcast(folders.new_token() if team.is_first else None, 0))
-    explain = partial(_why_not_written, save, team.rank)
-    made = team.together(lambda: folders.missing_parents(path))
+    save = Save(path, rank_group.broadcast_object(folders.new_token() if rank_group.is_first else None, 0))
+    explain = partial(_why_not_written, save, rank_group.rank)
+    made = rank_group.run_on_all_ranks(lambda: folders.missing_parents(path))
     with folders.running(save.token):
         try:
-            team.on_first(lambda: folders.prepare(save), explain)
-            _write_files(team, save.partial, state, is_staged, explain)
-            team.on_first(lambda: Manifest.read(save.partial).check(), explain)
-            team.on_first(lambda: folders.publish(save), explain)
+            rank_group.on_first(lambda: folders.prepare(save), explain)
+            _write_files(rank_group, save.partial, state, is_staged, explain)
+            rank_group.on_first(lambda: Manifest.read(save.partial).check(), explain)
+            rank_group.on_first(lambda: folders.publish(save), explain)
         except Exception:
             # On each rank: where hosts have disks of their own, each has written to its own.
             folders.discard(save, made)
@@ -38,13 +40,17 @@ def write(team: Team, path: Path, state: dict[str, Any], keep: int | None, is_st
             if keep is not None:
                 folders.remove_older(save, keep)
 
-        team.on_first(tidy, partial(_why_not_tidied, path))
+        rank_group.on_first(tidy, partial(_why_not_tidied, path))
 
 
 def _write_files(
-    team: Team, folder: Path, state: dict[str, Any], is_staged: bool, explain: Callable[[Exception], str]
+    rank_group: RankGroup,
+    folder: Path,
+    state: dict[str, Any],
+    is_staged: bool,
+    explain: Callable[[Exception], str],
 ) -> None:
-    """The steps of `torch.distributed.checkpoint.save`, over a team.
+    """The steps of `torch.distributed.checkpoint.save`, over a group of ranks.
 
     `save` itself warns where there is no process group, sends errors as pickles, which some cannot be, and
     does not say which rank could not write what.
@@ -57,8 +63,8 @@ def _write_files(
     writer.fs = cast(Any, files)
 
     def plan_locally() -> Any:
-        planner.set_up_planner(state, writer.storage_meta(), team.is_first)
-        writer.set_up_storage_writer(team.is_first)
+        planner.set_up_planner(state, writer.storage_meta(), rank_group.is_first)
+        writer.set_up_storage_writer(rank_group.is_first)
         return writer.prepare_local_plan(planner.create_local_plan())
 
     def plan_globally() -> Any:
@@ -76,11 +82,11 @@ def _write_files(
         sums = {name: each for _, of_rank in results for name, each in of_rank.items()}
         write_digests(folder, writer.save_id, (folder / METADATA).read_bytes(), sums)
 
-    plans = team.gather_at_first(team.together(plan_locally))
-    all_plans, metadata = team.together(plan_globally)
-    plan = team.scatter(all_plans)
-    results: Any = team.gather_at_first(team.together(write_own, explain, says_rank=False))
-    team.on_first(finish, explain)
+    plans = rank_group.gather_objects(rank_group.run_on_all_ranks(plan_locally))
+    all_plans, metadata = rank_group.run_on_all_ranks(plan_globally)
+    plan = rank_group.scatter_objects(all_plans)
+    results: Any = rank_group.gather_objects(rank_group.run_on_all_ranks(write_own, explain, says_rank=False))
+    rank_group.on_first(finish, explain)
 
 
 def _why_not_tidied(path: Path, error: Exception) -> str:

@@ -6,63 +6,64 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.buffers import GatheredBuffer
-from shardwise.comm.communicators import Communicator, Memory
-from shardwise.comm.pieces import Staging, stretches_in, strided_pieces
-from shardwise.comm.streams import Finish, Lane
+from shardwise.comm.buffers import UnshardedBuffer
+from shardwise.comm.communicators import BufferPool, Communicator
+from shardwise.comm.pieces import Staging, packed_ranges, strided_pieces
+from shardwise.comm.streams import CommStream, Finish
 from shardwise.layout.slots import Layout
+from shardwise.torch_compat import foreach
 
 
-class Gather:
+class AllGather:
     """The all-gather of one bucket, planned once and issued many times."""
 
-    def __init__(self, comm: Communicator, layout: Layout, gathered: GatheredBuffer) -> None:
+    def __init__(self, comm: Communicator, layout: Layout, buffer: UnshardedBuffer) -> None:
         self._comm = comm
-        self._gathered = gathered
+        self._buffer = buffer
         self._layout = layout
         self._world = layout.world
-        dtypes = {run.dtype for run in layout.runs}
+        dtypes = {run.dtype for run in layout.segments}
         self._dtype: Any = dtypes.pop() if len(dtypes) == 1 else torch.uint8
-        self._outputs = [gathered.slot(layout.slots[i]) for i in layout.direct]
+        self._outputs = [buffer.slot(layout.slots[i]) for i in layout.direct]
         if layout.packed_bytes:
-            self._plan_unpacking(layout, gathered)
+            self._plan_unpacking(layout, buffer)
 
-    def start(self, lane: Lane, inputs: Sequence[Tensor]) -> Finish:
-        """Fill the gathered buffer from ``inputs``, as ``cut`` makes them; returns what waits."""
+    def start(self, stream: CommStream, inputs: Sequence[Tensor]) -> Finish:
+        """Fill the unsharded buffer from ``inputs``, which ``cut`` makes; returns the function that waits."""
         packed_bytes = self._layout.packed_bytes
         if not packed_bytes:
             return self._comm.all_gather(self._outputs, inputs)
-        memory: Memory = self._comm.memory or lane
-        scratch = memory.borrow(self._world * packed_bytes, self._gathered.bytes.device, self._dtype)
+        pool: BufferPool = self._comm.pool or stream
+        scratch = pool.acquire(self._world * packed_bytes, self._buffer.bytes.device, self._dtype)
         staging = scratch.view(self._staged, self._stage)
         wait = self._comm.all_gather([*self._outputs, staging.flat], inputs)
 
         def finish() -> None:
             wait()
             self._unpack(staging)
-            memory.give_back(scratch)
+            pool.release(scratch)
 
         return finish
 
     def cut(self, send: Tensor) -> list[Tensor]:
-        """The pieces that travel of ``send``, laid out as a shard buffer."""
+        """The inputs of the all-gather: pieces of ``send``, which is laid out as a flat shard."""
         slots = [self._layout.slots[i] for i in self._layout.direct]
         pieces = [send[s.shard_offset : s.shard_offset + s.chunk_bytes] for s in slots]
         if self._layout.packed_bytes:
             pieces.append(send[self._layout.packed_start :])
         return pieces
 
-    def _plan_unpacking(self, layout: Layout, gathered: GatheredBuffer) -> None:
-        """Columns of the staging buffer and where they go; padding between them goes to scrap.
+    def _plan_unpacking(self, layout: Layout, buffer: UnshardedBuffer) -> None:
+        """Columns of the staging buffer and their targets; padding in between is thrown away.
 
-        On the host, one copy takes all parameters of one size; a device takes all in one kernel.
+        On the host, one copy unpacks all parameters of one size; on a device one kernel unpacks all.
         """
-        self._stretches = stretches_in(layout) if gathered.bytes.device.type == "cpu" else []
+        self._ranges = packed_ranges(layout) if buffer.bytes.device.type == "cpu" else []
         self._homes = [
-            gathered.bytes.as_strided(
+            buffer.bytes.as_strided(
                 (s.length, self._world, s.num_bytes), (s.slot_pitch, s.num_bytes, 1), s.slot_start
             )
-            for s in self._stretches
+            for s in self._ranges
         ]
         self._sizes: list[int] = []
         self._targets: list[Tensor] = []
@@ -70,26 +71,26 @@ class Gather:
             slot = layout.slots[index]
             if slot.chunk_bytes:
                 self._sizes.append(slot.chunk_bytes)
-                self._targets.append(gathered.slot(slot).view(self._world, -1))
+                self._targets.append(buffer.slot(slot).view(self._world, -1))
             if padding := slot.padded_bytes - slot.chunk_bytes:
                 self._sizes.append(padding)
-                self._targets.append(gathered.bytes.new_empty(self._world, padding))
-        self._strided = [(layout.slots[i], gathered.full_tensor(layout.slots[i])) for i in layout.strided]
+                self._targets.append(buffer.bytes.new_empty(self._world, padding))
+        self._strided = [(layout.slots[i], buffer.unsharded_tensor(layout.slots[i])) for i in layout.strided]
         self._staged = ("gather", self._world, layout.packed_bytes, tuple(self._sizes))
 
     def _stage(self, buffer: Tensor) -> "Staging":
-        """The views of a staging buffer that bytes come into and go out of."""
+        """The views of a staging buffer into which and from which bytes are copied."""
         flat = buffer[: self._world * self._layout.packed_bytes]
         rows = flat.view(self._world, -1)
-        stretches = [
+        ranges = [
             flat.as_strided((s.length, self._world, s.num_bytes), (s.pitch, rows.stride(0), 1), s.start)
-            for s in self._stretches
+            for s in self._ranges
         ]
-        return Staging(flat, rows, rows[:, : sum(self._sizes)], stretches)
+        return Staging(flat, rows, rows[:, : sum(self._sizes)], ranges)
 
     def _unpack(self, staging: "Staging") -> None:
         if self._sizes and staging.flat.device.type == "cpu":
-            torch._foreach_copy_(self._homes, staging.stretches)
+            foreach.copy_(self._homes, staging.ranges)
         elif self._sizes:  # one kernel
             torch.split_with_sizes_copy(staging.packed, self._sizes, dim=1, out=self._targets)
         for slot, full in self._strided:

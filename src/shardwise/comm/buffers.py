@@ -1,14 +1,14 @@
-"""The memory of a bucket: one flat shard, and one gathered buffer that is emptied and refilled.
+"""The memory of a bucket: one flat shard, and one unsharded buffer that is emptied and refilled.
 
-Buffers of bytes; each parameter sees its own stretch under its own dtype. Who may free what, when:
+Buffers of bytes; each parameter sees its own range in its own dtype. Who may free what, and when:
 
-- the shard lives as long as the bucket;
-- the gathered buffer has one storage for ever. Tensors that autograd saved point at that storage, so
-  it is emptied by resizing it to nothing and refilled in place, never replaced;
-- in a world of one, where nothing is cast, the gathered buffer *is* the shard and is never emptied;
+- the flat shard lives as long as the bucket;
+- the unsharded buffer has one storage for ever. Tensors that autograd saved point to that storage, so it is
+  emptied by resizing it to zero and refilled in place, never replaced;
+- in a world of one, where nothing is cast, the unsharded buffer *is* the flat shard and is never emptied;
 - where the caller wants its addresses to stay (``set_keep_unsharded_storage``), it keeps its memory;
-- on the host, a small one keeps its memory: giving it back and faulting its pages in again would cost
-  several times the copy into it.
+- on the host, a small one keeps its memory: to free it and to fault its pages in again would cost several
+  times the copy into it.
 """
 
 import weakref
@@ -26,7 +26,7 @@ _ALIVE_LOCK = Lock()  # ranks may be threads
 
 
 def flat_shards() -> list["FlatShard"]:
-    """All that there are in this process: a shard leads to its buffer by its address alone."""
+    """All flat shards of this process: only its address leads from a sharded parameter to its flat shard."""
     with _ALIVE_LOCK:
         return list(_ALIVE)
 
@@ -36,39 +36,39 @@ class FlatShard:
 
     def __init__(self, layout: Layout, rank: int, device: torch.device, *, is_pinned: bool = False) -> None:
         self.layout = layout
-        # Where the gradients of these shards land, a room further up. Weak: an optimizer that knows shards is
-        # not to keep modules alive.
-        self.landing: Callable[[], Any] = lambda: None
+        # The sharded gradients of the bucket, which are made above this package. A weak reference: an
+        # optimizer that knows flat shards must not keep modules alive.
+        self.sharded_gradients: Callable[[], Any] = lambda: None
         self.bytes = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)
         self.views = [with_own_storage(view) for view in local_views(self.bytes, layout, rank)]
         with _ALIVE_LOCK:
             _ALIVE.add(self)
 
     def fill(self, locals_: Sequence[Tensor]) -> None:
-        """Copy the local tensors, one a parameter, into their places."""
+        """Copy the local tensors, one for each parameter, into the buffer."""
         for view, local in zip(self.views, locals_, strict=True):
             view.copy_(local)
 
 
 def buffer_for(layout: Layout, device: torch.device, *, is_filled: bool) -> Tensor:
-    """Bytes for what this rank keeps, laid out as a shard buffer: zeros wherever nothing will be written.
+    """A buffer laid out as a flat shard, with zeros wherever nothing will be written.
 
-    ``is_filled``: every parameter's part will be.
+    ``is_filled``: every parameter will be written.
     """
     make = torch.empty if is_filled and not layout.has_padding else torch.zeros
     return make(layout.shard_bytes, dtype=torch.uint8, device=device)
 
 
 KEPT_ON_HOST_BYTES = 1 << 20
-"""A gathered buffer in host memory up to this size is not given back between uses."""
+"""An unsharded buffer in host memory up to this size is not freed between uses."""
 
 
-class GatheredBuffer:
-    """The full parameters of a bucket, while they are needed."""
+class UnshardedBuffer:
+    """The memory of a bucket's unsharded parameters, while they are needed."""
 
     def __init__(self, layout: Layout, device: torch.device, alias: Tensor | None = None) -> None:
-        """``alias``: the buffer of shards, where it serves as it is."""
-        self._num_bytes = layout.gathered_bytes
+        """``alias``: the flat shard, where it serves as it is."""
+        self._num_bytes = layout.unsharded_bytes
         self.is_alias = alias is not None
         self._always_keeps = self.is_alias or (device.type == "cpu" and self._num_bytes <= KEPT_ON_HOST_BYTES)
         self._keeps_memory = self._always_keeps
@@ -79,56 +79,56 @@ class GatheredBuffer:
         self._storage = self.bytes.untyped_storage()
 
     def allocate(self) -> None:
-        """Get memory for the full parameters; their contents are undefined until gathered."""
+        """Allocate memory; its contents are undefined until the all-gather."""
         if not self._keeps_memory and self._storage.nbytes() == 0:
             self._storage.resize_(self._num_bytes)
 
     def keep_memory(self, keep: bool) -> None:
-        """Whether ``free`` leaves the memory, and with it the addresses of all that lies there."""
+        """Whether ``free`` keeps the memory, and with it the addresses of all tensors in it."""
         self._keeps_memory = keep or self._always_keeps
 
     def free(self) -> None:
-        """Give the memory back. The tensors over it stay, without contents."""
+        """Free the memory. The tensors over it stay, without contents."""
         if not self._keeps_memory:
             self._storage.resize_(0)
 
     def holds(self, address: int) -> bool:
-        """True if it is an address of full parameters."""
+        """True if ``address`` lies in the buffer."""
         return 0 <= address - self.bytes.data_ptr() < self._num_bytes
 
     def slot(self, slot: Slot) -> Tensor:
         """The bytes of one parameter's slot."""
         return self.bytes[slot.slot_offset : slot.slot_offset + slot.slot_bytes]
 
-    def full_tensor(self, slot: Slot) -> Tensor:
-        """The full parameter in its slot: a tensor of its own, with a version counter of its own.
+    def unsharded_tensor(self, slot: Slot) -> Tensor:
+        """The unsharded parameter in its slot: a tensor of its own, with its own version counter.
 
         A view would share its base's counter, and every refill of the buffer would look to autograd
         like a change of the weight.
         """
         dtype = dtype_of(slot)
         full = torch.empty(0, dtype=dtype, device=self.bytes.device)
-        shape = torch.Size(slot.entry.shape)
+        shape = torch.Size(slot.spec.shape)
         stride = torch.empty(shape, device="meta").stride()
         return full.set_(self._storage, slot.slot_offset // dtype.itemsize, shape, stride)
 
 
 def with_own_storage(view: Tensor) -> Tensor:
-    """A tensor over the same memory, to whom nothing around it belongs.
+    """A tensor over the same memory, with a storage that ends where the view ends.
 
-    A view drags along the whole buffer where it is saved alone, and where it begins in it: torch cannot copy
-    (``copy.deepcopy``) DTensors whose part does not begin at the start of its storage.
+    A view that is saved alone drags the whole buffer along. And torch cannot copy (``copy.deepcopy``)
+    DTensors whose local tensor does not begin at the start of its storage.
     """
     return view if view.is_meta else torch.from_dlpack(view)
 
 
 def dtype_of(slot: Slot) -> torch.dtype:
     """The dtype that the layout carries as a key."""
-    assert isinstance(slot.entry.dtype, torch.dtype)
-    return slot.entry.dtype
+    assert isinstance(slot.spec.dtype, torch.dtype)
+    return slot.spec.dtype
 
 
-def typed_stretch(buffer: Tensor, start: int, end: int, dtype: torch.dtype) -> Tensor:
+def typed_range(buffer: Tensor, start: int, end: int, dtype: torch.dtype) -> Tensor:
     """The bytes [start, end) of ``buffer`` as a 1D tensor of ``dtype``."""
     if start or end != buffer.numel():
         buffer = buffer[start:end]
@@ -136,13 +136,13 @@ def typed_stretch(buffer: Tensor, start: int, end: int, dtype: torch.dtype) -> T
 
 
 def local_views(buffer: Tensor, layout: Layout, rank: int) -> list[Tensor]:
-    """The parts of ``rank`` in a buffer laid out as a shard buffer, one a parameter."""
+    """The shards of ``rank`` in a buffer laid out as a flat shard, one for each parameter."""
     return [
         _typed(buffer, slot.shard_offset, slot.local_shape(rank), dtype_of(slot)) for slot in layout.slots
     ]
 
 
-class _Alike(NamedTuple):
+class _EqualViews(NamedTuple):
     """Neighbours of one shape and dtype: the first of ``indices`` lies at ``offset``, counted in elements."""
 
     dtype: torch.dtype
@@ -153,38 +153,38 @@ class _Alike(NamedTuple):
 
 
 class LocalViews:
-    """What ``local_views`` makes, for every step.
+    """``local_views`` for every step.
 
-    Three views a parameter cost a quarter of the host time of a reduction. Here it is one, and less where
-    neighbours are of one shape, as many of the packed ones are: one view of all of them, unbound.
+    Three views for each parameter cost a quarter of the host time of a reduction. Here it is one, and less
+    where neighbours have one shape, as many packed ones have: one view of all of them, unbound.
     """
 
     def __init__(self, layout: Layout, rank: int) -> None:
         self._num_slots = len(layout.slots)
-        self._runs: list[_Alike] = []
+        self._segments: list[_EqualViews] = []
         for index in layout.direct + layout.packed + layout.strided:
             self._add(index, layout.slots[index], rank)
-        self._dtypes = {run.dtype for run in self._runs}
+        self._dtypes = {run.dtype for run in self._segments}
 
     def _add(self, index: int, slot: Slot, rank: int) -> None:
         dtype, shape = dtype_of(slot), slot.local_shape(rank)
-        offset = slot.shard_offset // slot.entry.itemsize
-        if self._runs:
-            last = self._runs[-1]
+        offset = slot.shard_offset // slot.spec.itemsize
+        if self._segments:
+            last = self._segments[-1]
             pitch = offset - last.offset if len(last.indices) == 1 else last.stride[0]
             is_next = offset == last.offset + pitch * len(last.indices)
             if is_next and pitch > 0 and (dtype, shape) == (last.dtype, last.shape):
                 stride = (pitch, *last.stride[1:])
-                self._runs[-1] = last._replace(stride=stride, indices=(*last.indices, index))
+                self._segments[-1] = last._replace(stride=stride, indices=(*last.indices, index))
                 return
         stride = torch.empty(shape, device="meta").stride()
-        self._runs.append(_Alike(dtype, shape, (0, *stride), offset, (index,)))
+        self._segments.append(_EqualViews(dtype, shape, (0, *stride), offset, (index,)))
 
     def of(self, buffer: Tensor) -> list[Tensor]:
         """The views of a buffer of bytes, in the order of the parameters."""
         typed = {dtype: buffer.view(dtype) for dtype in self._dtypes}
         found: list[Tensor] = [buffer] * self._num_slots
-        for dtype, shape, stride, offset, indices in self._runs:
+        for dtype, shape, stride, offset, indices in self._segments:
             if len(indices) == 1:
                 found[indices[0]] = typed[dtype].as_strided(shape, stride[1:], offset)
                 continue
@@ -195,15 +195,15 @@ class LocalViews:
 
 
 def cast_buffer(source: Tensor, laid_out: Layout, target: Tensor, to: Layout) -> None:
-    """Copy a shard buffer into one of another layout of the same parameters: one cast a kind."""
-    for old, new in zip(laid_out.runs, to.runs, strict=True):
+    """Copy a flat shard into another layout of the same parameters: one cast for each kind."""
+    for old, new in zip(laid_out.segments, to.segments, strict=True):
         assert isinstance(old.dtype, torch.dtype)
         assert isinstance(new.dtype, torch.dtype)
-        typed_stretch(target, new.start, new.end, new.dtype).copy_(
-            typed_stretch(source, old.start, old.end, old.dtype), non_blocking=True
+        typed_range(target, new.start, new.end, new.dtype).copy_(
+            typed_range(source, old.start, old.end, old.dtype), non_blocking=True
         )
 
 
 def _typed(buffer: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     numel = torch.Size(shape).numel()
-    return typed_stretch(buffer, start, start + numel * dtype.itemsize, dtype).view(shape)
+    return typed_range(buffer, start, start + numel * dtype.itemsize, dtype).view(shape)

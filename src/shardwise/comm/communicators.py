@@ -1,4 +1,4 @@
-"""Who carries the bytes: a back end, or a rank alone."""
+"""Who moves the bytes: a back end, or nobody for a single rank."""
 
 import math
 from collections.abc import Sequence
@@ -10,18 +10,18 @@ from torch import Tensor
 
 from shardwise.comm.gloo import GlooExchange
 from shardwise.comm.streams import Finish, Scratch, nothing, waiting_for
-from shardwise.torch_compat import c10d
+from shardwise.torch_compat import c10d, foreach
 
 
-class Memory(Protocol):
-    """Lends buffers of bytes."""
+class BufferPool(Protocol):
+    """A pool of byte buffers."""
 
-    def borrow(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
-        """A buffer of so many bytes or more, of undefined contents, to hold numbers of ``dtype``."""
+    def acquire(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
+        """A buffer of at least ``num_bytes``, with undefined contents, to hold numbers of ``dtype``."""
         ...
 
-    def give_back(self, scratch: Scratch) -> None:
-        """End of use."""
+    def release(self, scratch: Scratch) -> None:
+        """Return a buffer to the pool."""
         ...
 
 
@@ -29,25 +29,27 @@ class Communicator(Protocol):
     """Moves pieces between the ranks of a process group.
 
     ``packing_limit_bytes``: chunks from this size on are worth a collective of their own.
-    ``memory``: where packed pieces are put together, if not in that of the lane.
-    ``packs_everything``: no parameter travels alone, however large.
-    ``sums_alike``: ranks that get the same sum get the same bits; else the order of adding up may differ.
-    ``channel``: a number that sets this bucket's messages apart from those of others, if there are any.
+    ``pool``: where buffers of packed pieces come from, if not from the stream.
+    ``packs_everything``: no parameter has a collective of its own, however large.
+    ``sums_are_bitwise_equal``: ranks that get the same sum get the same bits; else the order of additions may
+    differ between ranks.
+    ``channel``: a number that keeps this bucket's messages apart from those of other buckets.
     ``smallest_part_bytes``: gradients from this size on are worth a reduction of their own, as soon as they
-    are there; infinite where one call has to reduce them all.
-    ``room_to_reduce``: the memory that a reduction holds until it is waited for, in units of its inputs.
-    All tensors are contiguous and 1D; ``outputs`` of a gather and ``inputs`` of a reduction hold
-    ``world`` pieces of equal size, piece r for or from rank r. Each call returns the function that
-    waits for it.
+    are complete; infinite where one call has to reduce them all.
+    ``reduce_memory_factor``: the memory that a reduction holds until it is waited for, in units of its
+    inputs.
+
+    All tensors are contiguous and 1D; ``outputs`` of an all-gather and ``inputs`` of a reduce-scatter hold
+    ``world`` pieces of equal size, piece r from or for rank r. Each call returns the function that waits.
     """
 
     packing_limit_bytes: int
     packs_everything: bool
-    sums_alike: bool
+    sums_are_bitwise_equal: bool
     channel: int
     smallest_part_bytes: float
-    room_to_reduce: float
-    memory: Any  # Memory | None; a Protocol's variable is invariant
+    reduce_memory_factor: float
+    pool: Any  # BufferPool | None; a Protocol's variable is invariant
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
         """Fill each output with the inputs of all ranks."""
@@ -64,11 +66,11 @@ def all_reduce(pg: dist.ProcessGroup, tensors: Sequence[Tensor], is_async: bool)
 
 
 def gather_to(pg: dist.ProcessGroup, dst: int, own: Tensor, pieces: Sequence[Tensor] | None) -> Finish:
-    """Bring ``own`` of each rank of ``pg`` into ``pieces`` of the one at ``dst``; others pass None."""
+    """Gather ``own`` of each rank of ``pg`` into ``pieces`` on rank ``dst``; other ranks pass None."""
     if own.device.type != "cpu" or c10d.backend_name(pg, own.device) != "gloo":
         everywhere = None if pieces is None else list(pieces)
         return waiting_for([dist.gather(own, everywhere, group=pg, group_dst=dst, async_op=True)])
-    # gloo's own gather receives into one buffer more.
+    # gloo's own gather receives into an extra buffer.
     if pieces is None:
         return waiting_for([dist.isend(own, group=pg, group_dst=dst)])
     others = [(rank, piece) for rank, piece in enumerate(pieces) if rank != dst]
@@ -78,10 +80,10 @@ def gather_to(pg: dist.ProcessGroup, dst: int, own: Tensor, pieces: Sequence[Ten
 
 
 def divided_before(inputs: Sequence[Tensor], divisor: float) -> tuple[Sequence[Tensor], float]:
-    """Inputs of a sum over ranks, and by how much they are divided already.
+    """Inputs of a sum over ranks, and the factor that they are divided by already.
 
-    A sum of float16 numbers leaves their range soon: those are divided by the root of ``divisor`` before
-    it, and by the rest after it.
+    A sum of float16 numbers soon leaves their range. So they are divided by the root of ``divisor`` before
+    the sum, and by the rest after it.
     """
     if divisor <= 1 or not any(source.dtype is torch.float16 for source in inputs):
         return inputs, 1.0
@@ -90,7 +92,7 @@ def divided_before(inputs: Sequence[Tensor], divisor: float) -> tuple[Sequence[T
 
 
 def make_communicator(pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
-    """The communicator that serves ``pg`` best; None is a rank alone."""
+    """The fastest communicator for ``pg``; None is a single rank."""
     if pg is None or pg.size() == 1:
         return SingleRank()
     if device.type == "cpu" and c10d.backend_name(pg, device) == "gloo":
@@ -99,15 +101,15 @@ def make_communicator(pg: dist.ProcessGroup | None, device: torch.device) -> Com
 
 
 class SingleRank:
-    """A world of one: gathered and sharded are the same bytes."""
+    """A world of one: sharded and unsharded parameters are the same bytes."""
 
     packing_limit_bytes = 0
     packs_everything = False
-    sums_alike = True
+    sums_are_bitwise_equal = True
     channel = 0
     smallest_part_bytes = float(1 << 20)
-    room_to_reduce = 1.0
-    memory: Any = None
+    reduce_memory_factor = 1.0
+    pool: Any = None
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
         """Nothing to move: the outputs are the inputs."""
@@ -130,19 +132,19 @@ class BackendCollectives:
     # the launch of one more.
     packing_limit_bytes = 256 * 1024
     packs_everything = False
-    sums_alike = False
+    sums_are_bitwise_equal = False
     channel = 0
-    # One more launch, for what takes the wire longer than that.
+    # Above, the transfer takes longer than one more launch.
     smallest_part_bytes = float(4 << 20)
-    room_to_reduce = 1.0
-    memory: Any = None
+    reduce_memory_factor = 1.0
+    pool: Any = None
 
     def __init__(self, pg: dist.ProcessGroup, device: torch.device) -> None:
         self._pg = pg
         self._world = pg.size()
         self._is_async = device.type == "cpu"
         self._can_coalesce = True
-        # The fake back end moves nothing, and stands for one that averages.
+        # The fake back end moves nothing, and counts as one that averages.
         self._averages = c10d.backend_name(pg, device) in ("nccl", "fake")
         self.force_sum = False
 
@@ -175,12 +177,12 @@ class BackendCollectives:
         def finish() -> None:
             waiting_for(works)()
             if outputs and not averages and divisor != before:
-                torch._foreach_div_(list(outputs), divisor / before)
+                foreach.div_(list(outputs), divisor / before)
 
         return finish
 
     def _coalesced(self, call: Any, outputs: Any, inputs: Any, *more: Any) -> list[Any] | None:
-        """One call for all pairs; None where there is only one or the back end cannot."""
+        """One call for all pairs; None where there is only one pair, or the back end cannot."""
         if len(outputs) < 2 or not self._can_coalesce:
             return None
         try:
@@ -188,8 +190,7 @@ class BackendCollectives:
         except (NotImplementedError, AttributeError):
             self._can_coalesce = False
         except RuntimeError as error:
-            # The refusal of c10d's base class. It comes before anything has been sent.
-            if "does not support" not in str(error) and "not implemented" not in str(error):
+            if not c10d.is_unsupported(error):
                 raise
             self._can_coalesce = False
         return None

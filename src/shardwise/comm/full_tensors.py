@@ -1,10 +1,10 @@
 """Full tensors out of DTensors, many in few collectives, and rows of full tensors into DTensors.
 
-For whatever is a DTensor: parameters, optimizer state, averages, of any mesh and placements. Knows nothing of
-modules and groups.
+For any DTensor: parameters, optimizer state, averages, on any mesh with any placements. Knows no modules and
+no groups.
 
-A tensor that is its parts one behind the other is gathered into its place. Others are gathered a stretch of
-rows at a time into a staging buffer, from which each rank's rows are copied to where they belong:
+A tensor that is the concatenation of its parts is all-gathered in place. Others are all-gathered some rows at
+a time into a staging buffer, from which each rank's rows are copied to where they belong:
 
     staging, world 2    | rank 0: rows of A, of B, padding | rank 1: rows of A, of B, padding |
 """
@@ -23,25 +23,26 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.communicators import gather_to, make_communicator
 from shardwise.comm.streams import Finish
+from shardwise.layout.chunks import round_up
 from shardwise.layout.mesh import Axis, device_of
-from shardwise.layout.regions import Box, Split, in_order
+from shardwise.layout.regions import Region, Split, cuts_in_order
 from shardwise.layout.slots import ALIGNMENT
 from shardwise.ranks.model_ranks import own_rank
 from shardwise.torch_compat import dtensor
 
 STAGING_BYTES = 8 << 20
-"""How large a staging buffer may be, counted over all ranks, unless one row of a tensor needs more."""
+"""The size of a staging buffer over all ranks, unless one row of a tensor needs more."""
 
 
 PACKED_BELOW = 64 << 10
 """Parts smaller than this travel together: each message costs as much as copying several times that."""
 
 BUCKET_BYTES = 64 << 20
-"""What is gathered or handed on at once, unless one tensor is larger."""
+"""Bytes that are gathered or sent at once, unless one tensor is larger."""
 
 
-def split_of(tensor: DTensor) -> Split:
-    """How ``tensor`` is cut over its mesh.
+def sharding_of(tensor: DTensor) -> Split:
+    """How ``tensor`` is sharded over its mesh.
 
     Raises:
         ValueError: its ranks hold parts of a sum.
@@ -58,16 +59,16 @@ def split_of(tensor: DTensor) -> Split:
         elif placement.is_shard():
             shards.append((mesh_dim, placement.dim, 1))  # type: ignore[attr-defined]
     sizes = tuple(tensor.device_mesh.shape)
-    return Split(tuple(tensor.shape), sizes, in_order(shards, sizes))
+    return Split(tuple(tensor.shape), sizes, cuts_in_order(shards, sizes))
 
 
-def own_box(tensor: Tensor) -> Box:
+def own_region(tensor: Tensor) -> Region:
     """The part of a full tensor that this rank holds; all of it, for a tensor that is not a DTensor."""
     if not isinstance(tensor, DTensor):
-        return Box((0,) * tensor.dim(), tuple(tensor.shape))
+        return Region((0,) * tensor.dim(), tuple(tensor.shape))
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    return split_of(tensor).box(coordinate)
+    return sharding_of(tensor).region(coordinate)
 
 
 # --- out of DTensors ------------------------------------------------------------------------------
@@ -111,52 +112,52 @@ def gather_full(
     dtypes = [tensor.dtype for tensor in tensors] if dtypes is None else dtypes
     result: list[Tensor | None] = [None] * len(tensors)
     routes: dict[tuple[int, tuple[int, ...]], _Route] = {}
-    staged: dict[_Route, list[_Part]] = {}
+    staged: dict[_Route, list[_StagedRows]] = {}
     for index, (tensor, dtype) in enumerate(zip(tensors, dtypes, strict=True)):
         if not isinstance(tensor, DTensor):
             if owner in (None, own_rank()):
                 result[index] = tensor.detach().to(dtype, copy=True)
             continue
-        split = split_of(tensor)
+        split = sharding_of(tensor)
         key = (id(tensor.device_mesh), split.mesh_dims)
         route = routes.setdefault(key, _Route(tensor.device_mesh, split.mesh_dims, owner))
         if not route.takes_part:
             continue
         local = dtensor.local_tensor(tensor).detach()
         if type(local) is not Tensor:
-            result[index] = _gathered_by_itself(tensor, route.receives)
+            result[index] = _gather_subclass(tensor, route.receives)
         elif split.is_concatenation and (not split.cuts or local.numel() * dtype.itemsize >= PACKED_BELOW):
             result[index] = route.concatenated(local.to(route.device, dtype), split)
         else:
             full = torch.empty(tensor.shape, dtype=dtype, device=route.device) if route.receives else None
             result[index] = full
-            staged.setdefault(route, []).append(_Part(local, full, split, dtype))
+            staged.setdefault(route, []).append(_StagedRows(local, full, split, dtype))
     for route in routes.values():
         route.wait()
     for route, parts in staged.items():
-        for batch in _stretches(parts, max(1, staging_bytes)):
+        for batch in _ranges(parts, max(1, staging_bytes)):
             _gather_staged(route, batch)
     return result
 
 
-def _gathered_by_itself(tensor: DTensor, receives: bool) -> Tensor | None:
-    """Tensor subclasses know how they are gathered, if anybody does."""
+def _gather_subclass(tensor: DTensor, receives: bool) -> Tensor | None:
+    """Leave the gather to the tensor subclass."""
     full = tensor.full_tensor()
     return full if receives else None
 
 
 class _Route:
-    """How parts of tensors on one mesh come to who is to have them: along one mesh dim after the other."""
+    """How parts of tensors on one mesh reach their receivers: along one mesh dim after the other."""
 
     def __init__(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...], owner: int | None) -> None:
         self.device = device_of(mesh)
         self._mesh = mesh
-        self._under_way: list[tuple[Finish, Tensor]] = []  # and what it sends, which lives as long
+        self._in_flight: list[tuple[Finish, Tensor]] = []  # with its input, which must live as long
         own = mesh.get_coordinate()
         assert own is not None
         self._own = tuple(own)
         self._target = None if owner is None else _coordinate(mesh, owner)
-        # Where the owner is elsewhere, others like us, who share a mesh with it, serve it.
+        # An owner outside this mesh is served by the ranks that share a mesh with it.
         is_elsewhere = owner is not None and self._target is None
         self.receives = not is_elsewhere and self._target in (None, self._own)
         self.takes_part = not is_elsewhere and all(
@@ -165,7 +166,7 @@ class _Route:
             if dim not in mesh_dims
         )
 
-    def gathered(self, own: Tensor, along: Sequence[int]) -> Tensor | None:
+    def gather(self, own: Tensor, along: Sequence[int]) -> Tensor | None:
         """The bytes of ``own`` of all ranks, those along the first of ``along`` farthest apart."""
         received: Tensor | None = own.contiguous().view(-1).view(torch.uint8)
         for dim in reversed(along):
@@ -175,36 +176,36 @@ class _Route:
         return received
 
     def wait(self) -> None:
-        """For what is under way, without which nothing that ``gathered`` gave is complete."""
-        for finish, _ in self._under_way:
+        """Wait for all gathers in flight; until then, results of ``gather`` are incomplete."""
+        for finish, _ in self._in_flight:
             finish()
-        self._under_way.clear()
+        self._in_flight.clear()
 
     def _gather_along(self, own: Tensor, dim: int) -> Tensor | None:
         pg, world = self._mesh.get_group(dim), self._mesh.size(dim)
         if self._target is None:
             everywhere = own.new_empty(world * own.numel())
             finish = make_communicator(pg, self.device).all_gather([everywhere], [own])
-            self._under_way.append((finish, own))
+            self._in_flight.append((finish, own))
             return everywhere
         is_target = self._own[dim] == self._target[dim]
         whole: Tensor | None = own.new_empty(world * own.numel()) if is_target else None
         pieces = None if whole is None else list(whole.view(world, -1))
-        self._under_way.append((gather_to(pg, self._target[dim], own, pieces), own))
+        self._in_flight.append((gather_to(pg, self._target[dim], own, pieces), own))
         return whole
 
     def concatenated(self, local: Tensor, split: Split) -> Tensor | None:
-        """A full tensor that is its parts one behind the other."""
+        """A full tensor that is the concatenation of its parts."""
         if not split.numel:
             return local.new_empty(split.shape) if self.receives else None
-        whole = self.gathered(local, [cut.mesh_dim for cut in split.cuts])
+        whole = self.gather(local, [cut.mesh_dim for cut in split.cuts])
         if whole is None or not self.receives:
             return None
         return (whole.clone() if split.num_parts == 1 else whole).view(local.dtype).view(split.shape)
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class _StagedRows:
     """A tensor on its way through the staging buffer, or some of its rows."""
 
     local: Tensor
@@ -227,16 +228,16 @@ class _Part:
     @property
     def num_bytes(self) -> int:
         """What each rank sends of it, padding included."""
-        return -(-self.rows * self.row_bytes // ALIGNMENT) * ALIGNMENT
+        return round_up(self.rows * self.row_bytes, ALIGNMENT)
 
-    def box(self, coordinate: Sequence[int]) -> Box:
+    def region(self, coordinate: Sequence[int]) -> Region:
         """Where the rows of the rank at ``coordinate`` belong in the full tensor."""
-        return self.split.box(coordinate).rows(self.start, self.start + self.rows)
+        return self.split.region(coordinate).rows(self.start, self.start + self.rows)
 
 
-def _stretches(parts: Sequence[_Part], limit: int) -> Iterator[list[_Part]]:
+def _ranges(parts: Sequence[_StagedRows], limit: int) -> Iterator[list[_StagedRows]]:
     """Parts, cut by rows where they are large, that fit together in staging of ``limit`` bytes."""
-    batch: list[_Part] = []
+    batch: list[_StagedRows] = []
     left = limit
     for part in parts:
         world, start, end = part.split.num_parts, 0, part.split.largest[0]
@@ -247,14 +248,14 @@ def _stretches(parts: Sequence[_Part], limit: int) -> Iterator[list[_Part]]:
                 batch, left = [], limit
                 continue
             rows = min(end - start, max(1, fitting))
-            batch.append(_Part(part.local, part.full, part.split, part.dtype, start, start + rows))
+            batch.append(_StagedRows(part.local, part.full, part.split, part.dtype, start, start + rows))
             left -= world * batch[-1].num_bytes
             start += rows
     if batch:
         yield batch
 
 
-def _gather_staged(route: _Route, parts: Sequence[_Part]) -> None:
+def _gather_staged(route: _Route, parts: Sequence[_StagedRows]) -> None:
     """Gather the rows of ``parts``, packed, and copy them to where they belong."""
     own = torch.empty(sum(part.num_bytes for part in parts), dtype=torch.uint8, device=route.device)
     offset = 0
@@ -263,16 +264,16 @@ def _gather_staged(route: _Route, parts: Sequence[_Part]) -> None:
         _typed(own, offset, tuple(rows.shape), part.dtype).copy_(rows)
         offset += part.num_bytes
     split = parts[0].split
-    whole = route.gathered(own, split.mesh_dims)
+    whole = route.gather(own, split.mesh_dims)
     route.wait()
     if whole is None or not route.receives:
         return
     for sent, coordinate in zip(whole.view(split.num_parts, -1), split.coordinates(), strict=True):
         offset = 0
         for part in parts:
-            box = part.box(coordinate)
+            region = part.region(coordinate)
             assert part.full is not None
-            part.full[box.slices].copy_(_typed(sent, offset, box.sizes, part.dtype))
+            part.full[region.slices].copy_(_typed(sent, offset, region.sizes, part.dtype))
             offset += part.num_bytes
 
 
@@ -288,9 +289,9 @@ def _coordinate(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
 
 
 def full_values(entries: Mapping[Any, Any], owner: int | None, cpu: bool) -> dict[Any, Any]:
-    """A copy of a dict, of its tensors full ones; an empty dict if ``owner`` is another rank.
+    """A copy of a dict with full tensors; an empty dict if ``owner`` is another rank.
 
-    A bucket at a time, each landing in host memory if ``cpu``.
+    Gathers a bucket at a time, and moves each to host memory if ``cpu``.
     """
     tensors = {id(value): value for value in entries.values() if isinstance(value, Tensor)}
     full: dict[int, Tensor] = {}
@@ -311,10 +312,10 @@ def full_values(entries: Mapping[Any, Any], owner: int | None, cpu: bool) -> dic
 # --- into DTensors --------------------------------------------------------------------------------
 
 
-class Scatter:
-    """Rows of full tensors from one rank straight to those that hold them, along one axis of ranks.
+class RowScatter:
+    """Sends rows of full tensors from one rank directly to the ranks that hold them, along one axis.
 
-    For large tensors cut along dim 0; others are better packed and sent to all.
+    For large tensors sharded on dim 0; others are better packed and broadcast.
     """
 
     def __init__(self, axis: Axis, sender: int, device: torch.device) -> None:
@@ -324,21 +325,21 @@ class Scatter:
         self._device = device
 
     def takes(self, target: Tensor, start: int, end: int) -> bool:
-        """Whether rows [start, end) of the full tensor of ``target`` go this way; the same on all ranks."""
+        """Whether to send rows [start, end) of ``target`` this way; the same answer on all ranks."""
         if not isinstance(target, DTensor) or tuple(target.device_mesh.shape) != (self._axis.world,):
             return False
         if dtensor.local_tensor(target).device.type != self._device.type:
             return False  # offloaded
-        split = split_of(target)
+        split = sharding_of(target)
         are_rows = len(split.cuts) == 1 and split.cuts[0].dim == 0
         return are_rows and (end - start) * prod(split.shape[1:]) * target.itemsize >= PACKED_BELOW
 
     def send(self, target: Tensor, start: int, rows: Tensor) -> list[Any]:
-        """On the sender: rows [start, ...) on their way to the others, and in its own part already."""
-        split, sent = split_of(target), []  # type: ignore[arg-type]
+        """On the sender: send rows [start, ...) to the other ranks, and write its own."""
+        split, sent = sharding_of(target), []  # type: ignore[arg-type]
         for rank in range(self._axis.world):
-            place, _ = _overlap(split, rank, start, start + len(rows))
-            piece = rows[place.start : place.stop]
+            in_rows, _ = split.region([rank]).overlap(start, start + len(rows))
+            piece = rows[in_rows]
             if rank == self._axis.rank:
                 write_rows(target, start, rows)
             elif len(piece):
@@ -347,38 +348,27 @@ class Scatter:
         return sent
 
     def receive(self, target: Tensor, start: int, end: int) -> list[Any]:
-        """On the others: what they hold of rows [start, end), on its way into their parts."""
-        _, place = _overlap(split_of(target), self._axis.rank, start, end)  # type: ignore[arg-type]
-        piece = dtensor.plain(target)[place]
+        """On the other ranks: receive their part of rows [start, end)."""
+        split = sharding_of(target)  # type: ignore[arg-type]
+        _, in_local = split.region([self._axis.rank]).overlap(start, end)
+        piece = dtensor.plain(target)[in_local]
         if not len(piece):
             return []
-        torch.autograd.graph.increment_version(piece)  # which what a process group writes does not count
+        torch.autograd.graph.increment_version(piece)  # process groups write without counting versions
         return [dist.P2POp(dist.irecv, piece, group=self._axis.pg, group_peer=self._sender)]
-
-
-def _overlap(split: Split, rank: int, start: int, end: int) -> tuple[slice, slice]:
-    """Where the rows [start, end) meet those of ``rank``: within themselves, and within its part."""
-    box = split.box([rank])
-    first, last = max(start, box.offsets[0]), min(end, box.offsets[0] + box.sizes[0])
-    last = max(first, last)
-    return slice(first - start, last - start), slice(first - box.offsets[0], last - box.offsets[0])
 
 
 @torch.no_grad()
 def write_rows(target: Tensor, start: int, rows: Tensor) -> None:
-    """Copy into ``target`` what it holds of the rows [start, start + len(rows)) of its full tensor.
+    """Copy into ``target`` its part of the rows [start, start + len(rows)) of its full tensor.
 
-    In place and local; a scalar is its own only row. Elements are converted to the dtype of ``target``.
+    In place and local; a scalar is one row. Elements are converted to the dtype of ``target``.
     """
     local = dtensor.plain(target)
     if not target.dim():
         local.copy_(rows.reshape(()))
         return
-    box = own_box(target)
-    first = max(start, box.offsets[0])
-    last = min(start + len(rows), box.offsets[0] + box.sizes[0])
-    if first < last and box.numel:
-        others = box.slices[1:]
-        local[first - box.offsets[0] : last - box.offsets[0]].copy_(
-            rows[(slice(first - start, last - start), *others)]
-        )
+    region = own_region(target)
+    in_rows, in_local = region.overlap(start, start + len(rows))
+    if in_local.start < in_local.stop and region.numel:
+        local[in_local].copy_(rows[(in_rows, *region.slices[1:])])

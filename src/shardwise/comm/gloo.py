@@ -14,7 +14,7 @@ from shardwise.torch_compat import c10d
 
 
 class GlooExchange:
-    """Direct exchange between all pairs of ranks, over gloo's point-to-point calls.
+    """Direct exchange between all pairs of ranks, with gloo's point-to-point calls.
 
     gloo's own collectives pass the data through buffers of their own, and its reduce-scatter sends
     twice the bytes. Here each rank sends its piece from where it lies to where it belongs, (world -
@@ -27,27 +27,27 @@ class GlooExchange:
 
     packing_limit_bytes = 64 * 1024
     packs_everything = False
-    sums_alike = True
+    sums_are_bitwise_equal = True
     channel = 0
-    # What leaves early is sent by the thread that computes, and waited for more often: with parts of 4 MB a
-    # step took a tenth longer. Larger groups are worth it for their memory.
+    # Early parts are sent by the computing thread and waited for more often: with parts of 4 MB a step took a
+    # tenth longer. For larger groups the memory saved is worth it.
     smallest_part_bytes = float(16 << 20)
-    memory: Any = None
+    pool: Any = None
     # Messages with one tag between two ranks are matched in the order of their calls. Each parameter
     # has two tags of its own, by its bucket's channel and its place in the shard buffer, so that ranks
-    # which disagree on what to exchange wait for each other instead of adding up what does not belong
-    # together. Tags keep clear of the caller's own messages.
+    # that disagree on what to exchange wait for each other instead of adding up unrelated data. Tags keep
+    # clear of the caller's own messages.
     _first_tag = 0x5A000000
     _num_tags = 1 << 20
-    _channels_apart = 10007  # a prime, lest channels and places add up to the same tag
+    _channels_apart = 10007  # a prime, so that channels and places do not add up to the same tag
 
     def __init__(self, pg: dist.ProcessGroup) -> None:
         self._pg = pg
         self._world = pg.size()
         self._rank = pg.rank()
-        self.room_to_reduce = 1.0 + (self._world - 1) / self._world
+        self.reduce_memory_factor = 1.0 + (self._world - 1) / self._world
         self.channel = 0
-        # Starting after itself, each rank meets the others in another order: nobody is swamped.
+        # Each rank starts with the rank after its own, so that no rank receives from all others at once.
         self._others = [(self._rank + i) % self._world for i in range(1, self._world)]
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
@@ -56,9 +56,9 @@ class GlooExchange:
         own: list[tuple[Tensor, Tensor]] = []
         for output, source in zip(outputs, inputs, strict=True):
             pieces = output.view(self._world, -1)
-            works += self._swap([(pieces[rank], source) for rank in self._others], source, 0)
+            works += self._exchange([(pieces[rank], source) for rank in self._others], source, 0)
             own.append((pieces[self._rank], source))
-        self._place_own(own)
+        self._copy_own(own)
         return partial(self._wait_for, works)
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
@@ -67,20 +67,20 @@ class GlooExchange:
         works: list[Any] = []
         for output, source in zip(outputs, inputs, strict=True):
             pieces = source.view(self._world, -1)
-            landing = pieces.new_empty(self._world - 1, pieces.shape[1])
-            pairs = [(landing[rank - (rank > self._rank)], pieces[rank]) for rank in self._others]
-            works += self._swap(pairs, output, 1)
-            received.append(landing)
+            buffer = pieces.new_empty(self._world - 1, pieces.shape[1])
+            pairs = [(buffer[rank - (rank > self._rank)], pieces[rank]) for rank in self._others]
+            works += self._exchange(pairs, output, 1)
+            received.append(buffer)
 
         def finish() -> None:
             self._wait_for(works)
-            for output, source, landing in zip(outputs, inputs, received, strict=True):
-                self._sum(output, source.view(self._world, -1), landing, divisor)
+            for output, source, buffer in zip(outputs, inputs, received, strict=True):
+                self._sum(output, source.view(self._world, -1), buffer, divisor)
 
         return finish
 
-    def _place_own(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """The part of an all-gather that stays on this rank, which every back end has to copy too."""
+    def _copy_own(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Copy this rank's own piece of an all-gather into place, as every back end has to."""
         for piece, source in pairs:
             piece.copy_(source)
 
@@ -94,23 +94,22 @@ class GlooExchange:
             error.peer = c10d.ranks_of(self._pg)[member]  # type: ignore[attr-defined]
             raise
 
-    def _swap(self, pairs: list[tuple[Tensor, Tensor]], in_shard: Tensor, kind: int) -> list[Any]:
-        """Receive into and send from each (landing, source), one pair a rank of ``_others``."""
+    def _exchange(self, pairs: list[tuple[Tensor, Tensor]], in_shard: Tensor, kind: int) -> list[Any]:
+        """Receive into and send from each (buffer, source), one pair for each rank of ``_others``."""
         place = in_shard.storage_offset() * in_shard.itemsize // ALIGNMENT
         channel = 2 * self.channel + kind
         tag = self._first_tag + (channel * self._channels_apart + place) % self._num_tags
         receives = [
-            self._pg.recv([landing], rank, tag)
-            for (landing, _), rank in zip(pairs, self._others, strict=True)
+            self._pg.recv([buffer], rank, tag) for (buffer, _), rank in zip(pairs, self._others, strict=True)
         ]
         sends = [
             self._pg.send([source], rank, tag) for (_, source), rank in zip(pairs, self._others, strict=True)
         ]
         return receives + sends
 
-    def _sum(self, output: Tensor, own: Tensor, landing: Tensor, divisor: float) -> None:
+    def _sum(self, output: Tensor, own: Tensor, received: Tensor, divisor: float) -> None:
         """Add the pieces in order of ranks, so that the result does not depend on who computes it."""
-        pieces = [*landing[: self._rank], own[self._rank], *landing[self._rank :]]
+        pieces = [*received[: self._rank], own[self._rank], *received[self._rank :]]
         if output.dtype in (torch.bfloat16, torch.float16):  # round once, not once a rank
             total = pieces[0].float()
             for piece in pieces[1:]:

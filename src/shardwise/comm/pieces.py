@@ -15,25 +15,25 @@ _dtype = attrgetter("dtype")
 
 
 def are_dense_of(dtype: torch.dtype, tensors: Sequence[Any]) -> bool:
-    """True if all are there, contiguous and of ``dtype``; in passes that run in C."""
+    """True if none is None, and all are contiguous and of ``dtype``; in passes in C."""
     there = all(map(is_not, tensors, repeat(None)))
     return there and set(map(_dtype, tensors)) == {dtype} and all(map(Tensor.is_contiguous, tensors))
 
 
 def typed_rows(key: tuple[str, int, int, torch.dtype], buffer: Tensor) -> tuple[Tensor, Tensor]:
-    """The first bytes of a buffer as numbers, flat and by rank."""
+    """The first bytes of a buffer as numbers: flat, and by rank."""
     _, world, num_bytes, dtype = key
     flat = buffer[:num_bytes].view(dtype)
     return flat, flat.view(world, -1)
 
 
 def whole_slot(gradient: Tensor, slot: Slot) -> Tensor:
-    """``gradient`` as the world * chunk rows of its slot: itself where it is even and contiguous."""
+    """``gradient`` padded to the world * chunk rows of its slot; itself if it is even and contiguous."""
     if slot.is_replicated:
         return gradient.expand(slot.world).contiguous()
     if slot.is_even:
         return gradient.contiguous()
-    dim = slot.entry.dim
+    dim = slot.spec.dim
     shape = list(gradient.shape)
     shape[dim] = slot.world * slot.chunk_size
     padded = gradient.new_zeros(shape)
@@ -42,14 +42,14 @@ def whole_slot(gradient: Tensor, slot: Slot) -> Tensor:
 
 
 def strided_pieces(slot: Slot, rows: Tensor, origin: int, full: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each rank's part of a strided parameter, twice: in ``rows`` and in ``full``.
+    """Each rank's shard of a strided parameter, twice: in ``rows`` and in ``full``.
 
     Row r of ``rows`` holds what rank r keeps, in bytes, from the offset ``origin`` of the shard buffer on.
     """
     if not slot.chunk_bytes:
         return
     start = slot.shard_offset - origin
-    dtype, dim = dtype_of(slot), slot.entry.dim
+    dtype, dim = dtype_of(slot), slot.spec.dim
     columns = rows[:, start : start + slot.chunk_bytes].view(dtype)
     if slot.is_even:
         parts = full.unflatten(dim, (slot.world, slot.chunk_size)).movedim(dim, 0)
@@ -63,15 +63,15 @@ def strided_pieces(slot: Slot, rows: Tensor, origin: int, full: Tensor) -> Itera
 
 
 class Staging(NamedTuple):
-    """A buffer that a packed gather fills: as one, by rank, what is not strided of that, by stretches."""
+    """A buffer that a packed gather fills: as one, by rank, what is not strided of that, by ranges."""
 
     flat: Tensor
     rows: Tensor
     packed: Tensor
-    stretches: list[Tensor]
+    ranges: list[Tensor]
 
 
-class Stretch(NamedTuple):
+class PackedRange(NamedTuple):
     """``length`` packed parameters of one size, side by side.
 
     Of each rank ``num_bytes``, ``pitch`` bytes apart from ``start`` on in the rank's row, for slots
@@ -97,9 +97,9 @@ class Stretch(NamedTuple):
         )
 
 
-def stretches_in(layout: Layout) -> list[Stretch]:
-    """What of the packed region each parameter takes, neighbours joined."""
-    found: list[Stretch] = []
+def packed_ranges(layout: Layout) -> list[PackedRange]:
+    """The ranges of packed parameters, with equal neighbours joined."""
+    found: list[PackedRange] = []
     for slot in [layout.slots[index] for index in layout.packed]:
         start = slot.shard_offset - layout.packed_start
         if not slot.chunk_bytes:
@@ -109,5 +109,5 @@ def stretches_in(layout: Layout) -> list[Stretch]:
             slot_pitch = (slot.slot_offset - last.slot_start) // last.length
             found[-1] = last._replace(length=last.length + 1, slot_pitch=slot_pitch)
         else:
-            found.append(Stretch(1, slot.chunk_bytes, slot.padded_bytes, start, 0, slot.slot_offset))
+            found.append(PackedRange(1, slot.chunk_bytes, slot.padded_bytes, start, 0, slot.slot_offset))
     return found

@@ -23,11 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.all_gather import Gather
-from shardwise.comm.buffers import GatheredBuffer
+from shardwise.comm.all_gather import AllGather
+from shardwise.comm.buffers import UnshardedBuffer
 from shardwise.comm.communicators import Communicator
-from shardwise.comm.streams import Finish, Lane, nothing, waiting_for
-from shardwise.layout.slots import Layout, Run
+from shardwise.comm.streams import CommStream, Finish, nothing, waiting_for
+from shardwise.layout.chunks import ceil_div, chunk_size, round_up
+from shardwise.layout.slots import BufferSegment, Layout
 from shardwise.torch_compat import c10d
 
 LEVELS = 127
@@ -45,12 +46,12 @@ class Blocks:
     @property
     def count(self) -> int:
         """Blocks of a row."""
-        return -(-self.numel // self.block_size)
+        return ceil_div(self.numel, self.block_size)
 
     @property
     def scales_at(self) -> int:
         """Where in a message the scales begin."""
-        return -(-self.numel // 4) * 4
+        return round_up(self.numel, 4)
 
     @property
     def message_bytes(self) -> int:
@@ -102,33 +103,31 @@ class Feedback:
 
 
 class RowCodec:
-    """Rows of numbers of one dtype, some stretches of which are quantised and others are not.
+    """Encodes rows of numbers of one dtype, of which some ranges are quantised and others are not.
 
-    ``stretches``: (start, end, is quantised), in numbers, without gaps.
+    ``ranges``: (start, end, is quantised), in numbers, without gaps.
     """
 
-    def __init__(
-        self, stretches: Sequence[tuple[int, int, bool]], dtype: torch.dtype, block_size: int
-    ) -> None:
+    def __init__(self, ranges: Sequence[tuple[int, int, bool]], dtype: torch.dtype, block_size: int) -> None:
         self._dtype = dtype
         self._parts: list[tuple[int, int, Blocks | None, int]] = []
         at = 0
-        for start, end, is_quantised in stretches:
+        for start, end, is_quantised in ranges:
             blocks = Blocks(end - start, block_size) if is_quantised else None
             self._parts.append((start, end, blocks, at))
-            at += blocks.message_bytes if blocks else -(-(end - start) * dtype.itemsize // 16) * 16
-        self.message_bytes = -(-at // 16) * 16
+            at += blocks.message_bytes if blocks else round_up((end - start) * dtype.itemsize, 16)
+        self.message_bytes = round_up(at, 16)
 
     def encode(self, rows: Tensor) -> Tensor:
         """Messages of ``rows``, of shape (n, numbers), as bytes of shape (n, message_bytes)."""
         messages = torch.zeros(len(rows), self.message_bytes, dtype=torch.uint8, device=rows.device)
         for start, end, blocks, at in self._parts:
-            stretch = rows[:, start:end]
+            part = rows[:, start:end]
             if blocks is None:
-                raw = stretch.to(self._dtype).contiguous().view(torch.uint8)
+                raw = part.to(self._dtype).contiguous().view(torch.uint8)
                 messages[:, at : at + raw.shape[1]].copy_(raw)
             else:
-                messages[:, at : at + blocks.message_bytes].copy_(blocks.encode(stretch.float()))
+                messages[:, at : at + blocks.message_bytes].copy_(blocks.encode(part.float()))
         return messages
 
     def decode(self, messages: Tensor, rows: Tensor) -> Tensor:
@@ -142,17 +141,17 @@ class RowCodec:
         return rows
 
 
-def stretches_of(layout: Layout, run: Run) -> list[tuple[int, int, bool]]:
-    """Which numbers of a run of the shard buffer are worth quantising: matrices, by parameter."""
-    assert isinstance(run.dtype, torch.dtype)
-    size = run.dtype.itemsize
+def numbers_to_quantize(layout: Layout, segment: BufferSegment) -> list[tuple[int, int, bool]]:
+    """Which numbers of a segment are worth quantising: matrices, parameter by parameter."""
+    assert isinstance(segment.dtype, torch.dtype)
+    size = segment.dtype.itemsize
     found: list[tuple[int, int, bool]] = []
-    for index in run.slots:
+    for index in segment.slots:
         slot = layout.slots[index]
-        start = (slot.shard_offset - run.start) // size
+        start = (slot.shard_offset - segment.start) // size
         end = start + slot.padded_bytes // size
-        is_float = run.dtype.is_floating_point and size > 1
-        is_quantised = is_float and len(slot.entry.shape) > 1
+        is_float = segment.dtype.is_floating_point and size > 1
+        is_quantised = is_float and len(slot.spec.shape) > 1
         if end == start:
             continue
         if found and not is_quantised and not found[-1][2]:
@@ -169,11 +168,11 @@ class QuantizedExchange:
 
     packing_limit_bytes = 0
     packs_everything = True
-    sums_alike = False
+    sums_are_bitwise_equal = False
     channel = 0
     smallest_part_bytes = math.inf
-    room_to_reduce = 1.0
-    memory = None
+    reduce_memory_factor = 1.0
+    pool = None
 
     def __init__(
         self, pg: dist.ProcessGroup, device: torch.device, block_size: int, feedback: Feedback | None
@@ -183,17 +182,17 @@ class QuantizedExchange:
         self._is_async = device.type == "cpu"
         self._block_size = block_size
         self._feedback = feedback
-        self._codecs: dict[int, RowCodec] = {}  # by where the run begins
+        self._codecs: dict[int, RowCodec] = {}  # by where the segment begins
 
     def plan_for(self, layout: Layout) -> None:
-        """Learn what lies where in the pieces to come."""
-        for run in layout.packed_runs:
-            if run.end > run.start and isinstance(run.dtype, torch.dtype):
-                stretches = stretches_of(layout, run)
-                self._codecs[run.start] = RowCodec(stretches, torch.float32, self._block_size)
+        """Plan for the pieces of ``layout``."""
+        for segment in layout.packed_segments:
+            if segment.end > segment.start and isinstance(segment.dtype, torch.dtype):
+                ranges = numbers_to_quantize(layout, segment)
+                self._codecs[segment.start] = RowCodec(ranges, torch.float32, self._block_size)
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
-        """Not its subject."""
+        """Unused: only for reductions."""
         raise NotImplementedError
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
@@ -222,12 +221,12 @@ class QuantizedExchange:
             sent = codec.decode(messages, torch.empty_like(rows))
             sent[self._rank] = own
             self._feedback.keep(place, rows, sent)
-        landing = torch.empty_like(messages)
-        work = dist.all_to_all_single(landing, messages, group=self._pg, async_op=self._is_async)
+        incoming = torch.empty_like(messages)
+        work = dist.all_to_all_single(incoming, messages, group=self._pg, async_op=self._is_async)
 
         def finish() -> None:
             waiting_for([work])()
-            received = codec.decode(landing, torch.empty_like(rows))
+            received = codec.decode(incoming, torch.empty_like(rows))
             received[self._rank] = own
             output.copy_(received.sum(dim=0).div_(divisor))
 
@@ -248,32 +247,32 @@ class QuantizedSum:
         self._block_size = block_size
         self._feedback = feedback
         self._exchange = QuantizedExchange(pg, device, block_size, feedback)
-        self._stretches: dict[int, list[tuple[int, int, bool]]] = {}
+        self._ranges: dict[int, list[tuple[int, int, bool]]] = {}
 
     def plan_for(self, layout: Layout) -> None:
-        """Learn what lies where in the tensors to come."""
-        for run in layout.runs:
-            if run.end > run.start and isinstance(run.dtype, torch.dtype):
-                self._stretches[run.start] = stretches_of(layout, run)
+        """Plan for the tensors of ``layout``."""
+        for segment in layout.segments:
+            if segment.end > segment.start and isinstance(segment.dtype, torch.dtype):
+                self._ranges[segment.start] = numbers_to_quantize(layout, segment)
 
     def __call__(self, tensors: Sequence[Tensor], is_async: bool) -> Finish:
         """Sum each of ``tensors``, flat, over the ranks, in place."""
         for tensor in tensors:
             start = int(tensor.storage_offset()) * tensor.itemsize
-            exact = [tensor[s:e] for s, e, is_quantised in self._stretches[start] if not is_quantised]
+            exact = [tensor[s:e] for s, e, is_quantised in self._ranges[start] if not is_quantised]
             if exact:
                 together = torch.cat(exact)
                 dist.all_reduce(together, group=self._pg)
                 for target, value in zip(exact, together.split([len(t) for t in exact]), strict=True):
                     target.copy_(value)
-            rest = [(s, tensor[s:e]) for s, e, is_quantised in self._stretches[start] if is_quantised]
-            for place, stretch in rest:
-                self._sum(stretch, start + place * tensor.itemsize)
+            rest = [(s, tensor[s:e]) for s, e, is_quantised in self._ranges[start] if is_quantised]
+            for place, part in rest:
+                self._sum(part, start + place * tensor.itemsize)
         return nothing
 
     def _sum(self, tensor: Tensor, place: int) -> None:
         world, numel = self._pg.size(), tensor.numel()
-        share = -(-numel // world)
+        share = chunk_size(numel, world)
         padded = tensor.new_zeros(world * share)
         padded[:numel].copy_(tensor)
         total = torch.empty(share, dtype=torch.float32, device=tensor.device)
@@ -290,42 +289,42 @@ class QuantizedSum:
         tensor.copy_(codec.decode(gathered, rows.new_empty(world, share)).view(-1)[:numel])
 
 
-class Int8Gather(Gather):
+class Int8AllGather(AllGather):
     """An all-gather that sends floating-point matrices as int8. All parameters are packed.
 
     Each rank, the one that holds them too, computes with what the messages say.
     """
 
-    def __init__(self, comm: Communicator, layout: Layout, gathered: GatheredBuffer, block_size: int) -> None:
-        super().__init__(comm, layout, gathered)
-        self._runs: list[tuple[int, int, torch.dtype, RowCodec]] = []
-        for run in layout.packed_runs:
-            if run.end > run.start:
-                assert isinstance(run.dtype, torch.dtype)
-                codec = RowCodec(stretches_of(layout, run), run.dtype, block_size)
-                start = run.start - layout.packed_start
-                self._runs.append((start, run.end - layout.packed_start, run.dtype, codec))
-        self._message_bytes = sum(codec.message_bytes for *_, codec in self._runs)
+    def __init__(self, comm: Communicator, layout: Layout, buffer: UnshardedBuffer, block_size: int) -> None:
+        super().__init__(comm, layout, buffer)
+        self._segments: list[tuple[int, int, torch.dtype, RowCodec]] = []
+        for segment in layout.packed_segments:
+            if segment.end > segment.start:
+                assert isinstance(segment.dtype, torch.dtype)
+                codec = RowCodec(numbers_to_quantize(layout, segment), segment.dtype, block_size)
+                start = segment.start - layout.packed_start
+                self._segments.append((start, segment.end - layout.packed_start, segment.dtype, codec))
+        self._message_bytes = sum(codec.message_bytes for *_, codec in self._segments)
 
-    def start(self, lane: Lane, inputs: Sequence[Tensor]) -> Finish:
-        """Fill the gathered buffer from ``inputs``, as ``cut`` makes them; returns what waits."""
+    def start(self, stream: CommStream, inputs: Sequence[Tensor]) -> Finish:
+        """Fill the unsharded buffer from ``inputs``, which ``cut`` makes; returns the function that waits."""
         messages = [
             codec.encode(inputs[0][start:end].view(dtype).view(1, -1)).view(-1)
-            for start, end, dtype, codec in self._runs
+            for start, end, dtype, codec in self._segments
         ]
         message = torch.cat(messages)
-        landing = message.new_empty(self._world * self._message_bytes)
-        wait = self._comm.all_gather([landing], [message])
-        return partial(self._finish, wait, landing, lane)
+        received = message.new_empty(self._world * self._message_bytes)
+        wait = self._comm.all_gather([received], [message])
+        return partial(self._finish, wait, received, stream)
 
-    def _finish(self, wait: Finish, landing: Tensor, lane: Lane) -> None:
+    def _finish(self, wait: Finish, received: Tensor, stream: CommStream) -> None:
         wait()
         packed_bytes = self._layout.packed_bytes
-        scratch = lane.borrow(self._world * packed_bytes, landing.device)
+        scratch = stream.acquire(self._world * packed_bytes, received.device)
         staging = self._stage(scratch.bytes)
-        messages, at = landing.view(self._world, -1), 0
-        for start, end, dtype, codec in self._runs:
+        messages, at = received.view(self._world, -1), 0
+        for start, end, dtype, codec in self._segments:
             codec.decode(messages[:, at : at + codec.message_bytes], staging.rows[:, start:end].view(dtype))
             at += codec.message_bytes
         self._unpack(staging)
-        lane.give_back(scratch)
+        stream.release(scratch)

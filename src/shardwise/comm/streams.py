@@ -1,14 +1,12 @@
-"""Lanes: where communication runs beside the computation.
+"""Streams: where communication runs beside the computation.
 
-A lane takes a piece of work in two parts: ``start`` issues the collectives and returns ``finish``,
-which waits for them and unpacks. On a device, a lane is a stream: both parts are queued on it at once
-and the caller later lets the computing stream wait for an event. On the host there are no streams:
-``start`` leaves the collectives to the back end's own threads and ``finish`` runs when the result is
-needed.
+Communication is submitted as ``start``, a function that issues the collectives and returns ``finish``, which
+waits for them and unpacks. On a device, both are queued on a stream of its own at once, and the computing
+stream later waits for an event. On the host there are no streams: ``start`` hands the collectives to the back
+end's own threads, and ``finish`` runs when the result is needed.
 
-Memory on a device follows one rule: a gathered or scratch buffer is allocated and freed with its lane
-current, after that lane has waited for the event that marks the buffer's last use. ``record_stream`` is
-never used.
+Memory on a device follows one rule: a transient buffer is allocated and freed with its stream current, after
+that stream has waited for the event that marks the last use of the buffer. ``record_stream`` is never used.
 
 Streams and events are those of the device's own module, such as ``torch.cuda``. A generic ``torch.Stream``
 does not wait for a ``torch.cuda.Event``: it reads the base of the event, which CUDA's leaves empty. A
@@ -24,15 +22,15 @@ from typing import Any, TypeVar
 import torch
 
 Finish = Callable[[], Any]
-Start = Callable[[], Finish]
+StartWork = Callable[[], Finish]
 
 
 def nothing() -> None:
-    """The end of work that took no time."""
+    """The ``finish`` of work that is over already."""
 
 
 def waiting_for(works: Sequence[Any]) -> Finish:
-    """The end of work that was issued as ``works``, handles of a process group or None."""
+    """The ``finish`` of ``works``, handles of a process group or None."""
 
     if len(works) == 1:
         return nothing if works[0] is None else works[0].wait
@@ -45,34 +43,34 @@ def waiting_for(works: Sequence[Any]) -> Finish:
     return finish
 
 
-class Ticket:
-    """Work in flight.
+class CommWork:
+    """Communication in flight.
 
-    ``wait`` returns when the computation may use the result, once only; ``land`` when the host may.
+    ``wait`` lets the computation use the result and acts once only; ``synchronize`` lets the host use it.
     """
 
-    def __init__(self, complete: Finish, land: Finish | None = None) -> None:
+    def __init__(self, complete: Finish, synchronize: Finish | None = None) -> None:
         self._complete: Finish | None = complete
-        self._land = land
+        self._synchronize = synchronize
 
     def wait(self) -> None:
-        """Let the computation continue only with the result in place."""
+        """Have the computation continue only when the result is in place."""
         complete, self._complete = self._complete, None
         if complete is not None:
             complete()
 
-    def land(self) -> None:
-        """Hold up the host until the result, in its own memory, is in place."""
+    def synchronize(self) -> None:
+        """Block the host until the result is in place in host memory."""
         self.wait()
-        if self._land is not None:
-            self._land()
+        if self._synchronize is not None:
+            self._synchronize()
 
 
 _V = TypeVar("_V")
 
 
 class Scratch:
-    """A buffer of bytes that is lent, and the views of it that are wanted again and again."""
+    """A buffer of bytes from a pool, and the views of it that are used again and again."""
 
     _MOST_VIEWS = 64
 
@@ -82,7 +80,7 @@ class Scratch:
         self._views: dict[Hashable, Any] = {}
 
     def view(self, key: Hashable, make: Callable[[torch.Tensor], _V]) -> _V:
-        """What ``make`` makes of the bytes, made once for all that ask for the same ``key``."""
+        """The result of ``make`` on the bytes, cached under ``key``."""
         found = self._views.get(key)
         if found is None:
             if len(self._views) == self._MOST_VIEWS:
@@ -95,21 +93,21 @@ _NOWHERE = nullcontext()
 _size = attrgetter("num_bytes")
 
 
-class HostLane:
-    """Work of the back end's own threads; nothing is ordered but by waiting.
+class HostStream:
+    """Work of the back end's own threads. Only waiting orders it.
 
     Keeps a few scratch buffers for the next use: memory fresh from the system costs more in page
     faults than the copies through it (at width 128 a third of the time added to a block).
     """
 
-    _MOST_KEPT = 2  # a group's, and that of the one after it
-    _LARGEST_KEPT_BYTES = 1 << 20  # for large ones memory counts more, and the wire takes longer anyway
+    _MOST_KEPT = 2  # one of a group, one of the next group
+    _LARGEST_KEPT_BYTES = 1 << 20  # above, memory matters more, and the transfer takes longer
 
     def __init__(self) -> None:
         self._kept: list[Scratch] = []  # by size
 
-    def borrow(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
-        """A buffer of at least so many bytes, of undefined contents."""
+    def acquire(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
+        """A buffer of at least ``num_bytes``, with undefined contents."""
         for index, scratch in enumerate(self._kept):
             if num_bytes <= scratch.num_bytes and scratch.bytes.device == device:
                 del self._kept[index]
@@ -117,80 +115,80 @@ class HostLane:
         with torch.inference_mode(False):  # the next user may be training
             return Scratch(torch.empty(num_bytes, dtype=torch.uint8, device=device))
 
-    def give_back(self, scratch: Scratch) -> None:
-        """End of use: all that was issued with the buffer has been waited for."""
+    def release(self, scratch: Scratch) -> None:
+        """Return the buffer: everything issued with it has been waited for."""
         if scratch.num_bytes <= self._LARGEST_KEPT_BYTES:
             self._kept.append(scratch)
             if len(self._kept) > 1:
                 self._kept.sort(key=_size)
                 del self._kept[: -self._MOST_KEPT]
 
-    def submit(self, start: Start) -> Ticket:
-        """Issue the work now; ``wait`` of the ticket finishes it."""
-        return Ticket(start())
+    def submit(self, start: StartWork) -> CommWork:
+        """Issue the work now; its ``wait`` finishes it."""
+        return CommWork(start())
 
-    def follow(self, other: "Lane", ticket: Ticket) -> None:
-        """Let what is submitted next begin after the work of ``ticket``: here it is waited for."""
-        ticket.wait()
+    def wait_for(self, other: "CommStream", work: CommWork) -> None:
+        """Have work submitted from now on begin after ``work``: on the host, wait for it."""
+        work.wait()
 
-    def follow_compute(self, event: Any = None) -> None:
-        """Host computation that was called is done: nothing to wait for."""
+    def wait_for_compute(self, event: Any = None) -> None:
+        """Nothing to do: computation on the host is done when the call returns."""
 
     def synchronize(self) -> None:
-        """What was waited for has ended."""
+        """Nothing to do: what was waited for is over."""
 
-    def memory(self) -> AbstractContextManager[Any]:
-        """The context in which the lane's buffers are allocated and freed."""
+    def allocation_scope(self) -> AbstractContextManager[Any]:
+        """The context in which this stream's buffers are allocated and freed."""
         return _NOWHERE
 
 
-class DeviceLane:
+class DeviceStream:
     """Work on a stream of its own."""
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self._current = partial(_own(device, "current_stream", torch.accelerator), device)
         self._stream = _own(device, "Stream", torch)(device, priority=priority)
 
-    def submit(self, start: Start) -> Ticket:
-        """Queue the whole work on the lane; ``wait`` makes the computing stream wait for it."""
+    def submit(self, start: StartWork) -> CommWork:
+        """Queue the work on the stream; its ``wait`` makes the computing stream wait for it."""
         with self._stream:
             start()()
             done = self._stream.record_event()
-        return Ticket(lambda: self._current().wait_event(done), done.synchronize)
+        return CommWork(lambda: self._current().wait_event(done), done.synchronize)
 
-    def follow(self, other: "Lane", ticket: Ticket) -> None:
-        """Order everything submitted later behind what ``other`` has been given."""
-        assert isinstance(other, DeviceLane)
+    def wait_for(self, other: "CommStream", work: CommWork) -> None:
+        """Order everything submitted later behind everything that ``other`` was given."""
+        assert isinstance(other, DeviceStream)
         self._stream.wait_stream(other._stream)
 
-    def follow_compute(self, event: Any = None) -> None:
-        """Order everything submitted later behind what the computing stream has been given, or ``event``."""
+    def wait_for_compute(self, event: Any = None) -> None:
+        """Order everything submitted later behind ``event``, or behind all work of the computing stream."""
         if event is not None:
             self._stream.wait_event(event)
         else:
             self._stream.wait_stream(self._current())
 
     def synchronize(self) -> None:
-        """Hold up the host until all that was submitted has ended."""
+        """Block the host until everything submitted is over."""
         self._stream.synchronize()
 
-    def memory(self) -> AbstractContextManager[Any]:
-        """The context in which the lane's buffers are allocated and freed."""
+    def allocation_scope(self) -> AbstractContextManager[Any]:
+        """The context in which this stream's buffers are allocated and freed."""
         return self._stream
 
-    def borrow(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
-        """A buffer of undefined contents, from the lane's own memory: torch keeps it for reuse."""
+    def acquire(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
+        """A buffer with undefined contents, from the stream's own memory, which torch caches."""
         return Scratch(torch.empty(num_bytes, dtype=torch.uint8, device=device))
 
-    def give_back(self, scratch: Scratch) -> None:
-        """Nothing to do: what the lane frees, it alone allocates again, in order."""
+    def release(self, scratch: Scratch) -> None:
+        """Nothing to do: only this stream allocates again what it frees, in order."""
 
 
-Lane = HostLane | DeviceLane
+CommStream = HostStream | DeviceStream
 
 
 def in_stream(function: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:
-    """``function``, run in ``stream``, between what comes before and after it on the current one."""
+    """``function``, run on ``stream``, ordered with what comes before and after it on the current stream."""
 
     def run(tensor: torch.Tensor) -> None:
         current = current_stream(tensor.device)
@@ -203,14 +201,14 @@ def in_stream(function: Callable[[torch.Tensor], None], stream: Any) -> Callable
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether work on ``device`` is queued on streams; on the host it is done when it was called."""
+    """Whether work on ``device`` is queued on streams. On the host, a call returns when its work is done."""
     return device.type not in ("cpu", "meta")
 
 
 def is_of_device(thing: Any, kind: str, device: torch.device) -> bool:
     """True if ``thing`` is a stream or an event (``kind`` is "Stream" or "Event") of ``device``.
 
-    The module of the device has a class for each; the generic ones of torch say which device they are of.
+    Each device's module has classes of its own; objects of torch's generic classes have a ``device``.
     """
     generic = getattr(torch, kind)
     if type(thing) is generic:
@@ -220,7 +218,7 @@ def is_of_device(thing: Any, kind: str, device: torch.device) -> bool:
 
 
 def current_stream(device: torch.device) -> Any:
-    """The stream that the caller computes on."""
+    """The computing stream: the caller's current one."""
     return _own(device, "current_stream", torch.accelerator)(device)
 
 
@@ -230,36 +228,36 @@ def _own(device: torch.device, name: str, generic: Any) -> Any:
     return getattr(module, name, None) or getattr(generic, name)
 
 
-class Lanes:
-    """The lanes of one module tree: gathers on one, reductions on another, those over replicas on a third."""
+class CommStreams:
+    """The streams of one module tree: for all-gathers, for reduce-scatters, for all-reduces over replicas."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.are_streams = has_streams(device)
-        """Whether work may be queued behind other work without waiting for it."""
-        if not self.are_streams:
-            self.gather: Lane = HostLane()
-            self.reduce: Lane = HostLane()
-            self.replicate: Lane = HostLane()
+        self.are_device_streams = has_streams(device)
+        """Whether work may be queued behind other work without the host waiting for it."""
+        if not self.are_device_streams:
+            self.all_gather: CommStream = HostStream()
+            self.reduce_scatter: CommStream = HostStream()
+            self.all_reduce: CommStream = HostStream()
         else:
-            # Gathers are what the computation waits for next: they go before its own kernels.
-            self.gather = DeviceLane(device, priority=-1)
-            self.reduce = DeviceLane(device, priority=-1)
-            self.replicate = DeviceLane(device, priority=-1)
+            # The computation waits for all-gathers next, so they go before its own kernels.
+            self.all_gather = DeviceStream(device, priority=-1)
+            self.reduce_scatter = DeviceStream(device, priority=-1)
+            self.all_reduce = DeviceStream(device, priority=-1)
 
-    def follow_optimizer(self, event: Any = None) -> None:
-        """Order gathers behind the optimizer, which has written the shards: behind the computing stream, or
+    def wait_for_optimizer(self, event: Any = None) -> None:
+        """Order all-gathers behind the optimizer, which writes the shards: behind the computing stream, or
         behind ``event``, recorded on another one.
 
-        Reductions follow the event as well: the memory of gradients that the optimizer reads there may have
-        been given back to them. What follows the computing stream they follow anyhow.
+        Reductions wait for the event as well: they may reuse the memory of gradients that the optimizer
+        reads there. Behind the computing stream they are ordered in any case.
         """
-        self.gather.follow_compute(event)
+        self.all_gather.wait_for_compute(event)
         if event is not None:
-            self.reduce.follow_compute(event)
-            self.replicate.follow_compute(event)
+            self.reduce_scatter.wait_for_compute(event)
+            self.all_reduce.wait_for_compute(event)
 
-    def compute_waits_for(self, event: Any) -> None:
-        """Let the computing stream wait for ``event``."""
-        if self.are_streams:
+    def make_compute_wait_for(self, event: Any) -> None:
+        """Have the computing stream wait for ``event``."""
+        if self.are_device_streams:
             current_stream(self._device).wait_event(event)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.communicators import make_communicator
-from shardwise.comm.custom import ProcessGroupPool, SymmetricMemoryPool, PooledCollectives
+from shardwise.comm.custom import PooledCollectives, ProcessGroupPool, SymmetricMemoryPool
 from shardwise.comm.streams import is_of_device
 from shardwise.engine.members import member_of
 
@@ -40,12 +40,18 @@ def made(kind: Any, comm: Any, pg: Any, device: torch.device) -> Any:
 
 def with_memory(pg: Any, device: torch.device) -> Any:
     """Plain collectives over memory that the process group allocates."""
-    return make_communicator(pg, device) if pg is None else PooledCollectives(pg, device, ProcessGroupPool(pg))
+    return (
+        make_communicator(pg, device) if pg is None else PooledCollectives(pg, device, ProcessGroupPool(pg))
+    )
 
 
 def with_symmetric_memory(pg: Any, device: torch.device) -> Any:
     """Plain collectives over symmetric memory."""
-    return make_communicator(pg, device) if pg is None else PooledCollectives(pg, device, SymmetricMemoryPool(pg))
+    return (
+        make_communicator(pg, device)
+        if pg is None
+        else PooledCollectives(pg, device, SymmetricMemoryPool(pg))
+    )
 
 
 def check_comm(caller: str, comm: Any) -> None:

@@ -35,7 +35,7 @@ class ReductionQueue:
         self._limit(group, group.gradients.send_ready())
 
     def _limit(self, group: ParameterGroup, new: list[PartReduction]) -> None:
-        """Wait for the oldest part_reductions where the new ones, of ``group``, would fill too much memory."""
+        """Wait for the oldest where the new ones, of ``group``, would fill too much memory."""
         self._shipments += [(group, part_reduction) for part_reduction in new]
         held = sum(part_reduction.num_bytes for _, part_reduction in self._shipments)
         while held > self._room and len(self._shipments) > 1:

@@ -456,7 +456,9 @@ class Root:
 
     def let_host_write(self) -> None:
         """Wait for copies out of shards in host memory, which the caller may change from now on."""
-        if self.streams.are_device_streams and any(bucket.is_offloaded for g in self.groups for bucket in g.buckets):
+        if self.streams.are_device_streams and any(
+            bucket.is_offloaded for g in self.groups for bucket in g.buckets
+        ):
             self.streams.all_gather.synchronize()
 
     # --- what the caller asks ---------------------------------------------------------------------

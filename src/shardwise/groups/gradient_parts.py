@@ -38,7 +38,9 @@ class Departures:
             for part in parts
         ]
         # Modules registered last come first, whatever bucket they are in; packed parts come last.
-        self._all = sorted(departures, key=lambda d: (bool(d.part.packed_segments), -max(d.indices, default=0)))
+        self._all = sorted(
+            departures, key=lambda d: (bool(d.part.packed_segments), -max(d.indices, default=0))
+        )
         self._trainable = frozenset(trainable)
         self._place_of = {index: place for place, d in enumerate(self._all) for index in d.indices}
         self.begin()

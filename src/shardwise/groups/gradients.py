@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.comm.reduction import Reduction, PartReduction
+from shardwise.comm.reduction import PartReduction, Reduction
 from shardwise.groups.gradient_parts import Departure, Departures
 from shardwise.groups.states import (
     DEFERRED,

@@ -16,8 +16,9 @@ from shardwise.groups.states import EMPTY, SHARDED
 from shardwise.params.bucket import Bucket
 from shardwise.params.changes import ShardSnapshot
 from shardwise.params.extension import check_protocol, has_methods, split_off
-from shardwise.params.parameter import Param, refresh_flat_weights
+from shardwise.params.parameter import Param
 from shardwise.torch_compat import dtensor
+from shardwise.torch_compat.nn_modules import refresh_flat_weights
 
 if TYPE_CHECKING:
     from shardwise.groups.group import ParameterGroup

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.streams import Finish, CommWork
+from shardwise.comm.streams import CommWork, Finish
 from shardwise.groups.states import (
     GATHERING,
     PARTLY,
@@ -65,7 +65,9 @@ class Unsharded:
                 bucket.make_unsharded_params()
                 bucket.unsharded_buffer.keep_memory(group.settings.keeps_unsharded_storage)
         self.params = tuple(full for bucket in group.buckets for full in bucket.unsharded_params)
-        self._freed = tuple(full for b in group.buckets if not b.unsharded_buffer.is_alias for full in b.unsharded_params)
+        self._freed = tuple(
+            full for b in group.buckets if not b.unsharded_buffer.is_alias for full in b.unsharded_params
+        )
         self._watch = UnshardedView(group.shards.params, self.params)
         group.gradients.watch()
 

@@ -1,4 +1,4 @@
-"""Whether the chunks of a saved tensor are all of it: no gap and no overlap. Arithmetic on boxes only.
+"""Coverage: do the chunks of a saved tensor make up all of it, without gaps and overlaps? Regions only.
 
 size (7, 4)     chunks at rows 0, 3 and 5     of 3, 2 and 2 rows     covered
                                0, 3 and 4        3, 2 and 2          rows 4 twice, row 6 never
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from itertools import combinations
 from math import prod
 
-from shardwise.layout.regions import Box
+from shardwise.layout.regions import Region
 
 
-def why_not_covered(size: Sequence[int], chunks: Sequence[Box]) -> str | None:
+def why_not_covered(size: Sequence[int], chunks: Sequence[Region]) -> str | None:
     """What is wrong with `chunks` as the parts of a tensor of `size`; None: they are all of it."""
     for chunk in chunks:
         if not len(chunk.offsets) == len(chunk.sizes) == len(size) or any(
@@ -29,8 +29,8 @@ def why_not_covered(size: Sequence[int], chunks: Sequence[Box]) -> str | None:
     return None
 
 
-def _overlap(chunks: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two chunks that have elements in common. Where layouts are grids, in about n log n steps."""
+def _overlap(chunks: Sequence[Region]) -> tuple[Region, Region] | None:
+    """Two chunks that have elements in common. For grids in about n log n steps."""
     if len(chunks) < 2:
         return None
     for dim in range(len(chunks[0].sizes)):
@@ -40,9 +40,9 @@ def _overlap(chunks: Sequence[Box]) -> tuple[Box, Box] | None:
     return next((pair for pair in combinations(chunks, 2) if _meet(*pair)), None)
 
 
-def _slabs(chunks: Sequence[Box], dim: int) -> list[list[Box]]:
+def _slabs(chunks: Sequence[Region], dim: int) -> list[list[Region]]:
     """`chunks` in groups whose extents along `dim` do not meet."""
-    slabs: list[list[Box]] = []
+    slabs: list[list[Region]] = []
     end = -1
     for chunk in sorted(chunks, key=lambda each: each.offsets[dim]):
         if chunk.offsets[dim] >= end:
@@ -52,7 +52,7 @@ def _slabs(chunks: Sequence[Box], dim: int) -> list[list[Box]]:
     return slabs
 
 
-def _meet(one: Box, other: Box) -> bool:
+def _meet(one: Region, other: Region) -> bool:
     return all(
         a < b + m and b < a + n
         for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)

@@ -9,16 +9,18 @@ it have one name.
     blocks.0._orig_mod.up       Linear                      blocks.0.up
 """
 
+from collections.abc import Iterable
+
 from torch import nn
 
-OF_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+from shardwise.torch_compat import nn_modules
 
 
 def clean(name: str) -> str:
-    """``name`` without the parts that wrappers put into it."""
-    if not any(part in name for part in OF_WRAPPERS):
+    """``name`` without the parts that wrappers add."""
+    if not any(part in name for part in nn_modules.WRAPPER_NAMES):
         return name
-    return ".".join(part for part in name.split(".") if part not in OF_WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in nn_modules.WRAPPER_NAMES)
 
 
 def names_in(model: nn.Module) -> dict[nn.Module, str]:
@@ -28,5 +30,12 @@ def names_in(model: nn.Module) -> dict[nn.Module, str]:
 
 def uncompiled(module: nn.Module) -> nn.Module:
     """What ``torch.compile`` was given, if ``module`` is what it has returned; else ``module``."""
-    inner = module._modules.get("_orig_mod")
+    inner = nn_modules.children(module).get(nn_modules.WRAPPED)
     return module if inner is None else uncompiled(inner)
+
+
+def listed(names: Iterable[str], limit: int = 8) -> str:
+    """``names`` for a message: the first few, and how many more."""
+    every = list(names)
+    more = f" and {len(every) - limit} more" if len(every) > limit else ""
+    return ", ".join(every[:limit]) + more

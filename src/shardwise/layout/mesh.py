@@ -1,4 +1,4 @@
-"""What a DeviceMesh means here: which ranks share a parameter, and which hold copies of it.
+"""Meshes: which ranks share a parameter, and which ranks hold copies of it.
 
 Knows nothing of modules. A parameter is sharded over one axis of ranks and replicated over another;
 either may be missing. Where it is already a DTensor, over a tensor-parallel or expert-parallel mesh,
@@ -29,7 +29,7 @@ from shardwise.torch_compat import c10d, dtensor
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """Ranks that share something, as seen by one of them. ``pg`` is None for a rank alone."""
+    """The ranks of one process group, as seen by one of them. ``pg`` is None for a single rank."""
 
     pg: dist.ProcessGroup | None
     world: int
@@ -37,7 +37,7 @@ class Axis:
 
     @property
     def is_alone(self) -> bool:
-        """True if there is nobody to communicate with."""
+        """True for a single rank."""
         return self.world == 1
 
 
@@ -55,13 +55,13 @@ def highest_over(values: torch.Tensor, axes: Sequence[Axis]) -> None:
 
 
 def ranks_along(axis: Axis) -> tuple[int, ...]:
-    """The global ranks that ``axis`` connects; not of a rank alone."""
+    """The global ranks of ``axis``, which has a process group."""
     assert axis.pg is not None
     return tuple(c10d.ranks_of(axis.pg))
 
 
 def axes_of(tensors: Iterable[torch.Tensor]) -> list[Axis]:
-    """The mesh dimensions along which DTensors among ``tensors`` are spread or copied, as they come up.
+    """The mesh dimensions along which DTensors among ``tensors`` are sharded or replicated, in order.
 
     The same ranks once, also where meshes that are equal have process groups of their own; a dimension of
     one rank connects nobody and is left out.
@@ -82,7 +82,7 @@ class ShardMesh:
     """Over which ranks parameters are sharded and replicated.
 
     ``mesh`` is the data-parallel mesh: its dims are those of ``replicate`` and ``shard`` that were asked
-    for, in this order. ``full`` is the mesh of all dims where the caller named the data-parallel ones
+    for, in this order. ``full_mesh`` is the mesh of all dims where the caller named the data-parallel ones
     (``dp_mesh_dims``) in it; its parameters may be DTensors on the whole of it.
     """
 
@@ -91,13 +91,13 @@ class ShardMesh:
     replicate: Axis
     device: torch.device
     roles: tuple[str, ...]
-    full: "FullMesh | None" = None
+    full_mesh: "FullMesh | None" = None
     parts: tuple[DeviceMesh, ...] = ()  # of which ``mesh`` is put together, if it is
     _joint: dict[int, tuple[DeviceMesh, list[int]]] = field(default_factory=dict)
     _plain: dict[tuple[Placement, ...], tuple[Placement, ...]] = field(default_factory=dict)
 
     @cached_property
-    def of_shards(self) -> DeviceMesh:
+    def shard_dim_mesh(self) -> DeviceMesh:
         """The mesh of the ranks that share a parameter, of one dimension."""
         if self.roles == ("shard",):
             return self.mesh
@@ -114,14 +114,16 @@ class ShardMesh:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks' gradients make up one."""
+        """The number of ranks over which gradients are averaged."""
         return self.shard.world * self.replicate.world
 
     def axes(self) -> list[Axis]:
-        """The axes along which there is somebody to communicate with."""
+        """The axes with more than one rank."""
         return [axis for axis in (self.shard, self.replicate) if not axis.is_alone]
 
-    def place(self, tensor: torch.Tensor, dim: int, where: str) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    def placements_of(
+        self, tensor: torch.Tensor, dim: int, where: str
+    ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """Mesh and placements of the shard of ``tensor``, sharded on ``dim``.
 
         Raises:
@@ -133,8 +135,8 @@ class ShardMesh:
             # One object for all alike: who goes through many parameters tells them apart by identity.
             return self.mesh, self._plain.setdefault(tuple(placed), tuple(placed))
         self._check_placements(tensor, where)
-        if self.full is not None and tensor.device_mesh == self.full.mesh:
-            return self.full.mesh_of_shards, self.full.placements(tensor, shard, where)
+        if self.full_mesh is not None and tensor.device_mesh == self.full_mesh.mesh:
+            return self.full_mesh.mesh_of_shards, self.full_mesh.placements(tensor, shard, where)
         inner = tensor.device_mesh
         if id(inner) not in self._joint:
             self._joint[id(inner)] = self._join(self._slice_like(inner, where))
@@ -162,7 +164,7 @@ class ShardMesh:
 
     @property
     def _root(self) -> DeviceMesh:
-        return dtensor.root_mesh(self.mesh if self.full is None else self.full.mesh)
+        return dtensor.root_mesh(self.mesh if self.full_mesh is None else self.full_mesh.mesh)
 
     def _check_placements(self, tensor: DTensor, where: str) -> None:
         for placement in tensor.placements:
@@ -328,9 +330,9 @@ def _resolve_named(mesh: DeviceMesh, dims: Any, device: torch.device) -> ShardMe
         elif role not in sources:
             sources.append(role)
     dp_mesh = dtensor.concatenate_meshes(list(parts.values()))
-    of_shards = mesh
+    shard_dim_mesh = mesh
     if len(sources) < mesh.ndim:
-        of_shards = dtensor.concatenate_meshes(
+        shard_dim_mesh = dtensor.concatenate_meshes(
             [parts[s] if isinstance(s, str) else mesh[known[s]] for s in sources]
         )
     return ShardMesh(
@@ -339,7 +341,7 @@ def _resolve_named(mesh: DeviceMesh, dims: Any, device: torch.device) -> ShardMe
         _axis(parts["replicate"], 0) if "replicate" in parts else ALONE,
         device,
         tuple(parts),
-        FullMesh(mesh, of_shards, tuple(sources)),
+        FullMesh(mesh, shard_dim_mesh, tuple(sources)),
         tuple(parts.values()),
     )
 

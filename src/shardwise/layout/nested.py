@@ -1,4 +1,4 @@
-"""Tensors inside what a forward returns.
+"""Tensors in nested containers, such as the output of a forward.
 
 Tuples, lists, dicts and their subclasses, dataclasses, whatever is registered with torch's pytree,
 and plain objects, through their attributes. Knows nothing of sharding.
@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree  # registered containers; torch has no public list of them
+
+from shardwise.torch_compat import pytree
 
 # What is not searched: values, and what all of a program hangs on.
 _LEAVES = (
@@ -47,7 +48,7 @@ def find_tensors(output: Any) -> list[Tensor]:
 
 
 def find_tensors_in_trace(value: Any) -> list[Tensor]:
-    """The same where dynamo traces: objects have no identity there, and no attributes to walk through."""
+    """The same while dynamo traces: objects have no identity there, and no attributes to walk through."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
@@ -56,8 +57,8 @@ def _children(value: Any) -> Iterable[Any]:
         return list(value.values())
     if isinstance(value, (list, tuple, set, frozenset)):
         return value
-    if type(value) in pytree.SUPPORTED_NODES:
-        return pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0]
+    if type(value) in pytree.registered:
+        return pytree.children(value)
     return [getattr(value, name) for name in _attributes(value)]
 
 

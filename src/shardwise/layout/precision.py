@@ -1,4 +1,4 @@
-"""Which dtype a parameter and its gradient have where, and the casts at the edges of forward."""
+"""The dtypes of a parameter and its gradient: stored, computed, accumulated, reduced, kept."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from shardwise.policies import MixedPrecisionPolicy
 class Precision:
     """Dtypes of one parameter's life.
 
-    ``stored``: the shard. ``computed``: the full parameter, as gathered. ``accumulated``: its full
-    gradient. ``reduced``: the sum over ranks. ``kept``: ``.grad`` of the shard.
+    ``stored``: the sharded parameter. ``computed``: the unsharded parameter. ``accumulated``: its unsharded
+    gradient. ``reduced``: the sum over ranks. ``kept``: ``.grad`` of the sharded parameter.
     """
 
     stored: torch.dtype
@@ -31,7 +31,7 @@ class Precision:
 
 
 def precision_of(dtype: torch.dtype, policy: Any) -> Precision:
-    """What ``policy`` makes of a parameter of ``dtype``; None keeps it in its own."""
+    """The dtypes of a parameter of ``dtype`` under ``policy``; None keeps its own dtype throughout."""
     if not dtype.is_floating_point or policy is None:
         return Precision(dtype, dtype, dtype, dtype, dtype)
     computed = policy.param_dtype or dtype

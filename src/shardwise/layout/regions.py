@@ -1,7 +1,7 @@
-"""Which part of a full tensor each rank of a mesh holds.
+"""Regions: which part of a full tensor each rank of a mesh holds.
 
 Arithmetic on shapes only: no tensors, no process groups. A tensor is cut along one of its dims for one
-dimension of the mesh after the other, each time as ``torch.chunk`` cuts, so that a part is always a box:
+dimension of the mesh after the other, each time as ``torch.chunk`` cuts, so that a part is always a region:
 
     shape (7, 4), mesh (2, 2), dim 0 cut for mesh dim 1, then for mesh dim 0
 
@@ -16,9 +16,11 @@ from functools import cached_property
 from itertools import product
 from math import prod
 
+from shardwise.layout.chunks import chunk_range
+
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class Region:
     """The elements [offset, offset + size) along each dim."""
 
     offsets: tuple[int, ...]
@@ -26,7 +28,7 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return prod(self.sizes)
 
     @property
@@ -34,10 +36,17 @@ class Box:
         """To index the full tensor with."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
 
-    def rows(self, start: int, end: int) -> "Box":
-        """What of it lies in its own rows [start, end), of dim 0."""
+    def rows(self, start: int, end: int) -> "Region":
+        """Its own rows [start, end), along dim 0."""
         start, end = min(start, self.sizes[0]), min(end, self.sizes[0])
-        return Box((self.offsets[0] + start, *self.offsets[1:]), (end - start, *self.sizes[1:]))
+        return Region((self.offsets[0] + start, *self.offsets[1:]), (end - start, *self.sizes[1:]))
+
+    def overlap(self, start: int, end: int) -> tuple[slice, slice]:
+        """Where rows [start, end) of the full tensor meet the region: within those rows, and within it."""
+        own = self.offsets[0]
+        first = max(start, own)
+        last = max(first, min(end, own + self.sizes[0]))
+        return slice(first - start, last - start), slice(first - own, last - own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +70,19 @@ class Split:
         """The mesh dims along which ranks hold different parts."""
         return tuple(sorted(cut.mesh_dim for cut in self.cuts))
 
-    def box(self, coordinate: Sequence[int]) -> Box:
-        """The part of the rank at ``coordinate``; empty where there are more ranks than rows."""
+    def region(self, coordinate: Sequence[int]) -> Region:
+        """The region of the rank at ``coordinate``; empty where there are more ranks than rows."""
         offsets, sizes = [0] * len(self.shape), list(self.shape)
         for cut in self.cuts:
-            chunk = -(-sizes[cut.dim] // self.sizes[cut.mesh_dim])
-            start = min(coordinate[cut.mesh_dim] * chunk, sizes[cut.dim])
+            start, end = chunk_range(sizes[cut.dim], self.sizes[cut.mesh_dim], coordinate[cut.mesh_dim])
             offsets[cut.dim] += start
-            sizes[cut.dim] = min(chunk, sizes[cut.dim] - start)
-        return Box(tuple(offsets), tuple(sizes))
+            sizes[cut.dim] = end - start
+        return Region(tuple(offsets), tuple(sizes))
 
     @cached_property
     def largest(self) -> tuple[int, ...]:
         """The sizes of the largest part, which is that of the first rank."""
-        return self.box([0] * len(self.sizes)).sizes
+        return self.region([0] * len(self.sizes)).sizes
 
     @cached_property
     def numel(self) -> int:
@@ -88,7 +96,7 @@ class Split:
 
     @cached_property
     def is_concatenation(self) -> bool:
-        """True if the full tensor is its parts one behind the other, those of the last cut side by side."""
+        """True if the full tensor is the concatenation of its parts, those of the last cut side by side."""
         is_even = prod(self.largest) * self.num_parts == prod(self.shape)
         return is_even and all(prod(self.shape[: cut.dim]) == 1 for cut in self.cuts)
 
@@ -98,8 +106,8 @@ class Split:
         return list(product(*along))
 
 
-def in_order(shards: Sequence[tuple[int, int, int]], sizes: Sequence[int]) -> tuple[Cut, ...]:
-    """The cuts that placements stand for, in the order in which they were made.
+def cuts_in_order(shards: Sequence[tuple[int, int, int]], sizes: Sequence[int]) -> tuple[Cut, ...]:
+    """The cuts of placements, in the order in which they were made.
 
     ``shards``: (mesh dim, tensor dim, split factor) of each sharding placement, by mesh dim. Cuts were made
     from the first mesh dim to the last, but one with a split factor above 1 after those of later mesh dims,

@@ -1,29 +1,29 @@
-"""Where each parameter of a bucket lies in the bucket's buffers.
+"""The slots of a bucket's buffers: where each parameter lies.
 
 Arithmetic on shapes only: no tensors, no process groups. Offsets and sizes are in bytes.
 
 World 4, weight (10, 3) and bias (10,), chunk = ceil(10 / 4) = 3 rows::
 
     shard on rank 1   | w rows 3-5 | b 3-5 |
-    gathered          | w 0-2 | w 3-5 | w 6-8 | w 9 pad pad | b 0-2 | b 3-5 | ...
+    unsharded         | w 0-2 | w 3-5 | w 6-8 | w 9 pad pad | b 0-2 | b 3-5 | ...
                       ^ slot of w: its first 10 rows are the weight, in place
 
 ``Shard(0)`` gives rank r the rows [r * chunk, min((r + 1) * chunk, rows)), and in a slot of
 world * chunk rows, chunk r begins at row r * chunk: padding falls only at the end of a slot.
 
-On another dim, a rank's part does not lie in one piece in the full tensor. Such a parameter is
-"strided": its parts, each contiguous, travel packed and are put in place by a copy.
+On another dim, a shard is not contiguous in the unsharded parameter. Such a parameter is "strided": its
+shards, each contiguous, travel packed, and a copy puts them in place.
 
-A scalar has no dim to shard. Every rank keeps it; it is laid out as a column of ``world`` equal
-rows, one a rank, so that the same gather and the same reduce-scatter serve it.
+A scalar has no dim to shard. Every rank keeps it; it is laid out as a column of ``world`` equal rows, one a
+rank, so that the same all-gather and the same reduce-scatter serve it.
 
-The shard buffer holds first the parameters that have a collective of their own ("direct"), then
-those that share one ("packed"), then the strided ones, which share it as well; within each part,
-parameters of one kind lie together, and packed ones of one shape.
+The flat shard holds first the parameters that have a collective of their own ("direct"), then those that
+share one ("packed"), then the strided ones, which share it as well. Within each of the three, parameters of
+one kind lie together, and packed ones of one shape.
 
-One bucket has several layouts: of what is stored, of what travels to be computed with, of gradients.
-They differ in the size of an element and in nothing else: chunks are padded to whole granules of
-elements, so that a cast of the buffer from one layout to the other is one operation a kind.
+A bucket has several layouts: of stored parameters, of computed ones, of gradients. They differ only in the
+sizes of elements: chunks are padded to whole granules of elements, so that a cast of the buffer from one
+layout to another is one operation a kind.
 """
 
 from collections.abc import Hashable, Sequence
@@ -31,15 +31,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from shardwise.layout.chunks import chunk_range, chunk_size, round_up
+
 ALIGNMENT = 16
 """Shards and slots start on multiples of this: off it, copies and collectives are slow."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """What the layout needs to know of a parameter.
+class SlotSpec:
+    """What the layout needs to know about a parameter.
 
-    ``kind`` is what entries must share to lie together; ``dtype`` is here only a key. Chunks are padded
+    ``kind`` is equal for parameters that may lie together; ``dtype`` is here only a key. Chunks are padded
     to multiples of ``granule`` elements. ``dim`` is the sharded one.
     """
 
@@ -51,11 +53,11 @@ class Entry:
     dim: int = 0
 
     def chunk_size(self, world: int) -> int:
-        """What a rank keeps at most, counted along the sharded dim."""
-        return -(-self.shape[self.dim] // world) if self.shape else 1
+        """The size of a chunk along the sharded dim; the last ones may be smaller."""
+        return chunk_size(self.shape[self.dim], world) if self.shape else 1
 
     def chunk_numel(self, world: int) -> int:
-        """Elements of that."""
+        """Elements of a chunk, padding rows included."""
         return self.chunk_size(world) * self.numel_across if self.shape else 1
 
     @property
@@ -64,15 +66,15 @@ class Entry:
         return prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 :])
 
     def is_strided(self, world: int) -> bool:
-        """True if a rank's part does not lie in one piece in the full tensor."""
+        """True if a shard is not contiguous in the unsharded parameter."""
         return world > 1 and bool(self.shape) and prod(self.shape[: self.dim]) != 1
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in the shard buffer and in the gathered buffer."""
+    """One parameter's slot in the flat shard and in the unsharded buffer."""
 
-    entry: Entry
+    spec: SlotSpec
     world: int
     is_direct: bool
     is_strided: bool
@@ -82,57 +84,55 @@ class Slot:
 
     @cached_property
     def chunk_size(self) -> int:
-        """What a rank keeps at most, counted along the sharded dim."""
-        return self.entry.chunk_size(self.world)
+        """The size of a chunk along the sharded dim; the last ones may be smaller."""
+        return self.spec.chunk_size(self.world)
 
     @cached_property
     def chunk_numel(self) -> int:
-        """Elements that one rank contributes to a gather, padding included."""
-        return self.entry.chunk_numel(self.world)
+        """Elements that one rank contributes to the all-gather, padding rows included."""
+        return self.spec.chunk_numel(self.world)
 
     @cached_property
     def is_replicated(self) -> bool:
         """True for a scalar, which every rank keeps whole."""
-        return not self.entry.shape
+        return not self.spec.shape
 
     @cached_property
     def chunk_bytes(self) -> int:
-        """What one rank contributes to a gather, padding rows included."""
-        return self.chunk_numel * self.entry.itemsize
+        """Bytes that one rank contributes to the all-gather, padding rows included."""
+        return self.chunk_numel * self.spec.itemsize
 
     @cached_property
     def padded_bytes(self) -> int:
-        """The chunk's stretch of the shard buffer."""
-        return self.padded_numel * self.entry.itemsize
+        """Bytes of the chunk in the flat shard, padding included."""
+        return self.padded_numel * self.spec.itemsize
 
     @cached_property
     def slot_bytes(self) -> int:
-        """What a gather of all chunks fills in the gathered buffer."""
+        """Bytes of all chunks in the unsharded buffer."""
         return self.world * self.chunk_bytes
 
     @cached_property
     def is_even(self) -> bool:
         """True if no rank's chunk holds padding."""
-        return not self.is_replicated and self.entry.shape[self.entry.dim] == self.world * self.chunk_size
+        return not self.is_replicated and self.spec.shape[self.spec.dim] == self.world * self.chunk_size
 
     def index_range(self, rank: int) -> tuple[int, int]:
-        """What ``rank`` keeps of the sharded dim: [start, end), empty past the end."""
-        size = self.entry.shape[self.entry.dim]
-        start = min(rank * self.chunk_size, size)
-        return start, min(start + self.chunk_size, size)
+        """The rows of ``rank`` along the sharded dim: [start, end), empty past the end."""
+        return chunk_range(self.spec.shape[self.spec.dim], self.world, rank)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of the shard of ``rank``."""
         if self.is_replicated:
             return ()
         start, end = self.index_range(rank)
-        shape, dim = self.entry.shape, self.entry.dim
+        shape, dim = self.spec.shape, self.spec.dim
         return (*shape[:dim], end - start, *shape[dim + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A stretch [start, end) of the shard buffer in which all parameters are of one kind."""
+class BufferSegment:
+    """The bytes [start, end) of the flat shard, in which all parameters are of one kind."""
 
     dtype: Hashable
     start: int
@@ -142,7 +142,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of all parameters of a bucket.
+    """The slots of all parameters of a bucket.
 
     ``slots`` is in the order of the parameters; ``direct``, ``packed`` and ``strided`` list indices
     in the order of the buffers.
@@ -154,67 +154,67 @@ class Layout:
     packed: tuple[int, ...]
     strided: tuple[int, ...]
     shard_bytes: int
-    gathered_bytes: int
+    unsharded_bytes: int
     packed_start: int
     strided_start: int
 
     @property
     def packed_bytes(self) -> int:
-        """What one rank contributes to the packed gather."""
+        """Bytes that one rank contributes to the packed all-gather."""
         return self.shard_bytes - self.packed_start
 
     @cached_property
     def has_padding(self) -> bool:
-        """True if some elements of a shard buffer belong to no parameter."""
+        """True if some elements of the flat shard belong to no parameter."""
         return any(not s.is_even or s.chunk_numel != s.padded_numel for s in self.slots)
 
     @cached_property
-    def runs(self) -> list[Run]:
-        """The whole shard buffer, cut where the kind changes."""
-        return self._runs(self.direct + self.packed + self.strided)
+    def segments(self) -> list[BufferSegment]:
+        """The flat shard, cut where the kind changes."""
+        return self._segments(self.direct + self.packed + self.strided)
 
     @cached_property
-    def packed_runs(self) -> list[Run]:
-        """The packed part, cut so: a reduction adds numbers of one dtype."""
-        return self._runs(self.packed + self.strided)
+    def packed_segments(self) -> list[BufferSegment]:
+        """The packed part, cut the same way: a reduction adds numbers of one dtype."""
+        return self._segments(self.packed + self.strided)
 
-    def _runs(self, indices: tuple[int, ...]) -> list[Run]:
-        runs: list[Run] = []
+    def _segments(self, indices: tuple[int, ...]) -> list[BufferSegment]:
+        segments: list[BufferSegment] = []
         kind: Hashable = None
         for index in indices:
             slot = self.slots[index]
             start, end = slot.shard_offset, slot.shard_offset + slot.padded_bytes
-            if runs and kind == slot.entry.kind:
-                last = runs.pop()
-                runs.append(Run(last.dtype, last.start, end, (*last.slots, index)))
+            if segments and kind == slot.spec.kind:
+                last = segments.pop()
+                segments.append(BufferSegment(last.dtype, last.start, end, (*last.slots, index)))
             else:
-                runs.append(Run(slot.entry.dtype, start, end, (index,)))
-            kind = slot.entry.kind
-        return runs
+                segments.append(BufferSegment(slot.spec.dtype, start, end, (index,)))
+            kind = slot.spec.kind
+        return segments
 
 
 def plan_layout(
-    entries: Sequence[Entry], world: int, is_direct: Sequence[bool], slots_serve: int | None = None
+    specs: Sequence[SlotSpec], world: int, is_direct: Sequence[bool], slots_serve: int | None = None
 ) -> Layout:
-    """Lay out ``entries`` for ``world`` ranks.
+    """Lay out ``specs`` for ``world`` ranks.
 
     ``is_direct`` says which have a collective of their own, if they are not strided. In a world of one
-    there is nothing to pack, and the gathered buffer equals the shard buffer byte for byte.
+    there is nothing to pack, and the unsharded buffer equals the flat shard byte for byte.
     ``slots_serve``: another number of ranks for which the slots are large enough as well.
     """
-    strided = {i for i, entry in enumerate(entries) if entry.is_strided(world)}
-    kinds = {entry.kind: order for order, entry in reversed(list(enumerate(entries)))}
-    in_order = sorted(range(len(entries)), key=lambda i: (kinds[entries[i].kind], i))
+    strided = {i for i, spec in enumerate(specs) if spec.is_strided(world)}
+    kinds = {spec.kind: order for order, spec in reversed(list(enumerate(specs)))}
+    in_order = sorted(range(len(specs)), key=lambda i: (kinds[specs[i].kind], i))
     direct = tuple(
         i for i in in_order
-        if i not in strided and (world == 1 or (is_direct[i] and entries[i].chunk_numel(world) > 0))
+        if i not in strided and (world == 1 or (is_direct[i] and specs[i].chunk_numel(world) > 0))
     )  # fmt: skip
-    # Equal ones side by side: one copy takes all of them out of what a gather has filled. By shape, not by
-    # what a rank keeps, which is another order for another world.
+    # Equal ones side by side: one copy unpacks all of them. Ordered by shape, not by chunk, whose order
+    # depends on the world size.
     packed = tuple(
         sorted(
             (i for i in in_order if i not in {*direct, *strided}),
-            key=lambda i: (kinds[entries[i].kind], prod(entries[i].shape), entries[i].shape),
+            key=lambda i: (kinds[specs[i].kind], prod(specs[i].shape), specs[i].shape),
         )
     )
     last = tuple(i for i in in_order if i in strided)
@@ -223,18 +223,18 @@ def plan_layout(
     shard_offset = slot_offset = 0
     starts = {0: 0}
     for position, index in enumerate(direct + packed + last):
-        entry = entries[index]
-        padded = _whole_granules(entry.chunk_numel(world), entry.granule)
+        spec = specs[index]
+        padded = round_up(spec.chunk_numel(world), spec.granule)
         slots[index] = Slot(
-            entry, world, position < len(direct), index in strided, shard_offset, slot_offset, padded
+            spec, world, position < len(direct), index in strided, shard_offset, slot_offset, padded
         )
-        shard_offset += padded * entry.itemsize
-        room = max(n * entry.chunk_numel(n) for n in (world, slots_serve or world))
-        slot_offset += _whole_granules(room, entry.granule) * entry.itemsize
+        shard_offset += padded * spec.itemsize
+        room = max(n * spec.chunk_numel(n) for n in (world, slots_serve or world))
+        slot_offset += round_up(room, spec.granule) * spec.itemsize
         starts[position + 1] = shard_offset
     return Layout(
         world,
-        tuple(slots[i] for i in range(len(entries))),
+        tuple(slots[i] for i in range(len(specs))),
         direct,
         packed,
         last,
@@ -243,7 +243,3 @@ def plan_layout(
         starts[len(direct)],
         starts[len(direct) + len(packed)],
     )
-
-
-def _whole_granules(numel: int, granule: int) -> int:
-    return -(-numel // granule) * granule

@@ -1,1 +1,1 @@
-"""What a step does, for those who look."""
+"""Observing a step: counts of collectives."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.layout.fqns import clean, names_in
 from shardwise.optim.norms import (
     Gradients,
-    Plan,
+    NormPlan,
     gradients_in,
     gradients_of,
     merged,
@@ -20,10 +20,11 @@ from shardwise.optim.norms import (
     norms_of_pieces,
     stacked,
 )
-from shardwise.params.sharded_away import sharded_before
+from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.ranks.failures import relay_of_job, relayed
 from shardwise.ranks.model_ranks import axes_of_given
 from shardwise.setup.validation import describe
+from shardwise.torch_compat import foreach
 
 
 @torch.no_grad()
@@ -124,7 +125,7 @@ def grad_norms_by_module(model: nn.Module, *, norm_type: float | str = 2.0) -> d
     params = list(model.parameters())
     gradients = gradients_of(params, caller, partial(_name_of, model))
     pieces = norms_of_pieces(gradients.measured, power, is_foreach=True)
-    plan = Plan(gradients, next(iter(params), None))
+    plan = NormPlan(gradients, next(iter(params), None))
     index_of = {id(param): index for index, param in enumerate(gradients.params)}
     inside = {
         name: indices
@@ -158,7 +159,7 @@ def _clip(
         name_of = partial(_name_of, given)
         is_module = isinstance(given, nn.Module)
         gradients = (gradients_in if is_module else gradients_of)(given, caller, name_of)
-        plan = Plan(gradients, next(iter(given.parameters() if is_module else given), None))
+        plan = NormPlan(gradients, next(iter(given.parameters() if is_module else given), None))
         own, runs = [], []
         for column in plan.split(gradients.measured):
             runs.append(merged(column))
@@ -201,7 +202,7 @@ def _scale(tensors: Sequence[Tensor], limit: float, total: Tensor, is_foreach: b
     factors = {device: factor.to(device) for device, _ in alike}
     for (device, _), members in alike.items():
         if is_foreach:
-            torch._foreach_mul_(members, factors[device])
+            foreach.mul_(members, factors[device])
             continue
         for tensor in members:
             tensor.mul_(factors[device])
@@ -287,5 +288,5 @@ def _name_of(given: nn.Module | Sequence[Tensor], param: Tensor) -> str:
     """What to call ``param`` in a message."""
     if isinstance(given, nn.Module):
         return next(clean(name) for name, each in given.named_parameters() if each is param)
-    known = sharded_before(param) if isinstance(param, nn.Parameter) else None
+    known = name_of_replaced(param) if isinstance(param, nn.Parameter) else None
     return known or f"parameter {next(i for i, each in enumerate(given) if each is param)}"

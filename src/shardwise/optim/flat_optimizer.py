@@ -5,8 +5,8 @@ element by element, so that it may be done on the flat shards themselves. The us
 param groups with the sharded parameters, and state by parameter in DTensors. Three things follow from that:
 
 - `param_groups` are the user's. During the step of the optimizer's class "params" in them are flat tensors;
-- state is either flat, and then the runs have it, or shown by parameter, as views of the flat one;
-- each step asks in a few passes whether all is still where it was; if not, runs are made anew.
+- the state is either flat, kept by the runs, or shown by parameter, as views of the flat one;
+- each step checks in a few passes whether everything is where it was; if not, it makes new runs.
 """
 
 import types
@@ -25,17 +25,17 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm.buffers import with_own_storage
 from shardwise.optim.flat_runs import (
     MAX_GAP,
-    Apart,
-    Member,
-    Part,
-    Place,
-    Plan,
-    find_places,
+    ParamState,
+    RunMember,
+    ShardLocation,
+    StateSlice,
+    StepPlan,
+    find_locations,
     has_eps,
     make_runs,
     own_copy,
 )
-from shardwise.params.sharded_away import sharded_before
+from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.torch_compat import dtensor, optimizers
 
 Optimizer = torch.optim.Optimizer
@@ -102,8 +102,8 @@ class FlatOptimizer(Optimizer):
             scheduler.step()
     """
 
-    _plan: "Plan | None" = None
-    _shown: Any = None  # state by parameter, while it is not in the runs
+    _plan: "StepPlan | None" = None
+    _shown: Any = None  # state by parameter, while the runs do not have it
     _is_stepping = False
     _made_of: tuple[Any, Any]  # this class, or a subclass of it, and the optimizer's
 
@@ -140,7 +140,7 @@ class FlatOptimizer(Optimizer):
             self._step_flat(self._plan, gradients)
         return loss
 
-    def _step_flat(self, plan: "Plan", gradients: Sequence[Tensor]) -> None:
+    def _step_flat(self, plan: "StepPlan", gradients: Sequence[Tensor]) -> None:
         groups = list(self.param_groups)
         given = [group["params"] for group in groups]
         try:
@@ -179,9 +179,9 @@ class FlatOptimizer(Optimizer):
         self._shown = state
         self._plan = None
         self._flat_state: defaultdict[Any, Any] = defaultdict(dict)
-        self._resting: dict[Tensor, Apart] = {}
-        # Views that were shown, by id: where they lie. The flat state lives as long as one of them.
-        self._shown_views: dict[int, tuple[weakref.ref[Tensor], Part]] = {}
+        self._resting: dict[Tensor, ParamState] = {}
+        # Where shown views lie, by their ids. The flat state lives as long as one of them.
+        self._shown_views: dict[int, tuple[weakref.ref[Tensor], StateSlice]] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Go on with another state: loaded, or unpickled."""
@@ -198,7 +198,7 @@ class FlatOptimizer(Optimizer):
         return f"FlatOptimizer({super().__repr__()})"
 
     def _show(self) -> Any:
-        """Hand the state over: from now on what is shown is the state."""
+        """Take the state out of the runs: from now on the shown state is the state."""
         apart, others = self._taken_apart()
         self.state = None
         shown: defaultdict[Any, Any] = defaultdict(dict)
@@ -211,19 +211,19 @@ class FlatOptimizer(Optimizer):
         shown.update(others)
         return shown
 
-    def _taken_apart(self) -> tuple[dict[Tensor, Apart], dict[Any, Any]]:
-        """The state of sharded parameters, out of the runs, and that of others."""
+    def _taken_apart(self) -> tuple[dict[Tensor, ParamState], dict[Any, Any]]:
+        """The state of sharded parameters, split by parameter, and that of other parameters."""
         apart, others = dict(self._resting), dict(self._flat_state)
         for run in self._plan.runs if self._plan is not None else ():
             if run.flat in others:
                 apart.update(zip(run.params, run.take_apart(others.pop(run.flat)), strict=True))
         return apart, others
 
-    def _views(self, param: Tensor, values: Apart) -> dict[str, Any]:
+    def _views(self, param: Tensor, values: ParamState) -> dict[str, Any]:
         shown: dict[str, Any] = {}
         local = dtensor.local_tensor(param)
         for key, value in values.items():
-            if not isinstance(value, Part):
+            if not isinstance(value, StateSlice):
                 shown[key] = own_copy(value)
                 continue
             view = value.values(local.numel()).view(local.shape)
@@ -233,13 +233,13 @@ class FlatOptimizer(Optimizer):
                 self._note(view, value)
         return shown
 
-    def _note(self, view: Tensor, part: Part) -> None:
+    def _note(self, view: Tensor, part: StateSlice) -> None:
         views, key = self._shown_views, id(view)
         views[key] = weakref.ref(view, lambda _: views.pop(key, None)), part
 
-    def _taken_back(self) -> tuple[dict[Tensor, Apart], dict[Any, Any]]:
-        """What was shown, as it is now: that of sharded parameters, taken apart, and the rest."""
-        apart: dict[Tensor, Apart] = {}
+    def _taken_back(self) -> tuple[dict[Tensor, ParamState], dict[Any, Any]]:
+        """The shown state, as it is now: that of sharded parameters, and that of other parameters."""
+        apart: dict[Tensor, ParamState] = {}
         others: dict[Any, Any] = {}
         for param, values in self._shown.items():
             if isinstance(param, DTensor):
@@ -257,33 +257,35 @@ class FlatOptimizer(Optimizer):
                 return part
             if value.placements != param.placements or value.device_mesh != param.device_mesh:
                 value = value.redistribute(param.device_mesh, param.placements)
-            return Part(dtensor.local_tensor(value), 0, is_ours=False)
-        if isinstance(value, DTensor) or (value.numel() != 1 and value.shape != param._local_tensor.shape):
+            return StateSlice(dtensor.local_tensor(value), 0, is_ours=False)
+        if isinstance(value, DTensor) or (
+            value.numel() != 1 and value.shape != dtensor.local_tensor(param).shape
+        ):
             raise ValueError(
                 f"{_name(param)}: '{key}' in the state of {type(self).__name__} is a "
                 f"{type(value).__name__} of shape {tuple(value.shape)}, where a DTensor of the parameter's "
                 f"shape, {tuple(param.shape)}, is expected: nothing says which part of the whole this rank "
                 "has. Load full states with shardwise.load_full_optimizer_state_dict."
             )
-        return value if value.numel() == 1 else Part(value, 0, is_ours=False)
+        return value if value.numel() == 1 else StateSlice(value, 0, is_ours=False)
 
     # --- planning ---------------------------------------------------------------------------------
 
     def _max_gap(self, group: dict[str, Any]) -> int:
-        """How much padding runs may span: where an optimizer may turn zeros into something else, none."""
+        """How much padding runs may span: none where the optimizer may turn zeros into something else."""
         is_known = self._made_of[1] in ELEMENTWISE
         return MAX_GAP if is_known and has_eps(group) else 0
 
     def _replan(self) -> list[Tensor]:
-        """Make runs of the parameters as they are now; their gradients."""
+        """Make runs of the parameters as they are now; returns their gradients."""
         apart, others = self._taken_apart() if self._shown is None else self._taken_back()
-        plan = Plan(self.param_groups)
+        plan = StepPlan(self.param_groups)
         for index, group in enumerate(self.param_groups):
             members = self._members(plan, index, apart)
             for run, some in make_runs(members, self._max_gap(group)):
                 plan.add(index, run, some)
         found = plan.finish()
-        # Nothing that can be refused is left to do: the state moves now.
+        # Nothing can fail from here on: the state moves now.
         self.state = None
         self._flat_state.update(others)
         for run, members in found:
@@ -296,8 +298,8 @@ class FlatOptimizer(Optimizer):
         self._plan = plan
         return [run.gradient(members[0].gradient) for run, members in found]
 
-    def _members(self, plan: "Plan", index: int, apart: dict[Tensor, Apart]) -> list[Member]:
-        """The sharded parameters of a group that have gradients; others are noted in the plan."""
+    def _members(self, plan: "StepPlan", index: int, apart: dict[Tensor, ParamState]) -> list[RunMember]:
+        """The sharded parameters of a param group with gradients; the plan records the others."""
         group = self.param_groups[index]
         params = group["params"]
         _check_group(type(self).__name__, index, group)
@@ -305,11 +307,14 @@ class FlatOptimizer(Optimizer):
         sharded = [param for param in params if isinstance(param, DTensor)]
         plan.resting += [param for param in sharded if param.grad is None]
         active = [param for param in sharded if param.grad is not None]
-        places = find_places([dtensor.local_tensor(param) for param in active])
-        return [_member(param, place, apart.get(param)) for param, place in zip(active, places, strict=True)]
+        locations = find_locations([dtensor.local_tensor(param) for param in active])
+        return [
+            _run_member(param, location, apart.get(param))
+            for param, location in zip(active, locations, strict=True)
+        ]
 
 
-def _member(param: DTensor, place: Place | None, state: Apart | None) -> Member:
+def _run_member(param: DTensor, location: ShardLocation | None, state: ParamState | None) -> RunMember:
     gradient = param.grad
     if not isinstance(gradient, DTensor):
         raise TypeError(
@@ -321,17 +326,17 @@ def _member(param: DTensor, place: Place | None, state: Apart | None) -> Member:
     if gradient.placements != param.placements or gradient.device_mesh != param.device_mesh:
         gradient = gradient.redistribute(param.device_mesh, param.placements)
     local = dtensor.local_tensor(gradient)
-    return Member(param, dtensor.local_tensor(param), local, is_usual, place, state)
+    return RunMember(param, dtensor.local_tensor(param), local, is_usual, location, state)
 
 
 def _name(param: Tensor) -> str:
-    name = sharded_before(param)  # type: ignore[arg-type]
+    name = name_of_replaced(param)  # type: ignore[arg-type]
     return f"a parameter of shape {tuple(param.shape)}" if name is None else name
 
 
 def _spec(param: Any, dtype: torch.dtype) -> Any:
     if dtype == param.dtype:
-        return param._spec
+        return dtensor.spec_of(param)
     return dtensor.sharded_spec(param.device_mesh, tuple(param.placements), param.shape, dtype)
 
 
@@ -382,7 +387,9 @@ def _check_group(kind: str, index: int, group: dict[str, Any]) -> None:
         )
     params = group["params"]
     if len(set(map(id, params))) != len(params):
-        twice = next(param for place, param in enumerate(params) if any(param is p for p in params[:place]))
+        twice = next(
+            param for location, param in enumerate(params) if any(param is p for p in params[:location])
+        )
         raise ValueError(
             f"FlatOptimizer: {_name(twice)} stands twice in group {index} of {kind}, and would be stepped "
             "twice. Leave one out."
@@ -406,6 +413,6 @@ def _flat_class(flat: Any, kind: Any) -> Any:
 
 
 def _rebuilt(flat: Any, kind: Any) -> FlatOptimizer:
-    """An empty one, for ``copy`` and ``pickle``."""
+    """An empty optimizer, for ``copy`` and ``pickle``."""
     made: FlatOptimizer = object.__new__(_flat_class(flat, kind))
     return made

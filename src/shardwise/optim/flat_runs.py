@@ -1,13 +1,14 @@
-"""Which shards one step may treat as one tensor, and the state that goes with them.
+"""Flat runs: which sharded parameters an optimizer may step as one tensor, and the state that goes with them.
 
-A run is a stretch of a bucket's flat shard: neighbours of one param group that got their gradients side by
-side and have come equally far. Padding between them takes part; its gradient is zero, and so it stays::
+A run is a range of a bucket's flat shard: neighbours of one param group whose gradients are neighbours as
+well, and whose states have the same numbers of steps. Padding in between takes part; its gradient is zero, so
+it stays zero::
 
     shard buffer   | w1 . . . . | b1 pad | w2 . . | b2 pad | w3 . . . . |
-    runs           [----- one tensor ----)  rests [---- another one ----)     w2 has no gradient
+    runs           [----- one tensor ----)  idle  [---- another one ----)     w2 has no gradient
 
-State of a run is flat as well. Runs are cut and joined by taking it apart: `Part` says where a parameter's
-share of a state lies. What lies right is not copied.
+The state of a run is flat as well. Runs are split and joined through `StateSlice`, a parameter's part of a
+state. State that is in the right place already is not copied.
 """
 
 import copy
@@ -21,16 +22,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.buffers import FlatShard, flat_shards, typed_stretch
+from shardwise.comm.buffers import FlatShard, flat_shards, typed_range
 from shardwise.layout.slots import ALIGNMENT
-from shardwise.torch_compat import tensor_impl
+from shardwise.torch_compat import dtensor, tensor_impl
 
 MAX_GAP = ALIGNMENT - 1
 """Elements of padding that a run may span; a larger gap (a last rank's missing rows) cuts it."""
 
 
-class Part(NamedTuple):
-    """A parameter's share of a state: ``numel`` elements of ``flat`` from ``start`` on.
+class StateSlice(NamedTuple):
+    """A parameter's part of a state: elements of ``flat`` from ``start`` on.
 
     ``is_ours``: nobody else uses the memory around it.
     """
@@ -45,78 +46,78 @@ class Part(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """Where it begins in its storage."""
+        """Its offset in its storage."""
         return int(self.flat.storage_offset()) + self.start
 
 
-Apart = dict[str, Any]
-"""The state of one parameter by name: a `Part` for what has its form, anything else for the rest."""
+ParamState = dict[str, Any]
+"""The state of one parameter by name: a `StateSlice` for tensors of its shape, anything else as it is."""
 
 
-class Place(NamedTuple):
-    """Where a shard lies: in which flat shard, and from which of its elements to which, padding included."""
+class ShardLocation(NamedTuple):
+    """The elements [start, end) of a flat shard, padding included, that belong to a sharded parameter."""
 
     shard: FlatShard
     start: int
     end: int
 
 
-def find_places(locals_: Sequence[Tensor]) -> list[Place | None]:
-    """Where local tensors lie, by their addresses; None: in no flat shard."""
+def find_locations(locals_: Sequence[Tensor]) -> list[ShardLocation | None]:
+    """Locate local tensors by their addresses; None: in no flat shard."""
     known = {
         _address(view): (shard, index)
         for shard in flat_shards()
         for index, view in enumerate(shard.views)
         if _address(view)
     }
-    return [_place(local, known) for local in locals_]
+    return [_locate(local, known) for local in locals_]
 
 
 def _address(tensor: Tensor) -> int:
-    """Where it lies; 0 for what has no memory, or keeps it elsewhere."""
+    """The address of a tensor; 0 if it has no memory, or is of a subclass."""
     return tensor.data_ptr() if type(tensor) is Tensor and not tensor.is_meta else 0
 
 
-def _place(local: Tensor, known: dict[int, tuple[FlatShard, int]]) -> Place | None:
+def _locate(local: Tensor, known: dict[int, tuple[FlatShard, int]]) -> ShardLocation | None:
     shard, index = known.get(_address(local), (None, 0))
     if shard is None or not local.numel() or not local.is_contiguous():
         return None
     slot, view = shard.layout.slots[index], shard.views[index]
     is_same = (view.dtype, view.shape) == (local.dtype, local.shape)
     start = slot.shard_offset // local.itemsize
-    return Place(shard, start, start + slot.padded_numel) if is_same else None
+    return ShardLocation(shard, start, start + slot.padded_numel) if is_same else None
 
 
 @dataclass(eq=False)
-class Member:
-    """A parameter on its way into a run.
+class RunMember:
+    """A parameter that is being put into a run.
 
-    ``gradient`` is local. ``is_usual``: it is an ordinary DTensor, placed as the parameter is.
+    ``gradient`` is local. ``is_usual``: the gradient is an ordinary DTensor, placed as the parameter is.
     """
 
     param: Tensor
     local: Tensor
     gradient: Tensor
     is_usual: bool
-    place: Place | None
-    state: Apart | None
+    location: ShardLocation | None
+    state: ParamState | None
     signature: Any = None
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has addresses that can be compared."""
+        """Whether addresses say where it is: it is of no tensor subclass."""
         return type(self.local) is Tensor and type(self.gradient) is Tensor
 
     @property
     def is_flat(self) -> bool:
-        """Whether it is stepped as a tensor of one dimension."""
+        """Whether it is stepped as a 1D tensor."""
         return self.is_plain and self.local.is_contiguous()
 
 
-class Run:
-    """Parameters that are stepped as one tensor, ``flat``, which has their memory."""
+class FlatRun:
+    """Parameters that are stepped as one tensor, ``flat``, over their memory."""
 
-    def __init__(self, members: Sequence[Member], starts: Sequence[int]) -> None:
+    def __init__(self, members: Sequence[RunMember], starts: Sequence[int]) -> None:
         first, last = members[0], members[-1]
         self.params = [member.param for member in members]
         self.locals = [member.local for member in members]
@@ -125,11 +126,11 @@ class Run:
         self.is_merged = len(members) > 1 and starts[-1] > 0
         self.is_flat = first.is_flat
         if self.is_merged:
-            assert first.place is not None
-            dtype, begin = first.local.dtype, first.place.start
+            assert first.location is not None
+            dtype, begin = first.local.dtype, first.location.start
             end = begin + starts[-1] + last.local.numel()
             size = dtype.itemsize
-            self.flat = typed_stretch(first.place.shard.bytes, begin * size, end * size, dtype)
+            self.flat = typed_range(first.location.shard.bytes, begin * size, end * size, dtype)
         else:
             self.flat = first.local.detach()
             self.flat = self.flat.view(-1) if self.is_flat else self.flat
@@ -142,11 +143,11 @@ class Run:
             return first.as_strided(self.flat.shape, (1,))
         return first.reshape(-1) if self.is_flat else first
 
-    def take_apart(self, state: dict[str, Any]) -> list[Apart]:
+    def take_apart(self, state: dict[str, Any]) -> list[ParamState]:
         """The state of ``flat``, by parameter."""
         return [
             {
-                key: Part(value, start, is_ours=True)
+                key: StateSlice(value, start, is_ours=True)
                 if isinstance(value, Tensor) and value.shape == self.flat.shape
                 else value
                 for key, value in state.items()
@@ -154,19 +155,19 @@ class Run:
             for start in self.starts
         ]
 
-    def join(self, states: Sequence[Apart]) -> dict[str, Any]:
+    def join(self, states: Sequence[ParamState]) -> dict[str, Any]:
         """The state of ``flat``, from that of each parameter. Numbers become its own."""
         joined: dict[str, Any] = {}
         for key, value in states[0].items():
-            if isinstance(value, Part):
+            if isinstance(value, StateSlice):
                 joined[key] = self._joined([state[key] for state in states])
             else:
                 joined[key] = own_copy(value)
         return joined
 
-    def _joined(self, parts: Sequence[Part]) -> Tensor:
+    def _joined(self, parts: Sequence[StateSlice]) -> Tensor:
         first = parts[0]
-        if self._lie_right(parts):
+        if self._are_in_place(parts):
             is_all = first.start == 0 and first.flat.shape == self.flat.shape
             return first.flat if is_all else first.flat.as_strided(self.flat.shape, (1,), first.offset)
         if not self.is_flat:
@@ -177,8 +178,8 @@ class Run:
             whole.narrow(0, start, numel).copy_(part.values(numel).reshape(-1))
         return whole
 
-    def _lie_right(self, parts: Sequence[Part]) -> bool:
-        """Whether they lie in one memory of ours as their parameters do."""
+    def _are_in_place(self, parts: Sequence[StateSlice]) -> bool:
+        """Whether they lie in one storage of ours with the distances of their parameters."""
         if not (self.is_flat and all(part.is_ours and part.flat.dim() == 1 for part in parts)):
             return False
         storages = {part.flat.untyped_storage().data_ptr() for part in parts}
@@ -192,33 +193,33 @@ def own_copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def make_runs(members: Sequence[Member], max_gap: int) -> list[tuple[Run, list[Member]]]:
-    """Put together what may be stepped together, of one param group."""
+def make_runs(members: Sequence[RunMember], max_gap: int) -> list[tuple[FlatRun, list[RunMember]]]:
+    """The runs of one param group."""
     sign(members)
     empty = [member for member in members if not member.local.numel()]
-    alone: list[Member] = []
-    placed: list[Member] = []
+    alone: list[RunMember] = []
+    placed: list[RunMember] = []
     for member in members:
         if member.local.numel():
-            is_placed = member.place is not None and member.is_usual and member.is_plain
+            is_placed = member.location is not None and member.is_usual and member.is_plain
             (placed if is_placed else alone).append(member)
-    runs = [(Run([member], [0]), [member]) for member in alone]
+    runs = [(FlatRun([member], [0]), [member]) for member in alone]
     for some in _alike(empty):
-        runs.append((Run(some, [0] * len(some)), some))
+        runs.append((FlatRun(some, [0] * len(some)), some))
     for some in _neighbours(placed, max_gap):
         begin = _start(some[0])
-        runs.append((Run(some, [_start(member) - begin for member in some]), some))
+        runs.append((FlatRun(some, [_start(member) - begin for member in some]), some))
     return runs
 
 
-def _start(member: Member) -> int:
-    assert member.place is not None
-    return member.place.start
+def _start(member: RunMember) -> int:
+    assert member.location is not None
+    return member.location.start
 
 
-def _alike(members: Iterable[Member]) -> list[list[Member]]:
-    """Those without elements on this rank, which only count steps."""
-    found: dict[Any, list[Member]] = {}
+def _alike(members: Iterable[RunMember]) -> list[list[RunMember]]:
+    """Empty shards, by signature: only their step counters advance."""
+    found: dict[Any, list[RunMember]] = {}
     for member in members:
         local, gradient = member.local, member.gradient
         alone = None if member.is_flat and member.is_usual else id(member)
@@ -227,8 +228,8 @@ def _alike(members: Iterable[Member]) -> list[list[Member]]:
     return list(found.values())
 
 
-def _neighbours(members: Sequence[Member], max_gap: int) -> list[list[Member]]:
-    found: list[list[Member]] = []
+def _neighbours(members: Sequence[RunMember], max_gap: int) -> list[list[RunMember]]:
+    found: list[list[RunMember]] = []
     for member in sorted(members, key=lambda each: each.local.data_ptr()):
         if found and _continues(found[-1], member, max_gap):
             found[-1].append(member)
@@ -237,16 +238,16 @@ def _neighbours(members: Sequence[Member], max_gap: int) -> list[list[Member]]:
     return found
 
 
-def _continues(run: Sequence[Member], member: Member, max_gap: int) -> bool:
-    """Whether ``member`` begins where ``run`` ends, and so does its gradient."""
+def _continues(run: Sequence[RunMember], member: RunMember, max_gap: int) -> bool:
+    """Whether ``member`` starts where ``run`` ends, and its gradient where the gradients of ``run`` end."""
     first, last = run[0], run[-1]
-    assert member.place is not None
-    assert last.place is not None
-    # What lies between may be another parameter's, which rests.
-    if member.place.shard is not last.place.shard or member.local.dtype != last.local.dtype:
+    assert member.location is not None
+    assert last.location is not None
+    # In between may be another parameter, which has no gradient.
+    if member.location.shard is not last.location.shard or member.local.dtype != last.local.dtype:
         return False
-    gap = last.place.end - last.place.start - last.local.numel()
-    if member.place.start != last.place.end or gap > max_gap:
+    gap = last.location.end - last.location.start - last.local.numel()
+    if member.location.start != last.location.end or gap > max_gap:
         return False
     grad, first_grad = member.gradient, first.gradient
     if grad.dtype != first_grad.dtype or not (grad.is_contiguous() and first_grad.is_contiguous()):
@@ -258,11 +259,11 @@ def _continues(run: Sequence[Member], member: Member, max_gap: int) -> bool:
     return is_beside and reaches and member.signature == first.signature
 
 
-# --- how far parameters have come -----------------------------------------------------------------
+# --- signatures -----------------------------------------------------------------------------------
 
 
-def sign(members: Sequence[Member]) -> None:
-    """Give each what tells whether its state may be joined with another's: names, dtypes, and numbers."""
+def sign(members: Sequence[RunMember]) -> None:
+    """Give each its signature: members with equal ones may share a state. Names, dtypes and numbers of it."""
     numbers = _read([v for m in members for v in (m.state or {}).values() if is_number(v)])
     for member in members:
         member.signature = tuple(
@@ -272,12 +273,12 @@ def sign(members: Sequence[Member]) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a tensor of one element that says something about the whole parameter."""
+    """Whether ``value`` is a tensor of one element, such as a step count, for the whole parameter."""
     return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() == 1
 
 
 def _signature(value: Any, numbers: dict[int, Any]) -> tuple[Any, ...]:
-    if isinstance(value, Part):
+    if isinstance(value, StateSlice):
         return "part", value.flat.dtype, type(value.flat)
     if is_number(value):
         return value.dtype, value.device, value.shape, numbers[id(value)]
@@ -285,7 +286,7 @@ def _signature(value: Any, numbers: dict[int, Any]) -> tuple[Any, ...]:
 
 
 def _read(tensors: Sequence[Tensor]) -> dict[int, Any]:
-    """The numbers in tensors, with one synchronisation a device."""
+    """Read the numbers in tensors, with one synchronisation a device."""
     distinct = {id(tensor): tensor for tensor in tensors}
     by_kind: dict[Any, list[int]] = {}
     for key, tensor in distinct.items():
@@ -302,27 +303,27 @@ def _read(tensors: Sequence[Tensor]) -> dict[int, Any]:
 Groups = list[dict[str, Any]]
 
 
-class Plan:
-    """The runs of all groups, and what they rest on, in lists that are compared in passes of C."""
+class StepPlan:
+    """The runs of all param groups, and their premises, in lists that are compared in passes in C."""
 
     def __init__(self, groups: Groups) -> None:
         self.flats: list[list[Tensor]] = [[] for _ in groups]
-        self.runs: list[Run] = []
+        self.runs: list[FlatRun] = []
         self.resting: list[Tensor] = []
         self.merged_locals: list[Tensor] = []
-        self._found: list[tuple[Run, list[Member]]] = []
+        self._found: list[tuple[FlatRun, list[RunMember]]] = []
         self._groups = [list(group["params"]) for group in groups]
         self._have_eps = list(map(has_eps, groups))
 
-    def add(self, index: int, run: Run, members: list[Member]) -> None:
+    def add(self, index: int, run: FlatRun, members: list[RunMember]) -> None:
         """A run of the group at ``index``."""
         self.flats[index].append(run.flat)
         self._found.append((run, members))
         if run.is_merged:
             self.merged_locals += run.locals
 
-    def finish(self) -> list[tuple[Run, list[Member]]]:
-        """Lay out what is compared at each step; the runs in their order from now on."""
+    def finish(self) -> list[tuple[FlatRun, list[RunMember]]]:
+        """Lay out what each step compares; returns the runs in their final order."""
         found, self._found = self._found, []
         found.sort(key=lambda each: not each[1][0].is_plain)
         members = [member for _, some in found for member in some]
@@ -331,9 +332,12 @@ class Plan:
         self._num_plain = sum(member.is_plain for member in members)
         self._params = [member.param for member in members]
         self._locals = [member.local for member in members]
-        self._specs = [getattr(member.param.grad, "_spec", None) for member in members]
+        self._specs = [
+            dtensor.spec_of(member.param.grad) if isinstance(member.param.grad, DTensor) else None
+            for member in members
+        ]
         self._firsts: list[int] = []
-        # Which gradients are to lie how many bytes after the one before.
+        # Which gradients must lie how many bytes after the previous one.
         self._follows: list[bool] = []
         self._distances: list[int] = []
         for run, some in found:
@@ -343,12 +347,12 @@ class Plan:
                 size = some[0].gradient.itemsize
                 self._distances += [(b - a) * size for a, b in pairwise(run.starts)]
         del self._follows[0:1], self._follows[self._num_plain - 1 :]
-        self._places = [members[0].place for _, members in found]
-        self._landings: list[_Landing] = []  # of all runs, or none
+        self._locations = [members[0].location for _, members in found]
+        self._gradient_sources: list[_GradientSource] = []  # of all runs, or none
         return found
 
     def gradients(self, groups: Groups) -> list[Tensor] | None:
-        """The gradients of the runs, if all is as it was when they were made."""
+        """The gradients of the runs, if nothing has changed since they were made."""
         if not (self._is_lasting and self._has_same(groups)):
             return None
         if not all(map(is_, map(_LOCAL, self._params), self._locals)):
@@ -363,23 +367,30 @@ class Plan:
         return self._in_place(list(map(_LOCAL, gradients)))
 
     def _wholes(self) -> list[Tensor] | None:
-        """The gradients of the runs, where those of each have landed together: not looked at one by one."""
-        if not self._landings and self.runs and _landing_of(self.runs[0], self._places[0]) is not None:
-            found = [_landing_of(run, place) for run, place in zip(self.runs, self._places, strict=True)]
-            self._landings = [each for each in found if each is not None]
-            if len(self._landings) < len(found):
-                self._landings = []
+        """The gradients of the runs, where each run is a whole bucket: without a look at each parameter."""
+        if (
+            not self._gradient_sources
+            and self.runs
+            and _gradient_source_of(self.runs[0], self._locations[0]) is not None
+        ):
+            found = [
+                _gradient_source_of(run, location)
+                for run, location in zip(self.runs, self._locations, strict=True)
+            ]
+            self._gradient_sources = [each for each in found if each is not None]
+            if len(self._gradient_sources) < len(found):
+                self._gradient_sources = []
         wholes: list[Tensor] = []
-        for at in self._landings:
-            landing = at.landing()
-            whole = None if landing is None else landing.whole_of(at.shards)
+        for at in self._gradient_sources:
+            sharded_gradients = at.sharded_gradients()
+            whole = None if sharded_gradients is None else sharded_gradients.flat_gradient_of(at.shards)
             if whole is None:
                 return None
             wholes.append(whole)
         return wholes or None
 
     def _in_place(self, gradients: list[Tensor]) -> list[Tensor] | None:
-        """Gradients of runs from local gradients, if those lie side by side."""
+        """The gradients of the runs from local gradients, if those are neighbours."""
         addresses = list(map(_ADDRESS, gradients[: self._num_plain]))
         if list(compress(map(sub, addresses[1:], addresses), self._follows)) != self._distances:
             return None
@@ -387,11 +398,11 @@ class Plan:
             return [
                 run.gradient(gradients[first]) for run, first in zip(self.runs, self._firsts, strict=True)
             ]
-        except RuntimeError:  # side by side, but not in one memory
+        except RuntimeError:  # neighbours, but not in one storage
             return None
 
     def _has_same(self, groups: Groups) -> bool:
-        """Whether groups have the same parameters, and no other of them has a gradient."""
+        """Whether param groups have the same parameters, and none outside the runs has a gradient now."""
         if len(groups) != len(self._groups) or list(map(has_eps, groups)) != self._have_eps:
             return False
         for group, known in zip(groups, self._groups, strict=True):
@@ -401,25 +412,29 @@ class Plan:
         return not any(map(is_not, map(_GRAD, self.resting), repeat(None)))
 
 
-class _Landing(NamedTuple):
-    """Where gradients land as one tensor, and whose: ``shards``, in the order of that place."""
+class _GradientSource(NamedTuple):
+    """The sharded gradients of a bucket, which form one tensor, and its ``shards``, in order."""
 
-    landing: Callable[[], Any]
+    sharded_gradients: Callable[[], Any]
     shards: list[Tensor]
 
 
-def _landing_of(run: Run, place: Place | None) -> _Landing | None:
-    """Where all gradients of ``run``, and no others, land as one tensor."""
-    landing = None if place is None else place.shard.landing()
-    if place is None or landing is None:
+def _gradient_source_of(run: FlatRun, location: ShardLocation | None) -> _GradientSource | None:
+    """The sharded gradients that are exactly those of ``run``, and form one tensor."""
+    sharded_gradients = None if location is None else location.shard.sharded_gradients()
+    if location is None or sharded_gradients is None:
         return None
-    shards = landing.shards
-    whole = landing.whole_of(shards) if set(map(id, shards)) == set(map(id, run.params)) else None
+    shards = sharded_gradients.shards
+    whole = (
+        sharded_gradients.flat_gradient_of(shards)
+        if set(map(id, shards)) == set(map(id, run.params))
+        else None
+    )
     is_one = whole is not None and whole.shape == run.flat.shape
-    return _Landing(place.shard.landing, shards) if is_one else None
+    return _GradientSource(location.shard.sharded_gradients, shards) if is_one else None
 
 
-_LOCAL, _GRAD, _SPEC = attrgetter("_local_tensor"), attrgetter("grad"), attrgetter("_spec")
+_LOCAL, _GRAD, _SPEC = dtensor.local_tensor, attrgetter("grad"), dtensor.spec_of
 _ADDRESS = Tensor.data_ptr
 _ONLY_DTENSORS = {DTensor}
 

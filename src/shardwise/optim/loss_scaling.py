@@ -1,8 +1,8 @@
-"""Loss scaling for models whose gradients are spread in several ways.
+"""Loss scaling for gradients with different placements.
 
-torch's own ``torch.amp.GradScaler`` looks for infinities as the first gradient of its list is placed. Where
-that is replicated (a scalar, a block under ``ddp``, a parameter that is not sharded) and others are not, an
-infinity on another rank's shard is seen there alone, and the ranks go on with different weights.
+``torch.amp.GradScaler`` reduces its flag for infinities as the first gradient of its list is placed. If that
+is replicated (a scalar, a block under ``ddp``, a parameter that is not sharded) and others are not, only one
+rank sees an infinity in its shard, and the ranks continue with different weights.
 """
 
 import torch
@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from shardwise.layout.mesh import axes_of, highest_over
 from shardwise.params.deferred import DeferredGradient
 from shardwise.ranks.failures import relay_of_job
-from shardwise.torch_compat import dtensor
+from shardwise.torch_compat import dtensor, optimizers, tensor_impl
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(optimizers.GradScalerBase):
     """``torch.amp.GradScaler`` whose infinities are seen by all ranks, however gradients are placed.
 
     Arguments and use are those of torch's. Costs an all-reduce of one number for each mesh dimension, and one
@@ -29,10 +29,10 @@ class GradScaler(torch.amp.GradScaler):
         scaler.update()
     """
 
-    def _unscale_grads_(
+    def unscale_gradients(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """What all of torch's ways to look at gradients come down to: here on the local tensors."""
+        """Unscale the local tensors of all gradients, and let all ranks know of infinities."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         with relay_of_job().call("GradScaler", lambda: axes_of(params)):
             return self._unscaled(params, inv_scale, found_inf, allow_fp16)
@@ -49,14 +49,14 @@ class GradScaler(torch.amp.GradScaler):
         with torch.no_grad():
             for (device, _), gradients in by_kind.items():
                 flag = found.setdefault(device, found_inf.to(device, copy=True))
-                torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, inv_scale.to(device))
+                optimizers.check_and_unscale_(gradients, flag, inv_scale.to(device))
             _agree(found, found_inf, params)
         return found or {found_inf.device: found_inf}
 
 
 def _values(gradient: Tensor, allow_fp16: bool) -> Tensor:
     """The numbers of a gradient that this rank holds."""
-    if isinstance(gradient, DeferredGradient) and not gradient.mark.is_zeroed:
+    if isinstance(gradient, DeferredGradient) and not gradient.changes.is_zeroed:
         raise RuntimeError(
             "GradScaler: gradients of backwards without synchronisation wait to be reduced, so that .grad "
             "does not show them. Run the last backward outside no_sync() before step() or unscale_()."
@@ -64,7 +64,7 @@ def _values(gradient: Tensor, allow_fp16: bool) -> Tensor:
     if not allow_fp16 and gradient.dtype is torch.float16:
         raise ValueError("Attempting to unscale FP16 gradients.")  # torch's words
     local = dtensor.plain(gradient)
-    return local._values() if local.is_sparse else local
+    return tensor_impl.sparse_values(local) if local.is_sparse else local
 
 
 def _agree(found: dict[torch.device, Tensor], like: Tensor, params: list[Tensor]) -> None:

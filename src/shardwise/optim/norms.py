@@ -1,19 +1,18 @@
-"""Norms of gradients, wherever they lie: of what this rank holds, and put together over ranks.
+"""Norms of gradients with any placements: local norms first, then combined over ranks.
 
-A rank measures the gradients that it holds; then it sends one number for each way in which they are
-spread over ranks. ``Shard`` on a dimension of a mesh: the ranks hold different parts, whose norms are put
-together. ``Replicate``: they hold the same, and one counts. Not on the dimension at all, as plain tensors:
-they may hold anything, and the largest counts, so that all ranks clip by the same.
+Each rank measures its own gradients, then sends one number for each kind of placement. ``Shard`` on a mesh
+dimension: the ranks hold different parts, whose norms are combined. ``Replicate``: they hold the same, and
+one counts. Not on the dimension at all, as plain tensors: they may differ, and the largest norm counts, so
+that all ranks clip by the same.
 
     mesh (dp=2, tp=2), ranks 0 1 / 2 3        over dp          over tp
-    up       (Shard(0), Shard(0)) on both     put together     put together
-    norm     Shard(0) on dp                   put together     largest
+    up       (Shard(0), Shard(0)) on both     combined         combined
+    norm     Shard(0) on dp                   combined         largest
     scale    plain, of ignored_params         largest          largest
 
-A vector of zeros in which each rank fills in its own place is summed: that moves the numbers, and every
-rank computes with all of them in the same order. So the result has the same bits everywhere, in whatever
-order a back end adds up; a NaN arrives, which a maximum may lose; and powers, which may overflow, stay at
-home.
+Ranks all-reduce a vector of zeros in which each has filled in its own number, and every rank combines all
+numbers in the same order. So the result has the same bits everywhere, whatever the order of additions of a
+back end; a NaN arrives, which a maximum may lose; and powers, which may overflow, never leave a rank.
 """
 
 import math
@@ -34,7 +33,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardwise.comm.communicators import all_reduce
 from shardwise.params.deferred import DeferredGradient
 from shardwise.setup.validation import PLACE
-from shardwise.torch_compat import dtensor
+from shardwise.torch_compat import dtensor, foreach, nn_modules
 
 # The host adds up float32 numbers one after the other: 10 million of them to 4e-4. In pieces of this size,
 # whose norms are put together in float64, it is 2e-7, at the same speed. Devices work in pieces anyway.
@@ -48,7 +47,7 @@ _PLAIN_DECADES = 250.0
 # --- the gradients --------------------------------------------------------------------------------
 
 
-Place = tuple[DeviceMesh, tuple[Placement, ...]]
+GradientPlacement = tuple[DeviceMesh, tuple[Placement, ...]]
 
 
 @dataclass(eq=False)
@@ -56,17 +55,17 @@ class Gradients:
     """What this rank holds of the gradients of ``params``; None where it has none.
 
     ``locals`` are scaled and ``measured`` have the norm: the same tensors, or where one is a summand of the
-    gradient, the sum. ``places`` say how they are spread over which ranks; None for a plain tensor. Reduced
+    gradient, the sum. ``places``: their meshes and placements; None for a plain tensor. Reduced
     gradients that lie together may be one tensor: then ``params`` has the first of their parameters.
     """
 
     params: Sequence[Tensor]
     locals: Sequence[Tensor | None]
     measured: Sequence[Tensor | None]
-    places: Sequence[Place | None]
+    places: Sequence[GradientPlacement | None]
 
     def and_those_of(self, others: "Gradients") -> "Gradients":
-        """Both."""
+        """These gradients and ``others``."""
         if not others.params:
             return self
         pairs = zip(vars(self).values(), vars(others).values(), strict=True)
@@ -86,11 +85,14 @@ def gradients_in(model: nn.Module, caller: str, name_of: Callable[[Tensor], str]
     registered = chain.from_iterable(map(_values, map(_registered, modules)))
     params = {id(param): param for param in registered if param is not None}
     groups = dict.fromkeys(module.__dict__[PLACE].group for module in modules if PLACE in module.__dict__)
-    together: list[tuple[Tensor, Tensor, Tensor, Place]] = []
-    for landing in [bucket.landing for group in groups for bucket in group.buckets]:
-        shards = landing.shards
+    together: list[tuple[Tensor, Tensor, Tensor, GradientPlacement]] = []
+    for sharded_gradients in [bucket.sharded_gradients for group in groups for bucket in group.buckets]:
+        shards = sharded_gradients.shards
         keys = list(map(id, shards))
-        if all(map(params.__contains__, keys)) and (whole := landing.whole_of(shards)) is not None:
+        if (
+            all(map(params.__contains__, keys))
+            and (whole := sharded_gradients.flat_gradient_of(shards)) is not None
+        ):
             spec = dtensor.spec_of(shards[0])
             together.append((shards[0], whole, whole, (spec.mesh, without_sums(spec.placements))))
             deque(map(params.pop, keys), maxlen=0)
@@ -106,7 +108,9 @@ def modules_in(model: nn.Module) -> list[nn.Module]:
         module = waiting.pop()
         if module not in found:
             found[module] = None
-            waiting += [inner for inner in reversed(module._modules.values()) if inner is not None]
+            waiting += [
+                inner for inner in reversed(nn_modules.children(module).values()) if inner is not None
+            ]
     return list(found)
 
 
@@ -119,7 +123,7 @@ def gradients_of(params: Sequence[Tensor], caller: str, name_of: Callable[[Tenso
     return _all_as_their_parameters(params) or _one_by_one(params, caller, name_of)
 
 
-_registered, _values = attrgetter("_parameters"), methodcaller("values")
+_registered, _values = nn_modules.parameters, methodcaller("values")
 _gradient, _placements, _mesh = attrgetter("grad"), attrgetter("placements"), attrgetter("mesh")
 
 
@@ -131,8 +135,8 @@ def _all_as_their_parameters(params: Sequence[Tensor]) -> Gradients | None:
     specs, own = list(map(dtensor.spec_of, params)), list(map(dtensor.spec_of, gradients))
     ids = [map(id, map(what, of)) for what in (_placements, _mesh) for of in (specs, own)]
     kinds = list(zip(*ids, strict=True))
-    places: dict[Any, Place] = {}
-    alike: dict[Place, Place] = {}
+    places: dict[Any, GradientPlacement] = {}
+    alike: dict[GradientPlacement, GradientPlacement] = {}
     for kind, index in dict(zip(kinds, range(len(kinds)), strict=True)).items():
         place = own[index].mesh, own[index].placements
         if specs[index].mesh is not place[0] or place[1] != without_sums(specs[index].placements):
@@ -143,7 +147,7 @@ def _all_as_their_parameters(params: Sequence[Tensor]) -> Gradients | None:
 
 
 def _one_by_one(params: Sequence[Tensor], caller: str, name_of: Callable[[Tensor], str]) -> Gradients:
-    found: list[tuple[Tensor, Tensor | None, Tensor | None, Place | None]] = []
+    found: list[tuple[Tensor, Tensor | None, Tensor | None, GradientPlacement | None]] = []
     for param in params:
         gradient = param.grad
         if gradient is not None:
@@ -169,14 +173,14 @@ def _one_by_one(params: Sequence[Tensor], caller: str, name_of: Callable[[Tensor
 
 
 def without_sums(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """Placements after sums that have yet to be made."""
+    """Placements with ``Replicate`` for ``Partial``: those after the pending sums."""
     if not any(placement.is_partial() for placement in placements):
         return placements
     return tuple(Replicate() if placement.is_partial() else placement for placement in placements)
 
 
 def _check_gradient(param: Tensor, gradient: Tensor, caller: str, name_of: Callable[[Tensor], str]) -> None:
-    if isinstance(gradient, DeferredGradient) and not gradient.mark.is_zeroed:
+    if isinstance(gradient, DeferredGradient) and not gradient.changes.is_zeroed:
         raise RuntimeError(
             f"{caller}: {name_of(param)}: gradients of backward passes without synchronisation "
             "(no_sync, set_requires_gradient_sync(False), set_requires_all_reduce(False)) wait to be "
@@ -251,7 +255,7 @@ def norms_of_pieces(tensors: Sequence[Tensor | None], power: float, is_foreach: 
         if _LARGEST_PLAIN_POWER < power < math.inf:
             found = [norm_of(piece.to(summed), power) for piece in pieces]
         elif is_foreach:
-            found = torch._foreach_norm(pieces, power, dtype=summed)
+            found = foreach.norm(pieces, power, dtype=summed)
         else:
             found = [torch.linalg.vector_norm(piece, power, dtype=summed) for piece in pieces]
         for (own, _), norm in zip(members, found, strict=True):
@@ -312,7 +316,7 @@ def stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Axis:
+class _MeshDim:
     """The ranks along a dimension of a mesh; slices of a mesh have the same."""
 
     name: str
@@ -321,20 +325,20 @@ class _Axis:
 
 @dataclass(frozen=True)
 class _Column:
-    """Over which axes a kind of gradients is split, and over which it may differ."""
+    """One kind of gradients: the mesh dimensions that split it, and those along which it may differ."""
 
-    split: frozenset[_Axis]
-    unknown: frozenset[_Axis]
+    split: frozenset[_MeshDim]
+    unknown: frozenset[_MeshDim]
 
 
-class Plan:
+class NormPlan:
     """Which numbers of this rank meet those of which others, in the same order on all of them.
 
     A *column* is a kind of placement. ``column_of`` says for each gradient which of ``columns`` is its own.
     """
 
     def __init__(self, gradients: Gradients, first: Tensor | None) -> None:
-        """``first``: of all parameters, whatever has become of it."""
+        """``first``: the first parameter of all, if there is one."""
         kinds_of = list(map(id, gradients.places))
         distinct = dict(zip(kinds_of, gradients.places, strict=True))
         places = list(dict.fromkeys(distinct.values()))
@@ -342,7 +346,7 @@ class Plan:
             places.sort(key=_order)
         meshes = {mesh: _axes_of(mesh) for mesh in dict.fromkeys(p[0] for p in places if p is not None)}
         agreeing, covering = _axes_to_agree_over(meshes, None in places)
-        kinds: dict[Place | None, _Column] = {}
+        kinds: dict[GradientPlacement | None, _Column] = {}
         for place in places:
             if place is None:
                 kinds[place] = _Column(frozenset(), frozenset(agreeing))
@@ -390,25 +394,25 @@ class Plan:
         return norm_of(torch.stack(columns), power, dim=0)
 
 
-def _order(place: Place | None) -> tuple[Any, ...]:
-    """Sorts places alike on all ranks, even where they come in the order of a set."""
+def _order(place: GradientPlacement | None) -> tuple[Any, ...]:
+    """A key that sorts placements alike on all ranks."""
     if place is None:
         return ()
     mesh, placements = place
     return mesh.mesh_dim_names or (), tuple(mesh.shape), str(placements)
 
 
-def _axes_of(mesh: DeviceMesh) -> dict[int, _Axis]:
-    """The axes along which this rank has anybody to ask, by dimension."""
+def _axes_of(mesh: DeviceMesh) -> dict[int, _MeshDim]:
+    """The mesh dimensions with more than one rank, by index."""
     if mesh.get_coordinate() is None:
         return {}
     groups = {dim: mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1}
-    return {dim: _Axis(pg.group_name, pg) for dim, pg in groups.items()}
+    return {dim: _MeshDim(pg.group_name, pg) for dim, pg in groups.items()}
 
 
 def _axes_to_agree_over(
-    meshes: dict[DeviceMesh, dict[int, _Axis]], has_plain: bool
-) -> tuple[list[_Axis], list[DeviceMesh]]:
+    meshes: dict[DeviceMesh, dict[int, _MeshDim]], has_plain: bool
+) -> tuple[list[_MeshDim], list[DeviceMesh]]:
     """Axes that lead to all ranks there are, and the meshes whose own do.
 
     What is on a mesh with all ranks is the same for all of them.

@@ -72,5 +72,5 @@ def _moved(tensor: Tensor, device: torch.device, is_pinned: bool) -> Tensor:
     target = torch.empty_like(local, device=device, pin_memory=is_pinned and device.type == "cpu")
     target.copy_(local, non_blocking=True)
     if isinstance(tensor, DTensor):
-        return dtensor.make_dtensor(target, tensor._spec)
+        return dtensor.make_dtensor(target, dtensor.spec_of(tensor))
     return target

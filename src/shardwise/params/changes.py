@@ -1,8 +1,8 @@
-"""What is asked of all parameters of a group at every gather, in passes that run in C.
+"""Questions about all parameters of a group at every unshard, in passes that run in C.
 
-Twelve calls of a Python function cost as much as a collective of a small group. Here a question is one
-``map`` over the group, and the answer "all as it was" is what costs nothing more. What is remembered may
-be out of date: then the answer is "something has changed", the group looks closely, and watches anew.
+Twelve calls of a Python function cost as much as a collective of a small group. So each question is one
+``map`` over the group, and costs nothing more while everything is unchanged. A snapshot may be out of date:
+then the answer is "something has changed", the group looks closely, and takes a new snapshot.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.params.parameter import Param
-from shardwise.torch_compat import autograd, dtensor, tensor_impl
+from shardwise.torch_compat import autograd, dtensor, nn_modules, tensor_impl
 
-_registered = attrgetter("_parameters")
-_version = attrgetter("_version")
 _wants_gradient = attrgetter("requires_grad")
 _gradient = attrgetter("grad")
 _layout = attrgetter("layout")
@@ -25,8 +23,8 @@ is_something = partial(is_not, None)
 _DENSE = {torch.strided}
 
 
-class ShardWatch:
-    """The shards of ``params``, as the group believes them to be."""
+class ShardSnapshot:
+    """The sharded parameters as the group last saw them."""
 
     def __init__(self, params: Sequence[Param]) -> None:
         places = [(site, param) for param in params for site in param.sites]
@@ -40,31 +38,33 @@ class ShardWatch:
         self._bases = [param.version_base for param in params]
         self._has_bases = any(self._bases)
 
-    def is_untouched(self, fulls: Sequence[Tensor]) -> bool:
-        """True if each shard is registered where it was, over the same memory, and as trainable as its
-        full parameter, where there are ``fulls``."""
-        standing = map(dict.get, map(_registered, self._modules), self._names)
+    def is_untouched(self, unsharded: Sequence[Tensor]) -> bool:
+        """True if each sharded parameter is registered where it was, over the same memory, and requires_grad
+        agrees with that of the unsharded one, if there are any."""
+        standing = map(dict.get, map(nn_modules.parameters, self._modules), self._names)
         with tensor_impl.plain_access():
             return (
                 all(map(is_, standing, self._standing))
                 and all(map(is_, map(dtensor.local_tensor, self._shards), self._locals))
                 and list(map(_wants_gradient, self._shards)) == self._trained
-                and (not fulls or list(map(_wants_gradient, fulls)) == self._trained)
+                and (not unsharded or list(map(_wants_gradient, unsharded)) == self._trained)
             )
 
     def is_as_trainable(self) -> bool:
-        """True if no shard was frozen or unfrozen."""
+        """True if no parameter was frozen or unfrozen."""
         with tensor_impl.plain_access():
             return list(map(_wants_gradient, self._shards)) == self._trained
 
     def versions(self) -> list[int]:
-        """Of each shard a number that grows with every change in place that PyTorch counts."""
+        """For each sharded parameter a number that grows with every in-place change that torch counts."""
         with tensor_impl.plain_access():
-            counted = list(map(add, map(_version, self._shards), map(_version, self._locals)))
+            counted = list(
+                map(add, map(tensor_impl.version, self._shards), map(tensor_impl.version, self._locals))
+            )
         return list(map(add, counted, self._bases)) if self._has_bases else counted
 
-    def takes_gradients_plainly(self) -> bool:
-        """True if no shard has hooks that want to see its gradient."""
+    def has_no_gradient_hooks(self) -> bool:
+        """True if no sharded parameter has gradient hooks."""
         with tensor_impl.plain_access():
             return not (
                 any(self._post_hooks_of_originals)
@@ -78,42 +78,42 @@ def are_all_there(gradients: Sequence[Tensor | None]) -> bool:
     return all(map(is_something, gradients))
 
 
-def take_gradients(fulls: Sequence[nn.Parameter]) -> list[Tensor | None] | None:
-    """The gradients of ``fulls``, which lose them; None, and nothing taken, if one is sparse."""
+def take_gradients(unsharded: Sequence[nn.Parameter]) -> list[Tensor | None] | None:
+    """Take ``.grad`` of ``unsharded`` away; None, and nothing taken, if one is sparse."""
     with tensor_impl.plain_access():
-        gradients = list(map(_gradient, fulls))
+        gradients = list(map(_gradient, unsharded))
         layouts = set(map(_layout, filter(is_something, gradients)))
         if not layouts <= _DENSE:
             return None
-        for full in fulls:
+        for full in unsharded:
             full.grad = None
     return gradients
 
 
-class FullWatch:
-    """The full parameters of a group, and where modules see them."""
+class UnshardedView:
+    """The unsharded parameters of a group, and where modules see them."""
 
-    def __init__(self, params: Sequence[Param], fulls: Sequence[nn.Parameter]) -> None:
-        self._fulls = fulls
+    def __init__(self, params: Sequence[Param], unsharded: Sequence[nn.Parameter]) -> None:
+        self._unsharded = unsharded
         self._places = [
             (site.module.__dict__, site.name, full)
-            for param, full in zip(params, fulls, strict=True)
+            for param, full in zip(params, unsharded, strict=True)
             for site in param.sites
         ]
 
     def shadow(self) -> None:
-        """Let the modules see the full parameters."""
+        """Let the modules see the unsharded parameters."""
         for attributes, name, full in self._places:
             attributes[name] = full
 
     def unshadow(self) -> None:
-        """Let the modules see the shards again."""
+        """Let the modules see the sharded parameters again."""
         for attributes, name, _ in self._places:
             attributes.pop(name, None)
 
     def versions(self) -> list[int]:
-        """Their version counters."""
-        return list(map(_version, self._fulls))
+        """The version counters of the unsharded parameters."""
+        return list(map(tensor_impl.version, self._unsharded))
 
 
 def all_start_at(tensors: Sequence[Tensor], offsets: Sequence[int], start: int) -> bool:

@@ -1,8 +1,8 @@
-"""``.grad`` of a shard while full gradients, which the caller cannot see, wait to be reduced.
+"""``.grad`` of a sharded parameter while unsharded gradients wait to be reduced, which the caller cannot see.
 
-After ``zero_grad()`` those have to go as well. Setting ``.grad`` to None is seen by looking; zeroing
-it in place is not: torch counts no versions for foreach operations on DTensors, nor through
-``.data``. So ``.grad`` is then a DTensor that notices what is done to it.
+``zero_grad()`` has to clear those as well. ``.grad`` that was set to None is easy to see; ``.grad`` that was
+zeroed in place is not: torch counts no versions for foreach operations on DTensors, nor through ``.data``. So
+``.grad`` is then a DTensor that records what is done to it.
 """
 
 from typing import Any
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.torch_compat import dtensor
+from shardwise.torch_compat import dtensor, tensor_impl
 
 
-class Mark:
-    """What happened to a gradient since it was marked; shared by all views of it."""
+class InPlaceChanges:
+    """In-place changes of a gradient since it was deferred; shared by all views of it."""
 
     def __init__(self) -> None:
         self.is_zeroed = False
         self.is_changed = False
 
-    def note(self, name: str) -> None:
-        """Take note of the operation in place called ``name``."""
+    def record(self, name: str) -> None:
+        """Record the in-place operation ``name``."""
         if name in ("zero_", "_foreach_zero_"):
             self.is_zeroed = True
         elif name not in ("requires_grad_", "detach_"):
@@ -33,32 +33,34 @@ _SAME_MEMORY = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[
 
 
 class DeferredGradient(DTensor):
-    """A DTensor that notes operations in place on itself in ``mark``."""
+    """A DTensor that records in-place operations on itself in ``changes``."""
 
-    mark: Mark
+    changes: InPlaceChanges
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Note an operation in place on the first argument, then do what a DTensor does."""
+        """Record an in-place operation on the first argument, then do what a DTensor does."""
         name = getattr(func, "__name__", "")
         if name.endswith("_") and not name.endswith("__"):
             for tensor in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
                 if isinstance(tensor, DeferredGradient):
-                    tensor.mark.note(name)
-        with torch._C.DisableTorchFunctionSubclass():
+                    tensor.changes.record(name)
+        with tensor_impl.plain_access():
             result = func(*args, **(kwargs or {}))
         if func in _SAME_MEMORY and isinstance(result, DTensor):
-            return _marked(result, args[0].mark)
+            return _recording(result, args[0].changes)
         return result
 
 
 def deferred_gradient(gradient: Tensor) -> DeferredGradient:
     """A DeferredGradient over the memory of ``gradient``, a DTensor."""
-    return _marked(gradient, Mark())
+    return _recording(gradient, InPlaceChanges())
 
 
-def _marked(gradient: Tensor, mark: Mark) -> DeferredGradient:
-    marked = dtensor.make_dtensor(dtensor.local_tensor(gradient), gradient._spec, DeferredGradient)  # type: ignore[attr-defined]
-    assert isinstance(marked, DeferredGradient)
-    marked.mark = mark
-    return marked
+def _recording(gradient: Tensor, changes: InPlaceChanges) -> DeferredGradient:
+    deferred = dtensor.make_dtensor(
+        dtensor.local_tensor(gradient), dtensor.spec_of(gradient), DeferredGradient
+    )
+    assert isinstance(deferred, DeferredGradient)
+    deferred.changes = changes
+    return deferred

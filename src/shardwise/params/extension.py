@@ -1,8 +1,8 @@
-"""Parameters that are tensor subclasses and say themselves what is to be gathered of them.
+"""Extensions: tensor subclasses that define their own all-gather.
 
-A weight in a compressed form (scaled integers, float8) travels in that form: before a gather the shard
-is asked for plain tensors, and after it the full weight is made of those of all ranks. The two methods
-are those that torch's fully_shard asks for, so that what is written for it works here:
+A weight in a compressed form (scaled integers, float8) is all-gathered in that form: before, the shard is
+asked for plain tensors; after, the unsharded weight is made of those of all ranks. The two methods are those
+of torch's fully_shard, so that classes written for it work here:
 
     fsdp_pre_all_gather(self, mesh) -> (inputs, metadata)
     fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy) -> (inputs, metadata)
@@ -27,13 +27,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.comm.streams import Finish, Lane, nothing
+from shardwise.comm.streams import CommStream, Finish, nothing
+from shardwise.layout.chunks import round_up
 from shardwise.layout.mesh import ShardMesh
 from shardwise.layout.slots import ALIGNMENT
-from shardwise.params.bucket import Bucket, Storage
+from shardwise.params.bucket import Bucket, ShardStorage
 from shardwise.params.parameter import Param
 from shardwise.policies import CommPolicy
-from shardwise.torch_compat import dtensor
+from shardwise.torch_compat import dtensor, tensor_impl
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -44,12 +45,12 @@ _SIGNATURES = {
 
 
 def is_extension(tensor: Tensor) -> bool:
-    """True if ``tensor`` gathers itself by the protocol."""
+    """True if ``tensor`` has both methods of the protocol."""
     return all(callable(getattr(tensor, name, None)) for name in _SIGNATURES)
 
 
 def check_protocol(tensor: Tensor, where: str) -> None:
-    """Refuse a tensor with one half of the protocol only, or with other arguments than it is called with.
+    """Refuse a tensor with only one of the two methods, or with other arguments than it is called with.
 
     Raises:
         TypeError: naming the method.
@@ -75,7 +76,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def _carry_methods(source: Tensor, target: Tensor) -> None:
-    """Give ``target`` the methods that were put on ``source`` itself; those of its class it has."""
+    """Copy methods that were set on ``source`` itself to ``target``, which has those of its class."""
     for name in _SIGNATURES:
         own = vars(source).get(name)
         if own is not None:
@@ -85,13 +86,13 @@ def _carry_methods(source: Tensor, target: Tensor) -> None:
 
 @contextmanager
 def _as_values() -> Iterator[None]:
-    """Tensors made inside may be saved for a backward, and the full parameter may be written to."""
+    """Inside, tensors may be saved for backward, and the unsharded parameter may be written to."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
-class _Gathered:
-    """The memory of a full parameter that its own protocol has made, with the names of a GatheredBuffer.
+class _ExtensionBuffer:
+    """The memory of an unsharded parameter that its protocol has made, with the interface of UnshardedBuffer.
 
     Storages of tensors, emptied between uses.
     """
@@ -103,36 +104,36 @@ class _Gathered:
         self._keeps_memory = False
 
     def add(self, tensors: Sequence[Tensor]) -> None:
-        """Take charge of the memory of ``tensors``, which are in use."""
+        """Manage the memory of ``tensors``, which are in use."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._storages.setdefault(storage._cdata, (storage, storage.nbytes()))
+            self._storages.setdefault(tensor_impl.storage_key(storage), (storage, storage.nbytes()))
 
     def allocate(self) -> None:
-        """Have memory for all of them, of undefined contents."""
+        """Allocate memory for all of them, with undefined contents."""
         for storage, num_bytes in self._storages.values():
             if storage.nbytes() == 0:
                 storage.resize_(num_bytes)
 
     def keep_memory(self, keep: bool) -> None:
-        """Whether ``free`` leaves the memory."""
+        """Whether ``free`` keeps the memory."""
         self._keeps_memory = keep
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         for storage, _ in () if self._keeps_memory else self._storages.values():
             storage.resize_(0)
 
     def holds(self, address: int) -> bool:
-        """True if ``free`` takes away what lies there."""
+        """True if ``address`` lies in the memory that ``free`` frees."""
         return any(0 <= address - s.data_ptr() < num_bytes for s, num_bytes in self._storages.values())
 
 
 class ExtensionBucket(Bucket):
-    """One parameter that gathers itself. Its gradient is reduced as any other's."""
+    """A bucket of one parameter with its own all-gather. Its gradient is reduced as any other."""
 
     def __init__(
-        self, param: Param, mesh: ShardMesh, policy: CommPolicy, storage: Storage, mp_policy: Any
+        self, param: Param, mesh: ShardMesh, policy: CommPolicy, storage: ShardStorage, mp_policy: Any
     ) -> None:
         super().__init__([param], mesh, policy, storage)
         self.mp_policy = mp_policy
@@ -146,7 +147,7 @@ class ExtensionBucket(Bucket):
     # --- the shard --------------------------------------------------------------------------------
 
     def make_shards(self) -> list[nn.Parameter]:
-        """The part of this rank, of the same class as the whole."""
+        """Make the sharded parameter; the local tensor has the class of the original."""
         rank, world = self.mesh.shard.rank, self.mesh.shard.world
         whole = self._param.content()
         device = torch.device("meta") if whole.is_meta else self.storage.device
@@ -166,24 +167,24 @@ class ExtensionBucket(Bucket):
         self.shard.bytes = torch.empty(0, dtype=torch.uint8, device=device)
         self._outputs: list[Tensor] | None = None
 
-    def follow_shards(self) -> bool:
-        """Take over a shard that was moved, cast or assigned; True if it was planned anew."""
+    def sync_flat_shard(self) -> bool:
+        """Adopt a local tensor that was moved, cast or assigned; True if the bucket was laid out anew."""
         param = self._param
         is_planned_anew = param.sharded.dtype != param.precision.stored or self.shard.bytes.is_meta
         if is_planned_anew:
-            self.move_in()
+            self.rebuild_flat_shard()
         else:
             self._take_local()
         return is_planned_anew
 
-    def move_in(self) -> None:
-        """Plan anew."""
+    def rebuild_flat_shard(self) -> None:
+        """Lay out the bucket anew."""
         self._param.follow_dtype()
         self.lay_out(torch.device("meta") if self._param.sharded.is_meta else self.storage.device)
         self._take_local()
 
     def _take_local(self) -> None:
-        """Have the shard where it is stored."""
+        """Move the local tensor to where shards are stored."""
         local = dtensor.local_tensor(self._param.sharded)
         if local is self._param.local:
             return
@@ -195,21 +196,21 @@ class ExtensionBucket(Bucket):
 
     # --- the full parameter -----------------------------------------------------------------------
 
-    def make_full_parameters(self) -> None:
-        """The first gather makes it: only then is known what travels."""
-        self.gathered = _Gathered()  # type: ignore[assignment]
-        outputs, metadata = self._gather_now()
+    def make_unsharded_params(self) -> None:
+        """Run the first all-gather, which makes it: only then the outputs are known."""
+        self.unsharded_buffer = _ExtensionBuffer()  # type: ignore[assignment]
+        outputs, metadata = self._first_all_gather()
         self._outputs = outputs
         local = self._param.local
         result = local.fsdp_post_all_gather(outputs, metadata, self._param_dtype)  # type: ignore[attr-defined]
         full, inner = self._checked(result, POST, "(tensor, inner tensors) where out is None")
-        self.gathered.add([*outputs, *inner])  # type: ignore[attr-defined]
-        self._param.make_full_over(self._without_padding(full))
-        assert self._param.full is not None
-        self.fulls = [self._param.full]
+        self.unsharded_buffer.add([*outputs, *inner])  # type: ignore[attr-defined]
+        self._param.make_unsharded_over(self._without_padding(full))
+        assert self._param.unsharded is not None
+        self.unsharded_params = [self._param.unsharded]
 
     def _without_padding(self, full: Any) -> Tensor:
-        """``full`` without the rows that padded shards have left at its end."""
+        """``full`` without the padding rows at its end."""
         shape = self._param.shape
         if isinstance(full, Tensor) and full.shape == shape:
             return full
@@ -245,7 +246,7 @@ class ExtensionBucket(Bucket):
             moved = local.to(self.mesh.device, non_blocking=True)
             _carry_methods(local, moved)
             local = moved
-        mesh = self.mesh.of_shards
+        mesh = self.mesh.shard_dim_mesh
         if len(inspect.signature(local.fsdp_pre_all_gather).parameters) == 1:
             result = local.fsdp_pre_all_gather(mesh)
         else:
@@ -259,7 +260,7 @@ class ExtensionBucket(Bucket):
                 f"{self._param.fqn}: {type(local).__name__}.{PRE} returned inputs {inputs!r}; expected is a "
                 "tuple of plain tensors, which are what travels."
             )
-        # Messages go by their place in memory, which has to be the same on all ranks (see collectives.py).
+        # Tags depend on the offset in the storage, which must be equal on all ranks (see comm/gloo.py).
         return [t.clone() if t.storage_offset() else t.contiguous() for t in inputs], metadata
 
     def _checked(self, result: Any, method: str, expected: str) -> tuple[Any, Any]:
@@ -271,12 +272,12 @@ class ExtensionBucket(Bucket):
             )
         return result[0], result[1]
 
-    def start_gather(self, lane: Lane) -> Finish:
-        """Gather anew into the same memory."""
+    def start_all_gather(self, stream: CommStream) -> Finish:
+        """All-gather into the same memory again."""
         if self._is_fresh:
             self._is_fresh = False
             return nothing
-        self.gathered.allocate()
+        self.unsharded_buffer.allocate()
         assert self._outputs is not None
         with _as_values():
             inputs, metadata = self._inputs()
@@ -286,12 +287,12 @@ class ExtensionBucket(Bucket):
             with _as_values():
                 wait()
                 self._param.local.fsdp_post_all_gather(  # type: ignore[attr-defined]
-                    self._outputs, metadata, self._param_dtype, out=self._param.full_data()
+                    self._outputs, metadata, self._param_dtype, out=self._param.unsharded_data()
                 )
 
         return finish
 
-    def _gather_now(self) -> tuple[list[Tensor], Any]:
+    def _first_all_gather(self) -> tuple[list[Tensor], Any]:
         inputs, metadata = self._inputs()
         self._shapes = self._shapes_of_all([tuple(tensor.shape) for tensor in inputs])
         outputs = []
@@ -304,7 +305,7 @@ class ExtensionBucket(Bucket):
         return outputs, metadata
 
     def _shapes_of_all(self, own: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-        """What each rank brings; asked once, and only where it may differ."""
+        """The input shapes of all ranks; asked once, and only if they may differ."""
         axis = self.mesh.shard
         if axis.is_alone or self.stored.slots[0].is_even:
             return [own] * axis.world
@@ -313,12 +314,12 @@ class ExtensionBucket(Bucket):
         return found
 
     def _start(self, inputs: list[Tensor], outputs: list[Tensor]) -> Finish:
-        """Gather each input into its output, padded on the way where ranks bring different amounts."""
+        """All-gather each input into its output, padded in transit if ranks have different sizes."""
         if self.mesh.shard.is_alone:
             for output, source in zip(outputs, inputs, strict=True):
                 output.view(source.shape).copy_(source)
             return nothing
-        sends, landings, finishes = [], [], []
+        sends, receives, finishes = [], [], []
         for index, (source, output) in enumerate(zip(inputs, outputs, strict=True)):
             sizes = [torch.Size(shapes[index]).numel() * source.itemsize for shapes in self._shapes]
             raw = (
@@ -328,16 +329,16 @@ class ExtensionBucket(Bucket):
             is_even = min(sizes) == max(sizes) and sizes[0] % ALIGNMENT == 0
             if is_even:
                 sends.append(raw)
-                landings.append(flat)
+                receives.append(flat)
             else:
-                room = -(-max(sizes) // ALIGNMENT) * ALIGNMENT
+                room = round_up(max(sizes), ALIGNMENT)
                 sends.append(torch.nn.functional.pad(raw, (0, room - raw.numel())))
-                landings.append(raw.new_empty(room * len(sizes)))
-                finishes.append((landings[-1].view(len(sizes), room), sizes, flat))
+                receives.append(raw.new_empty(room * len(sizes)))
+                finishes.append((receives[-1].view(len(sizes), room), sizes, flat))
         some = [i for i, send in enumerate(sends) if send.numel()]
         # One after the other: messages are told apart by their place in a shard buffer (see
-        # collectives.py), which these do not have.
-        waits = [self._gather_comm.all_gather([landings[i]], [sends[i]]) for i in some]
+        # comm/gloo.py), which these do not have.
+        waits = [self._all_gather_comm.all_gather([receives[i]], [sends[i]]) for i in some]
 
         def finish() -> None:
             for wait in waits:
@@ -349,29 +350,29 @@ class ExtensionBucket(Bucket):
 
     # --- what a bucket of plain parameters does otherwise ------------------------------------------
 
-    def moved_params(self) -> list[str]:
-        """The full parameter cannot be told apart by its address."""
+    def relocated_params(self) -> list[str]:
+        """Nothing: its memory is that of the protocol."""
         return []
 
     def is_stale(self) -> bool:
-        """What was gathered cannot be compared with the shard: it is always gathered anew."""
+        """True: the unsharded parameter cannot be compared with the shard, so it is all-gathered again."""
         return True
 
-    def keep_part(self) -> None:
-        """Nothing is kept: backward gathers it from all ranks."""
+    def keep_post_forward_shard(self) -> None:
+        """Keep nothing: backward all-gathers from all ranks."""
 
     _is_fresh = False
 
 
 def has_methods(bucket: Bucket) -> bool:
-    """True if a local tensor in a bucket of plain parameters was given methods of the protocol."""
+    """True if methods of the protocol were set on a local tensor in a bucket of plain parameters."""
     return bucket.takes_more and any(hasattr(p.local, name) for p in bucket.params for name in _SIGNATURES)
 
 
 def split_off(bucket: Bucket, mp_policy: Any) -> list[Bucket]:
-    """``bucket`` and one for each of its parameters whose local tensors have the methods.
+    """``bucket``, and a bucket for each of its parameters whose local tensor has the methods.
 
-    While nothing is gathered. The first is left out where no parameters remain in it.
+    While everything is sharded. The first is left out if it has no parameters left.
     """
     leaving = [param for param in bucket.params if bucket.takes_more and is_extension(param.local)]
     if not leaving:
@@ -382,10 +383,10 @@ def split_off(bucket: Bucket, mp_policy: Any) -> list[Bucket]:
             param.local.data = param.local.clone()  # the same tensor, over memory of its own
         own = ExtensionBucket(param, bucket.mesh, bucket.policy, bucket.storage, mp_policy)
         own.communicate_as(bucket)
-        own.move_in()
+        own.rebuild_flat_shard()
         made.append(own)
     bucket.params = [param for param in bucket.params if param not in leaving]
     if bucket.params:
-        bucket.move_in()
+        bucket.rebuild_flat_shard()
         made.insert(0, bucket)
     return made

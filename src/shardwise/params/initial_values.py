@@ -1,10 +1,10 @@
-"""Ranks that shard one model must begin with one model: what they cut is compared, or made equal before.
+"""Initial values: ranks that shard one model must start from equal values, which are compared, or made equal.
 
-Each rank cuts its own full parameters and keeps a part. Where these were different (drawn from other seeds,
-or loaded on one rank only), the parameter is put together from different models, and nothing shows it. So
-each rank notes a checksum of the whole when it cuts, and one of its part. They are compared before training
-begins, together with copies that ranks keep of one part. If parts were given other values meanwhile, what
-they were cut from does not matter any more.
+Each rank shards its own full parameters. If these differ between ranks (other seeds, or loaded on one rank
+only), the sharded parameter is a mix of different models, and nothing shows it. So each rank records
+checksums of the whole and of its shard when it shards a parameter. Ranks compare them before training starts,
+together with copies of the same shard. If shards were given other values meanwhile, the values before do not
+matter.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,86 +16,86 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.layout.mesh import Axis, ShardMesh, axes_of
-from shardwise.params.parameter import Param, Start
-from shardwise.ranks.agreement import together
-from shardwise.ranks.model_ranks import Spread
+from shardwise.params.parameter import InitialChecksums, Param
+from shardwise.ranks.agreement import run_on_all_ranks
+from shardwise.ranks.model_ranks import Broadcast
 from shardwise.ranks.replicas import (
     Checksums,
     Claim,
-    about_copies,
-    about_starts,
-    are_silent,
+    are_fake,
+    broadcast_tensors,
     copies_of,
     differing,
-    send_around,
+    message_on_copies,
+    message_on_initial_values,
 )
-from shardwise.torch_compat import dtensor
+from shardwise.torch_compat import dtensor, nn_modules
 
 # --- compare --------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def note_starts(params: Sequence[Param], shards: Sequence[nn.Parameter]) -> None:
-    """Note on ``params``, which are about to be cut into ``shards``, what they are cut from.
+def record_initial_values(params: Sequence[Param], shards: Sequence[nn.Parameter]) -> None:
+    """Record checksums of ``params``, which are about to be sharded into ``shards``.
 
     Reads each full parameter once, where it lies.
     """
     checksums = Checksums()
     for param, shard in zip(params, shards, strict=True):
-        if param.compares and _is_spread(param) and not are_silent(param.mesh.axes(), param.mesh.device):
+        if param.compares and _is_sharded(param) and not are_fake(param.mesh.axes(), param.mesh.device):
             whole, part = checksums.of(param.content()), checksums.of(dtensor.local_tensor(shard))
             if whole is not None and part is not None:
-                param.start = Start(whole, part)
+                param.initial_checksums = InitialChecksums(whole, part)
 
 
-def _is_spread(param: Param) -> bool:
-    """True if ranks keep different parts of what is cut; else they keep copies, compared as such."""
+def _is_sharded(param: Param) -> bool:
+    """True if ranks keep different parts; else they keep copies, which are compared as such."""
     return not param.mesh.shard.is_alone and bool(param.shape)
 
 
 @torch.no_grad()
-def refuse_unequal_starts(params: Sequence[Param], device: torch.device) -> None:
-    """Raise on all ranks that share ``params`` if they were cut from different values, or if copies differ.
+def refuse_unequal_initial_values(params: Sequence[Param], device: torch.device) -> None:
+    """Raise on all ranks of ``params`` if they were sharded from different values, or if copies differ.
 
-    Collective. The ranks have to have the same parameters, in one order.
+    Collective. All ranks need the same parameters in the same order.
     """
     params = [param for param in params if param.compares]
     registered = [(param, tensor) for param in params if (tensor := param.sites[0].registered()) is not None]
     axes = axes_of(tensor for _, tensor in registered)
     checksums = Checksums()
-    starts = [_start_of(p, tensor, checksums, device) for p, tensor in registered if _is_spread(p)]
+    starts = [_start_of(p, tensor, checksums, device) for p, tensor in registered if _is_sharded(p)]
     if findings := differing(starts, axes, device):
-        raise RuntimeError(about_starts(findings))
+        raise RuntimeError(message_on_initial_values(findings))
     copies = copies_of([(param.fqn, tensor) for param, tensor in registered], checksums)
     if findings := differing(copies, axes, device):
-        raise RuntimeError(about_copies(findings))
+        raise RuntimeError(message_on_copies(findings))
     for param in params:
-        param.start = None
+        param.initial_checksums = None
 
 
 def _start_of(param: Param, tensor: Tensor, checksums: Checksums, device: torch.device) -> Claim:
     ranks = tuple(param.mesh.mesh.mesh.flatten().tolist())
-    if param.start is None:
+    if param.initial_checksums is None:
         nothing = torch.zeros((), dtype=torch.int64, device=device)
         return Claim(param.fqn, param.mesh.axes(), ranks, nothing, is_unchanged=False)
     local = dtensor.plain(tensor)
     now = checksums.of(local)
     is_unchanged: Tensor | bool = False
     if now is not None:
-        is_unchanged = now.to(param.start.part.device) == param.start.part
+        is_unchanged = now.to(param.initial_checksums.part.device) == param.initial_checksums.part
     return Claim(
         param.fqn,
         param.mesh.axes(),
         ranks,
-        param.start.whole,
+        param.initial_checksums.whole,
         is_unchanged,
         _is_telling(local),
-        takes_part=local.numel() > 0,  # a rank that keeps nothing of it may have cut what it likes
+        takes_part=local.numel() > 0,  # for a rank with an empty shard, the values do not matter
     )
 
 
 def _is_telling(local: Tensor) -> Tensor | bool:
-    """False for a part that may well be given the values that it had: one again and again."""
+    """False for a shard of one repeated value, which it may well be given again."""
     if local.numel() < 2 or type(local) is not Tensor:
         return False
     return (local != local.view(-1)[0] if local.is_contiguous() else local != local.flatten()[0]).any()
@@ -105,13 +105,13 @@ def _is_telling(local: Tensor) -> Tensor | bool:
 
 
 @torch.no_grad()
-def send_starts_around(
+def broadcast_initial_values(
     params: Sequence[Param], buffers: Sequence[tuple[str, nn.Module, str]], mesh: ShardMesh
 ) -> None:
-    """Have all ranks cut what the first rank of the mesh has, and have its buffers.
+    """Give all ranks the parameters and buffers of the first rank of the mesh, before they are sharded.
 
-    ``buffers``: their full name, module and name in it. What a rank has on the meta device, and the first
-    not, gets memory. Collective, over the mesh of each parameter, and that of the call for buffers.
+    ``buffers``: their full name, module and name in it. Tensors on the meta device that have values on the
+    first rank get memory. Collective, over the mesh of each parameter, and that of the call for buffers.
 
     Raises:
         RuntimeError: on all ranks, if their tensors are not of the same shapes and dtypes.
@@ -119,14 +119,14 @@ def send_starts_around(
     meshes = list(dict.fromkeys([mesh, *(param.mesh for param in params)]))
     for each in meshes:
         axes = each.axes()
-        if not axes or are_silent(axes, each.device):
+        if not axes or are_fake(axes, each.device):
             continue
-        places = [_OfParam(param) for param in params if param.mesh is each]
-        own = [_OfBuffer(*buffer) for buffer in buffers] if each is mesh else []
-        _send_around([*places, *own], axes, each.device)
+        places = [_ParamToSend(param) for param in params if param.mesh is each]
+        own = [_BufferToSend(*buffer) for buffer in buffers] if each is mesh else []
+        _broadcast([*places, *own], axes, each.device)
 
 
-class _OfParam:
+class _ParamToSend:
     def __init__(self, param: Param) -> None:
         self._param = param
         self.fqn = param.fqn
@@ -139,33 +139,33 @@ class _OfParam:
         new: Tensor = torch.empty_like(self._param.content(), device=device)
         if isinstance(original, DTensor):
             new = dtensor.make_dtensor(new, dtensor.spec_of(original))
-        # The module keeps its own until the shard takes its place.
+        # The module keeps its own until the sharded parameter replaces it.
         self._param.sharded = nn.Parameter(new, original.requires_grad)
 
 
-class _OfBuffer:
+class _BufferToSend:
     def __init__(self, fqn: str, module: nn.Module, name: str) -> None:
         self.fqn, self._module, self._name = fqn, module, name
 
     def tensor(self) -> Tensor:
-        buffer = self._module._buffers[self._name]
+        buffer = nn_modules.buffers(self._module)[self._name]
         assert buffer is not None
         return dtensor.plain(buffer)
 
     def give_memory(self, device: torch.device) -> None:
-        self._module._buffers[self._name] = torch.empty_like(self.tensor(), device=device)
+        nn_modules.buffers(self._module)[self._name] = torch.empty_like(self.tensor(), device=device)
 
 
-def _send_around(places: Sequence[Any], axes: Sequence[Axis], device: torch.device) -> None:
-    spread = Spread(axes, None, device)
+def _broadcast(places: Sequence[Any], axes: Sequence[Axis], device: torch.device) -> None:
+    broadcast = Broadcast(axes, None, device)
     own = [(place.fqn, tuple(place.tensor().shape), place.tensor().dtype) for place in places]
-    forms, on_meta = spread.object((own, [place.tensor().is_meta for place in places]))
-    together(axes, device, _check(own, forms, places, on_meta))
+    forms, on_meta = broadcast.object((own, [place.tensor().is_meta for place in places]))
+    run_on_all_ranks(axes, device, _check(own, forms, places, on_meta))
     sent = [place for place, is_meta in zip(places, on_meta, strict=True) if not is_meta]
     for place in sent:
         if place.tensor().is_meta:
             place.give_memory(device)
-    send_around([place.tensor() for place in sent], spread, device)
+    broadcast_tensors([place.tensor() for place in sent], broadcast, device)
 
 
 def _check(own: Any, forms: Any, places: Sequence[Any], on_meta: Sequence[bool]) -> Callable[[], None]:

@@ -1,22 +1,22 @@
-"""One parameter: its shard, its full tensor, and how the full one shadows the shard.
+"""One parameter: sharded, unsharded, and how the unsharded one shadows the sharded one.
 
-``module._parameters[name]`` is the sharded parameter, the same object for ever: what optimizers,
-``state_dict`` and everything else that walks ``parameters()`` sees. While its group is gathered, the
-full parameter stands in the module's instance dictionary, which Python looks up first, so that the
-module's own code computes with it.
+``module._parameters[name]`` is the sharded parameter, always the same object: optimizers, ``state_dict`` and
+everything else that walks ``parameters()`` see it. While its group is unsharded, the unsharded parameter
+stands in the module's instance dictionary, which Python looks up first, so that the module's own code
+computes with it.
 
 Version counters tie the two together, so that autograd's own check works through the sharding:
 
-- a gathered full parameter carries the version of its shard. If the weights were changed between
-  forward and backward, backward raises, as it does in plain PyTorch;
-- a freed full parameter carries ``FREED``, so that a backward that reaches it without a gather
-  raises instead of reading memory that is gone.
+- an unsharded parameter has the version of its sharded parameter. If the weights were changed between forward
+  and backward, backward raises, as it does in plain PyTorch;
+- a freed unsharded parameter has the version ``FREED``, so that a backward that reaches it without an unshard
+  raises instead of reading freed memory.
 """
 
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,16 +27,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from shardwise.layout.chunks import chunk_of, tensor_parallel_part
+from shardwise.layout.chunks import chunk_of, local_chunk
 from shardwise.layout.fqns import clean
 from shardwise.layout.mesh import ShardMesh
 from shardwise.layout.precision import Precision
 from shardwise.params.deferred import DeferredGradient, deferred_gradient
-from shardwise.params.sharded_away import NAME, ShardedAway
-from shardwise.torch_compat import autograd, dtensor, tensor_impl
+from shardwise.params.replaced_parameter import NAME, ReplacedParameter, describe, have_equal_shards
+from shardwise.torch_compat import autograd, dtensor, nn_modules, tensor_impl
 
 FREED = 2**31 - 1
-"""The version of a full parameter without contents; no tensor is changed that often."""
+"""The version of an unsharded parameter without contents; no tensor is changed that often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class Site:
     fqn: str
 
     def registered(self) -> Tensor | None:
-        """What is registered there now."""
-        return self.module._parameters.get(self.name)
+        """The tensor that is registered there now."""
+        return nn_modules.parameters(self.module).get(self.name)
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """Checksums of what a parameter was when it was cut: of the whole, and of this rank's part.
+class InitialChecksums:
+    """Checksums of a parameter at the moment when it was sharded: of the whole, and of this rank's shard.
 
     None: it had no values, or none that can be compared.
     """
@@ -64,7 +64,7 @@ class Start:
 
 
 class Param:
-    """A parameter of a group. ``local`` is this rank's part, a view into its bucket's flat shard.
+    """A parameter of a group. ``local`` is this rank's shard, a view into its bucket's flat shard.
 
     What is sharded is the parameter's own tensor, or this rank's part of it where it is a DTensor of
     tensor or expert parallelism; ``shape`` is that of the tensor to be sharded.
@@ -82,38 +82,38 @@ class Param:
         self.sites = sites
         self.mesh = mesh
         self.dim = dim
-        # What the caller has set on the parameter; a tensor subclass keeps its own inside there as well.
+        # Attributes that the caller has set; a tensor subclass keeps its contents in there as well.
         own = vars(original.detach())
         self.attributes = {name: value for name, value in vars(original).items() if name not in own}
         self.sharded = original  # until install_shard() replaces it
-        self.full: nn.Parameter | None = None
+        self.unsharded: nn.Parameter | None = None
         self._full_class = type(original)
-        self._inner = original._spec if isinstance(original, DTensor) else None
+        self._inner = dtensor.spec_of(original) if isinstance(original, DTensor) else None
         self.shape = tuple(self.content().shape)
         self.local: Tensor = self.content()
         self._precision_for = precision_for
         self.precision = precision_for(original.dtype)
         if original.is_complex():
             dtensor.keep_views_of_complex_sharded()
-        self._place = mesh.place(original, dim, where)
+        self._place = mesh.placements_of(original, dim, where)
         self._spec = self._make_spec(original.shape, original.dtype)
         self.gradient_spec = self._spec
         self._original = weakref.ref(original)
         self.version_base = 0
-        # The caller's hooks on the original; these stay their home, so that a handle can remove them.
+        # The caller's hooks on the original. They stay in these dicts, so that a handle can remove them.
         self._original_hooks = autograd.gradient_hooks(original)
         self.original_post_hooks = autograd.post_accumulate_hooks(original)
         self._deferred: DeferredGradient | None = None
-        self._shows_deferred = False  # .grad is the unreduced gradient itself
-        self.compares = True  # with other ranks, before training begins
-        self.start: Start | None = None
+        self._shows_deferred = False  # whether .grad is the unreduced gradient itself
+        self.compares = True  # whether to compare it with other ranks before training
+        self.initial_checksums: InitialChecksums | None = None
 
     def content(self) -> Tensor:
-        """The tensor that is to be sharded, before it is."""
+        """The tensor to shard, before it is sharded."""
         return self.content_in(self.sharded.detach())
 
     def content_in(self, whole: Tensor) -> Tensor:
-        """Of a tensor like the original, the one that is sharded: this rank's part of a DTensor."""
+        """The tensor to shard of a tensor like the original: this rank's part, if that is a DTensor."""
         return dtensor.local_tensor(whole) if self._inner is not None else whole
 
     @property
@@ -122,23 +122,23 @@ class Param:
         return self.sites[0].fqn
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
-        """Name the sites as seen from a module further out."""
+        """Rename the sites, as seen from an outer module."""
         self.sites = [
             Site(s.module, s.name, ".".join(p for p in (clean(names[s.module]), s.name) if p))
             if s.module in names
             else s
             for s in self.sites
         ]
-        self._sign()
+        self._mark_with_name()
 
     @property
     def joint_mesh(self) -> DeviceMesh:
-        """The mesh of the shard: of data parallelism, and of what the original was spread over before."""
+        """The mesh of the sharded parameter: data parallel dims, and those of the original DTensor."""
         return self._place[0]
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """How the shard is placed on it."""
+        """The placements of the sharded parameter on it."""
         return self._place[1]
 
     @property
@@ -150,32 +150,32 @@ class Param:
         """True if ``param`` is our sharded parameter or the original it was made from."""
         return param is self.sharded or param is self._original()
 
-    def _sign(self) -> None:
-        """Leave our name on the sharded parameter and on the original, for whoever meets them."""
+    def _mark_with_name(self) -> None:
+        """Put the FQN on the sharded parameter and on the original, for messages."""
         original = self._original()
         for tensor in (self.sharded, *([] if original is None else [original])):
             setattr(tensor, NAME, self.fqn)
 
-    # --- the shard --------------------------------------------------------------------------------
+    # --- the sharded parameter --------------------------------------------------------------------
 
     def take_over(
         self, sites: list[Site], mesh: ShardMesh, precision_for: Callable[[torch.dtype], Precision]
     ) -> None:
-        """Belong to another group from now on, over the same ranks, and stand at ``sites`` as well."""
+        """Move to another group over the same ranks, with additional ``sites``."""
         self.sites = [*self.sites, *sites]
         for site in sites:
-            site.module._parameters[site.name] = self.sharded  # type: ignore[assignment]
+            nn_modules.parameters(site.module)[site.name] = self.sharded  # type: ignore[assignment]
         self.mesh = mesh
         self._precision_for = precision_for
         self.precision = precision_for(self.sharded.dtype)
-        self.full = None
+        self.unsharded = None
         self._allow_gradients(self.sharded)
 
     def copied(self, sites: list[Site], sharded: nn.Parameter) -> "Param":
-        """The same parameter in a copy of the model, where ``sharded`` is its shard."""
+        """The same parameter in a copy of the model, with the sharded parameter ``sharded``."""
         twin = copy.copy(self)
         twin.sites, twin.sharded, twin.local = sites, sharded, dtensor.local_tensor(sharded)
-        twin.full = twin._deferred = None
+        twin.unsharded = twin._deferred = None
         twin._shows_deferred = False
         twin._original_hooks = twin.original_post_hooks = None
         twin._allow_gradients(sharded)
@@ -192,16 +192,16 @@ class Param:
     def install_shard(self, sharded: nn.Parameter) -> None:
         """Register the sharded parameter at all sites. Cannot fail half-way."""
         for site in self.sites:
-            site.module._parameters[site.name] = sharded
+            nn_modules.parameters(site.module)[site.name] = sharded
         self.sharded, self.local = sharded, dtensor.local_tensor(sharded)
-        self._sign()
+        self._mark_with_name()
         if (original := self._original()) is not None and type(original) is nn.Parameter:
-            original.__class__ = ShardedAway
+            original.__class__ = ReplacedParameter
 
     def rebase(self, local: Tensor) -> None:
-        """Move the shard to ``local`` (its contents are there already), the parameter stays.
+        """Give the sharded parameter the local tensor ``local``, which has the contents already.
 
-        The contents count as newer than all that were gathered before.
+        They count as newer than everything that was all-gathered before.
         """
         self.version_base = self.version() + 1
         dtensor.set_local_tensor(self.sharded, local)
@@ -209,7 +209,7 @@ class Param:
         self.describe_itself()
 
     def follow_dtype(self) -> None:
-        """Take over the dtype that the shard has been converted to."""
+        """Follow a conversion of the sharded parameter to another dtype."""
         dtype = self.sharded.dtype
         if dtype != self.precision.stored:
             self.precision = self._precision_for(dtype)
@@ -224,24 +224,24 @@ class Param:
             tensor_impl.set_grad_dtype(sharded, kept)
 
     def version(self) -> int:
-        """Grows with every change in place of the shard that PyTorch counts."""
-        return self.version_base + self.sharded._version + self.local._version
+        """A number that grows with every in-place change of the sharded parameter that torch counts."""
+        return self.version_base + tensor_impl.version(self.sharded) + tensor_impl.version(self.local)
 
     def is_untouched(self) -> bool:
-        """True if the shard is still where, what and as trainable as the group believes."""
+        """True if the sharded parameter is the same object over the same memory, and equally trainable."""
         sharded = self.sharded
         for site in self.sites:
-            if site.module._parameters.get(site.name) is not sharded:
+            if nn_modules.parameters(site.module).get(site.name) is not sharded:
                 return False
         if dtensor.local_tensor(sharded) is not self.local:
             return False
-        return self.full is None or self.full.requires_grad == sharded.requires_grad
+        return self.unsharded is None or self.unsharded.requires_grad == sharded.requires_grad
 
     def replaced_by(self) -> nn.Parameter | None:
-        """The sharded parameter that now stands at the sites instead of ours; None: ours does.
+        """The sharded parameter that is registered at the sites instead of ours, or None.
 
         Raises:
-            RuntimeError: something else stands there, or different things at tied sites.
+            RuntimeError: something else is registered there, or different tensors at tied sites.
         """
         found = [site.registered() for site in self.sites]
         if all(tensor is self.sharded for tensor in found):
@@ -255,15 +255,15 @@ class Param:
             )
         if not self._can_adopt(new):
             raise RuntimeError(
-                f"{site.fqn}: the parameter was replaced after fully_shard by {_describe(new)}, where a "
-                f"parameter sharded like the old one is expected: {_describe(self.sharded)}. The group "
+                f"{site.fqn}: the parameter was replaced after fully_shard by {describe(new)}, where a "
+                f"parameter sharded like the old one is expected: {describe(self.sharded)}. The group "
                 "gathers shards and cannot use it. Copy values into the sharded parameter instead (under "
                 "torch.no_grad(), param.copy_(torch.distributed.tensor.distribute_tensor(value, "
                 "param.device_mesh, param.placements))), or replace parameters before fully_shard. "
                 "torch.func.functional_call replaces them as well: it does not work on a sharded module."
             )
         for other_site, other in zip(self.sites, found, strict=True):
-            if other is not new and not _same_values(other, new):
+            if other is not new and not have_equal_shards(other, new):
                 raise RuntimeError(
                     f"{site.fqn} and {other_site.fqn} are tied (one parameter under two names), but "
                     f"{site.fqn} alone was replaced. Replace both with the same parameter, or untie "
@@ -273,36 +273,36 @@ class Param:
         return new
 
     def adopt(self, new: nn.Parameter) -> None:
-        """Take ``new`` in place of the old sharded parameter at all sites: tied stays tied.
+        """Adopt ``new`` as the sharded parameter, at all sites: tied stays tied.
 
-        Its contents count as newer than all that were gathered before.
+        Its contents count as newer than everything that was all-gathered before.
         """
         self.version_base = self.version() + 1
         for site in self.sites:
-            site.module._parameters[site.name] = new
+            nn_modules.parameters(site.module)[site.name] = new
         self.sharded = new
         self.describe_itself()
 
     def is_full_value(self, value: Any) -> bool:
-        """True for a plain tensor of the shape of the whole parameter, from a full state dict."""
+        """True for a plain tensor of the full shape, as from a full state dict."""
         return (
             isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == self.sharded.shape
         )
 
     def as_shard(self, value: Tensor) -> Tensor:
-        """This rank's part of a full value, as a DTensor like the shard. No communication."""
+        """This rank's shard of a full value, as a DTensor like the sharded parameter. No communication."""
         if self._inner is not None:
-            value = tensor_parallel_part(value, self._inner)
+            value = local_chunk(value, self._inner)
         if value.dim():
             value = chunk_of(value, self.dim, self.mesh.shard.world, self.mesh.shard.rank)
         return dtensor.make_dtensor(value, self._make_spec(self.sharded.shape, value.dtype))
 
     def describe_itself(self) -> None:
-        """Put back on the sharded parameter what a conversion or an assignment has lost."""
+        """Restore what a conversion or an assignment has lost on the sharded parameter."""
         self._allow_gradients(self.sharded)
         for key, value in self.attributes.items():
             vars(self.sharded).setdefault(key, value)
-        self._sign()
+        self._mark_with_name()
 
     def _can_adopt(self, new: Any) -> bool:
         assert isinstance(self.sharded, DTensor)
@@ -317,36 +317,36 @@ class Param:
     def _make_spec(self, shape: torch.Size, dtype: torch.dtype) -> Any:
         return dtensor.sharded_spec(*self._place, shape, dtype)
 
-    # --- the full parameter -----------------------------------------------------------------------
+    # --- the unsharded parameter ------------------------------------------------------------------
 
-    def make_full(self, data: Tensor) -> None:
-        """Make the full parameter over ``data``, a tensor in the gathered buffer."""
-        self.full = self.as_original(data)
-        vars(self.full).update(self.attributes)
+    def make_unsharded(self, data: Tensor) -> None:
+        """Make the unsharded parameter over ``data``, a tensor in the unsharded buffer."""
+        self.unsharded = self.as_original(data)
+        vars(self.unsharded).update(self.attributes)
         if self.precision.accumulated != self.precision.computed:
-            tensor_impl.set_grad_dtype(self.full, self.precision.accumulated)
+            tensor_impl.set_grad_dtype(self.unsharded, self.precision.accumulated)
 
-    def make_full_over(self, full: Tensor) -> None:
-        """Make the full parameter over a tensor of another class, which its own protocol has made."""
+    def make_unsharded_over(self, full: Tensor) -> None:
+        """Make the unsharded parameter over a tensor of another class, made by its own protocol."""
         if self._inner is not None:
             full = dtensor.make_dtensor(full, self._inner_spec(full.dtype))
-        self.full = nn.Parameter(full.detach(), requires_grad=self.sharded.requires_grad)
+        self.unsharded = nn.Parameter(full.detach(), requires_grad=self.sharded.requires_grad)
         for name, value in self.attributes.items():
-            vars(self.full).setdefault(name, value)
-        if self.precision.accumulated != self.full.dtype and self.full.dtype.is_floating_point:
-            tensor_impl.set_grad_dtype(self.full, self.precision.accumulated)
+            vars(self.unsharded).setdefault(name, value)
+        if self.precision.accumulated != self.unsharded.dtype and self.unsharded.dtype.is_floating_point:
+            tensor_impl.set_grad_dtype(self.unsharded, self.precision.accumulated)
 
     def as_original(self, data: Tensor) -> nn.Parameter:
-        """A parameter over ``data`` of the class and, for a DTensor, of the placements of the original."""
+        """A parameter over ``data`` with the class of the original, or its placements if it is a DTensor."""
         wants_grad = self.sharded.requires_grad
         if self._inner is not None:
             return nn.Parameter(dtensor.make_dtensor(data, self._inner_spec(data.dtype)), wants_grad)
-        if self._full_class in (nn.Parameter, ShardedAway):
+        if self._full_class in (nn.Parameter, ReplacedParameter):
             return nn.Parameter(data, wants_grad)
         return tensor_impl.as_subclass_of_parameter(self._full_class, data, wants_grad)
 
     def _inner_spec(self, dtype: torch.dtype) -> Any:
-        """Of the full parameter, as tensor parallelism has it."""
+        """The spec of the unsharded parameter on the tensor parallel mesh."""
         assert self._inner is not None
         shape = torch.Size(self.sharded.shape)
         return dtensor.sharded_spec(self._inner.mesh, self._inner.placements, shape, dtype)
@@ -360,19 +360,19 @@ class Param:
             full, self._inner.mesh, self._inner.placements, shape=whole.shape, stride=whole.stride
         )
 
-    def full_data(self) -> Tensor:
-        """The full parameter's own memory."""
-        assert self.full is not None
-        return dtensor.local_tensor(self.full) if self._inner is not None else self.full
+    def unsharded_data(self) -> Tensor:
+        """The local tensor of the unsharded parameter."""
+        assert self.unsharded is not None
+        return dtensor.local_tensor(self.unsharded) if self._inner is not None else self.unsharded
 
     def content_of(self, gradient: Tensor) -> Tensor:
-        """This rank's part of a gradient of the full parameter, split as the parameter itself."""
+        """The tensor to reduce of an unsharded gradient: this rank's part, placed as the parameter."""
         if self._inner is None or not isinstance(gradient, DTensor):
             return gradient
         wanted = list(self._inner.placements)
-        if self.mesh.full is not None and gradient.device_mesh == self.mesh.full.mesh:
-            # Sums over data-parallel ranks are what the reduction is for.
-            for index in self.mesh.full.data_parallel_dims:
+        if self.mesh.full_mesh is not None and gradient.device_mesh == self.mesh.full_mesh.mesh:
+            # The reduction makes the sums over data parallel ranks.
+            for index in self.mesh.full_mesh.data_parallel_dims:
                 wanted[index] = gradient.placements[index]
         if tuple(wanted) != gradient.placements:
             gradient = gradient.redistribute(placements=wanted)
@@ -381,30 +381,30 @@ class Param:
     @property
     def has_own_class(self) -> bool:
         """True if the original was of a subclass of ``nn.Parameter``."""
-        return self._inner is None and self._full_class not in (nn.Parameter, ShardedAway)
+        return self._inner is None and self._full_class not in (nn.Parameter, ReplacedParameter)
 
     @property
     def has_hooks_of_original(self) -> bool:
         """True if the caller had put hooks on the original."""
         return bool(self._original_hooks) or bool(self.original_post_hooks)
 
-    def attach_hooks_of_full(self) -> None:
-        """Have the gradient hooks run that the caller had put on the original.
+    def attach_hooks_to_unsharded(self) -> None:
+        """Run gradient hooks of the original on the unsharded parameter.
 
-        They see this rank's gradient of the full parameter, before it is reduced.
+        They see this rank's unsharded gradient, before it is reduced.
         """
-        assert self.full is not None
+        assert self.unsharded is not None
         if self._original_hooks is not None:
-            self.full.register_hook(partial(_run_hooks, self._original_hooks))
+            self.unsharded.register_hook(partial(autograd.run_gradient_hooks, self._original_hooks))
 
     # --- the gradient -----------------------------------------------------------------------------
 
     def add_gradient(self, local: Tensor) -> None:
-        """Accumulate a reduced gradient into ``.grad``, then run the hooks put on the shard."""
+        """Accumulate a sharded gradient into ``.grad``, and run the hooks of the sharded parameter."""
         sharded = self.sharded
         gradient: Tensor = dtensor.make_dtensor(local, self.gradient_spec)
         if hooks := autograd.gradient_hooks(sharded):
-            gradient = _run_hooks(hooks, gradient)
+            gradient = autograd.run_gradient_hooks(hooks, gradient)
         shows_deferred, self._shows_deferred = self._shows_deferred, False
         self._deferred = None  # it holds memory
         if sharded.grad is None or shows_deferred:
@@ -416,7 +416,7 @@ class Param:
                 post(sharded)
 
     def set_gradient(self, local: Tensor | None) -> None:
-        """Have ``.grad`` be ``local``, without running anybody's hooks."""
+        """Set ``.grad`` to ``local`` without running hooks."""
         if local is None:
             self.sharded.grad = None
             return
@@ -424,10 +424,9 @@ class Param:
         self.sharded.grad = dtensor.make_dtensor(own.copy_(local), self.gradient_spec)
 
     def defer_gradient(self, full: Tensor | None) -> None:
-        """Leave the gradient ``full`` unreduced, and have ``.grad`` notice whether it is cleared.
+        """Leave the unsharded gradient ``full`` unreduced, and notice if the caller clears ``.grad``.
 
-        Where the whole of it belongs to this rank, ``.grad`` shows it; else zeros, as long as nothing reduced
-        is there.
+        If all of it belongs to this rank, ``.grad`` shows it; else zeros, unless there is a sharded gradient.
         """
         sharded = self.sharded
         if sharded.grad is None:
@@ -440,7 +439,7 @@ class Param:
 
     @property
     def remembers_deferred(self) -> bool:
-        """True while ``.grad`` stands for an unreduced gradient."""
+        """True while ``.grad`` represents an unreduced gradient."""
         return self._deferred is not None or self._shows_deferred
 
     def _may_show(self, own: Tensor) -> bool:
@@ -453,7 +452,7 @@ class Param:
         )
 
     def hide_deferred(self) -> None:
-        """The unreduced gradient is dropped: ``.grad`` does not show it any more."""
+        """Stop showing the unreduced gradient in ``.grad``: it is dropped."""
         if self._shows_deferred:
             self._shows_deferred = False
             self.sharded.grad = self._deferred = None
@@ -468,7 +467,7 @@ class Param:
             return True
         if not isinstance(deferred, DeferredGradient):
             return False  # converted by .to(), which swaps what a tensor is
-        if deferred.mark.is_changed and not deferred.mark.is_zeroed and not self._shows_deferred:
+        if deferred.changes.is_changed and not deferred.changes.is_zeroed and not self._shows_deferred:
             warnings.warn(
                 f"{self.fqn}: .grad was changed in place while gradients of backward passes without "
                 "synchronisation (set_requires_gradient_sync(False)) wait to be reduced. The change does "
@@ -476,15 +475,15 @@ class Param:
                 "changing .grad.",
                 stacklevel=2,
             )
-        if deferred.mark.is_zeroed:
+        if deferred.changes.is_zeroed:
             self._shows_deferred = False
-        return deferred.mark.is_zeroed
+        return deferred.changes.is_zeroed
 
     def _accumulate(self, local: Tensor) -> None:
         existing = self.sharded.grad
         if not isinstance(existing, DTensor):
             raise RuntimeError(
-                f"{self.fqn}: .grad is {_describe(existing)}, where a DTensor is expected; a reduced "
+                f"{self.fqn}: .grad is {describe(existing)}, where a DTensor is expected; a reduced "
                 "gradient cannot be added to it. Assign only DTensors sharded as the parameter to "
                 ".grad, or None."
             )
@@ -495,37 +494,3 @@ class Param:
             existing = dtensor.make_dtensor(dtensor.local_tensor(existing), self.gradient_spec)
             self.sharded.grad = existing
         dtensor.local_tensor(existing).add_(local)
-
-
-def refresh_flat_weights(modules: Iterable[nn.Module]) -> None:
-    """Let RNN modules, which keep a list of their weights, see what is to be seen now."""
-    for module in modules:
-        names: list[str] = module._flat_weights_names  # type: ignore[assignment]
-        module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in names]
-
-
-def _run_hooks(hooks: autograd.Hooks, gradient: Tensor) -> Tensor:
-    for hook in list(hooks.values()):
-        changed = hook(gradient)
-        gradient = gradient if changed is None else changed
-    return gradient
-
-
-def _describe(tensor: Any) -> str:
-    if isinstance(tensor, DTensor):
-        return (
-            f"a DTensor of shape {tuple(tensor.shape)} with placements {tensor.placements} on a mesh "
-            f"of shape {tuple(tensor.device_mesh.shape)}"
-        )
-    if isinstance(tensor, Tensor):
-        return f"a plain {type(tensor).__name__} of shape {tuple(tensor.shape)}"
-    return f"{type(tensor).__name__}"
-
-
-def _same_values(left: Any, right: Any) -> bool:
-    """True for two sharded parameters with equal contents, as ``load_state_dict(assign=True)`` makes
-    of one tied parameter."""
-    if not (isinstance(left, DTensor) and isinstance(right, DTensor)):
-        return False
-    a, b = dtensor.local_tensor(left), dtensor.local_tensor(right)
-    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)

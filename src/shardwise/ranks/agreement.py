@@ -1,13 +1,13 @@
-"""Every call that communicates begins by agreeing: it goes on on all ranks, or all of them raise alike.
+"""Every call that communicates starts with an agreement: it continues on all ranks, or all raise alike.
 
-Where one rank alone raised, the others would wait for it in their next collective until the process group's
-timeout. So what may fail, above all the checks of arguments, is done first and without communication, and
-is followed by a word from every rank on how it went:
+If one rank raised alone, the others would wait for it in their next collective until the timeout of the
+process group. So whatever may fail, above all the checks of arguments, runs first and without communication,
+and then every rank tells the others how it went:
 
     rank 0    check passes    all-reduce: rank 1 has failed    all-gather of errors    raise rank 1's error
     rank 1    check raises    all-reduce: rank 1 has failed    all-gather of errors    raise its own error
 
-While all is well that is one all-reduce of three numbers along each mesh dimension.
+If no rank has failed, this costs one all-reduce of three numbers along each mesh dimension.
 """
 
 import builtins
@@ -23,17 +23,17 @@ from shardwise.layout.mesh import Axis, highest_over
 T = TypeVar("T")
 
 Failure = tuple[str, str]
-"""The name of a built-in exception class, and a text: what every rank can raise."""
+"""The name of a built-in exception class, and a text, which every rank can raise."""
 
-# Classes that other ranks raise under their own name. All others become the nearest of these, with theirs in
-# the text: a KeyError, for one, shows its text in quotes.
+# Classes that other ranks raise as they are. Any other becomes the nearest of these, with its own name in the
+# text: a KeyError, for example, shows its text in quotes.
 _KINDS = (
     *("TypeError", "ValueError", "ImportError", "NotImplementedError"),
     *("FileNotFoundError", "FileExistsError", "NotADirectoryError", "PermissionError", "OSError"),
 )
 
 
-def together(
+def run_on_all_ranks(
     axes: Sequence[Axis],
     device: torch.device,
     act: Callable[[], T],
@@ -43,13 +43,13 @@ def together(
     caller: str = "",
     same: Mapping[str, Any] | None = None,
 ) -> T:
-    """What ``act`` returns on this rank, once it has succeeded on all ranks; else all of them raise.
+    """Run ``act`` on all ranks, and return its result on this rank if it succeeded on all; else all raise.
 
     Where all ranks fail alike, each raises its own exception. Otherwise all raise the error of the first rank
     that failed, as the built-in class nearest to its own.
 
     Args:
-        axes: connect the ranks, in an order that all of them have; none: this rank is alone.
+        axes: connect the ranks, in the same order on all of them; none: this rank is alone.
         device: where a tensor lies that ``axes`` can reduce.
         act: does not communicate.
         explain: the text of an error of this rank, before the others are told.
@@ -85,7 +85,7 @@ def together(
 
 
 def _from_all(axes: Sequence[Axis], own: T) -> dict[int, T]:
-    """What every rank has, by global rank, in ascending order."""
+    """Every rank's value, by global rank, in ascending order."""
     found = {dist.get_rank(): own}
     for axis in [*axes, *axes[-2::-1]]:  # there and back, as in highest_over
         everyone: list[Any] = [None] * axis.world
@@ -101,19 +101,19 @@ def _failure_of(error: Exception, explain: Callable[[Exception], str]) -> Failur
     if explain is not str:
         try:
             return kind, explain(error)
-        except Exception as second:  # on its way to the others an error must not be lost
+        except Exception as second:  # the other ranks must learn of the error in any case
             return kind, f"{type(error).__name__}: {error} ({type(second).__name__} while explaining it)"
     name = type(error).__name__
     return kind, str(error) if name == kind or _is_internal(error) else f"{name}: {error}"
 
 
 def _is_internal(error: Exception) -> bool:
-    """A class of this library, which callers know by the built-in class that it is of."""
+    """Whether it is a class of this library, which callers know by its built-in base class."""
     return type(error).__module__.startswith("shardwise.")
 
 
 def _raisable(failure: Failure | None, error: Exception) -> Exception:
-    """The error of this rank itself, unless it was explained in other words."""
+    """This rank's own error, unless it was explained in other words."""
     assert failure is not None
     kind, text = failure
     if text in (str(error), f"{type(error).__name__}: {error}") and not _is_internal(error):
@@ -126,7 +126,7 @@ def _raisable(failure: Failure | None, error: Exception) -> Exception:
 def _joint(
     failures: Mapping[int, Failure | None], own: Failure | None, error: Exception | None, says_rank: bool
 ) -> Exception:
-    """One error for what several ranks have met: that of the first, and who else failed."""
+    """One error for several ranks: that of the first, with the ranks that failed as well."""
     failed = {rank: failure for rank, failure in failures.items() if failure is not None}
     first = min(failed)
     kind, text = failed[first]
@@ -145,7 +145,7 @@ def _made(kind: str, text: str) -> Exception:
 
 
 def _difference(caller: str, told: Mapping[int, Mapping[str, str]]) -> str:
-    """The first argument that ranks disagree on, and who has what."""
+    """The first argument that ranks disagree on, and their values."""
     ranks = list(told)
     name = next(name for name in told[ranks[0]] if len({each.get(name) for each in told.values()}) > 1)
     first = told[ranks[0]][name]

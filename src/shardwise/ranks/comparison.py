@@ -22,19 +22,19 @@ from hashlib import blake2b
 import torch.distributed as dist
 
 Facts = Mapping[tuple[str, str], str]
-"""By where and what, in an order that ranks have in common as far as they have the same facts."""
+"""Values by where and what; equal facts are in the same order on all ranks."""
 
 _LONGEST_PAUSE_S = 0.2
 _MOST_SHOWN = 8
-"""So many different sets of facts are looked at, to name who differs."""
+"""The largest number of different sets of facts to look at."""
 
 
 class Unequal(RuntimeError):
-    """Ranks have different facts, or some have not come to compare theirs."""
+    """Ranks have different facts, or some did not come to compare theirs."""
 
 
 def digest_of(facts: Facts) -> str:
-    """Equal for equal facts in the same order."""
+    """A digest that is equal for equal facts in the same order."""
     return blake2b(repr(list(facts.items())).encode(), digest_size=16).hexdigest()
 
 
@@ -125,7 +125,7 @@ class Comparison:
     # --- the store --------------------------------------------------------------------------------
 
     def _take(self, key: str) -> str:
-        """What is set there, once it is; it is gone afterwards."""
+        """Wait for the value at ``key``, and remove it."""
         self._wait(key)
         value = self._store.get(f"{self._prefix}/{key}").decode()
         self._store.delete_key(f"{self._prefix}/{key}")
@@ -150,7 +150,7 @@ class Comparison:
 
 
 def first_difference(told: Sequence[tuple[Sequence[int], Facts]]) -> str:
-    """The first fact that differs, and what which ranks have."""
+    """The first fact that differs, with the values of all ranks."""
     keys = list(dict.fromkeys(key for _, facts in told for key in facts))
     differing = [key for key in keys if len({facts.get(key) for _, facts in told}) > 1]
     if not differing:

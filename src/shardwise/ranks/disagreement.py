@@ -1,9 +1,9 @@
-"""Why a collective failed: what another rank has raised, which rank has ended, or that ranks disagree.
+"""Why a collective failed: another rank has raised, a rank has ended, or ranks disagree.
 
-When a wait fails, each rank leaves word in the store of the job of what it was waiting for, and looks for
-the first failure that any rank has told of (see relay.py). Without one there are two cases. If a connection
-was closed, a rank has ended without a word: the one that does not say what it was waiting for. If the
-timeout of the process group has passed, ranks most often disagree on what to communicate.
+When a wait fails, each rank writes to the store of the job what it was waiting for, and looks for the first
+failure that any rank has posted (see failures.py). Without one there are two cases. If a connection was
+closed, a rank has ended without posting: the one that does not say what it was waiting for. If the timeout of
+the process group has passed, ranks most often disagree on what to communicate.
 """
 
 import time
@@ -11,31 +11,31 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardwise.layout.mesh import Axis
-from shardwise.ranks.failure_notes import Note, Notes
+from shardwise.ranks.failure_notes import FailureNote, FailureNotes
 from shardwise.torch_compat import c10d
 
 TIMEOUT_PATIENCE_S = 3.0
-"""How long to wait for word of the other ranks after a timeout, which is also theirs."""
+"""How long to wait for the notes of other ranks after a timeout, which hits them too."""
 
 CLOSED_PATIENCE_S = 1.0
-"""The same after a connection was closed, which all that wait notice at once."""
+"""The same after a connection was closed, which all waiting ranks notice at once."""
 
 PEER_PATIENCE_S = 0.3
-"""The same where it is known whose connection that was: it leaves word before it ends, if at all."""
+"""The same where the peer of the connection is known: it posts before it ends, if at all."""
 
 _PAUSE_S = 0.02
 
 
 def explain_failure(
-    notes: Notes,
-    heeds: Callable[[Note], bool],
+    notes: FailureNotes,
+    heeds: Callable[[FailureNote], bool],
     rank: int,
     error: Exception,
     event: str,
     name: str,
     axes: Sequence[Axis],
-) -> tuple[Note | None, str]:
-    """The failure behind ``error``, if a rank has told of one, and what to say on this rank."""
+) -> tuple[FailureNote | None, str]:
+    """The failure behind ``error``, if a rank has posted one, and this rank's message."""
     subject = subject_of(event, name)
     groups = {axis.pg.group_name: c10d.ranks_of(axis.pg) for axis in axes if axis.pg is not None}
     for group in groups:
@@ -70,8 +70,8 @@ def subject_of(event: str, name: str) -> str:
     return f"{name} failed" if event == "call" else f"{name}: its {event} failed"
 
 
-def relayed_text(subject: str, note: Note) -> str:
-    """What a rank says that a failure of another has stopped."""
+def relayed_text(subject: str, note: FailureNote) -> str:
+    """The message of a rank that was stopped by a failure of another."""
     if note.between:
         return f"{subject}, because {note.error}"
     return (
@@ -92,7 +92,7 @@ def _ended_text(subject: str, closed: str, silent: Sequence[int], peer: int | No
 
 
 def disagreement_text(waits: Mapping[int, str | None]) -> str:
-    """Who waited for what, and the usual cause."""
+    """The message that ranks waited for different things, with the usual cause."""
     told = "; ".join(
         f"rank {rank} waited for {wait}" if wait else f"rank {rank} was not waiting at all"
         for rank, wait in sorted(waits.items())
@@ -106,11 +106,10 @@ def disagreement_text(waits: Mapping[int, str | None]) -> str:
 
 
 def deadlock(stuck: Mapping[int, Mapping[str, Any]]) -> str | None:
-    """What to say if none of these ranks can go on; None if any can, or may.
+    """The message if none of these ranks can continue; None if any of them can, or may.
 
-    Each waits for the ``count``-th ``event`` of ``name``, and has ``issued`` so many of each. All of them
-    wait; one whose collective was issued as often by all others is only slow to get it, and the others may
-    be waiting for that one.
+    Each rank waits for the ``count``-th ``event`` of ``name``, and ``issued`` counts its collectives. A rank
+    whose collective was issued as often by all other ranks is only slow, and the others may wait for it.
     """
     for own in stuck.values():
         key = f"{own['event']} {own['name']}"

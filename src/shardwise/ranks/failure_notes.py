@@ -1,4 +1,4 @@
-"""What ranks tell each other through the key-value store of the job, which works where collectives do not.
+"""Notes of failures in the key-value store of the job, which works where collectives do not.
 
     shardwise/failures         how many failures there have been
     shardwise/failures/3       the third: which rank, what it raised, and whether it has gone on since
@@ -19,11 +19,11 @@ _FAILURES, _WAITS, _STUCK = "shardwise/failures", "shardwise/waits", "shardwise/
 
 
 @dataclass(frozen=True)
-class Note:
+class FailureNote:
     """A failure of one rank.
 
     ``issued``: how many collectives that rank had issued before; ``ordinal``: which failure after that number
-    it is. ``is_over``: the rank has gone on. ``is_vague``: what was raised is not known yet.
+    it is. ``is_over``: the rank has continued. ``is_vague``: the exception is not known yet.
     """
 
     rank: int
@@ -36,32 +36,32 @@ class Note:
     between: tuple[int, ...] = ()  # nobody has raised anything: these ranks wait for each other
     key: int = 0
 
-    def over(self) -> "Note":
-        """The same, of a rank that has gone on."""
+    def over(self) -> "FailureNote":
+        """The same note, of a rank that has continued."""
         return replace(self, is_over=True)
 
-    def completed(self, error: str) -> "Note":
-        """The same, now that it is known what was raised."""
+    def completed(self, error: str) -> "FailureNote":
+        """The same note, now that the exception is known."""
         return replace(self, error=error, is_vague=False)
 
 
-class Notes:
+class FailureNotes:
     """The notes of a job, as one rank reads and writes them."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
         self._read = 0
-        self._active: dict[int, Note] = {}
+        self._active: dict[int, FailureNote] = {}
 
-    def post(self, note: Note) -> Note:
-        """Write a new one, or write one with a ``key`` anew."""
+    def post(self, note: FailureNote) -> FailureNote:
+        """Write a new note, or overwrite one that has a ``key``."""
         if note.key == 0:
             note = replace(note, key=self._store.add(_FAILURES, 1))
         self._store.set(f"{_FAILURES}/{note.key}", json.dumps(asdict(note)))
         return note
 
-    def active(self) -> list[Note]:
-        """The failures of ranks that have not gone on since, the first one first."""
+    def active(self) -> list[FailureNote]:
+        """Failures of ranks that have not continued since, the oldest first."""
         while (new := self._get(self._read + 1)) is not None:
             self._read += 1
             self._active[self._read] = new
@@ -73,32 +73,32 @@ class Notes:
                 self._active[key] = note
         return list(self._active.values())
 
-    def _get(self, key: int) -> Note | None:
+    def _get(self, key: int) -> FailureNote | None:
         found = self._value(f"{_FAILURES}/{key}")
         if found is None:
             return None
-        return Note(**found | {"between": tuple(found["between"])})
+        return FailureNote(**found | {"between": tuple(found["between"])})
 
     # --- waits --------------------------------------------------------------------------------------
 
     def tell_wait(self, group: str, rank: int, what: str) -> None:
-        """What ``rank`` was waiting for when its wait in a process group failed."""
+        """Write what ``rank`` was waiting for when its wait in a process group failed."""
         self._store.set(f"{_WAITS}/{group}/{rank}", json.dumps(what))
 
     def waits(self, group: str, ranks: Iterable[int]) -> dict[int, str | None]:
-        """What ranks have told so; None: nothing."""
+        """What ranks have written there; None: nothing."""
         return {rank: self._value(f"{_WAITS}/{group}/{rank}") for rank in ranks}
 
     def tell_stuck(self, rank: int, what: Mapping[str, Any]) -> None:
-        """What ``rank`` waits for, and what it has issued."""
+        """Write what ``rank`` waits for, and what it has issued."""
         self._store.set(f"{_STUCK}/{rank}", json.dumps(what))
 
     def no_longer_stuck(self, rank: int) -> None:
-        """``rank`` has gone on."""
+        """``rank`` has continued."""
         self._store.set(f"{_STUCK}/{rank}", json.dumps(None))
 
     def stuck(self, ranks: Iterable[int]) -> dict[int, Mapping[str, Any]] | None:
-        """What all of ``ranks`` have told so; None if any of them has not."""
+        """What all of ``ranks`` have written there; None if any has not."""
         found: dict[int, Mapping[str, Any]] = {}
         for rank in ranks:
             if (told := self._value(f"{_STUCK}/{rank}")) is None:

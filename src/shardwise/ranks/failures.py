@@ -1,17 +1,18 @@
-"""The first error of any rank reaches every rank that waits for it, long before a timeout.
+"""Failures: the first error of any rank reaches every rank that waits for it, long before a timeout.
 
 A rank on which an exception leaves a forward, a backward or a public call posts a note in the store of the
-job. Ranks that wait do nothing else while all goes well. A thread of each process looks, four times a second,
-whether the same wait still lasts; only then it reads notes, and where it finds that a rank has failed before
-it issued what is waited for, it closes the connections of that wait, which therefore raises at once:
+job. Waiting ranks do nothing extra. A thread in each process checks four times a second whether the same wait
+still lasts; only then it reads notes. If a rank has failed before it issued the collective that this rank
+waits for, the thread closes the connections of that wait, which raises at once:
 
     rank 1   issues 41, raises, posts a note (41)
     rank 0   issues 41, issues 42, waits for 42 ... reads the note: 42 will never come from rank 1
 
-A rank may catch an exception and go on: it then marks its note as over. All ranks may raise alike and go on,
-one sooner than the other: a rank that has failed itself after as many collectives does not heed such a note.
+A rank may catch an exception and continue: then it marks its note as over. All ranks may raise alike and
+continue, some sooner than others: a rank that has failed itself after as many collectives ignores such a
+note.
 
-The same thread compares who waits for what, where all ranks of a process group have waited for two seconds.
+If all ranks of a process group have waited for two seconds, the same thread compares who waits for what.
 """
 
 import atexit
@@ -28,18 +29,18 @@ import torch.distributed as dist
 
 from shardwise.layout.mesh import Axis
 from shardwise.ranks.disagreement import deadlock, explain_failure, relayed_text, subject_of
-from shardwise.ranks.failure_notes import Note, Notes
+from shardwise.ranks.failure_notes import FailureNote, FailureNotes
 from shardwise.ranks.model_ranks import axes_of_given
-from shardwise.torch_compat import c10d
+from shardwise.torch_compat import c10d, interpreter
 
 INTERVAL_S = 0.25
-"""How often a process looks whether a wait still lasts."""
+"""How often a process checks whether a wait still lasts."""
 
 STUCK_LOOKS = 8
-"""So many looks at one wait, and ranks tell each other what they wait for."""
+"""After so many checks of one wait, ranks tell each other what they wait for."""
 
 VAGUE_S = 1.0
-"""How long to look for what was raised in a backward."""
+"""How long to look for the exception of a backward."""
 
 _FINE_S = 0.01
 _MOST_TEXT = 2000
@@ -55,7 +56,7 @@ class CommunicationError(RuntimeError):
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Wait:
-    """What this rank waits for: an event of something, over and over.
+    """One kind of wait of this rank: for an event of a name, again and again.
 
     ``number`` is that of the collective that is waited for, among all that this rank has issued; ``count``
     counts those of this kind. A public call may compute as well as wait. ``reason``: why this rank waits,
@@ -71,7 +72,7 @@ class Wait:
 
 
 class Relay:
-    """One rank's part. Made by ``relay_of_job``; ``SILENT`` where there are no other ranks.
+    """One rank's end of the relay. Made by ``relay_of_job``; ``SILENT`` where there are no other ranks.
 
     ``issued``: how many collectives of parameter groups this rank has begun; what other calls communicate is
     not counted, since ranks may make such calls alone where they have nobody to communicate with.
@@ -83,10 +84,10 @@ class Relay:
         self.waiting: Wait | None = None
         self.waits: weakref.WeakSet[Wait] = weakref.WeakSet()  # what may be waited for
         self.rank = rank
-        self.failure: Note | None = None  # of another rank, which this one cannot survive
-        self._notes = None if store is None else Notes(store)
+        self.failure: FailureNote | None = None  # of another rank, which this one cannot survive
+        self._notes = None if store is None else FailureNotes(store)
         self._lock = threading.RLock()  # a finalizer may report inside of it
-        self._own: Note | None = None  # posted, and not over
+        self._own: FailureNote | None = None  # posted, and not over
         self._failed_at = (-1, 0)  # collectives issued, and how many failures there
         self._seen = (0, 0)  # the wait by its id: holding it would keep its model alive until the next look
         self._looks = 0
@@ -94,16 +95,16 @@ class Relay:
         self._heeded: set[int] = set()  # failures that were raised here
         self._is_stuck = False
         self._stuck_before: Any = None
-        self._look_for: tuple[Note, dict[int, Any], int] | None = None
+        self._look_for: tuple[FailureNote, dict[int, Any], int] | None = None
         if self._notes is not None:
             for note in self._notes.active():  # of an earlier process group in this store
                 if note.rank == rank:
                     self._notes.post(note.over())
 
-    # --- of this rank -------------------------------------------------------------------------------
+    # --- failures of this rank ----------------------------------------------------------------------
 
     def begin(self) -> None:
-        """This rank goes on: what it has raised was caught."""
+        """This rank continues: its exception was caught."""
         if self._own is not None or self.failure is not None:
             with self._lock:
                 self._look_for = self.failure = None
@@ -112,13 +113,13 @@ class Relay:
                 self._own = None
 
     def issue(self, wait: Wait) -> None:
-        """A collective has been issued that ``wait`` will wait for."""
+        """Count a collective that ``wait`` will wait for."""
         self.issued = wait.number = self.issued + 1
         wait.count += 1
 
     @contextmanager
     def exchange(self, wait: Wait) -> Iterator[None]:
-        """Around an exchange between ranks that is no collective of a back end; counts as one at its end."""
+        """Around an exchange that is not a collective of a back end; counts as one when it is over."""
         wait.number = self.issued + 1
         wait.count += 1
         self.waits.add(wait)
@@ -130,7 +131,7 @@ class Relay:
             self.waiting = around
 
     def report(self, error: BaseException, where: str) -> None:
-        """An exception leaves ``where`` on this rank. Never raises."""
+        """Report an exception that leaves ``where`` on this rank. Never raises."""
         if isinstance(error, CommunicationError):
             return
         with self._lock:
@@ -140,21 +141,21 @@ class Relay:
                 self._own, self._look_for = self._post(self._own.completed(_text_of(error))), None
 
     def report_backward(self, where: str) -> None:
-        """A backward has failed. What was raised is on its way to the caller, and not to be had yet."""
+        """Report a failed backward. Its exception is on its way to the caller, and not available yet."""
         with self._lock:
             if self._own is None:  # else an inner backward has failed before, for the same reason
                 self._post_new(where, "an exception; see its log", is_vague=True)
                 if self._own is not None:
-                    self._look_for = self._own, _handled(), int(VAGUE_S / _FINE_S)
+                    self._look_for = self._own, interpreter.handled_exceptions(), int(VAGUE_S / _FINE_S)
 
     def _post_new(self, where: str, text: str, is_vague: bool = False) -> None:
         if self._notes is None or self.failure is not None:
             return
         before, times = self._failed_at
         self._failed_at = self.issued, times + 1 if before == self.issued else 1
-        self._own = self._post(Note(self.rank, where, text, *self._failed_at, is_vague=is_vague))
+        self._own = self._post(FailureNote(self.rank, where, text, *self._failed_at, is_vague=is_vague))
 
-    def _post(self, note: Note) -> Note | None:
+    def _post(self, note: FailureNote) -> FailureNote | None:
         assert self._notes is not None
         try:
             return self._notes.post(note)
@@ -179,10 +180,10 @@ class Relay:
         finally:
             self.waiting = None
 
-    # --- of others ----------------------------------------------------------------------------------
+    # --- failures of other ranks --------------------------------------------------------------------
 
     def explained(self, error: Exception, event: str, name: str, axes: Sequence[Axis]) -> Exception:
-        """What to raise instead of ``error``, which came from communicating along ``axes``."""
+        """The exception to raise instead of ``error``, which a collective along ``axes`` has raised."""
         if isinstance(error, CommunicationError) or self._notes is None:
             return error
         if self.failure is not None:
@@ -196,18 +197,18 @@ class Relay:
             self._take(note)
         return CommunicationError(text)
 
-    def _take(self, note: Note) -> None:
+    def _take(self, note: FailureNote) -> None:
         self.failure = note
         self._heeded.add(note.key)
 
-    def _heeds(self, note: Note) -> bool:
-        """Whether it is news: a failure of another rank that this one has not met alike."""
+    def _heeds(self, note: FailureNote) -> bool:
+        """Whether to act on a note: a failure of another rank that this rank has not had as well."""
         issued, times = self._failed_at
         is_alike = note.issued == issued and note.ordinal <= times
         return note.rank != self.rank and note.key not in self._heeded and not is_alike
 
     def look(self) -> float:
-        """One look of the thread. Returns after how many seconds to look again."""
+        """One check of the thread. Returns the seconds until the next one."""
         if self._look_for is not None:
             self._find_exception()
             return _FINE_S
@@ -229,7 +230,7 @@ class Relay:
         return INTERVAL_S
 
     def _look_at_notes(self, waiting: Wait) -> None:
-        """Fail where a rank has failed before it issued what is waited for, and has not gone on since."""
+        """Fail if a rank failed before it issued what this rank waits for, and has not continued since."""
         assert self._notes is not None
         ranks = _ranks_along(waiting.axes())
         for note in self._notes.active():
@@ -237,14 +238,14 @@ class Relay:
                 self._take(note)
                 return
             if note.rank in ranks and self._heeds(note) and note.issued < waiting.number:
-                # At the second look: it may be about to go on.
+                # Only at the second check: the rank may be about to continue.
                 if self._suspect == note.key and not note.is_vague:
                     self._take(note)
                 self._suspect = note.key
                 return
 
     def _look_at_stuck(self, waiting: Wait) -> None:
-        """Tell what this rank waits for; the first rank of all finds out whether they wait for each other."""
+        """Post what this rank waits for; the first rank finds out whether ranks wait for each other."""
         assert self._notes is not None
         issued = {f"{each.event} {each.name}": each.count for each in self.waits}
         if waiting not in self.waits or len(issued) < len(self.waits):
@@ -261,7 +262,7 @@ class Relay:
         text = None if found is None or found != self._stuck_before else deadlock(found)
         self._stuck_before = found
         if text is not None:
-            self._take(self._notes.post(Note(self.rank, "", text, 0, between=tuple(ranks))))
+            self._take(self._notes.post(FailureNote(self.rank, "", text, 0, between=tuple(ranks))))
 
     def _leave_stuck(self) -> None:
         assert self._notes is not None
@@ -269,13 +270,13 @@ class Relay:
         self._notes.no_longer_stuck(self.rank)
 
     def _find_exception(self) -> None:
-        """Complete the note on a backward by the exception, which somebody handles by now."""
+        """Complete the note on a backward with the exception, which some thread handles by now."""
         with self._lock:
             if self._look_for is None:
                 return
             note, before, looks = self._look_for
             self._look_for = (note, before, looks - 1) if looks else None
-            now = _handled().items()
+            now = interpreter.handled_exceptions().items()
             new = [error for ident, error in now if error is not None and error is not before.get(ident)]
             if new and isinstance(new[0], CommunicationError):
                 self._own = self._post(note.over())
@@ -286,7 +287,7 @@ class Relay:
                 self._look_for = None
 
     def at_exit(self) -> None:
-        """The process ends: tell what it has not survived."""
+        """At the end of the process: post the exception that ended it."""
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is None or isinstance(error, CommunicationError) or self._notes is None:
             return
@@ -306,12 +307,6 @@ def _text_of(error: BaseException) -> str:
     return f"{kind}: {error}"[:_MOST_TEXT] if str(error) else kind
 
 
-def _handled() -> dict[int, BaseException | None]:
-    """The exception that each thread is handling: from Python 3.12 on itself, before that in a tuple."""
-    current: dict[int, Any] = sys._current_exceptions()
-    return {ident: each[1] if isinstance(each, tuple) else each for ident, each in current.items()}
-
-
 def _without_store(event: str, name: str, error: Exception) -> str:
     return (
         f"{subject_of(event, name)}, and the store of the job does not "
@@ -321,7 +316,7 @@ def _without_store(event: str, name: str, error: Exception) -> str:
 
 
 def _end(axes: Sequence[Axis]) -> None:
-    """Have what waits for the ranks along ``axes`` raise now."""
+    """Make waits for the ranks along ``axes`` raise now."""
     for axis in axes:
         if axis.pg is not None:
             c10d.end_waits(axis.pg)
@@ -330,13 +325,13 @@ def _end(axes: Sequence[Axis]) -> None:
 # --- one for each process group of all ranks ------------------------------------------------------
 
 SILENT = Relay(None, 0)
-"""Where there is nobody to tell, or no way to."""
+"""The relay of a job without other ranks, or without a store."""
 
 _RELAYS: weakref.WeakKeyDictionary[dist.ProcessGroup, Relay] = weakref.WeakKeyDictionary()
 
 
 def relay_of_job() -> Relay:
-    """The relay of this rank: hangs on the default process group."""
+    """The relay of this rank, one for each default process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return SILENT
     pg = dist.group.WORLD
@@ -353,13 +348,13 @@ def _made(pg: dist.ProcessGroup) -> Relay:
     relay = Relay(c10d.job_store_client(), pg.rank())
     ended = threading.Event()
     own = weakref.ref(relay, lambda _: ended.set())
-    thread = threading.Thread(target=_watch, args=(own, ended), name="shardwise relay", daemon=True)
+    thread = threading.Thread(target=_run_thread, args=(own, ended), name="shardwise relay", daemon=True)
     thread.start()
     atexit.register(_at_exit, own, ended, thread)
     return relay
 
 
-def _watch(own: "weakref.ref[Relay]", ended: threading.Event) -> None:
+def _run_thread(own: "weakref.ref[Relay]", ended: threading.Event) -> None:
     pause = INTERVAL_S
     while not ended.wait(pause):
         relay = own()

@@ -1,7 +1,7 @@
-"""How something that one rank has reaches all ranks that its model connects.
+"""Broadcasts over all ranks of a model.
 
-A model may live on meshes of several dimensions, and no process group need contain all of its ranks. What
-one rank has is handed on along one dimension after the other, by those that have it already:
+A model may live on meshes of several dimensions, and no process group needs to contain all of its ranks. So
+a broadcast goes along one dimension after the other, from the ranks that have the value already:
 
     mesh (2, 3), from rank 1      0 1 2   along the rows   * * *   along the columns   * * *
                                   3 4 5        ->          . . .         ->            * * *
@@ -33,7 +33,7 @@ def axes_of_model(model: nn.Module) -> list[Axis]:
 
 
 def axes_of_given(given: Any) -> list[Axis]:
-    """The axes of what a caller may pass: a module, or parameters; all ranks where it is neither."""
+    """The axes of a caller's argument: a module, or parameters; of all ranks where it is neither."""
     if isinstance(given, nn.Module):
         return axes_of_model(given)
     params = [given] if isinstance(given, Tensor) else given if isinstance(given, (list, tuple)) else []
@@ -49,7 +49,7 @@ def mesh_device(model: nn.Module) -> torch.device | None:
 
 
 def device_of_model(model: nn.Module) -> torch.device:
-    """Where what its ranks communicate lies: the device of its meshes, or of the process group."""
+    """The device of the tensors that its ranks communicate: that of its meshes, or of the process group."""
     found = mesh_device(model)
     if found is not None or not dist.is_initialized():
         return found or torch.device("cpu")
@@ -67,12 +67,12 @@ def ranks_of_model(model: nn.Module) -> list[int]:
 
 
 def is_first(axes: Sequence[Axis]) -> bool:
-    """True on the one rank, of those that ``axes`` connect, that is the first along each of them."""
+    """True on the one rank that is the first along each of ``axes``."""
     return all(axis.rank == 0 for axis in axes)
 
 
-class Spread:
-    """From global rank ``src`` to all ranks that ``axes`` connect; None: from the first along all of them.
+class Broadcast:
+    """Broadcasts from global rank ``src``, or from the first rank, to all ranks that ``axes`` connect.
 
     Collective, as are its methods.
 
@@ -82,14 +82,14 @@ class Spread:
 
     def __init__(self, axes: Sequence[Axis], src: int | None, device: torch.device) -> None:
         own = own_rank()
-        self.holds = is_first(axes) if src is None else own == src
+        self.is_source = is_first(axes) if src is None else own == src
         self._steps: list[tuple[Axis, int]] = []
         self._device = device
-        self._is_line = len(axes) == 1
+        self._has_single_axis = len(axes) == 1
         self._check_one_holds(axes, src, own)
-        has_it = self.holds
+        has_it = self.is_source
         for axis in [*axes, *axes[-2::-1]] if axes else []:
-            # The highest of the members that have it hands it on; -1: none of them has it yet.
+            # The highest rank that has the value sends it; -1: no rank of this axis has it yet.
             sender = torch.tensor([axis.rank if has_it else -1, 0 if has_it else 1], device=device)
             dist.all_reduce(sender, op=dist.ReduceOp.MAX, group=axis.pg)
             rank, is_missing = sender.tolist()
@@ -99,7 +99,7 @@ class Spread:
 
     def _check_one_holds(self, axes: Sequence[Axis], src: int | None, own: int) -> None:
         nobody = -(2**31)
-        extremes = torch.tensor([own, -own] if self.holds else [nobody, nobody], device=self._device)
+        extremes = torch.tensor([own, -own] if self.is_source else [nobody, nobody], device=self._device)
         if axes:
             highest_over(extremes, axes)
         last, first = extremes[0].item(), -extremes[1].item()
@@ -116,21 +116,21 @@ class Spread:
             )
 
     @property
-    def line(self) -> tuple[Axis, int] | None:
-        """The one axis that connects all ranks, and who along it is the source; None: there are more."""
-        return self._steps[0] if self._is_line else None
+    def single_axis(self) -> tuple[Axis, int] | None:
+        """The one axis that connects all ranks, and the source's rank on it; None: there are several axes."""
+        return self._steps[0] if self._has_single_axis else None
 
     def tensor(self, tensor: Tensor) -> None:
-        """Bring the source's contents into every rank's ``tensor``, which is contiguous and of one size."""
+        """Copy the source's contents into every rank's ``tensor``, contiguous and of equal size."""
         for axis, sender in self._steps:
             dist.broadcast(tensor, group=axis.pg, group_src=sender)
 
     def object(self, value: Any) -> Any:
-        """The source's ``value``, pickled, on all ranks."""
-        box = [value]
+        """The source's ``value``, sent as a pickle, on all ranks."""
+        values = [value]
         for axis, sender in self._steps:
-            dist.broadcast_object_list(box, group=axis.pg, group_src=sender, device=self._device)
-        return box[0]
+            dist.broadcast_object_list(values, group=axis.pg, group_src=sender, device=self._device)
+        return values[0]
 
 
 def own_rank() -> int:

@@ -1,8 +1,8 @@
-"""Copies of one tensor on several ranks: whether they are equal, bit for bit, and how to make them so.
+"""Copies of one tensor on several ranks: are they equal, bit for bit, and how to make them equal.
 
-A DTensor has copies along the mesh dimensions on which it is ``Replicate()``. What is compared is a number
-for each tensor, made from its bits and where they stand; tensors never travel for it. Knows nothing of
-modules and groups.
+A DTensor has copies along the mesh dimensions on which it is ``Replicate()``. Ranks compare a checksum for
+each tensor, made from its bits and their positions; tensors never travel for it. Knows no modules and no
+groups.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.layout.mesh import Axis, axes_of, highest_over, ranks_along
-from shardwise.ranks.model_ranks import Spread
+from shardwise.ranks.model_ranks import Broadcast
 from shardwise.torch_compat import c10d, dtensor
 
 Named = tuple[str, Tensor]
 
 PACKED_BYTES = 32 << 20
-"""So many bytes of tensors are made equal by one broadcast."""
+"""Bytes of tensors that share one broadcast."""
 
 
 def copied_along(tensor: Tensor) -> list[tuple[int, Axis]]:
@@ -36,8 +36,8 @@ def copied_along(tensor: Tensor) -> list[tuple[int, Axis]]:
     ]
 
 
-def are_silent(axes: Sequence[Axis], device: torch.device) -> bool:
-    """True where a back end only pretends to communicate, as in plans for more ranks than there are."""
+def are_fake(axes: Sequence[Axis], device: torch.device) -> bool:
+    """True where the back end is fake, as in plans for more ranks than there are."""
     return any(axis.pg is not None and "fake" in c10d.backend_name(axis.pg, device) for axis in axes)
 
 
@@ -45,33 +45,33 @@ def are_silent(axes: Sequence[Axis], device: torch.device) -> bool:
 
 
 PIECE_WORDS = 1 << 15
-"""A checksum is made of so many words at a time: on the host they stay in the cache through all passes."""
-_ROWS_ON_DEVICES = 128  # elsewhere fewer launches count more: so many pieces at once
+"""Words that a checksum takes at a time: on the host they stay in the cache through all passes."""
+_ROWS_ON_DEVICES = 128  # on devices fewer launches matter more: this many pieces at once
 _FACTOR = 0x1E3779B97F4A7C15
 
 
 class Checksums:
-    """Numbers made of the bits of tensors and where they stand, on the devices where the tensors lie."""
+    """Checksums of the bits of tensors and their positions, computed on the devices of the tensors."""
 
     def __init__(self) -> None:
-        self._pads: dict[torch.device, _Pad] = {}
+        self._pads: dict[torch.device, _ChecksumBuffers] = {}
 
     @torch.no_grad()
     def of(self, tensor: Tensor) -> Tensor | None:
-        """The number of ``tensor``, of no dims; None if it has no values, or a form that is not known."""
+        """The checksum of ``tensor``, a scalar; None if it has no values, or is of an unknown subclass."""
         inner = _plain_parts(tensor.detach())
         if inner is None or any(part.is_meta for part in inner):
             return None
         return _combined([self._pad(part.device).number_of(part) for part in inner])
 
-    def _pad(self, device: torch.device) -> "_Pad":
+    def _pad(self, device: torch.device) -> "_ChecksumBuffers":
         if device not in self._pads:
-            self._pads[device] = _Pad(device)
+            self._pads[device] = _ChecksumBuffers(device)
         return self._pads[device]
 
 
 def _plain_parts(tensor: Tensor) -> list[Tensor] | None:
-    """The plain tensors that ``tensor`` is made of: itself, or those inside of a subclass that names them."""
+    """The plain tensors of ``tensor``: itself, or those inside a subclass that names them."""
     if type(tensor) in (Tensor, torch.nn.Parameter):
         return [tensor]
     if not hasattr(tensor, "__tensor_flatten__"):
@@ -82,24 +82,24 @@ def _plain_parts(tensor: Tensor) -> list[Tensor] | None:
 
 
 def _combined(numbers: Sequence[Tensor]) -> Tensor:
-    """One number of several, that depends on their order."""
+    """Combine checksums into one that depends on their order."""
     if len(numbers) == 1:
         return numbers[0]
     rows = torch.stack([number.to(numbers[0].device) for number in numbers])
     return _mixed(rows, torch.arange(len(rows), device=rows.device)).sum()
 
 
-class _Pad:
-    """Memory in which to compute the numbers of tensors, some pieces at a time."""
+class _ChecksumBuffers:
+    """Memory in which checksums are computed, some pieces at a time."""
 
     def __init__(self, device: torch.device) -> None:
         rows = 1 if device.type == "cpu" else _ROWS_ON_DEVICES
         self._words = torch.zeros(rows, PIECE_WORDS, dtype=torch.int64, device=device)
         self._spare = torch.zeros_like(self._words)
-        self._places = torch.arange(PIECE_WORDS, device=device).mul_(_FACTOR)
+        self._positions = torch.arange(PIECE_WORDS, device=device).mul_(_FACTOR)
 
     def number_of(self, tensor: Tensor) -> Tensor:
-        """Depends on each bit and on its place; NaNs are bits like others."""
+        """A number that depends on each bit and its position; NaNs are bits like others."""
         contents = tensor.detach().contiguous().view(-1).view(torch.uint8)
         num_words, rest = divmod(len(contents), 8)
         whole = contents[: 8 * num_words]
@@ -120,15 +120,15 @@ class _Pad:
         return _mixed(total, torch.arange(len(total), device=tensor.device)).sum()
 
     def _sums_of(self, pieces: Tensor) -> Tensor:
-        """A number for each row of words."""
+        """A checksum for each row of words."""
         rows, count = pieces.shape
         words, spare = self._words[:rows, :count], self._spare[:rows, :count]
-        torch.add(pieces, self._places[:count], out=words)
+        torch.add(pieces, self._positions[:count], out=words)
         return _mix(words, spare).sum(1)
 
 
 def _mix(words: Tensor, spare: Tensor) -> Tensor:
-    """Each word by itself, in place, so that a sum of them does not cancel out what differs."""
+    """Mix each word by itself, in place, so that differences do not cancel out in a sum."""
     words.mul_(-0x40A7B892E31B1A47)
     torch.bitwise_right_shift(words, 29, out=spare)
     words.bitwise_xor_(spare).mul_(-0x6B2FB644ECCEEE15)
@@ -136,18 +136,18 @@ def _mix(words: Tensor, spare: Tensor) -> Tensor:
     return words.bitwise_xor_(spare)
 
 
-def _mixed(words: Tensor, places: Tensor) -> Tensor:
-    words = words + places * _FACTOR
+def _mixed(words: Tensor, positions: Tensor) -> Tensor:
+    words = words + positions * _FACTOR
     return _mix(words, torch.empty_like(words))
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What this rank has of something that ranks along ``axes`` have alike, as a number.
+    """A checksum of something that must be equal on the ranks along ``axes``.
 
-    Ranks may have changed it rightly since it was alike, and then say so: ``is_unchanged``. If any has, only
-    those are compared whose number ``is_telling``: which a change would have changed, too. Ranks to whom it
-    does not matter do not take part.
+    A rank may have changed it since for good reason: ``is_unchanged``. If any rank has, only those are
+    compared whose checksum ``is_telling``, which means that a change would have changed it. A rank that it
+    does not concern does not take part.
     """
 
     name: str
@@ -172,7 +172,7 @@ def refuse_unequal(named: Sequence[Named], device: torch.device) -> None:
     claims = copies_of(named, Checksums())
     axes = axes_of(tensor for _, tensor in named)
     if findings := differing(claims, axes, device):
-        raise RuntimeError(about_copies(findings))
+        raise RuntimeError(message_on_copies(findings))
 
 
 def copies_of(named: Sequence[Named], checksums: Checksums) -> list[Claim]:
@@ -188,7 +188,7 @@ def copies_of(named: Sequence[Named], checksums: Checksums) -> list[Claim]:
 
 @dataclass(frozen=True)
 class Findings:
-    """Names of what differs anywhere; of some of them the ranks that have what the first has, and others."""
+    """Names of what differs; for some of them, the ranks that agree with the first rank, and the others."""
 
     names: list[str]
     as_first: list[int]
@@ -202,11 +202,11 @@ _LEAST = -(2**63)
 
 @torch.no_grad()
 def differing(claims: Sequence[Claim], axes: Sequence[Axis], device: torch.device) -> Findings | None:
-    """What of ``claims`` differs on any of the ranks that ``axes`` connect; the same on all of them.
+    """Which ``claims`` differ between the ranks that ``axes`` connect; the same result on all ranks.
 
     Collective, over the axes of each claim and then over ``axes``; not without claims.
     """
-    if not claims or are_silent(axes, device):
+    if not claims or are_fake(axes, device):
         return None
     own = _table(claims, device)
     along: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}  # by ranks, as in axes_of
@@ -230,7 +230,7 @@ def differing(claims: Sequence[Claim], axes: Sequence[Axis], device: torch.devic
 
 
 def _differ_along(axis: Axis, table: Tensor) -> Tensor:
-    """Whether anything in ``table`` differs among the ranks of ``axis``; two numbers tell."""
+    """Whether anything in ``table`` differs between the ranks of ``axis``, found with two numbers."""
     is_changed, numbers = table[0], table[1]
     told = torch.where(is_changed != 0, _FACTOR, numbers)
     total = _mixed(told, torch.arange(len(told), device=told.device)).sum()
@@ -247,7 +247,7 @@ def _any_over(axes: Sequence[Axis], *flags: Tensor) -> bool:
 
 
 def _table(claims: Sequence[Claim], device: torch.device) -> Tensor:
-    """Rows whose maximum over ranks tells whether the claims agree; that of ~n is the minimum of n."""
+    """Rows whose maximum over ranks shows whether the claims agree: the maximum of ~n is the minimum of n."""
 
     def row(values: Sequence[Tensor | bool]) -> Tensor:
         tensors = [torch.as_tensor(value) for value in values]
@@ -311,8 +311,8 @@ def _some(ranks: list[int]) -> str:
     return f"[{', '.join(map(str, ranks[:_MOST_LOOKED_AT]))}, ... {ranks[-1]}] ({len(ranks)} in all)"
 
 
-def about_copies(findings: Findings) -> str:
-    """What to say of copies that differ."""
+def message_on_copies(findings: Findings) -> str:
+    """The message about copies that differ."""
     return (
         f"{_told(findings, 'the copies on ranks', 'differ from those on ranks')}. Replicas that start apart "
         "stay apart: gradients are averaged, weights are not. Seed all ranks alike, or call "
@@ -320,8 +320,8 @@ def about_copies(findings: Findings) -> str:
     )
 
 
-def about_starts(findings: Findings) -> str:
-    """What to say of parameters that ranks have cut from different values."""
+def message_on_initial_values(findings: Findings) -> str:
+    """The message about parameters that ranks have sharded from different values."""
     told = _told(findings, "the values on ranks", "differed from those on ranks")
     return (
         f"{told} when fully_shard cut them. Each rank keeps its own part, so the parameter would be put "
@@ -336,15 +336,15 @@ def about_starts(findings: Findings) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
-    """What a rank has of one tensor: which part, by its coordinate on a mesh; None: all of a plain one."""
+class TensorInfo:
+    """A rank's part of one tensor, by its coordinate on a mesh; None: a plain tensor, which it has whole."""
 
     coordinate: Sequence[int] | None
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def fits(self, other: "Place") -> bool:
-        """Whether both are parts of tensors of one form."""
+    def fits(self, other: "TensorInfo") -> bool:
+        """Whether both are parts of tensors of one shape and dtype."""
         return (self.coordinate is None, self.shape, self.dtype) == (
             other.coordinate is None,
             other.shape,
@@ -352,35 +352,39 @@ class Place:
         )
 
 
-def places_of(named: Sequence[Named]) -> list[Place]:
-    """What this rank has of the tensors."""
+def tensor_infos(named: Sequence[Named]) -> list[TensorInfo]:
+    """This rank's parts of the tensors."""
     return [
-        Place(t.device_mesh.get_coordinate() if isinstance(t, DTensor) else None, tuple(t.shape), t.dtype)
+        TensorInfo(
+            t.device_mesh.get_coordinate() if isinstance(t, DTensor) else None, tuple(t.shape), t.dtype
+        )
         for _, t in named
     ]
 
 
-def is_at(tensor: Tensor, coordinate: Sequence[int]) -> bool:
+def sends_copies(tensor: Tensor, coordinate: Sequence[int]) -> bool:
     """Whether copies of ``tensor`` come from this rank if the source is at ``coordinate``."""
     return all(axis.rank == coordinate[dim] for dim, axis in copied_along(tensor))
 
 
 @torch.no_grad()
-def make_equal(named: Sequence[Named], places: Sequence[Place], spread: Spread, device: torch.device) -> None:
-    """Have all ranks hold what the source of ``spread`` holds, of what ranks hold alike.
+def make_equal(
+    named: Sequence[Named], infos: Sequence[TensorInfo], broadcast: Broadcast, device: torch.device
+) -> None:
+    """Make everything equal on all ranks that is replicated, with the values of the source of ``broadcast``.
 
-    ``places`` are those of the source.
+    ``infos`` are those of the source.
 
-    Of a DTensor that are the copies along its replicated mesh dimensions: each rank takes over the part of
-    its own place, from the members where the source is. A plain tensor comes from the source.
+    Of a DTensor, the copies along its replicated mesh dimensions are made equal: each rank takes over its own
+    part from the ranks at the coordinate of the source. A plain tensor comes from the source.
 
         mesh (replicate=2, shard=2), source at (1, 0)     (0, 0) <- (1, 0)     (0, 1) <- (1, 1)
 
-    Collective. Written in place, so that versions count it.
+    Collective. Writes in place, so that versions count it.
     """
     routes: dict[tuple[tuple[int, int], ...] | None, tuple[list[tuple[Axis, int]], list[Tensor]]] = {}
-    for (_, tensor), place in zip(named, places, strict=True):
-        at = place.coordinate or ()
+    for (_, tensor), info in zip(named, infos, strict=True):
+        at = info.coordinate or ()
         steps = [(axis, at[dim]) for dim, axis in copied_along(tensor)]
         key = tuple((id(axis.pg), sender) for axis, sender in steps) if isinstance(tensor, DTensor) else None
         if key != ():
@@ -388,20 +392,20 @@ def make_equal(named: Sequence[Named], places: Sequence[Place], spread: Spread, 
     for key, (steps, tensors) in routes.items():
         for packed in _packed(tensors, device):
             if key is None:
-                spread.tensor(packed)
+                broadcast.tensor(packed)
             for axis, sender in steps:
                 dist.broadcast(packed, group=axis.pg, group_src=sender)
 
 
-def send_around(tensors: Sequence[Tensor], spread: Spread, device: torch.device) -> None:
-    """Have all ranks hold what the source of ``spread`` has in ``tensors``, plain ones. Collective."""
+def broadcast_tensors(tensors: Sequence[Tensor], broadcast: Broadcast, device: torch.device) -> None:
+    """Give all ranks the source's contents of ``tensors``, which are plain. Collective."""
     for packed in _packed(tensors, device):
-        spread.tensor(packed)
+        broadcast.tensor(packed)
 
 
 def _packed(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
-    """Buffers on ``device`` with contents of ``tensors``, which take over what the caller makes of them."""
-    # The widest first: then each begins at a multiple of its element.
+    """Buffers on ``device`` packed from ``tensors``; what the caller writes there goes back to them."""
+    # Widest elements first, so that each tensor starts at a multiple of its element size.
     ordered = sorted((t.detach() for t in tensors), key=lambda tensor: -tensor.itemsize)
     batch: list[Tensor] = []
     room = PACKED_BYTES

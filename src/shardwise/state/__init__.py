@@ -1,1 +1,1 @@
-"""Full states of models and optimizers, and full parameters lent to the caller."""
+"""Full states of models and optimizers, summoned parameters, averages."""

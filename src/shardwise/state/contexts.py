@@ -1,4 +1,4 @@
-"""Contexts: accumulate without communication, see full parameters, keep them gathered for inference."""
+"""Contexts: accumulate without communication, summon full parameters, stay unsharded for inference."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -15,11 +15,11 @@ from shardwise.features.inference import begin_inference, end_inference
 from shardwise.fsdp_module import is_sharded
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.mesh import axes_of
-from shardwise.ranks.agreement import together
+from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import relay_of_job
 from shardwise.ranks.model_ranks import axes_of_given, mesh_device
-from shardwise.ranks.replicas import are_silent
-from shardwise.state.lending import Lent, Terms, check_can_lend
+from shardwise.ranks.replicas import are_fake
+from shardwise.state.summon import SummonedGroup, SummonOptions, check_can_summon
 
 T = TypeVar("T")
 
@@ -117,7 +117,7 @@ def unsharded(
         "with_grads": with_grads,
     }
 
-    def check() -> dict[Member, Terms]:
+    def check() -> dict[Member, SummonOptions]:
         for name, value in {**same, "offload_to_cpu": offload_to_cpu}.items():
             if not isinstance(value, bool):
                 raise TypeError(
@@ -129,23 +129,25 @@ def unsharded(
                 "back, and their shards would not follow what rank 0 changes. Pass writeback=False."
             )
         members = _members_to_change(module, "unsharded", recurse)
-        terms = {each: _terms(each, writeback, rank0_only, offload_to_cpu, with_grads) for each in members}
+        options = {
+            each: _options(each, writeback, rank0_only, offload_to_cpu, with_grads) for each in members
+        }
         for each in members:
-            check_can_lend(each.group, terms[each])
-        return terms
+            check_can_summon(each.group, options[each])
+        return options
 
-    terms = _agreed("unsharded", module, check, same)
-    lent: list[Lent] = []
+    options = _agreed("unsharded", module, check, same)
+    summoned: list[SummonedGroup] = []
     has_failed = True
     try:
         with relay_of_job().call("unsharded", lambda: axes_of_given(module)):
-            for member in terms:
+            for member in options:
                 member.root.free_between_passes(member.group, "unsharded")
-                lent.append(Lent(member.group, terms[member]))
+                summoned.append(SummonedGroup(member.group, options[member]))
         yield
         has_failed = False
     finally:
-        problems = [problem for each in lent for problem in each.take_back()]
+        problems = [problem for each in summoned for problem in each.write_back()]
         if problems and not has_failed:
             raise RuntimeError(f"unsharded: not everything could be taken over. {' '.join(problems)}")
 
@@ -212,13 +214,13 @@ def _agreed(caller: str, module: Any, check: Callable[[], T], same: dict[str, An
     """
     params = list(module.parameters()) if isinstance(module, nn.Module) else []
     device = mesh_device(module) if params else None
-    axes = [] if device is None or are_silent(axes_of(params), device) else axes_of(params)
+    axes = [] if device is None or are_fake(axes_of(params), device) else axes_of(params)
     with relay_of_job().call(caller, lambda: axes_of_given(module)):
-        return together(axes, device or torch.device("cpu"), check, caller=caller, same=same)
+        return run_on_all_ranks(axes, device or torch.device("cpu"), check, caller=caller, same=same)
 
 
 def _members_to_change(module: Any, caller: str, recurse: bool = True) -> list[Member]:
-    """The groups that a context is about, each once, none of them at work."""
+    """The groups of a context, each once, none of them in a forward or backward."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{caller}: {type(module).__name__} is not an nn.Module.")
     if not recurse and not is_sharded(module):
@@ -238,10 +240,12 @@ def _members_to_change(module: Any, caller: str, recurse: bool = True) -> list[M
     return members
 
 
-def _terms(member: Member, writeback: bool, rank0_only: bool, to_host: bool, with_grads: bool) -> Terms:
+def _options(
+    member: Member, writeback: bool, rank0_only: bool, to_host: bool, with_grads: bool
+) -> SummonOptions:
     ranks = member.group.mesh.mesh.mesh
     is_shown = not rank0_only or dist.get_rank() == int(ranks.min())
-    return Terms(writeback, is_shown, to_host, with_grads)
+    return SummonOptions(writeback, is_shown, to_host, with_grads)
 
 
 def _by_root(members: list[Member]) -> dict[Root, list[ParameterGroup]]:

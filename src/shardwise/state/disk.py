@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Have what is in the file `path`, or the names in a folder, survive a loss of power."""
+    """Write a file, or the names in a folder, through to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

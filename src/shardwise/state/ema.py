@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.state.names import check_at_rest, check_idle, listed, parameters_of
-from shardwise.torch_compat import dtensor
+from shardwise.layout.fqns import listed
+from shardwise.state.names import check_at_rest, check_idle, parameters_of
+from shardwise.torch_compat import dtensor, foreach
 
 
 class EMA:
@@ -76,7 +77,7 @@ class EMA:
             some[1].append(weight.to(average.device, average.dtype))
         with torch.inference_mode(False), torch.no_grad():
             for some_averages, some_weights in by_dtype.values():
-                torch._foreach_lerp_(some_averages, some_weights, 1 - decay)
+                foreach.lerp_(some_averages, some_weights, 1 - decay)
         self.num_updates += 1
 
     @contextmanager
@@ -135,7 +136,7 @@ class EMA:
         self.num_updates = state["num_updates"]
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Local tensors: averages, and the weights as they stand in the model now."""
+        """Local tensors: averages, and the current weights of the model."""
         params = _averaged(self._model)
         if lost := [name for name in self._averages if name not in params]:
             raise RuntimeError(f"EMA: the model has no parameter {listed(lost)} any more.")

@@ -3,8 +3,8 @@
     rank 0   model-00001-of-00003.safetensors   model-00003-of-00003.safetensors
     model.safetensors.index.json rank 1   model-00002-of-00003.safetensors
 
-Each tensor goes, full, to the rank that writes its file, and to no other. Nothing stands under its own name
-before all of it is on the disk.
+Each tensor goes, full, to the rank that writes its file, and to no other. No file has its final name before
+all of it is on the disk.
 """
 
 import json
@@ -21,15 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.full_tensors import batches, full_bytes, gather_full
+from shardwise.layout.fqns import listed
 from shardwise.layout.mesh import Axis
-from shardwise.ranks.agreement import together
+from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.model_ranks import axes_of_model, device_of_model, is_first, own_rank, ranks_of_model
 from shardwise.state.disk import sync
 from shardwise.state.model_files import DTYPES, INDEX, SINGLE, import_safetensors
-from shardwise.state.names import check_at_rest, entries_of, listed
+from shardwise.state.names import check_at_rest, entries_of
 
 SHARD_BYTES = 1 << 30
-"""How large a file becomes, and how much a rank holds to write it."""
+"""The size of a file, and what a rank holds to write it."""
 
 
 def save_safetensors(
@@ -57,10 +58,10 @@ def save_safetensors(
         FileExistsError: there are safetensors files in ``directory``.
         ImportError: the package ``safetensors`` is missing (``pip install 'shardwise[safetensors]'``).
         TypeError: a tensor is of a dtype that the format has not, or ``directory`` is no path.
-        ValueError: ranks disagree on the arguments, ``max_shard_bytes`` is not above 0, or ``dtype`` not of
-        floating-point numbers. RuntimeError: called in a forward or backward, inside ``unsharded`` or on the
-            meta device; or a rank could not write: all raise alike, and nothing of the model is left in
-            ``directory``.
+        ValueError: ranks disagree on the arguments, ``max_shard_bytes`` is not above 0, or ``dtype`` is not
+            floating-point.
+        RuntimeError: called in a forward or backward, inside ``unsharded`` or on the meta device; or a rank
+            could not write: all raise alike, and nothing of the model is left in ``directory``.
 
     Collective.
 
@@ -79,26 +80,26 @@ def save_safetensors(
         _check_dtypes(dict(zip(tensors, dtypes, strict=True)))
         return tensors, _plan(tensors, dtypes, max_shard_bytes)
 
-    tensors, files = together(axes, device, planned)
+    tensors, files = run_on_all_ranks(axes, device, planned)
     told = {"directory": os.fspath(directory), "max_shard_bytes": max_shard_bytes, "dtype": dtype}
     told["metadata"] = sorted((metadata or {}).items())
-    together(axes, device, lambda: None, caller="save_safetensors", same=told)
+    run_on_all_ranks(axes, device, lambda: None, caller="save_safetensors", same=told)
     ranks = ranks_of_model(model)
     job = _Job(Path(directory), axes, device)
     header = {**(metadata or {}), "format": "pt"}
     try:
-        job.together(job.refuse_other_files)
-        job.together(job.prepare)
+        job.run_on_all_ranks(job.refuse_other_files)
+        job.run_on_all_ranks(job.prepare)
         for start in range(0, len(files), len(ranks)):
             own: list[tuple[_File, dict[str, Tensor]]] = []
             for file, rank in zip(files[start : start + len(ranks)], ranks, strict=False):
                 wholes = gather_full([tensors[name] for name in file.names], rank, file.dtypes)
                 if rank == job.rank:
-                    landed = [whole.cpu().contiguous() for whole in wholes if whole is not None]
-                    own.append((file, dict(zip(file.names, landed, strict=True))))
+                    on_host = [whole.cpu().contiguous() for whole in wholes if whole is not None]
+                    own.append((file, dict(zip(file.names, on_host, strict=True))))
                 del wholes
-            job.together(partial(job.write, own, header))
-        job.together(lambda: job.finish(files))
+            job.run_on_all_ranks(partial(job.write, own, header))
+        job.run_on_all_ranks(lambda: job.finish(files))
     except BaseException:
         job.clear()
         raise
@@ -106,7 +107,7 @@ def save_safetensors(
 
 @dataclass(frozen=True)
 class _File:
-    """One file: which tensors, and in which dtypes."""
+    """One file: its tensors and their dtypes."""
 
     name: str
     names: Sequence[str]
@@ -137,7 +138,7 @@ def _check_dtypes(dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """By name; a tied one under its first."""
+    """Tensors by name; a tied one under its first name."""
     first: dict[int, tuple[str, Tensor]] = {}
     for entry in entries_of(model):
         if entry.is_tensor:
@@ -146,7 +147,7 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _plan(tensors: dict[str, Tensor], dtypes: list[torch.dtype], limit: int) -> list[_File]:
-    """Cut the tensors, in their order, into files."""
+    """Distribute the tensors, in order, over files."""
     names, values = list(tensors), list(tensors.values())
     cuts = list(batches(values, limit, dtypes))
     files = []
@@ -167,8 +168,8 @@ class _Job:
         self._axes, self._device = axes, device
         self._is_first = is_first(axes)
 
-    def together(self, act: Callable[[], Any]) -> None:
-        """Do it on all ranks; all raise if one could not."""
+    def run_on_all_ranks(self, act: Callable[[], Any]) -> None:
+        """Run ``act`` on all ranks; all raise if it fails on one."""
 
         def told() -> None:
             try:
@@ -178,7 +179,7 @@ class _Job:
                     raise
                 raise RuntimeError(self._told(error)) from error
 
-        together(self._axes, self._device, told, says_rank=False)
+        run_on_all_ranks(self._axes, self._device, told, says_rank=False)
 
     def _told(self, error: OSError) -> str:
         free = ""
@@ -187,7 +188,7 @@ class _Job:
         return f"save_safetensors: rank {self.rank} cannot write to {self._directory} ({error}).{free}"
 
     def refuse_other_files(self) -> None:
-        """Of another model, that could be mixed up with this one."""
+        """Refuse files of another model, which could be confused with this one."""
         if found := sorted([*self._directory.glob("*.safetensors"), *self._directory.glob(INDEX)]):
             raise FileExistsError(
                 f"save_safetensors: {self._directory} has {found[0].name} in it already, and two models in "
@@ -195,13 +196,13 @@ class _Job:
             )
 
     def prepare(self) -> None:
-        """Make a folder for what is not complete."""
+        """Make a folder for incomplete files."""
         if self._is_first:
             self.clear()  # of a save that died
             self._partial.mkdir(parents=True)
 
     def write(self, own: list[tuple[_File, dict[str, Tensor]]], header: dict[str, str]) -> None:
-        """The files of this rank, down to the disk."""
+        """Write the files of this rank, and sync them to disk."""
         from safetensors.torch import save_file
 
         for file, tensors in own:
@@ -209,7 +210,7 @@ class _Job:
             sync(self._partial / file.name)
 
     def finish(self, files: list[_File]) -> None:
-        """Put the files under their names, and the index last."""
+        """Give the files their final names, the index last."""
         if not self._is_first:
             return
         if len(files) > 1:
@@ -231,5 +232,5 @@ class _Job:
         sync(self._directory)
 
     def clear(self) -> None:
-        """After a failure: leave nothing behind that looks like a model."""
+        """Remove incomplete files after a failure."""
         shutil.rmtree(self._partial, ignore_errors=True)

@@ -13,25 +13,25 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from shardwise.comm.full_tensors import BUCKET_BYTES, own_box
+from shardwise.comm.full_tensors import BUCKET_BYTES, own_region
+from shardwise.init.meta_memory import give_memory, is_on_meta, refuse_lost
+from shardwise.init.partial_loads import clear_partly_loaded, mark_partly_loaded
 from shardwise.layout.fqns import clean
-from shardwise.ranks.agreement import together
+from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import relayed
-from shardwise.ranks.model_ranks import Spread, axes_of_model, device_of_model
+from shardwise.ranks.model_ranks import Broadcast, axes_of_model, device_of_model
 from shardwise.state.loading import (
-    Facts,
+    FullSource,
     LoadReport,
+    LoadTargets,
     Pairs,
-    Targets,
-    Whole,
+    ShapeAndDtype,
     load_everywhere,
     load_from_one,
     of_mapping,
 )
-from shardwise.state.meta_memory import give_memory, is_on_meta, refuse_lost
 from shardwise.state.model_files import ModelFiles, Paths
-from shardwise.state.names import Entry, check_flags, check_idle, check_rank, entries_of
-from shardwise.state.partial_loads import clear_partly_loaded, mark_partly_loaded
+from shardwise.state.names import StateEntry, check_flags, check_idle, check_rank, entries_of
 
 Source = Mapping[str, Any] | Iterable[tuple[str, Any]] | Paths | None
 T = TypeVar("T")
@@ -96,28 +96,28 @@ def load_full_state_dict(
     with ExitStack() as files:
         if src_rank is None:
             return load.everywhere(lambda: _opened(source, files))
-        spread = Spread(load.axes, src_rank, load.device)
-        offer = spread.object(_Offer.of(source) if spread.holds else None)
+        broadcast = Broadcast(load.axes, src_rank, load.device)
+        offer = broadcast.object(_Offer.of(source) if broadcast.is_source else None)
         if offer.paths is not None:
             return load.everywhere(lambda: _opened(offer.paths, files))
-        return load.from_one(offer, source, spread)
+        return load.from_one(offer, source, broadcast)
 
 
 @dataclass(frozen=True)
 class _Offer:
-    """What the rank that has a source tells the others of it, before anything is read.
+    """What the rank with the source tells the others before anything is read.
 
     One of: the ``paths`` of files; the ``facts`` of a dict; why it is of no use (``error``); or nothing, of
     an iterable.
     """
 
     paths: list[str] | None = None
-    facts: dict[str, Facts] | None = None
+    facts: dict[str, ShapeAndDtype] | None = None
     error: str | None = None
 
     @classmethod
     def of(cls, source: Any) -> "_Offer":
-        """Never raises: the others wait for it."""
+        """Describe ``source``. Never raises: the other ranks wait for it."""
         try:
             if _is_files(source):
                 every = [source] if isinstance(source, (str, PathLike)) else list(source)
@@ -136,8 +136,8 @@ def _is_files(source: Any) -> bool:
     return isinstance(source, (list, tuple)) and bool(source) and isinstance(source[0], (str, PathLike))
 
 
-def _opened(source: Any, files: ExitStack) -> Whole:
-    """A source that every rank has."""
+def _opened(source: Any, files: ExitStack) -> FullSource:
+    """Open a source that every rank has."""
     if _is_files(source):
         every = [source] if isinstance(source, (str, PathLike)) else source
         opened = ModelFiles(every[0] if len(every) == 1 else every)
@@ -185,28 +185,28 @@ class _Load:
             check_flags(CALLER, strict=strict, convert_dtype=converts)
 
         told = {"src_rank": src_rank, "strict": strict, "convert_dtype": converts}
-        together(self.axes, self.device, check, caller=CALLER, same=told)
-        self._targets = Targets(CALLER, self._entries(), strict, converts)
+        run_on_all_ranks(self.axes, self.device, check, caller=CALLER, same=told)
+        self._targets = LoadTargets(CALLER, self._entries(), strict, converts)
 
-    def _entries(self) -> dict[str, Entry]:
+    def _entries(self) -> dict[str, StateEntry]:
         return {entry.name: entry for entry in entries_of(self._model)}
 
     def _together(self, act: Callable[[], T]) -> T:
-        return together(self.axes, self.device, act)
+        return run_on_all_ranks(self.axes, self.device, act)
 
-    def everywhere(self, open_source: Callable[[], Whole]) -> LoadReport:
+    def everywhere(self, open_source: Callable[[], FullSource]) -> LoadReport:
         """Each rank reads its rows of a source that is checked first."""
         source = self._together(open_source)
         entries = self._targets.entries
 
         def check() -> None:
             self._check(source.facts)
-            self._targets.refuse_broken_ties(lambda name: source.read(name, own_box(entries[name].value)))
+            self._targets.refuse_broken_ties(lambda name: source.read(name, own_region(entries[name].value)))
 
         self._together(check)
         return self._written(lambda: self._together(lambda: load_everywhere(self._targets, source)))
 
-    def from_one(self, offer: _Offer, source: Any, spread: Spread) -> LoadReport:
+    def from_one(self, offer: _Offer, source: Any, broadcast: Broadcast) -> LoadReport:
         """One rank reads, and sends to the others."""
         if offer.error is not None:
             raise RuntimeError(offer.error)
@@ -216,20 +216,20 @@ class _Load:
                 self._refuse_lost()
                 return
             self._check(offer.facts)
-            if spread.holds:
+            if broadcast.is_source:
                 values = {clean(name): value for name, value in source.items()}
                 self._targets.refuse_broken_ties(values.__getitem__)
 
         def write() -> None:
-            pairs = _as_pairs(source) if spread.holds else None
-            load_from_one(self._targets, pairs, spread, self.device, BUCKET_BYTES)
+            pairs = _as_pairs(source) if broadcast.is_source else None
+            load_from_one(self._targets, pairs, broadcast, self.device, BUCKET_BYTES)
             self._targets.check_complete()
 
         self._together(check)
         return self._written(write)
 
-    def _check(self, facts: Mapping[str, Facts]) -> None:
-        """All that is known before anything is written."""
+    def _check(self, facts: Mapping[str, ShapeAndDtype]) -> None:
+        """Check everything that is known before anything is written."""
         self._targets.expect(facts)
         self._targets.check_complete()
         self._refuse_lost()
@@ -238,7 +238,7 @@ class _Load:
         refuse_lost(self._model, CALLER, [entry.value for entry in self._targets.entries.values()])
 
     def _written(self, write: Callable[[], object]) -> LoadReport:
-        """Memory, values, and what only modules can put in place; a failure leaves its mark."""
+        """Give memory, write values, and load what only modules can; a failure marks the model."""
         try:
             self._together(self._give_memory)
             write()

@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.comm.full_tensors import BUCKET_BYTES, STAGING_BYTES, batches, full_values, gather_full
-from shardwise.ranks.agreement import together
+from shardwise.layout.fqns import listed
+from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import relayed
-from shardwise.ranks.model_ranks import Spread, axes_of_model, device_of_model
-from shardwise.state.names import check_at_rest, check_flags, entries_of, listed, parameters_of
+from shardwise.ranks.model_ranks import Broadcast, axes_of_model, device_of_model
+from shardwise.state.names import check_at_rest, check_flags, entries_of, parameters_of
 from shardwise.state.optimizer_state import full_optimizer_state
 
 State = dict[str, Any]
@@ -132,14 +133,14 @@ def iter_full_parameters(
 
 
 def _check_together(model: Any, check: Callable[[], T], caller: str, same: dict[str, Any]) -> T:
-    """Where one rank's check fails, or ranks have different arguments, all raise; none of them waits."""
+    """Check on all ranks: if one check fails, or arguments differ, all ranks raise."""
     if not isinstance(model, nn.Module):
         return check()  # which says so
-    return together(axes_of_model(model), device_of_model(model), check, caller=caller, same=same)
+    return run_on_all_ranks(axes_of_model(model), device_of_model(model), check, caller=caller, same=same)
 
 
 def _told_names(names: Any) -> Any:
-    """Which names were asked for, whatever collection they are in."""
+    """The names asked for, whatever collection they are in."""
     if isinstance(names, Collection) and not isinstance(names, str):
         return sorted(map(str, names))
     return names
@@ -170,15 +171,15 @@ def _full_parameters(
         some = [params[index] for index in batch]
         bucket = gather_full(some, None, [dtypes[index] for index in batch], staging)
         for index in batch:
-            full, bucket[index - batch.start] = bucket[index - batch.start], None  # held by the caller alone
+            full, bucket[index - batch.start] = bucket[index - batch.start], None  # only the caller holds it
             assert full is not None
             yield chosen[index][0], full
             del full
 
 
 def _first_rank(model: nn.Module) -> int | None:
-    """The global rank that is the first of the model's; None without a process group."""
+    """The global rank of the model's first rank; None without a process group."""
     if not dist.is_initialized():
         return None
-    spread = Spread(axes_of_model(model), None, device_of_model(model))
-    return spread.object(dist.get_rank())
+    broadcast = Broadcast(axes_of_model(model), None, device_of_model(model))
+    return broadcast.object(dist.get_rank())

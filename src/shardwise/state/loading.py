@@ -1,7 +1,7 @@
-"""Full values into a sharded model, bucket by bucket, from wherever they are.
+"""Full values into a sharded model, bucket by bucket.
 
-One rank that has them sends each bucket to all, and each keeps its rows; where every rank has them, each
-takes its rows at once. What does not fit is found before anything is written, as far as names and shapes are
+If one rank has them, it sends each bucket to all ranks, and each rank keeps its rows. If every rank has them,
+each takes its rows directly. Misfits are found before anything is written, as far as names and shapes are
 known by then.
 """
 
@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.full_tensors import Scatter, own_box, write_rows
-from shardwise.layout.fqns import clean
-from shardwise.layout.regions import Box
+from shardwise.comm.full_tensors import RowScatter, own_region, write_rows
+from shardwise.layout.chunks import round_up
+from shardwise.layout.fqns import clean, listed
+from shardwise.layout.regions import Region
 from shardwise.layout.slots import ALIGNMENT
-from shardwise.ranks.model_ranks import Spread
-from shardwise.state.names import Entry, listed
+from shardwise.ranks.model_ranks import Broadcast
+from shardwise.state.names import StateEntry
 from shardwise.torch_compat import dtensor
 
 Pairs = Iterator[tuple[str, Any]]
@@ -45,24 +46,24 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What is known of a full value before it is read. ``shape`` is None for what is no tensor."""
+class ShapeAndDtype:
+    """What is known of a full value before it is read. ``shape`` is None if it is no tensor."""
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None = None
 
     @classmethod
-    def of(cls, value: Any) -> "Facts":
-        """Those of ``value``."""
+    def of(cls, value: Any) -> "ShapeAndDtype":
+        """The shape and dtype of ``value``."""
         return cls(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else cls(None)
 
 
 @dataclass
-class Targets:
-    """Where values go: the entries of a state dict, by name, and what has come of them so far."""
+class LoadTargets:
+    """The targets of a load: the entries of a state dict by name, and what was loaded so far."""
 
-    where: str  # of whom messages speak
-    entries: Mapping[str, Entry]
+    where: str  # the caller, for messages
+    entries: Mapping[str, StateEntry]
     is_strict: bool
     converts: bool
     came: dict[str, None] = field(default_factory=dict)  # dicts, for the order
@@ -70,8 +71,8 @@ class Targets:
     converted: dict[str, None] = field(default_factory=dict)
     whole: dict[str, Any] = field(default_factory=dict)  # key -> what only load_state_dict can put in place
 
-    def expect(self, facts: Mapping[str, Facts]) -> None:
-        """Take note of what comes; refuse what does not fit.
+    def expect(self, facts: Mapping[str, ShapeAndDtype]) -> None:
+        """Record what will be loaded; refuse what does not fit.
 
         Raises:
             RuntimeError: naming all that is wrong.
@@ -98,7 +99,7 @@ class Targets:
             more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise RuntimeError(f"{self.where}: {'; '.join(problems[:8])}{more}.")
 
-    def _unfit(self, name: str, found: Facts, entry: Entry) -> str | None:
+    def _unfit(self, name: str, found: ShapeAndDtype, entry: StateEntry) -> str | None:
         if entry.is_tensor != (found.shape is not None):
             return f"{name} is a tensor on one side only"
         if not entry.is_tensor:
@@ -147,7 +148,7 @@ class Targets:
         self.refuse(problems)
 
     def refuse_broken_ties(self, read: Callable[[str], Any]) -> None:
-        """Refuse different values for what is one tensor in the model.
+        """Refuse different values for names that are tied in the model.
 
         Raises:
             RuntimeError: naming both.
@@ -160,7 +161,7 @@ class Targets:
                 self.refuse([_broken_tie(other, name)])
 
     def without_repeats(self, pairs: Pairs) -> Pairs:
-        """Each tensor of the model once, under whichever of its names comes first.
+        """Each tensor of the model once, under the first of its names that comes.
 
         Raises:
             RuntimeError: another one comes with other values. Told apart by a digest, lest the first has to
@@ -180,7 +181,7 @@ class Targets:
                 self.refuse([_broken_tie(other, clean(name))])
 
     def report(self) -> LoadReport:
-        """What has come of it."""
+        """The report of the load."""
         return LoadReport(tuple(self.missing()), tuple(self.unexpected), tuple(self.converted))
 
     # --- writing ----------------------------------------------------------------------------------
@@ -191,7 +192,7 @@ class Targets:
         return entry.is_own and type(dtensor.plain(entry.value)) in (Tensor, nn.Parameter)
 
     def write(self, name: str, start: int, rows: Tensor, shape: tuple[int, ...]) -> None:
-        """Put rows [start, ...) of the full value of ``name`` in their place."""
+        """Write rows [start, ...) of the full value of ``name``."""
         entry = self.entries[name]
         if self.goes_by_rows(name):
             write_rows(entry.value, start, rows)
@@ -218,25 +219,25 @@ def _is_same(left: Tensor, right: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """Full values that this rank can read by itself: names, what they are, and how a box of one is read."""
+class FullSource:
+    """Full values that this rank can read by itself: names, shapes and dtypes, and how to read a region."""
 
-    facts: Mapping[str, Facts]
-    read: Callable[[str, Box], Any]
+    facts: Mapping[str, ShapeAndDtype]
+    read: Callable[[str, Region], Any]
 
 
-def of_mapping(source: Mapping[str, Any]) -> Whole:
+def of_mapping(source: Mapping[str, Any]) -> FullSource:
     """A dict of full tensors."""
 
-    def read(name: str, box: Box) -> Any:
+    def read(name: str, region: Region) -> Any:
         value = values[name]
-        return value[box.slices] if isinstance(value, Tensor) and value.dim() else value
+        return value[region.slices] if isinstance(value, Tensor) and value.dim() else value
 
     values: dict[str, Any] = {}
     for name, value in source.items():
         refuse_no_value(name, value)
         values[clean(name)] = value
-    return Whole({name: Facts.of(value) for name, value in values.items()}, read)
+    return FullSource({name: ShapeAndDtype.of(value) for name, value in values.items()}, read)
 
 
 def refuse_no_value(name: Any, value: Any) -> None:
@@ -253,26 +254,26 @@ def refuse_no_value(name: Any, value: Any) -> None:
 
 
 @torch.no_grad()
-def load_everywhere(targets: Targets, source: Whole) -> None:
+def load_everywhere(targets: LoadTargets, source: FullSource) -> None:
     """Each rank reads its rows. No communication; ``targets`` have been checked."""
     for name in source.facts:
         entry = targets.entries.get(name)
         if entry is None:
             continue
         if not entry.is_tensor:
-            targets.whole[entry.key] = source.read(name, Box((), ()))
+            targets.whole[entry.key] = source.read(name, Region((), ()))
         elif not targets.goes_by_rows(name):
             shape = source.facts[name].shape or ()
-            targets.whole[entry.key] = source.read(name, Box((0,) * len(shape), shape))
+            targets.whole[entry.key] = source.read(name, Region((0,) * len(shape), shape))
         else:
-            box = own_box(entry.value)
-            if box.numel:
-                dtensor.plain(entry.value).copy_(source.read(name, box))
+            region = own_region(entry.value)
+            if region.numel:
+                dtensor.plain(entry.value).copy_(source.read(name, region))
 
 
 @torch.no_grad()
 def load_from_one(
-    targets: Targets, pairs: Pairs | None, spread: Spread, device: torch.device, limit: int
+    targets: LoadTargets, pairs: Pairs | None, broadcast: Broadcast, device: torch.device, limit: int
 ) -> None:
     """The rank that has ``pairs`` sends them to all, ``limit`` bytes at a time. Others pass None.
 
@@ -281,9 +282,9 @@ def load_from_one(
         SourceError: reading failed on that rank.
     """
     sending = None if pairs is None else _Sending(targets.without_repeats(pairs), limit)
-    road = _Road(targets, spread, device)
+    transfer = _RowTransfer(targets, broadcast, device)
     while True:
-        message = spread.object(None if sending is None else sending.next_message())
+        message = broadcast.object(None if sending is None else sending.next_message())
         if message is None:
             return
         if isinstance(message, str):
@@ -292,33 +293,33 @@ def load_from_one(
         for name, value in message.others.items():
             if name in targets.entries:
                 targets.whole[targets.entries[name].key] = value
-        road.pass_on(message.blocks, None if sending is None else sending.rows)
+        transfer.send(message.blocks, None if sending is None else sending.rows)
 
 
-class _Road:
-    """How rows come from the rank that has them into their places: straight, or packed and sent to all."""
+class _RowTransfer:
+    """Transfers rows from the rank that has them to the others: directly, or packed and broadcast."""
 
-    def __init__(self, targets: Targets, spread: Spread, device: torch.device) -> None:
+    def __init__(self, targets: LoadTargets, broadcast: Broadcast, device: torch.device) -> None:
         self._targets = targets
-        self._spread = spread
-        self._scatter = None if spread.line is None else Scatter(*spread.line, device)
+        self._broadcast = broadcast
+        self._scatter = None if broadcast.single_axis is None else RowScatter(*broadcast.single_axis, device)
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def pass_on(self, blocks: "list[_Block]", rows: list[Tensor] | None) -> None:
+    def send(self, blocks: "list[_RowBlock]", rows: list[Tensor] | None) -> None:
         """One bucket; ``rows`` on the rank that has them."""
         there = rows if rows is not None else [None] * len(blocks)
         every = [(b, r) for b, r in zip(blocks, there, strict=True) if b.name in self._targets.entries]
-        works = self._send_straight([each for each in every if self._goes_straight(each[0])])
-        self._send_packed([each for each in every if not self._goes_straight(each[0])])
+        works = self._send_directly([each for each in every if self._goes_directly(each[0])])
+        self._send_packed([each for each in every if not self._goes_directly(each[0])])
         for work in works:
             work.wait()
 
-    def _goes_straight(self, block: "_Block") -> bool:
+    def _goes_directly(self, block: "_RowBlock") -> bool:
         if self._scatter is None or not self._targets.goes_by_rows(block.name):
             return False
         return self._scatter.takes(self._targets.entries[block.name].value, block.start, block.end)
 
-    def _send_straight(self, some: "list[tuple[_Block, Tensor | None]]") -> list[Any]:
+    def _send_directly(self, some: "list[tuple[_RowBlock, Tensor | None]]") -> list[Any]:
         operations: list[Any] = []
         for block, rows in some:
             assert self._scatter is not None
@@ -329,13 +330,13 @@ class _Road:
                 operations += self._scatter.send(target, block.start, rows)
         return dist.batch_isend_irecv(operations) if operations else []
 
-    def _send_packed(self, some: "list[tuple[_Block, Tensor | None]]") -> None:
-        ends = list(accumulate(-(-b.num_bytes // ALIGNMENT) * ALIGNMENT for b, _ in some))
+    def _send_packed(self, some: "list[tuple[_RowBlock, Tensor | None]]") -> None:
+        ends = list(accumulate(round_up(b.num_bytes, ALIGNMENT) for b, _ in some))
         if not ends:
             return
         if ends[-1] > self._memory.numel():
             device = self._memory.device
-            del self._memory  # never two of them at once
+            del self._memory  # never hold two of them
             self._memory = torch.empty(ends[-1], dtype=torch.uint8, device=device)
         buffer = self._memory[: ends[-1]]
         places = [block.rows_in(buffer[start:]) for (block, _), start in zip(some, [0, *ends], strict=False)]
@@ -343,7 +344,7 @@ class _Road:
             if rows is not None:
                 place.copy_(rows)
         if ends[-1]:
-            self._spread.tensor(buffer)
+            self._broadcast.tensor(buffer)
         for place, (block, _) in zip(places, some, strict=True):
             self._targets.write(block.name, block.start, place, block.shape)
 
@@ -353,7 +354,7 @@ class SourceError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _RowBlock:
     """Rows of one tensor in a bucket that travels."""
 
     name: str
@@ -364,7 +365,7 @@ class _Block:
 
     @property
     def end(self) -> int:
-        """Past its last row."""
+        """One past its last row."""
         return self.start + self.num_rows
 
     @property
@@ -373,21 +374,21 @@ class _Block:
         return self.num_rows * prod(self.shape[1:]) * self.dtype.itemsize
 
     def rows_in(self, buffer: Tensor) -> Tensor:
-        """They, at the start of a buffer of bytes."""
+        """These rows, at the start of a buffer of bytes."""
         return buffer[: self.num_bytes].view(self.dtype).view(self.num_rows, *self.shape[1:])
 
 
 @dataclass
 class _Message:
-    """What all ranks are told of a bucket before it travels. ``begun``: tensors of which it is the first."""
+    """The header of a bucket, which all ranks get first. ``begun``: tensors that begin in this bucket."""
 
-    begun: dict[str, Facts] = field(default_factory=dict)
+    begun: dict[str, ShapeAndDtype] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)  # no tensors
-    blocks: list[_Block] = field(default_factory=list)
+    blocks: list[_RowBlock] = field(default_factory=list)
 
 
 class _Sending:
-    """On the rank that has the values: one bucket after the other."""
+    """On the sending rank: the buckets, one after the other."""
 
     def __init__(self, pairs: Pairs, limit: int) -> None:
         self._messages = _messages(pairs, limit)
@@ -395,7 +396,7 @@ class _Sending:
         self.error: Exception | None = None
 
     def next_message(self) -> _Message | str | None:
-        """None: there is nothing more. A text: reading has failed. ``rows`` are those it speaks of."""
+        """The next header; ``rows`` are its rows. None: no more buckets. A text: reading failed."""
         try:
             message, self.rows = next(self._messages, (None, []))
         except Exception as error:
@@ -407,11 +408,11 @@ class _Sending:
 def _messages(pairs: Pairs, limit: int) -> Iterator[tuple[_Message, list[Tensor]]]:
     """Buckets of up to ``limit`` bytes, or one row, and the rows that fill them."""
     message = _Message()
-    filling: list[Tensor] = []
+    rows_to_send: list[Tensor] = []
     size = 0
     for name, value in pairs:
         refuse_no_value(name, value)
-        message.begun[clean(name)] = Facts.of(value)
+        message.begun[clean(name)] = ShapeAndDtype.of(value)
         if not isinstance(value, Tensor):
             message.others[clean(name)] = value
             continue
@@ -421,13 +422,13 @@ def _messages(pairs: Pairs, limit: int) -> Iterator[tuple[_Message, list[Tensor]
         while start < len(rows) and row_bytes:
             fitting = (limit - size) // row_bytes
             if fitting < 1 and message.blocks:
-                yield message, filling
-                message, filling, size = _Message(), [], 0
+                yield message, rows_to_send
+                message, rows_to_send, size = _Message(), [], 0
                 continue
             count = min(len(rows) - start, max(1, fitting))
-            message.blocks.append(_Block(clean(name), shape, value.dtype, start, count))
-            filling.append(rows[start : start + count])
-            size += -(-count * row_bytes // ALIGNMENT) * ALIGNMENT
+            message.blocks.append(_RowBlock(clean(name), shape, value.dtype, start, count))
+            rows_to_send.append(rows[start : start + count])
+            size += round_up(count * row_bytes, ALIGNMENT)
             start += count
     if message.begun or message.blocks:
-        yield message, filling
+        yield message, rows_to_send

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from shardwise.layout.fqns import clean
-from shardwise.layout.regions import Box
-from shardwise.state.loading import Facts, Whole
-from shardwise.state.names import listed
+from shardwise.layout.fqns import clean, listed
+from shardwise.layout.regions import Region
+from shardwise.state.loading import FullSource, ShapeAndDtype
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -33,7 +32,7 @@ class BadFile(RuntimeError):
 
 
 def import_safetensors() -> Any:
-    """The library, which is an extra."""
+    """Import safetensors, which is an optional dependency."""
     try:
         import safetensors
     except ImportError:
@@ -56,7 +55,7 @@ class ModelFiles:
         self._safetensors = import_safetensors()
         self._stack = ExitStack()
         self._slices: dict[str, tuple[Path, Any]] = {}
-        self._facts: dict[str, Facts] = {}
+        self._facts: dict[str, ShapeAndDtype] = {}
         try:
             for path, expected in _files_of(source).items():
                 self._open(path, expected)
@@ -65,12 +64,12 @@ class ModelFiles:
             raise
 
     def close(self) -> None:
-        """Give the files back."""
+        """Close the files."""
         self._stack.close()
 
-    def whole(self) -> Whole:
-        """What is in them, to be read."""
-        return Whole(self._facts, self._read)
+    def whole(self) -> FullSource:
+        """The values in the files."""
+        return FullSource(self._facts, self._read)
 
     def _open(self, path: Path, expected: list[str] | None) -> None:
         try:
@@ -93,12 +92,12 @@ class ModelFiles:
         for key in there if expected is None else expected:
             piece, name = file.get_slice(key), clean(key)
             self._slices[name] = path, piece
-            self._facts[name] = Facts(tuple(piece.get_shape()), _dtype_of(path, key, piece))
+            self._facts[name] = ShapeAndDtype(tuple(piece.get_shape()), _dtype_of(path, key, piece))
 
-    def _read(self, name: str, box: Box) -> torch.Tensor:
+    def _read(self, name: str, region: Region) -> torch.Tensor:
         path, piece = self._slices[name]
         try:
-            return piece[box.slices] if box.sizes else piece[...]
+            return piece[region.slices] if region.sizes else piece[...]
         except Exception as error:
             raise BadFile(f"{path}: {name} cannot be read ({error}).") from None
 

@@ -25,7 +25,8 @@ from shardwise.torch_compat import dtensor, optimizers
 
 Optimizers = Sequence[torch.optim.Optimizer]
 Names = dict[Tensor, list[str]]
-Place = tuple[Any, ...]  # keys and indices, from the outermost in
+StatePath = tuple[Any, ...]
+"""Where a value stands in nested dicts and lists: keys and indices, the outermost first."""
 
 
 def parameter_names(model: nn.Module) -> Names:
@@ -84,7 +85,7 @@ def state_of(optimizers: Optimizers, names: Names) -> dict[str, Any]:
 
 
 def _clean(group: dict[str, Any]) -> dict[str, Any]:
-    """With the names that the optimizer was given, if any, as others go by."""
+    """The param group with clean names, if the optimizer was given names."""
     given = group.get("param_names")
     return group if given is None else group | {"param_names": [clean(name) for name in given]}
 
@@ -102,7 +103,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, names: Names) -> None:
 
 
 def _check_whole(optimizer: Any, name: str, key: Any, value: Any, param: Tensor) -> None:
-    """Refuse what is a rank's own part of something, and does not say which part."""
+    """Refuse state that is this rank's part of something without saying which part."""
     if not isinstance(param, DTensor):
         return
     for _, part in leaves(value):
@@ -119,8 +120,8 @@ def _check_whole(optimizer: Any, name: str, key: Any, value: Any, param: Tensor)
             )
 
 
-def leaves(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """What is in nested dicts, lists and tuples, and where."""
+def leaves(value: Any, place: StatePath = ()) -> Iterator[tuple[StatePath, Any]]:
+    """The leaves of nested dicts, lists and tuples, with their paths."""
     if not (isinstance(value, dict) or type(value) in (list, tuple)):
         yield place, value
         return
@@ -128,8 +129,8 @@ def leaves(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
         yield from leaves(each, (*place, key))
 
 
-def mapped(value: Any, act: Callable[[Place, Any], Any], place: Place = ()) -> Any:
-    """The same nest of dicts, lists and tuples, with what ``act`` makes of each of its leaves."""
+def mapped(value: Any, act: Callable[[StatePath, Any], Any], place: StatePath = ()) -> Any:
+    """The same nest of dicts, lists and tuples, with ``act`` applied to each leaf."""
     if isinstance(value, dict):
         return {key: mapped(each, act, (*place, key)) for key, each in value.items()}
     if type(value) in (list, tuple):
@@ -138,10 +139,10 @@ def mapped(value: Any, act: Callable[[Place, Any], Any], place: Place = ()) -> A
 
 
 def staged(value: Any) -> Any:
-    """A copy of nested dicts and lists, of their tensors in host memory."""
+    """A copy of nested dicts and lists, with tensors in host memory."""
     done: dict[int, Tensor] = {}
 
-    def copied(_: Place, leaf: Any) -> Any:
+    def copied(_: StatePath, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return deepcopy(leaf)
         local = dtensor.plain(leaf)
@@ -149,7 +150,9 @@ def staged(value: Any) -> Any:
         key = hash((local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, local.device))
         if key not in done or not local.numel():
             done[key] = local.detach().to("cpu", copy=True)
-        return dtensor.make_dtensor(done[key], leaf._spec) if isinstance(leaf, DTensor) else done[key]
+        return (
+            dtensor.make_dtensor(done[key], dtensor.spec_of(leaf)) if isinstance(leaf, DTensor) else done[key]
+        )
 
     return mapped(value, copied)
 
@@ -183,7 +186,9 @@ def blank(
             return _with_memory(existing, dtensor.plain(param).device)
     if isinstance(param, DTensor) and size == param.shape and not is_scalar:
         local = torch.empty_like(dtensor.plain(param), dtype=dtype)
-        return dtensor.make_dtensor(local, param._spec if dtype == param.dtype else _with_dtype(param, dtype))
+        return dtensor.make_dtensor(
+            local, dtensor.spec_of(param) if dtype == param.dtype else _with_dtype(param, dtype)
+        )
     if not size or not isinstance(param, DTensor):
         device = torch.device("cpu") if is_scalar else dtensor.plain(param).device
         return torch.empty(size, dtype=dtype, device=device)
@@ -231,7 +236,7 @@ def _with_dtypes_of(saved: dict[str, Any], cast: dict[str, Any], converted: Tens
     """
     before = dict(leaves(saved))
 
-    def uncast(place: Place, leaf: Any) -> Any:
+    def uncast(place: StatePath, leaf: Any) -> Any:
         old = before.get(place)
         if not isinstance(leaf, Tensor) or not isinstance(old, Tensor) or place[0] == "step":
             return leaf
@@ -241,7 +246,7 @@ def _with_dtypes_of(saved: dict[str, Any], cast: dict[str, Any], converted: Tens
     return mapped(cast, uncast)
 
 
-def same(values: Iterable[Any]) -> bool:
+def are_equal(values: Iterable[Any]) -> bool:
     """Whether hyperparameters are equal; some are tensors."""
     first, *others = values
     return all(type(each) is type(first) and bool(each == first) for each in others)

@@ -1,10 +1,10 @@
-"""What of a model is saved, and under which names: those of the model as it was written.
+"""Names in saved states: those of the model as it was written.
 
-Wrappers (``torch.compile``, checkpointed blocks) put parts of their own into names. Saved states leave them
-out, so that a model loads what was saved with other wrappers or without.
+Wrappers (``torch.compile``, checkpointed blocks) add parts to names. Saved states leave them out, so that a
+model loads what was saved with other wrappers or without.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.engine.members import sharded_members
 from shardwise.groups.shards import meta_message
+from shardwise.init.partial_loads import why_partly_loaded
 from shardwise.layout.fqns import clean
-from shardwise.state.partial_loads import why_partly_loaded
 
 
 def canonical(name: str, model: nn.Module) -> str:
@@ -30,10 +30,10 @@ def canonical(name: str, model: nn.Module) -> str:
 
 
 @dataclass(frozen=True)
-class Entry:
+class StateEntry:
     """One entry of a state dict. ``key`` is its name there, ``value`` the parameter or buffer itself.
 
-    ``is_own``: it is, and not something that a module or its hooks have made for the state dict.
+    ``is_own``: it is one, and not something that a module or its hooks made for the state dict.
     """
 
     name: str
@@ -47,11 +47,11 @@ class Entry:
         return isinstance(self.value, Tensor)
 
 
-def entries_of(model: nn.Module) -> list[Entry]:
+def entries_of(model: nn.Module) -> list[StateEntry]:
     """The entries of ``model.state_dict()``, as modules and their hooks make it."""
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     state = model.state_dict(keep_vars=True)
-    return [Entry(canonical(key, model), key, value, id(value) in own) for key, value in state.items()]
+    return [StateEntry(canonical(key, model), key, value, id(value) in own) for key, value in state.items()]
 
 
 def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -60,15 +60,8 @@ def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield canonical(name, model), param
 
 
-def listed(names: Iterable[str], limit: int = 8) -> str:
-    """``names`` for a message: the first few, and how many more."""
-    every = list(names)
-    more = f" and {len(every) - limit} more" if len(every) > limit else ""
-    return ", ".join(every[:limit]) + more
-
-
 def check_at_rest(model: nn.Module, caller: str) -> None:
-    """Refuse a model in the middle of something, or without values.
+    """Refuse a model in a forward or backward, or without values.
 
     Raises:
         TypeError: it is no module.
@@ -87,14 +80,14 @@ def check_at_rest(model: nn.Module, caller: str) -> None:
 
 
 def check_flags(caller: str, **flags: Any) -> None:
-    """Refuse arguments that are to be True or False and are something else."""
+    """Refuse flags that are neither True nor False."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{caller}: {name} is {value!r}, a {type(value).__name__}; pass True or False.")
 
 
 def check_rank(caller: str, name: str, rank: Any) -> None:
-    """Refuse what is neither a global rank nor None."""
+    """Refuse anything but a global rank or None."""
     if isinstance(rank, bool) or not isinstance(rank, (int, type(None))):
         raise TypeError(
             f"{caller}: {name} is {rank!r}, a {type(rank).__name__}; pass a global rank, or None."
@@ -102,7 +95,7 @@ def check_rank(caller: str, name: str, rank: Any) -> None:
 
 
 def check_idle(model: nn.Module, caller: str) -> None:
-    """Refuse a model in the middle of something."""
+    """Refuse a model in a forward or backward, or inside ``unsharded``."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller}: model is a {type(model).__name__}, not an nn.Module.")
     for member in sharded_members(model):

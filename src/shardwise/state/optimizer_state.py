@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.full_tensors import BUCKET_BYTES, full_values
-from shardwise.layout.fqns import clean
-from shardwise.ranks.agreement import together
+from shardwise.layout.fqns import clean, listed
+from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import relayed
-from shardwise.ranks.model_ranks import Spread, axes_of_model, device_of_model, own_rank
-from shardwise.state.loading import Facts, Targets, load_from_one
+from shardwise.ranks.model_ranks import Broadcast, axes_of_model, device_of_model, own_rank
+from shardwise.state.loading import LoadTargets, ShapeAndDtype, load_from_one
 from shardwise.state.named_state import (
-    Place,
+    StatePath,
     blank,
     check_parameters,
     leaves,
@@ -35,7 +35,7 @@ from shardwise.state.named_state import (
     scalar_keys,
     state_of,
 )
-from shardwise.state.names import Entry, check_at_rest, check_rank, listed
+from shardwise.state.names import StateEntry, check_at_rest, check_rank
 
 State = dict[str, Any]
 LOAD = "load_full_optimizer_state_dict"
@@ -57,7 +57,7 @@ def full_optimizer_state(
         _names_by_group(model, optimizer, "full_state_dict")
         return state_of([optimizer], parameter_names(model))
 
-    sharded = together(axes_of_model(model), device_of_model(model), own)
+    sharded = run_on_all_ranks(axes_of_model(model), device_of_model(model), own)
     full = full_values(dict(leaves(sharded)), owner, cpu)
     if owner not in (None, own_rank()):
         return {}
@@ -112,14 +112,16 @@ def load_full_optimizer_state_dict(
         _check_call(model, optimizer)
         check_rank(LOAD, "src_rank", src_rank)
 
-    together(axes, device, check, caller=LOAD, same={"src_rank": src_rank})
-    spread = Spread([], None, device) if src_rank is None else Spread(axes, src_rank, device)
-    named = together(axes, device, lambda: _full_by_name(state, model, optimizer) if spread.holds else None)
-    outline = spread.object(None if named is None else _outline(named))
-    loading = together(axes, device, lambda: _Loading(outline, model, optimizer))
+    run_on_all_ranks(axes, device, check, caller=LOAD, same={"src_rank": src_rank})
+    broadcast = Broadcast([], None, device) if src_rank is None else Broadcast(axes, src_rank, device)
+    named = run_on_all_ranks(
+        axes, device, lambda: _full_by_name(state, model, optimizer) if broadcast.is_source else None
+    )
+    outline = broadcast.object(None if named is None else _outline(named))
+    loading = run_on_all_ranks(axes, device, lambda: _OptimizerLoad(outline, model, optimizer))
     tensors = None if named is None else _tensors_of(named)
-    load_from_one(loading.targets, tensors, spread, device, BUCKET_BYTES)
-    together(axes, device, lambda: loading.finish(optimizer))
+    load_from_one(loading.targets, tensors, broadcast, device, BUCKET_BYTES)
+    run_on_all_ranks(axes, device, lambda: loading.finish(optimizer))
 
 
 def rekey_optimizer_state_dict(
@@ -197,7 +199,7 @@ def _names_by_group(model: nn.Module, optimizer: torch.optim.Optimizer, caller: 
 
 
 def _names_by_id(ids: list[int], own: list[list[str]], caller: str) -> dict[int, str]:
-    """By place, as optimizers pair parameters; whatever the ids are."""
+    """Names by id; parameters are paired by position, as optimizers do."""
     names = [name for group in own for name in group]
     if sorted(ids) != list(range(len(names))):
         raise RuntimeError(
@@ -208,7 +210,7 @@ def _names_by_id(ids: list[int], own: list[list[str]], caller: str) -> dict[int,
 
 
 def _by_id(named: State) -> State:
-    """Of a state that is in the order of the optimizer: ids ascend, as in a ``state_dict()``."""
+    """By id, from a state in the order of the optimizer: ids ascend, as in a ``state_dict()``."""
     names = [name for group in named["param_groups"] for name in group["params"]]
     ids = {name: index for index, name in enumerate(names)}
     return {
@@ -294,11 +296,11 @@ def _check_membership(named: State, groups: list[dict[str, Any]], own: list[list
 
 
 @dataclass(frozen=True)
-class _Slot:
-    """Where a tensor stands in the outline of a state, which all ranks are told before tensors travel."""
+class _TensorOutline:
+    """A tensor in the outline of a state, which all ranks get before the tensors."""
 
     name: str
-    facts: Facts
+    facts: ShapeAndDtype
 
 
 def _check_call(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -318,12 +320,12 @@ def _full_by_name(state: Any, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def _outline(named: State) -> State:
-    """What is in it, without the tensors of the state; those among hyperparameters travel as they are."""
+    """The state without its tensors; tensors among hyperparameters stay."""
 
-    def slot(place: Place, value: Any) -> Any:
-        return _Slot(_label(place), Facts.of(value)) if isinstance(value, Tensor) else value
+    def slot(place: StatePath, value: Any) -> Any:
+        return _TensorOutline(_label(place), ShapeAndDtype.of(value)) if isinstance(value, Tensor) else value
 
-    def on_host(_: Place, value: Any) -> Any:
+    def on_host(_: StatePath, value: Any) -> Any:
         return value.detach().cpu() if isinstance(value, Tensor) else value
 
     return {"state": mapped(named["state"], slot), "param_groups": mapped(named["param_groups"], on_host)}
@@ -333,17 +335,17 @@ def _tensors_of(named: State) -> Iterator[tuple[str, Tensor]]:
     return ((_label(place), value) for place, value in leaves(named["state"]) if isinstance(value, Tensor))
 
 
-def _label(place: Place) -> str:
+def _label(place: StatePath) -> str:
     return f"{place[0]} ({_key(place)})"
 
 
-def _key(place: Place) -> str:
-    """Below the parameter."""
+def _key(place: StatePath) -> str:
+    """The path below the parameter."""
     return ".".join(map(str, place[1:]))
 
 
-class _Loading:
-    """New state, as shards: made first, filled, and handed to the optimizer when all of it is there."""
+class _OptimizerLoad:
+    """New state in shards: allocated first, then filled, and given to the optimizer when complete."""
 
     def __init__(self, outline: State, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         names = parameter_names(model)
@@ -354,8 +356,8 @@ class _Loading:
         self._tensors = _blanks(outline["state"], self._own["state"], params, problems)
         if problems:
             raise RuntimeError(f"{LOAD}: {'; '.join(problems)}.")
-        entries = {name: Entry(name, name, tensor, True) for name, tensor in self._tensors.items()}
-        self.targets = Targets(LOAD, entries, is_strict=True, converts=False)
+        entries = {name: StateEntry(name, name, tensor, True) for name, tensor in self._tensors.items()}
+        self.targets = LoadTargets(LOAD, entries, is_strict=True, converts=False)
 
     def finish(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the optimizer go on with it.
@@ -364,8 +366,8 @@ class _Loading:
         optimizer that has made none, which counts as one where a parameter has no state to be loaded.
         """
 
-        def filled(_: Place, leaf: Any) -> Any:
-            return self._tensors[leaf.name] if isinstance(leaf, _Slot) else leaf
+        def filled(_: StatePath, leaf: Any) -> Any:
+            return self._tensors[leaf.name] if isinstance(leaf, _TensorOutline) else leaf
 
         groups = [
             _on_devices_of(own, saved)
@@ -379,9 +381,9 @@ class _Loading:
 def _blanks(
     outline: State, own: State, params: Mapping[str, Tensor], problems: list[str]
 ) -> dict[str, Tensor]:
-    """Memory for this rank's part of each tensor: laid out as the one there is, or as its parameter."""
+    """Memory for this rank's part of each tensor, laid out as the existing state or the parameter."""
     existing = {place: value for place, value in leaves(own) if isinstance(value, Tensor)}
-    slots = {place: leaf for place, leaf in leaves(outline) if isinstance(leaf, _Slot)}
+    slots = {place: leaf for place, leaf in leaves(outline) if isinstance(leaf, _TensorOutline)}
     shapes: dict[str, dict[str, Any]] = {}
     for place, slot in slots.items():
         shapes.setdefault(place[0], {})[_key(place)] = slot.facts.shape
@@ -404,7 +406,7 @@ def _blanks(
     return made
 
 
-def _blank(param: Tensor, there: Tensor | None, facts: Facts, is_scalar: bool) -> Tensor | None:
+def _blank(param: Tensor, there: Tensor | None, facts: ShapeAndDtype, is_scalar: bool) -> Tensor | None:
     assert facts.shape is not None
     assert facts.dtype is not None
     # The state that there is stays as it is, should the load fail.
@@ -420,7 +422,7 @@ def _unplaced(names: list[str]) -> str:
 
 
 def _other_kind(saved: State, own: State) -> list[str]:
-    """What tells that a state is of another kind of optimizer."""
+    """Signs that a state is of another kind of optimizer."""
     kinds = {key for values in own.values() for key in values}
     others = {key for values in saved.values() for key in values} - kinds
     if not kinds or not others:
@@ -432,11 +434,11 @@ def _other_kind(saved: State, own: State) -> list[str]:
 
 
 def _on_devices_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters that are tensors (of a capturable optimizer, say), where the ones at hand are."""
+    """Move tensors among hyperparameters (of a capturable optimizer) to the devices of the current ones."""
 
     at_hand = {place: value for place, value in leaves(dict(own)) if isinstance(value, Tensor)}
 
-    def placed(place: Place, value: Any) -> Any:
+    def placed(place: StatePath, value: Any) -> Any:
         is_wanted = isinstance(value, Tensor) and place in at_hand
         return value.to(at_hand[place].device) if is_wanted else value
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.comm.gradient_sums import CallersHook, LowPrecision, Quantized, Reducer
+from shardwise.comm.reducers import CommHookReducer, LowPrecisionReducer, QuantizedReducer, Reducer
 from shardwise.engine.members import sharded_members
 from shardwise.engine.root import Member
 from shardwise.groups.group import ParameterGroup
@@ -79,7 +79,7 @@ def register_comm_hook(model: nn.Module, state: Any, hook: Hook) -> None:
 
 
 def _maker(state: Any, hook: Any) -> Callable[[Bucket, ParameterGroup], Reducer]:
-    """What makes the reducer of a bucket."""
+    """The function that makes the reducer of a bucket."""
     if isinstance(hook, (LowPrecisionReduction, QuantizedReduction)):
         if state is not None:
             raise ValueError(
@@ -87,8 +87,8 @@ def _maker(state: Any, hook: Any) -> Callable[[Bucket, ParameterGroup], Reducer]
                 "needs by itself. Pass None."
             )
         if isinstance(hook, LowPrecisionReduction):
-            return lambda bucket, group: LowPrecision(hook.dtype)
-        return lambda bucket, group: Quantized(hook.block_size, hook.error_feedback)
+            return lambda bucket, group: LowPrecisionReducer(hook.dtype)
+        return lambda bucket, group: QuantizedReducer(hook.block_size, hook.error_feedback)
     if isinstance(hook, type) or not callable(hook):
         raise TypeError(
             f"{_NAME}: hook is {hook!r}; pass a function (state, grad, output), a LowPrecisionReduction() or "
@@ -99,7 +99,7 @@ def _maker(state: Any, hook: Any) -> Callable[[Bucket, ParameterGroup], Reducer]
 
 def _callers_hook(
     state: Any, hook: Callable[..., None], bucket: Bucket, group: ParameterGroup
-) -> CallersHook:
+) -> CommHookReducer:
     shards = "shard" in bucket.mesh.roles
     wanted = ("state", "grad", "output") if shards else ("state", "grad")
     try:
@@ -112,7 +112,7 @@ def _callers_hook(
         ) from None
     except ValueError:
         pass  # a built-in that does not tell
-    return CallersHook(state, hook, shards=shards, replicas=bucket.mesh.replicate.world)
+    return CommHookReducer(state, hook, shards=shards, replicas=bucket.mesh.replicate.world)
 
 
 def _check_group(member: Member, divides_as_usual: bool) -> None:

@@ -16,6 +16,7 @@ from shardwise.layout.mesh import ShardMesh
 from shardwise.params.bucket import Bucket
 from shardwise.setup.validation import class_name, describe
 from shardwise.strategies.module_trees import range_of_names
+from shardwise.torch_compat import nn_modules
 
 
 def explain(model: nn.Module) -> str:
@@ -186,7 +187,7 @@ def _numel(group: ParameterGroup) -> int:
 
 
 def _full_bytes(group: ParameterGroup) -> int:
-    return sum(bucket.computed.gathered_bytes for bucket in group.buckets)
+    return sum(bucket.computed.unsharded_bytes for bucket in group.buckets)
 
 
 def _stored_bytes(group: ParameterGroup) -> int:
@@ -202,7 +203,7 @@ def _not_managed(model: nn.Module, rows: list[_Row], megabytes: _Megabytes) -> l
     managed |= {(tie.site.module, tie.site.name) for row in rows for tie in row.group.ties}
     left: dict[Tensor, str] = {}
     for module, prefix in names_in(model).items():
-        for name, param in module._parameters.items():
+        for name, param in nn_modules.parameters(module).items():
             if param is not None and (module, name) not in managed:
                 left.setdefault(param, f"{prefix}.{name}".lstrip("."))
     if not left:

@@ -1,4 +1,4 @@
-"""Strategies by name, and the meshes that they take."""
+"""Strategies by name, and their meshes."""
 
 import os
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2"]
 
 
 @dataclass(frozen=True)
-class Ways:
-    """``roles``: what the dimensions of its mesh are for. The rest are settings of each group."""
+class StrategySettings:
+    """``roles``: those of its mesh dimensions. The rest are settings of each group."""
 
     name: str
     roles: tuple[str, ...]
@@ -32,18 +32,18 @@ class Ways:
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
-        Ways("ddp", ("replicate",), None),
-        Ways("zero1", ("shard",), False, reshard_after_backward=False),
-        Ways("zero2", ("shard",), False),
-        Ways("zero3", ("shard",), None),
-        Ways("hybrid", ("replicate", "shard"), None),
-        Ways("hybrid_zero2", ("replicate", "shard"), False),
+        StrategySettings("ddp", ("replicate",), None),
+        StrategySettings("zero1", ("shard",), False, reshard_after_backward=False),
+        StrategySettings("zero2", ("shard",), False),
+        StrategySettings("zero3", ("shard",), None),
+        StrategySettings("hybrid", ("replicate", "shard"), None),
+        StrategySettings("hybrid_zero2", ("replicate", "shard"), False),
     )
 }
 
 
-def strategy_named(name: Any, where: str = "") -> Ways:
-    """The strategy that goes by ``name``."""
+def strategy_named(name: Any, where: str = "") -> StrategySettings:
+    """The strategy with this name."""
     known = ", ".join(STRATEGIES)
     if not isinstance(name, str):
         raise TypeError(f"shard_model: strategy{where} is {describe(name)}; pass a name: {known}.")
@@ -55,8 +55,8 @@ def strategy_named(name: Any, where: str = "") -> Ways:
 # --- meshes ---------------------------------------------------------------------------------------
 
 
-def mesh_arguments(strategy: Ways, mesh: DeviceMesh | None, dims: Any) -> dict[str, Any]:
-    """The mesh that a strategy runs on, as arguments of ``fully_shard``."""
+def mesh_arguments(strategy: StrategySettings, mesh: DeviceMesh | None, dims: Any) -> dict[str, Any]:
+    """The mesh of a strategy, as arguments of ``fully_shard``."""
     if dims is not None:
         resolve_mesh(mesh, dims)
         _check_roles(strategy, dims)
@@ -75,7 +75,7 @@ def mesh_arguments(strategy: Ways, mesh: DeviceMesh | None, dims: Any) -> dict[s
     return _arguments_for(strategy, mesh)
 
 
-def _arguments_for(strategy: Ways, mesh: DeviceMesh) -> dict[str, Any]:
+def _arguments_for(strategy: StrategySettings, mesh: DeviceMesh) -> dict[str, Any]:
     if "shard" in strategy.roles:
         return {"mesh": mesh}
     if mesh.mesh_dim_names is None:  # roles go by names
@@ -85,7 +85,7 @@ def _arguments_for(strategy: Ways, mesh: DeviceMesh) -> dict[str, Any]:
     return {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(replicate=mesh.mesh_dim_names[0])}
 
 
-def _check_roles(strategy: Ways, dims: Any) -> None:
+def _check_roles(strategy: StrategySettings, dims: Any) -> None:
     named = tuple(role for role in ("replicate", "shard") if getattr(dims, role))
     if named != strategy.roles:
         raise ValueError(
@@ -94,7 +94,7 @@ def _check_roles(strategy: Ways, dims: Any) -> None:
         )
 
 
-def _own_mesh(strategy: Ways) -> DeviceMesh:
+def _own_mesh(strategy: StrategySettings) -> DeviceMesh:
     """A mesh of all ranks."""
     kind = default_device_type("shard_model")
     world = dist.get_world_size()
@@ -104,7 +104,7 @@ def _own_mesh(strategy: Ways) -> DeviceMesh:
     return init_device_mesh(kind, (world // per_host, per_host), mesh_dim_names=strategy.roles)
 
 
-def _ranks_per_host(strategy: Ways, kind: str, world: int) -> int:
+def _ranks_per_host(strategy: StrategySettings, kind: str, world: int) -> int:
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     per_host = int(told) if told.isdecimal() else 0
     # All ranks must find the same: they meet here, so that none waits for another in the mesh.

@@ -9,7 +9,8 @@ from torch import nn
 from shardwise.layout.fqns import names_in, uncompiled
 
 
-def _message_without_forward(policy: Any, name: str, module: nn.Module) -> str:
+def message_without_forward(policy: Any, name: str, module: nn.Module) -> str:
+    """The message that a policy chose a module without a forward."""
     return (
         f"shard_model: {text_of(policy)} chose '{name}', a {type(module).__name__}, which has no forward: "
         "its children are called one by one, so nothing would tell when to gather its parameters. Choose its "
@@ -29,7 +30,7 @@ def choose_each(
     for module, name in modules_inside(model).items():
         if sizes_of(module, ignored) and wants(name, module):
             if not has_forward(module):
-                raise ValueError(_message_without_forward(policy, name, module))
+                raise ValueError(message_without_forward(policy, name, module))
             found.append(module)
     return found
 
@@ -95,7 +96,7 @@ def _runs_of(container: nn.Module, ignored: Set[int]) -> dict[type, list[nn.Modu
 
 
 def modules_inside(model: nn.Module) -> dict[nn.Module, str]:
-    """All modules inside ``model`` and their names, children before parents, else as they stand."""
+    """All modules inside ``model`` and their names, children before parents, else in order."""
     names = names_in(model)
     order: dict[nn.Module, str] = {}
     seen: set[nn.Module] = set()
@@ -121,12 +122,12 @@ def sizes_of(module: nn.Module, ignored: Set[int]) -> dict[int, int]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """True if ``module`` can be called."""
+    """True if ``module`` has a forward."""
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def never_called(model: nn.Module) -> set[nn.Module]:
-    """Modules whose parameters are used by the module around, without a call that would gather them."""
+    """Modules whose parent uses their parameters without calling them, so that nothing would unshard them."""
     forward = nn.MultiheadAttention.forward
     users = [m for m in model.modules() if getattr(type(m), "forward", None) is forward]
     return {inner for user in users for inner in user.modules() if inner is not user}
@@ -138,7 +139,7 @@ def range_of_names(names: list[str]) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """What was passed, for messages."""
+    """The kind of a value, for messages."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return repr(value) if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"

@@ -50,9 +50,10 @@ from shardwise.setup.validation import (
     class_name,
     describe,
 )
-from shardwise.strategies.meshes import Strategy, Ways, mesh_arguments, strategy_named
+from shardwise.strategies.meshes import Strategy, StrategySettings, mesh_arguments, strategy_named
 from shardwise.strategies.wrap_policies import Wrap, as_policy
-from shardwise.strategies.wrapping import chosen, merged
+from shardwise.strategies.wrapping import chosen, merge_neighbours
+from shardwise.torch_compat import nn_modules
 
 _OVERRIDABLE = (
     *("strategy", "mesh", "dp_mesh_dims", "mp_policy", "offload_policy", "comm_policy"),
@@ -163,13 +164,13 @@ def shard_model(
         "shard_placement_fn": shard_placement_fn,
         "comm_policy": comm_policy,
     }
-    plan = _Plan(options, overrides, model, blocks)
+    plan = _StrategyPlan(options, overrides, model, blocks)
     own = _own_modules(model, blocks)
     _rehearse(model, own, plan, ids)
     _warn_of_large_root(model, own, {id(param) for param in ignored})
     groups = [[block] for block in blocks]
     if bucket_cap_mb is not None:
-        groups = merged(model, blocks, ids, _cap_in_bytes(bucket_cap_mb), plan.key)
+        groups = merge_neighbours(model, blocks, ids, _cap_in_bytes(bucket_cap_mb), plan.key)
     everything: list[list[nn.Module]] = [*groups, [model]]
     for modules in everything:
         kind, arguments = plan[modules[0]]
@@ -223,7 +224,7 @@ def _blocks_of(model: nn.Module, wrap: Any, ignored: set[int], left_alone: set[n
     return blocks
 
 
-class _Plan:
+class _StrategyPlan:
     """For each module that becomes a group: its strategy, and the arguments of its ``fully_shard``.
 
     Everything is resolved and checked here, before the first module is touched.
@@ -234,7 +235,7 @@ class _Plan:
     ) -> None:
         self._meshes: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._keys: dict[nn.Module, tuple[Any, ...]] = {}
-        self._resolved: dict[tuple[Any, ...], tuple[Ways, dict[str, Any]]] = {}
+        self._resolved: dict[tuple[Any, ...], tuple[StrategySettings, dict[str, Any]]] = {}
         names = names_in(model)
         changes = _matched(overrides, [*blocks, model], names)
         for module in [*blocks, model]:
@@ -245,14 +246,14 @@ class _Plan:
             if key not in self._resolved:
                 self._resolved[key] = self._resolve(asked)
 
-    def __getitem__(self, module: nn.Module) -> tuple[Ways, dict[str, Any]]:
+    def __getitem__(self, module: nn.Module) -> tuple[StrategySettings, dict[str, Any]]:
         return self._resolved[self._keys[module]]
 
     def key(self, module: nn.Module) -> Any:
         """Equal for modules that are to be treated alike."""
         return self._keys[module]
 
-    def _resolve(self, asked: dict[str, Any]) -> tuple[Ways, dict[str, Any]]:
+    def _resolve(self, asked: dict[str, Any]) -> tuple[StrategySettings, dict[str, Any]]:
         strategy = strategy_named(asked.pop("strategy"))
         mesh, dims = asked.pop("mesh"), asked.pop("dp_mesh_dims")
         key = (strategy.roles, id(mesh), id(dims))
@@ -269,7 +270,7 @@ class _Plan:
 def _matched(
     overrides: Overrides | None, candidates: list[nn.Module], names: dict[nn.Module, str]
 ) -> dict[nn.Module, dict[str, Any]]:
-    """What ``overrides`` changes, for each of the modules that become groups."""
+    """The changes of ``overrides`` for each module that becomes a group."""
     if overrides is not None and not isinstance(overrides, Mapping):
         raise TypeError(
             f"shard_model: overrides is {describe(overrides)}; pass a dict from module names or classes to a "
@@ -357,9 +358,9 @@ def _own_modules(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, l
 
 
 def _rehearse(
-    model: nn.Module, own: dict[nn.Module, list[nn.Module]], plan: _Plan, ignored: set[int]
+    model: nn.Module, own: dict[nn.Module, list[nn.Module]], plan: _StrategyPlan, ignored: set[int]
 ) -> None:
-    """Meet what ``fully_shard`` would refuse of any group, before the first is sharded."""
+    """Raise what ``fully_shard`` would raise for any group, before the first is sharded."""
     names = names_below([model])
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module, modules in own.items():
@@ -380,7 +381,7 @@ def _check_tie(
     found_at: list[tuple[nn.Module, str]],
     names: dict[nn.Module, str],
     own: dict[nn.Module, list[nn.Module]],
-    plan: _Plan,
+    plan: _StrategyPlan,
 ) -> None:
     """A tied parameter moves to the lowest group around its places, if all of them share a mesh."""
     around = [m for m in own if all(f"{fqn}.".startswith(f"{names[m]}.".lstrip(".")) for _, fqn in found_at)]
@@ -398,10 +399,12 @@ def _check_tie(
 
 
 def _warn_of_large_root(model: nn.Module, own: dict[nn.Module, list[nn.Module]], ignored: set[int]) -> None:
-    """Say so if most of the model is in the root's group, with parameters that tie groups together."""
+    """Warn if most of the model is in the root's group, with parameters that tie groups together."""
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for owner, modules in own.items():
-        for param in {p for module in modules for p in module._parameters.values() if p is not None}:
+        for param in {
+            p for module in modules for p in nn_modules.parameters(module).values() if p is not None
+        }:
             if id(param) not in ignored:
                 owners.setdefault(param, []).append(owner)
     names = {param: clean(name) for name, param in model.named_parameters()}

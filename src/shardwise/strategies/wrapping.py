@@ -1,4 +1,4 @@
-"""What a wrap policy comes to on a tree of modules."""
+"""Wrap policies applied to a tree of modules."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence, Set
@@ -8,15 +8,16 @@ from torch import nn
 
 from shardwise.layout.fqns import uncompiled
 from shardwise.strategies.module_trees import (
-    _message_without_forward,
     has_forward,
     kind_of,
+    message_without_forward,
     modules_inside,
     never_called,
     sizes_of,
     text_of,
 )
 from shardwise.strategies.wrap_policies import WrapPolicy, WrapRepeated
+from shardwise.torch_compat import nn_modules
 
 # --- what a policy chooses ------------------------------------------------------------------------
 
@@ -84,7 +85,7 @@ def _check_choice(policy: Any, module: Any, model: nn.Module, names: dict[nn.Mod
             "Return modules of the model it was given."
         )
     if not has_forward(module):
-        raise ValueError(_message_without_forward(policy, names[module], module))
+        raise ValueError(message_without_forward(policy, names[module], module))
 
 
 def _message_about_nothing(policy: Any, model: nn.Module, ignored: Set[int]) -> str:
@@ -105,7 +106,7 @@ def _message_about_nothing(policy: Any, model: nn.Module, ignored: Set[int]) -> 
 # --- several modules in one group -----------------------------------------------------------------
 
 
-def merged(
+def merge_neighbours(
     model: nn.Module,
     modules: Sequence[nn.Module],
     ignored: Set[int],
@@ -131,12 +132,14 @@ def merged(
 
     Example::
 
-        for group in merged(model, blocks, set(), 25e6, type):
+        for group in merge_neighbours(model, blocks, set(), 25e6, type):
             fully_shard(group)
     """
     wanted = set(modules)
     parents = [module for module in model.modules() if uncompiled(module) is module]
-    places = Counter(uncompiled(child) for m in parents for child in m._modules.values() if child is not None)
+    places = Counter(
+        uncompiled(child) for m in parents for child in nn_modules.children(m).values() if child is not None
+    )
     groups = [[module] for module in modules if places[module] > 1]
     for parent in parents:
         run: list[nn.Module] = []

@@ -1,4 +1,4 @@
-"""What autograd does not make public: the running backward, hooks, version counters."""
+"""Autograd: the running backward, hooks, version counters. Seen on 2.11 to 2.13."""
 
 import sys
 from collections.abc import Callable
@@ -9,35 +9,32 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-# --- autograd -------------------------------------------------------------------------------------
-
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """The running backward's number, -1 outside of one. No public function tells whether autograd is
 running; ``torch.utils.checkpoint`` relies on the same one."""
 
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
-"""The node that the running backward is at. Hooks on nodes are not told which node they are called for, and
-must not hold it themselves: such a cycle is never freed."""
+"""The node that the running backward is at. A hook is not told which node it is called for, and must not hold
+the node itself: such a cycle is never freed."""
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
-    """Have ``callback`` run when the running backward ends. DDP stands on the same queue."""
+    """Have ``callback`` run when the running backward ends. DDP uses the same queue."""
     Variable._execution_engine.queue_callback(callback)
 
 
 set_versions: Callable[..., None] = torch._C._autograd._unsafe_set_version_counter
-"""Set the version counters of some tensors, which autograd compares when a saved one is used again, to some
-numbers.
+"""Set the version counters of tensors, which autograd compares when it uses a saved tensor.
 
 The public ``torch.autograd._unsafe_preserve_version_counter`` is a context; we need the setter beneath it,
-because a full parameter's version follows its shard's."""
+because the version of an unsharded parameter follows that of the sharded one."""
 
 
 def is_autograd_compiled() -> bool:
-    """True while compiled autograd runs a backward, which has no end that ``queue_end_of_backward`` sees.
+    """True while compiled autograd runs a backward, whose end ``queue_end_of_backward`` does not see.
 
-    Where it was not imported it is not running.
+    If it was not imported, it is not running.
     """
     compiled_autograd: Any = sys.modules.get("torch._dynamo.compiled_autograd")
     return compiled_autograd is not None and compiled_autograd.in_compiled_autograd_region
@@ -54,5 +51,13 @@ post_accumulate_hooks: Callable[[Tensor], Hooks | None] = attrgetter("_post_accu
 
 
 def profiler_is_on() -> bool:
-    """True while a profiler records: labels cost microseconds and are only then worth it."""
+    """True while a profiler records: only then labels are worth their microseconds."""
     return torch.autograd.profiler._is_profiler_enabled
+
+
+def run_gradient_hooks(hooks: Hooks, gradient: Tensor) -> Tensor:
+    """What ``hooks`` make of ``gradient``, one after the other, as autograd runs them."""
+    for hook in list(hooks.values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient

@@ -1,4 +1,4 @@
-"""Process groups: collectives, subgroups, stores, and the ends of waits."""
+"""Process groups: collectives, subgroups, stores, and how to end waits. Seen on 2.11 to 2.13."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -10,8 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-# --- process groups -------------------------------------------------------------------------------
 
 # torch 2.13 renamed these methods and warns on the old names, which are all that 2.11 has.
 _GATHER = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
@@ -38,14 +36,14 @@ def _gather_options(is_async: bool) -> Any:
 
 
 def all_gather(pg: dist.ProcessGroup, output: Tensor, source: Tensor, is_async: bool) -> Any:
-    """One all-gather; the work handle (None if ``is_async`` is False and the back end has none)."""
+    """One all-gather; returns the work (None if ``is_async`` is False and the back end has none)."""
     return getattr(pg, _GATHER)(output, source, _gather_options(is_async))
 
 
 def all_gather_coalesced(
     pg: dist.ProcessGroup, outputs: Sequence[Tensor], sources: Sequence[Tensor], is_async: bool
 ) -> Any:
-    """Several all-gathers as one call; there is no public function for that (a private context)."""
+    """Several all-gathers as one call, which torch offers only by a private context."""
     return getattr(pg, _GATHER_MANY)(outputs, sources, _gather_options(is_async))
 
 
@@ -74,7 +72,7 @@ def reduce_scatter_coalesced(
 
 
 def backend_name(pg: dist.ProcessGroup, device: torch.device) -> str:
-    """What serves ``device`` in ``pg``; ``dist.get_backend`` says "undefined" where several do."""
+    """The back end for ``device`` in ``pg``; ``dist.get_backend`` says "undefined" if there are several."""
     try:
         return pg._get_backend(device).name().lower()
     except (RuntimeError, AttributeError, TypeError):  # a process group that is written in Python
@@ -88,12 +86,12 @@ def subgroup(
     purpose: str,
     backend: str | None = None,
 ) -> dist.ProcessGroup:
-    """A process group of some ranks of ``parent``, of its timeout and back end or another. Only members call.
+    """A process group of some ranks of ``parent``, with its timeout, and its back end or another.
 
-    ``dist.new_group`` takes the name from how many groups a rank is in, so ranks that are in different
-    numbers of them wait for each other for ever. Here the name says what the group is.
+    ``dist.new_group`` makes the name from the number of groups that a rank is in, so ranks in different
+    numbers of groups wait for each other for ever. Here the name says what the group is.
 
-    No communication yet: see ``connect``.
+    Called by members only. No communication yet: see ``connect``.
     """
     c10d = dist.distributed_c10d
     all_ranks = dist.get_process_group_ranks(parent)
@@ -104,7 +102,7 @@ def subgroup(
         name += "'"
     timeout = timeout_of(parent, device)
     make: Any = c10d._new_process_group_helper
-    with _world_stays_whole():
+    with _without_split():
         pg, _ = make(
             len(ranks),
             own,
@@ -122,13 +120,13 @@ _BOUND_DEVICE_LOCK = Lock()  # a checkpoint in the background makes a group of i
 
 
 @contextmanager
-def _world_stays_whole() -> Iterator[None]:
-    """Inside, process groups are made without splitting the communicator of the whole world.
+def _without_split() -> Iterator[None]:
+    """Inside, process groups are made without splitting the communicator of the default group.
 
     After ``init_process_group(device_id=...)`` torch makes the communicator of a group by such a split, at
-    the first collective. All ranks of the world have to take part in it, also those that are not in the group
-    and do not even know of it: other stages of a pipeline, ranks without a sharded model. Torch reads whether
-    to split from the device that the default group is bound to; nothing public says so.
+    the first collective. All ranks of the default group have to take part, also those that are not in the
+    group and do not know it: other stages of a pipeline, ranks without a sharded model. Torch splits if the
+    default group is bound to a device; there is no public switch.
     """
     world = dist.group.WORLD
     if world is None or getattr(world, "bound_device_id", None) is None:
@@ -143,8 +141,8 @@ def _world_stays_whole() -> Iterator[None]:
 
 
 def connect(pg: dist.ProcessGroup, device: torch.device) -> None:
-    """Have the members of ``pg`` connect now, once. Back ends such as NCCL do so at the first collective
-    otherwise, which may be in the midst of other communication; there is no public way to ask for it."""
+    """Have the members of ``pg`` connect now. Back ends such as NCCL otherwise do so at the first collective,
+    which may be in the middle of other communication; there is no public way to ask for it."""
     try:
         backend = pg._get_backend(device)
     except (RuntimeError, AttributeError, TypeError):  # a process group that is written in Python
@@ -154,7 +152,7 @@ def connect(pg: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def timeout_of(pg: dist.ProcessGroup | None, device: torch.device) -> timedelta:
-    """How long collectives of ``pg`` may take; nothing public tells."""
+    """The timeout of collectives of ``pg``; nothing public tells it."""
     try:
         assert pg is not None
         return pg._get_backend(device).options._timeout  # type: ignore[no-any-return]
@@ -168,7 +166,7 @@ def job_store() -> dist.Store:
 
 
 def job_store_client() -> dist.Store:
-    """The same with a connection of its own, which no other thread's waiting holds up.
+    """The same with a connection of its own, which waits of other threads do not block.
 
     Stores that cannot be cloned (in memory, in a file) have no connections.
     """
@@ -179,7 +177,7 @@ def job_store_client() -> dist.Store:
 
 
 def is_fake(pg: dist.ProcessGroup) -> bool:
-    """True where a back end only pretends to communicate, as in plans for more ranks than there are."""
+    """True for the fake back end, which moves nothing: for plans with more ranks than there are."""
     return "fake" in str(dist.get_backend(pg)).lower()
 
 
@@ -187,7 +185,7 @@ _TAG_OF_NOTHING = 0x59FFFFFF
 
 
 def end_waits(pg: dist.ProcessGroup) -> None:
-    """Have every wait of this process in ``pg`` raise now. The process group is of no use afterwards.
+    """Make every wait of this process in ``pg`` raise now. The process group is unusable afterwards.
 
     gloo's ``abort`` does not end waits (seen on 2.13), but a receive that times out closes the connections
     of its process group, upon which all waits in it raise, on both sides.
@@ -206,18 +204,24 @@ def end_waits(pg: dist.ProcessGroup) -> None:
 
 
 def is_timeout(error: Exception) -> bool:
-    """Whether the timeout of the process group has passed: back ends say so in the text alone."""
+    """Whether the timeout of the process group has passed: back ends say so only in the text."""
     text = str(error).lower()
     return "timed out" in text or "timeout" in text
 
 
 def is_communication_error(error: Exception) -> bool:
-    """Whether a back end has raised it. gloo raises plain RuntimeErrors, with its file names in them."""
+    """Whether a back end has raised it. gloo raises plain RuntimeErrors with its file names in the text."""
     if isinstance(error, dist.DistError):
         return True
     return type(error) is RuntimeError and any(
         each in str(error) for each in ("gloo", "pair closure", "Operation timed out!")
     )
+
+
+def is_unsupported(error: RuntimeError) -> bool:
+    """Whether a back end lacks a collective: c10d's base class says so in the text alone, before anything was
+    sent."""
+    return "does not support" in str(error) or "not implemented" in str(error)
 
 
 def ranks_of(pg: dist.ProcessGroup) -> list[int]:
@@ -241,7 +245,7 @@ def allocate_from_group(
 
 
 def symmetric_buffer(pg: dist.ProcessGroup, num_bytes: int, device: torch.device) -> Tensor:
-    """A buffer of bytes that all ranks of ``pg`` see; collective. torch's module for it is still private."""
+    """A buffer of bytes that all ranks of ``pg`` can address; collective. Its module is still private."""
     import torch.distributed._symmetric_memory as symmetric
 
     buffer = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""What ``torch.compile`` traces, and what it must leave alone."""
+"""What ``torch.compile`` traces, and what it must leave alone. Seen on 2.11 to 2.13."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ def run_outside_graphs(function: Callable[..., Any]) -> None:
 
 
 def break_graphs(function: Callable[..., Any]) -> None:
-    """As ``run_outside_graphs``; a frame that is being traced is cut in two where it calls ``function``.
+    """As ``run_outside_graphs``, and break the graph of a traced frame that calls ``function``.
 
     As ``torch.compiler.disable`` does, by the marks that it leaves; but that puts a wrapper around the
     function, which costs 1 to 3 us a call, and imports dynamo.
@@ -28,8 +28,7 @@ def break_graphs(function: Callable[..., Any]) -> None:
 
 
 def skip_frame(function: Callable[..., Any]) -> None:
-    """Have ``torch.compile`` pass by the frame of ``function``, as it does by torch's own, but not by what it
-    calls."""
+    """Have ``torch.compile`` skip the frame of ``function``, but not what it calls."""
     _set_frame_action(function, inside="DEFAULT")
 
 
@@ -40,9 +39,9 @@ def _set_frame_action(function: Callable[..., Any], inside: str) -> None:
     frames.set_code_exec_strategy(function.__code__, strategy)
 
 
-# torch 2.11 cannot trace that an entry of ``module.__dict__`` goes; in graphs the full tensor then takes the
-# place of the shard itself, where nobody but the graph sees it: what is traced does not happen to the module.
-# But what stands there afterwards is what was put back, so that must be what had stood there.
+# torch 2.11 cannot trace that an entry of ``module.__dict__`` is removed. There the unsharded tensor takes
+# the place of the registered parameter in graphs, where only the graph sees it: what is traced does not
+# happen to the module. But what is put back stays there, so it must be what was registered before.
 RESTORES_ALL_IN_GRAPHS = not torch.__version__.startswith(("2.11.", "2.12."))
 
 

@@ -1,4 +1,4 @@
-"""Sharded modules inside the transforms of ``torch.func``."""
+"""The transforms of ``torch.func``. Seen on 2.11 to 2.13."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -58,7 +58,7 @@ is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 """True for a tensor that a transform has wrapped. It has no memory of its own."""
 
 unwrapped: Callable[[Tensor], Tensor] = _functorch.get_unwrapped
-"""What such a tensor wraps, perhaps for another transform around the first."""
+"""What such a tensor wraps; perhaps a tensor wrapped by an outer transform."""
 
 
 def is_in_transform() -> bool:
@@ -72,7 +72,7 @@ def is_in_forward_mode() -> bool:
 
 
 def is_in_transform_or_forward_mode() -> bool:
-    """True where a tensor may be more than it seems."""
+    """True where a tensor may be wrapped by a transform or have a tangent."""
     return _transforms_are_active() or forward_ad._current_level >= 0
 
 

@@ -1,26 +1,23 @@
-"""Programs of Inductor.
+"""Inductor's schedule.
 
-Their steps have no public interface, but passes over them are what its configuration asks for
-(``reorder_for_compute_comm_overlap_passes``), and torch's own rest on these.
+Its steps have no public interface, but its configuration asks for passes over them
+(``reorder_for_compute_comm_overlap_passes``), and torch's own passes use these attributes. Seen on 2.13.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
-# --- Inductor -------------------------------------------------------------------------------------
-
-# Steps of its programs have no public interface, but passes over them are what its configuration asks for
-# (``reorder_for_compute_comm_overlap_passes``), and torch's own rest on these.
-
 
 def made_by(step: Any) -> Iterable[str]:
-    """Names of the buffers that a step of a program of Inductor writes."""
+    """Names of the buffers that a step writes."""
     return step.get_buffer_names()  # type: ignore[no-any-return]
 
 
 def needed_by(step: Any) -> tuple[list[str], list[str]]:
-    """Names of the buffers that must be there before it, and of those whose steps it merely has to follow,
-    each in an order that all ranks have."""
+    """Names of the buffers that a step reads, and of those whose steps it only has to follow.
+
+    Each in an order that is the same on all ranks.
+    """
     needed: dict[bool, set[str]] = {False: set(), True: set()}
     for dep in step.unmet_dependencies:
         needed[getattr(dep, "is_fake", False)].add(dep.name)

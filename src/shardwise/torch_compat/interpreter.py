@@ -1,11 +1,14 @@
-"""The frames of Python: the one way to see that a forward was ended by an interrupt.
+"""What only the Python interpreter can tell about running code. Seen with Python 3.11.
 
-``nn.Module`` runs hooks after an exception, but not after a KeyboardInterrupt or SystemExit; no public
-function tells that a call is over. Seen with torch 2.11 to 2.15, Python 3.11.
+Frames: ``nn.Module`` runs hooks after an exception, but not after a KeyboardInterrupt or SystemExit; no
+public function tells that a call is over.
 """
 
 import sys
 from types import FrameType
+from typing import Any
+
+from torch import nn
 
 _NAMES = ("_call_impl", "gathered")
 """Of the functions that run hooks: that of ``nn.Module``, and that around a method of the caller's."""
@@ -25,3 +28,20 @@ def is_running(call: FrameType) -> bool:
     while frame is not None and frame is not call:
         frame = frame.f_back
     return frame is not None
+
+
+def handled_exceptions() -> dict[int, BaseException | None]:
+    """The exception that each thread handles now, by thread.
+
+    ``sys`` documents it with an underscore: from Python 3.12 on it gives exceptions, before that tuples.
+    """
+    current: dict[int, Any] = sys._current_exceptions()
+    return {ident: each[1] if isinstance(each, tuple) else each for ident, each in current.items()}
+
+
+def is_called_by_init(depth: int) -> bool:
+    """Whether the frame ``depth`` above the caller belongs to ``torch.nn.init``.
+
+    Those functions do nothing to a tensor on the meta device, and ask only whether it is there.
+    """
+    return sys._getframe(depth + 1).f_globals.get("__name__") == nn.init.__name__

@@ -1,7 +1,8 @@
-"""What a tensor or parameter is made of: its class, attributes, storage."""
+"""Internals of tensors and parameters: class, attributes, version, storage. Seen on 2.11 to 2.13."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -9,15 +10,27 @@ from torch import Tensor, nn
 
 from shardwise.torch_compat.autograd import gradient_hooks, post_accumulate_hooks
 
+version: Callable[[Tensor], int] = attrgetter("_version")
+"""The version counter: how often a tensor was changed in place. Public functions
+increase it, but none reads it (2.11 to 2.13)."""
+
+storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""Tells storages apart. ``data_ptr()`` does not: an emptied one has none."""
+
+
+def sparse_values(tensor: Tensor) -> Tensor:
+    """The values of a sparse tensor, to be changed in place; ``values()`` only takes a coalesced one."""
+    return tensor._values()
+
 
 def storage_users(storage: torch.UntypedStorage) -> int:
-    """How many tensors and handles there are over one memory; no public function counts them."""
+    """How many tensors and handles share one storage; no public function counts them (2.11 to 2.13)."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 plain_access: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
-"""Inside, attributes of DTensors are read and set without asking whether the class wants to take part, which
-DTensor does not: that takes half of the time. Described in torch's notes on extending PyTorch."""
+"""Inside, attributes of DTensors are read and set without ``__torch_function__``, which DTensor does not
+implement: asking for it takes half of the time. Described in torch's notes on extending PyTorch."""
 
 
 def chunk_cat(tensors: list[Tensor], num_chunks: int, out: Tensor) -> None:
@@ -27,16 +40,16 @@ def chunk_cat(tensors: list[Tensor], num_chunks: int, out: Tensor) -> None:
 
 
 def own_attributes(tensor: Tensor) -> dict[str, Any]:
-    """What was set on ``tensor``, but for what is in the memory of a tensor subclass."""
+    """Attributes that were set on ``tensor``, without those in which a tensor subclass keeps its contents."""
     inside = vars(tensor.detach())
     return {name: value for name, value in vars(tensor).items() if name not in inside}
 
 
 def become(tensor: nn.Parameter, new: Tensor) -> None:
-    """Give ``tensor`` the contents of ``new``, also on another device; it stays the same object.
+    """Give ``tensor`` the contents of ``new``, on any device; it stays the same object.
 
-    ``torch.utils.swap_tensors`` is public, but leaves hooks and attributes with what is swapped away, and the
-    places of hooks are private.
+    The public ``torch.utils.swap_tensors`` swaps hooks and attributes too, and the attributes of hooks are
+    private.
     """
     hooks, post_hooks = gradient_hooks(tensor), post_accumulate_hooks(tensor)
     for name, value in own_attributes(tensor).items():

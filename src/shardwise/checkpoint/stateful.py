@@ -1,0 +1,258 @@
+"""Stateful objects in a checkpoint, such as averages of the weights and learning rate schedulers.
+
+Their tensors are written and read as those of the model: each rank its part, resharded where other ranks
+load. Everything else is a value, which comes back as it was.
+
+    {"averages": {"up.weight": DTensor}, "num_updates": 7}    states.ema.averages.up.weight    a tensor
+                                                              states.ema.num_updates           a value
+
+Nothing here communicates.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.layout.fqns import listed
+from shardwise.state.named_state import StatePath, staged
+from shardwise.torch_compat import dtensor
+
+STATES = "states"  # their key in a checkpoint
+WHOLE = "shardwise.whole"  # marks a value that is one pickle, which torch would take apart
+
+Located = tuple[str, StatePath]  # the name of an object, and a place in its state
+
+
+def as_whole(value: Any) -> Any:
+    """Wrap a value so that it comes back as it was."""
+    return (WHOLE, value) if isinstance(value, (Mapping, list)) else value
+
+
+def original(value: Any) -> Any:
+    """The value that was given to :func:`as_whole`."""
+    is_whole = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str)
+    return value[1] if is_whole and value[0] == WHOLE else value
+
+
+def tensors_in(value: Any, place: StatePath = ()) -> Iterator[tuple[StatePath, Tensor]]:
+    """The tensors in nested dicts, lists and tuples, by the places that torch gives them."""
+    if isinstance(value, Tensor):
+        yield place, value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from tensors_in(each, (*place, str(key)))
+    elif isinstance(value, (list, tuple)):
+        for index, each in enumerate(value):
+            yield from tensors_in(each, (*place, index))
+
+
+# --- what can be written --------------------------------------------------------------------------
+
+
+def refuse_shards(what: str, value: Any) -> None:
+    """Refuse parts of tensors where one rank's would be taken for all.
+
+    Raises:
+        ValueError: naming the first.
+    """
+    for place, tensor in tensors_in(value):
+        if isinstance(tensor, DTensor):
+            where = what + "".join(f"[{key!r}]" for key in place)
+            raise ValueError(
+                f"{where} is a DTensor of shape {tuple(tensor.shape)} with placements {tensor.placements}, "
+                "of which each rank has a part; what is here is written as it is on one rank, and another "
+                "would get that rank's part. Pass the object whose state it is in `states`, as "
+                "states={'ema': ema}, or the full tensor."
+            )
+
+
+def refuse_unreadable(what: str, value: Any) -> None:
+    """Refuse tensors of classes that torch would write, and then refuse to read.
+
+    Raises:
+        ValueError: naming the first.
+    """
+    trusted = [
+        each[0] if isinstance(each, tuple) else each for each in torch.serialization.get_safe_globals()
+    ]
+    for place, tensor in tensors_in(value):
+        kind = type(dtensor.plain(tensor))
+        if kind not in (Tensor, nn.Parameter) and kind not in trusted:
+            raise ValueError(
+                f"{'.'.join(map(str, place))} of the {what} is a {kind.__module__}.{kind.__qualname__}, and "
+                "torch reads no tensors of classes from a checkpoint that it was not told to trust: this one "
+                "could be written, but not loaded. Call torch.serialization.add_safe_globals with it and "
+                "with what its pickles need, where it is saved and where it is loaded; or convert the model "
+                "back before saving."
+            )
+
+
+def check_objects(states: Any) -> dict[str, Any]:
+    """The objects by name.
+
+    Raises:
+        TypeError: some are none.
+    """
+    states = {} if states is None else states
+    if not isinstance(states, dict) or not all(isinstance(name, str) and name for name in states):
+        raise TypeError(f"states is to be a dict with names as keys, not {states!r:.80}")
+    for name, thing in states.items():
+        if not all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise TypeError(
+                f"states[{name!r}] is a {type(thing).__name__}, which has no state_dict() and "
+                "load_state_dict(). Pass the object itself, not its state; what has no such methods goes "
+                "into `shared` or `per_rank`."
+            )
+    return states
+
+
+def states_of(states: dict[str, Any]) -> dict[str, Any]:
+    """The states of the objects, for a checkpoint. Tensors are not copied."""
+    found: dict[str, Any] = {}
+    for name, thing in states.items():
+        state = thing.state_dict()
+        if isinstance(state, Mapping) and state:
+            found[name] = {str(key): _written(each) for key, each in state.items()}
+        else:
+            found[name] = _written(state)
+    return found
+
+
+def _written(value: Any) -> Any:
+    """Take values with tensors apart, as torch does, and nothing else."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if next(tensors_in(value), None) is None:
+        return as_whole(value)
+    if isinstance(value, Mapping):
+        return {str(key): _written(each) for key, each in value.items()}
+    return [_written(each) for each in value]  # of a tuple torch would make one pickle
+
+
+def copied(value: Any) -> Any:
+    """A copy of what :func:`states_of` gave, in host memory."""
+    if isinstance(value, Tensor):
+        return staged(value)
+    if isinstance(value, dict):
+        return {key: copied(each) for key, each in value.items()}
+    return [copied(each) for each in value] if isinstance(value, list) else deepcopy(value)
+
+
+# --- what is read ---------------------------------------------------------------------------------
+
+
+@dataclass
+class StatefulPlan:
+    """What is read for one object, and into what."""
+
+    name: str
+    load: Callable[[Any], Any]
+    own: Any  # its current state
+    saved: dict[StatePath, str]  # -> key in the checkpoint
+    targets: dict[str, Tensor]  # by key
+
+    def give(self, values: Mapping[str, Any]) -> None:
+        """Give the object its state; `values` by key."""
+        self.load(_rebuilt({place: values[key] for place, key in self.saved.items()}, self.own))
+
+
+def tensor_places(own: Mapping[str, Any]) -> list[Located]:
+    """The paths of tensors in the states of the objects."""
+    return [(name, place) for name, state in own.items() for place, _ in tensors_in(state)]
+
+
+def plan_states(
+    manifest: Manifest,
+    states: Mapping[str, Any],
+    own: Mapping[str, Any],
+    of_any_rank: Iterable[Located],
+    strict: bool,
+    convert_dtype: bool,
+) -> tuple[list[StatefulPlan], list[str]]:
+    """How the checkpoint's states fit `own`, those of the objects; and the names that it does not have.
+
+    `of_any_rank`: where ranks have tensors; those of a pipeline have different ones.
+
+    Raises:
+        ValueError: they do not.
+    """
+    missing = [name for name in states if not manifest.under(STATES, name)]
+    if missing and strict:
+        there = {str(place[0]) for place in manifest.under(STATES)}
+        raise ValueError(
+            f"{manifest.path} holds no state of {listed(missing)}; it has "
+            f"{listed(sorted(there)) if there else 'none of any object'}. Nothing was loaded. strict=False "
+            "leaves the object as it is."
+        )
+    plans: list[StatefulPlan] = []
+    problems: list[str] = []
+    elsewhere = set(of_any_rank)
+    for name in (name for name in states if name not in missing):
+        tensors = dict(tensors_in(own[name]))
+        saved = {
+            place: key
+            for place, key in manifest.under(STATES, name).items()
+            if place in tensors or manifest.tensor(key) is None or (name, place) not in elsewhere
+        }
+        plan = StatefulPlan(name, states[name].load_state_dict, own[name], saved, {})
+        problems += list(_fill_targets(manifest, plan, tensors, convert_dtype))
+        plans.append(plan)
+    if problems:
+        raise ValueError(f"{manifest.path}: states do not fit: {listed(problems)}. Nothing was loaded.")
+    return plans, missing
+
+
+def _fill_targets(
+    manifest: Manifest, plan: StatefulPlan, tensors: dict[StatePath, Tensor], convert_dtype: bool
+) -> Iterator[str]:
+    """Choose a target for each tensor; yields misfits as texts."""
+    for place, tensor in tensors.items():
+        what = f"{plan.name}.{'.'.join(map(str, place))}"
+        md = manifest.tensor(plan.saved[place]) if place in plan.saved else None
+        if place not in plan.saved:
+            yield f"{what} is missing in the checkpoint"
+        elif md is None:
+            continue  # a value there, as what has not been counted yet: the object sees it
+        elif md.size != tensor.shape:
+            yield f"{what} has shape {tuple(md.size)} there and {tuple(tensor.shape)} here"
+        elif md.properties.dtype != tensor.dtype and not convert_dtype:
+            yield f"{what} is of {md.properties.dtype} there and {tensor.dtype} here (see convert_dtype)"
+        else:
+            plan.targets[plan.saved[place]] = tensor.detach()
+    for place, key in plan.saved.items():
+        md = manifest.tensor(key)
+        if md is None or place in tensors:
+            continue
+        if len(md.size):  # nothing says how it would be laid out over ranks
+            what = f"{plan.name}.{'.'.join(map(str, place))}, of shape {tuple(md.size)},"
+            yield f"{what} is in the checkpoint only"
+        else:
+            plan.targets[key] = torch.empty((), dtype=md.properties.dtype)
+
+
+def _rebuilt(values: dict[StatePath, Any], like: Any) -> Any:
+    """Values by path, nested again, in containers like those of `like`."""
+    if () in values:
+        return original(values[()])
+    keys: dict[Any, Any] = {}
+    if isinstance(like, Mapping):
+        keys = {str(key): key for key in like}
+    elif isinstance(like, (list, tuple)):
+        keys = {index: index for index in range(len(like))}
+    below: dict[Any, dict[StatePath, Any]] = {}
+    for (first, *rest), value in values.items():
+        below.setdefault(first, {})[tuple(rest)] = value
+    built = {
+        keys.get(key, key): _rebuilt(each, like[keys[key]] if key in keys else None)
+        for key, each in below.items()
+    }
+    if isinstance(like, Mapping) or not all(isinstance(key, int) for key in built):
+        return built
+    items = [built[index] for index in sorted(built)]
+    return tuple(items) if isinstance(like, tuple) else items

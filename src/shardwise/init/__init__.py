@@ -1,0 +1,1 @@
+"""Values for models without: on the meta device, or partly loaded."""

@@ -1,0 +1,352 @@
+"""Equal and reproducible beginnings: values for models on the meta device, copies made equal and compared."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.engine.members import sharded_members
+from shardwise.engine.root import Member
+from shardwise.groups.group import ParameterGroup
+from shardwise.groups.shards import meta_message
+from shardwise.groups.states import UnshardState
+from shardwise.init.inventory import Inventory, refuse_what_is_missing
+from shardwise.init.meta_memory import give_memory, named_tensors
+from shardwise.init.partial_loads import clear_partly_loaded, mark_partly_loaded
+from shardwise.layout.fqns import clean, listed
+from shardwise.layout.mesh import Axis, axes_of, highest_over
+from shardwise.ranks.agreement import run_on_all_ranks
+from shardwise.ranks.failures import relayed
+from shardwise.ranks.model_ranks import Broadcast, axes_of_model, device_of_model
+from shardwise.ranks.replicas import (
+    Named,
+    TensorInfo,
+    are_fake,
+    make_equal,
+    refuse_unequal,
+    sends_copies,
+    tensor_infos,
+)
+from shardwise.torch_compat import dtensor
+
+_ModuleT = TypeVar("_ModuleT", bound=nn.Module)
+
+
+@relayed
+def materialize(
+    model: _ModuleT,
+    init_fn: Callable[[nn.Module], Any] | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> _ModuleT:
+    """Give memory and values to all parameters and buffers of ``model`` that are on the meta device.
+
+    For models that no rank has room for: built on the meta device, sharded, and initialised here, a group at
+    a time. The values are those that one process would give the whole model, bit for bit, whatever the number
+    of ranks, the strategy and the grouping::
+
+        model.to_empty(device=device)
+        for module in modules_with_meta_tensors_of_their_own:  # children before parents
+            init(module)
+
+    where ``init`` is ``init_fn`` if given, else the module's ``reset_parameters()`` or
+    ``_reset_parameters()``. Each is called once for each module that directly has tensors without values,
+    under ``torch.no_grad()``; every rank draws all numbers and keeps its part. Meanwhile the module sees
+    plain tensors of the global shape (those of tensor parallelism as well): its own, and those of modules
+    inside it that are in its group. All else is sharded, and may not be written.
+
+    Values that are there already are left alone. Parameters stay the same objects, so that an optimizer may
+    have been built before. Parameters that were not contiguous on the meta device are drawn as if they were,
+    once they are sharded. A parameter of a class that gathers itself is drawn plainly, too, and takes its
+    part of the values by ``copy_``.
+
+    All ranks draw from the random state of the first, on the CPU and on ``device``. A rank that had the same
+    goes on from where it ends, as one process would; any other has its own again afterwards. Random numbers
+    of other libraries are the caller's affair.
+
+    Collective. Costs the full parameters of one group beside the shards; communicates random states, and a
+    group's parameters only where modules that come later in the walk see them again, such as one that has
+    parameters of its own beside children.
+
+    Args:
+        model: sharded, in part or not at all; also a part of a sharded model.
+        init_fn: called with a module, to initialise its own parameters and buffers: in place, through
+            ``.data``, or by assigning tensors of the same shape and dtype.
+        device: where values are drawn. "cpu" draws what a CPU would, whatever the shards are on. None: the
+            device of the mesh. Shards and buffers always come to where they are kept.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind.
+        RuntimeError: tensors got no values, or ones that do not fit; an init wrote to a shard; ranks disagree
+            about what has no values; a forward, a backward or ``unsharded`` is running. What raises in an
+            init comes through with a note that names the module; it has no values then, and modules before it
+            do.
+
+    Example::
+
+        with torch.device("meta"):
+            model = Transformer(config)
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        torch.manual_seed(0)
+        materialize(model)
+    """
+    _check_module(model, "materialize")
+
+    def look() -> Inventory:
+        inventory = Inventory(model, _check_arguments(model, init_fn, device))
+        for group in inventory.groups:
+            _check_group(group)
+        return inventory
+
+    told = {"init_fn": "None" if init_fn is None else "a function", "device": str(device).partition(":")[0]}
+    inventory = _agreed(axes_of_model(model), device_of_model(model), look, "materialize", told)
+    all_fresh = all(
+        placeholder.is_empty
+        for placeholder in inventory.placeholders.values()
+        if placeholder.param is not None
+    )
+    with _one_random_state(model, inventory):
+        for visit in inventory.visits():
+            visit.run(init_fn)
+    refuse_what_is_missing(inventory)
+    if all_fresh:
+        clear_partly_loaded(model)
+    return model
+
+
+@relayed
+def sync_module_states(model: nn.Module, *, src: int = 0) -> None:
+    """Have all ranks begin with the parameters and buffers, persistent or not, of rank ``src``.
+
+    Ranks that receive may have theirs on the meta device: those get memory first, and stay the same objects.
+
+    What several ranks hold is made equal. Of a sharded parameter that are the shards of replicas: each rank
+    takes over those of the replica that ``src`` is in; shards of one parameter are on no other rank. What
+    every rank keeps whole (buffers, scalars, ignored parameters and ones that are not sharded) comes from
+    ``src``. Of a model that is not sharded, everything does, over the default process group: call it before
+    ``fully_shard`` where ranks may have loaded or drawn different values.
+
+    Collective. Sends every such byte once along each mesh dimension of copies, packed into broadcasts of 32
+    MiB, and takes that much memory.
+
+    Args:
+        model: sharded or not.
+        src: the global rank that has the right values.
+
+    Raises:
+        ValueError: ``src`` is not one of the ranks that share the model.
+        RuntimeError: what a rank is to send is on the meta device, ranks have different models, or a
+            forward, a backward or ``unsharded`` is running.
+        NotImplementedError: a parameter is of a tensor subclass.
+
+    All ranks raise alike.
+
+    Example::
+
+        with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+            model = Transformer(config)
+        if dist.get_rank() == 0:
+            model.load_state_dict(torch.load("model.pt"))
+        sync_module_states(model)
+        fully_shard(model)
+    """
+    _check_module(model, "sync_module_states")
+    axes = axes_of_model(model)
+    comm_device = device_of_model(model)
+    told = {"src": src}
+    _agreed(axes, comm_device, lambda: _check_syncable(model, src), "sync_module_states", told)
+    broadcast = Broadcast(axes, src, comm_device)
+    if not axes or are_fake(axes, comm_device):
+        _refuse_meta(named_tensors(model), "sync_module_states")
+        return
+    infos = broadcast.object(tensor_infos(named_tensors(model)))
+    _agreed(axes, comm_device, lambda: _prepare_to_receive(model, infos, broadcast.is_source, src))
+    try:
+        make_equal(named_tensors(model), infos, broadcast, comm_device)
+    except BaseException as error:
+        mark_partly_loaded(model, f"sync_module_states: {error}")
+        raise
+
+
+@relayed
+def check_replicas(model: nn.Module) -> None:
+    """Raise if copies of a parameter differ between ranks that must hold the same.
+
+    Those are the shards of replicas (strategies ddp and hybrid), scalars in sharded groups, and what tensor
+    parallelism replicates. Plain parameters are not looked at, be they ignored or in modules that are not
+    sharded: nobody keeps them equal.
+
+    The first forward with gradients of a model with replicas does this by itself, once, and so is collective
+    over the replicas, as its backward is: a dry run of it on one rank alone hangs. Do it under
+    ``torch.no_grad()``, where nothing is compared.
+
+    Collective. Reads each shard once, and sums up a few numbers over each mesh dimension; no parameters
+    travel.
+
+    Raises:
+        RuntimeError: on all ranks alike, with the names of the parameters and the ranks that differ; also
+            where one of them cannot compare, for want of values, or since a forward is running.
+
+    Example::
+
+        check_replicas(model)  # every thousand steps, say
+    """
+    _check_module(model, "check_replicas")
+    named: list[Named] = [(clean(name), t) for name, t in model.named_parameters() if isinstance(t, DTensor)]
+
+    def check() -> None:
+        _members_at_rest(model, "check_replicas")
+        _refuse_meta(named, "check_replicas")
+
+    _agreed(axes_of(tensor for _, tensor in named), device_of_model(model), check)
+    if named:
+        refuse_unequal(named, device_of_model(model))
+
+
+def _check_arguments(model: Any, init_fn: Any, device: Any) -> torch.device | None:
+    if init_fn is not None and not callable(init_fn):
+        raise TypeError(
+            f"materialize: init_fn is {init_fn!r}, a {type(init_fn).__name__}; pass a function of a module."
+        )
+    _members_at_rest(model, "materialize")
+    drawn_on = None if device is None else torch.device(device)
+    if drawn_on is not None and drawn_on.type == "meta":
+        raise ValueError("materialize: device is 'meta', where nothing has values. Pass 'cpu', or None.")
+    return drawn_on
+
+
+def _check_group(group: ParameterGroup) -> None:
+    group.refuse_if_summoned("materialize()")
+    group.refuse_open_ties()
+
+
+# --- the random state -----------------------------------------------------------------------------
+
+
+@contextmanager
+def _one_random_state(model: nn.Module, inventory: Inventory) -> Iterator[None]:
+    """Have all ranks draw as the first of them does, once they agree on what there is to draw."""
+    axes = axes_of_model(model)
+    comm_device = device_of_model(model)
+    if are_fake(axes, comm_device):
+        axes = []
+    own = _random_states(inventory.drawn_on)
+    missing = [placeholder.fqn for placeholder in inventory.missing()]
+    broadcast = Broadcast(axes, None, comm_device)
+    states, theirs = broadcast.object((own, missing))
+    differs = torch.tensor([int(theirs != missing)], device=comm_device)
+    if axes:
+        highest_over(differs, axes)
+    if differs.item():
+        here, there = (listed(names, 4) or "everything has" for names in (missing, theirs))
+        raise RuntimeError(
+            f"materialize: ranks disagree about what has no values: here {here}, on the first rank {there}. "
+            "Build the model on the meta device on all ranks; to spread what one rank has loaded, "
+            "use load_full_state_dict."
+        )
+    is_same = all(torch.equal(a, b) for a, b in zip(own, states, strict=True))
+    _set_random_states(states, inventory.drawn_on)
+    try:
+        yield
+    finally:
+        if not is_same:
+            _set_random_states(own, inventory.drawn_on)
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device.type).get_rng_state(device))
+    return states
+
+
+def _set_random_states(states: list[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device.type).set_rng_state(states[1], device)
+
+
+# --- small things ---------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+
+
+def _agreed(
+    axes: Sequence[Axis],
+    device: torch.device,
+    check: Callable[[], T],
+    caller: str = "",
+    same: dict[str, Any] | None = None,
+) -> T:
+    """What ``check()`` returns, once it has passed on all ranks that there are, with the same arguments."""
+    return run_on_all_ranks([] if are_fake(axes, device) else axes, device, check, caller=caller, same=same)
+
+
+def _check_module(model: Any, caller: str) -> None:
+    """The one thing that ranks cannot agree about: nothing says with whom."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller}: {type(model).__name__} is not an nn.Module.")
+
+
+def _check_syncable(model: nn.Module, src: Any) -> None:
+    if isinstance(src, bool) or not isinstance(src, int):
+        raise TypeError(f"sync_module_states: src is {src!r}, a {type(src).__name__}; pass a global rank.")
+    for member in _members_at_rest(model, "sync_module_states"):
+        if member.group.unsharded.state is not UnshardState.SHARDED:
+            member.root.free_between_passes(member.group, "sync_module_states")
+    for name, tensor in named_tensors(model):
+        kind = type(dtensor.plain(tensor))
+        if kind not in (Tensor, nn.Parameter):
+            raise NotImplementedError(
+                f"sync_module_states: {name} is a {kind.__name__}, whose contents have "
+                "a form of their own. Make its copies equal before it is converted."
+            )
+
+
+def _prepare_to_receive(model: nn.Module, infos: Sequence[TensorInfo], is_source: bool, src: int) -> None:
+    """Memory for what comes; refuse what has to be sent from here and is not here."""
+    named = named_tensors(model)
+    own = tensor_infos(named)
+    # Names may differ: experts, say, that count on from rank to rank.
+    unlike = [name for (name, _), info, its in zip(named, own, infos, strict=False) if not info.fits(its)]
+    if unlike or len(own) != len(infos):
+        raise RuntimeError(
+            f"sync_module_states: this rank ({dist.get_rank()}) has {len(own)} tensors, and rank {src} "
+            f"{len(infos)}; they differ in shape or dtype at: {listed(unlike, 4) or 'their end'}. "
+            "Build the same model on all ranks."
+        )
+    sends = [
+        is_source if info.coordinate is None else sends_copies(tensor, info.coordinate)
+        for (_, tensor), info in zip(named, infos, strict=True)
+    ]
+    if names := [name for (name, tensor), here in zip(named, sends, strict=True) if here and tensor.is_meta]:
+        raise RuntimeError(
+            f"sync_module_states: rank {dist.get_rank()} is to send them, or has nobody to take them from: "
+            f"{meta_message(names)}"
+        )
+    if any(tensor.is_meta for _, tensor in named):
+        give_memory(model)
+
+
+def _members_at_rest(model: Any, caller: str) -> list[Member]:
+    """The groups in ``model``, which need not have any, none of them at work."""
+    members = sharded_members(model)
+    for member in members:
+        member.root.refuse_at_work(caller, member.group)
+        member.group.refuse_if_summoned(f"{caller}()")
+    return members
+
+
+def _refuse_meta(named: list[Named], caller: str) -> None:
+    if names := [name for name, tensor in named if tensor.is_meta]:
+        raise RuntimeError(f"{caller}: {meta_message(names)}")

@@ -1,0 +1,233 @@
+"""The inventory of a model on the meta device: tensors without values, and the modules that have them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.groups.group import ParameterGroup
+from shardwise.init.placeholders import Placeholder, RefuseWrites, TensorSite, show_all
+from shardwise.layout.fqns import names_in
+from shardwise.ranks.model_ranks import mesh_device
+from shardwise.setup.discovery import joined
+from shardwise.setup.validation import PLACE, class_name
+from shardwise.torch_compat import nn_modules
+
+
+class Inventory:
+    """The tensors of a model that have no values, and the modules that are to give them some, in order."""
+
+    def __init__(self, model: nn.Module, drawn_on: torch.device | None) -> None:
+        self.model = model
+        self.names = names_in(model)
+        self.group_of: dict[nn.Module, ParameterGroup] = {
+            module: module.__dict__[PLACE].group for module in self.names if PLACE in module.__dict__
+        }
+        self.groups = list(dict.fromkeys(self.group_of.values()))
+        self.device = self.groups[0].device if self.groups else mesh_device(model)
+        self.drawn_on = drawn_on or self.device or torch.device("cpu")
+        self.placeholders: dict[int, Placeholder] = {}
+        self._add_sharded()
+        sharded = set(self.placeholders)
+        for module in self.names:
+            self._add_plain(module, sharded)
+        self._add_neighbours()
+        self.shards = {id(f.original): f.fqn for f in self.placeholders.values() if f.param is not None}
+        self.todo = [module for module in _children_first(model) if self._is_empty(module)]
+
+    def _add_sharded(self) -> None:
+        for group in self.groups:
+            for bucket in group.buckets:
+                for param in bucket.params:
+                    sites = [
+                        TensorSite(s.module, nn_modules.parameters(s.module), s.name) for s in param.sites
+                    ]
+                    if not any(site.module in self.names for site in sites):
+                        continue  # of a module outside, where ``model`` is only a part of a sharded model
+                    had_values = not param.sharded.is_meta
+                    self.placeholders[id(param.sharded)] = Placeholder(
+                        param.fqn, param.sharded, bucket.storage.device, param, had_values, sites
+                    )
+
+    def _add_plain(self, module: nn.Module, sharded: set[int]) -> None:
+        """Tensors that no group has, or that their group leaves alone."""
+        for entries in (nn_modules.parameters(module), nn_modules.buffers(module)):
+            for name, tensor in entries.items():
+                if (
+                    tensor is None
+                    or id(tensor) in sharded
+                    or not tensor.is_meta
+                    or nn.parameter.is_lazy(tensor)
+                ):
+                    continue
+                fqn = joined(self.names[module], name)
+                home = self.device or self.drawn_on
+                placeholder = self.placeholders.setdefault(id(tensor), Placeholder(fqn, tensor, home))
+                placeholder.sites.append(TensorSite(module, entries, name))
+
+    def _add_neighbours(self) -> None:
+        """Plain tensors with values in modules that have others without: their init will write to both."""
+        beside = {site.module for f in self.placeholders.values() if f.is_empty for site in f.sites}
+        for module in self.names:
+            if module not in beside:
+                continue
+            for entries in (nn_modules.parameters(module), nn_modules.buffers(module)):
+                for name, tensor in entries.items():
+                    if tensor is None or tensor.is_meta or id(tensor) in self.placeholders:
+                        continue
+                    fqn = joined(self.names[module], name)
+                    kept = Placeholder(fqn, tensor, tensor.device, None, True)
+                    kept.sites.append(TensorSite(module, entries, name))
+                    self.placeholders[id(tensor)] = kept
+
+    def _is_empty(self, module: nn.Module) -> bool:
+        own = [*nn_modules.parameters(module).values(), *nn_modules.buffers(module).values()]
+        return any(t is not None and t.is_meta and not nn.parameter.is_lazy(t) for t in own)
+
+    def visits(self) -> Iterator["Visit"]:
+        """The modules to initialise; neighbours of one group are one visit."""
+        visit: list[nn.Module] = []
+        for module in self.todo:
+            if visit and self.group_of.get(module) is not self.group_of.get(visit[-1]):
+                yield Visit(self, visit)
+                visit = []
+            visit.append(module)
+        if visit:
+            yield Visit(self, visit)
+
+    def missing(self) -> list[Placeholder]:
+        """Tensors that have no values yet."""
+        return [placeholder for placeholder in self.placeholders.values() if placeholder.is_empty]
+
+
+def _children_first(model: nn.Module) -> Iterator[nn.Module]:
+    """All modules, each once, in the order of ``nn.Module.apply``."""
+    seen: set[nn.Module] = set()
+
+    def walk(module: nn.Module) -> Iterator[nn.Module]:
+        if module not in seen:
+            seen.add(module)
+            for child in module.children():
+                yield from walk(child)
+            yield module
+
+    return walk(model)
+
+
+@dataclass
+class Visit:
+    """Modules of one group, or of none, that are initialised while the tensors they may write to are full."""
+
+    inventory: Inventory
+    modules: list[nn.Module]
+
+    def run(self, init_fn: Callable[[nn.Module], Any] | None) -> None:
+        """Initialise them. Afterwards the same tensors are registered, with values."""
+        group = self.inventory.group_of.get(self.modules[0])
+        placeholders = self._placeholders(group)
+        for placeholder in placeholders:
+            _check_place(placeholder)
+        orders = {
+            m: list(nn_modules.parameters(m)) for f in placeholders for m in [site.module for site in f.sites]
+        }
+        failed: nn.Module | None = None
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                show_all(placeholders, self.inventory.drawn_on)
+            for module in self.modules:
+                failed = module
+                self._initialise(module, init_fn)
+            failed = None
+        finally:
+            with torch.inference_mode(False), torch.no_grad():
+                problems = self._settle(placeholders, failed)
+            for module, names in orders.items():
+                nn_modules.reorder(nn_modules.parameters(module), names)
+            for each in self._groups_of(placeholders):
+                each.shards.follow_as_soon_as_here()
+        if problems:
+            more = f" And {len(problems) - 4} more." if len(problems) > 4 else ""
+            raise RuntimeError(f"materialize: {' '.join(problems[:4])}{more}")
+
+    def _placeholders(self, group: ParameterGroup | None) -> list[Placeholder]:
+        """The tensors to show: those that the modules own, and those of their group inside them."""
+        own = set(self.modules)
+        inside = {module for each in self.modules for module in each.modules()}
+        mine = set(group.shards.params) if group is not None else set()
+        return [
+            placeholder
+            for placeholder in self.inventory.placeholders.values()
+            if placeholder.is_in(own)
+            or (
+                placeholder.is_in(inside)
+                and (placeholder.param in mine if placeholder.param else not placeholder.had_values)
+            )
+        ]
+
+    def _groups_of(self, placeholders: list[Placeholder]) -> list[ParameterGroup]:
+        """The groups of the shown tensors; several where a parameter is tied to one of another group."""
+        shown = {placeholder.param for placeholder in placeholders if placeholder.param is not None}
+        return [group for group in self.inventory.groups if not shown.isdisjoint(group.shards.params)]
+
+    def _initialise(self, module: nn.Module, init_fn: Callable[[nn.Module], Any] | None) -> None:
+        init = init_fn
+        if init is None:
+            own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if own is None:
+                return
+            init = lambda _: own()  # noqa: E731
+        what = f"{self.inventory.names[module] or 'the model'} ({class_name(module)})"
+        try:
+            guard = RefuseWrites(self.inventory.shards, f"materialize: the init of {what}")
+            with torch.inference_mode(False), torch.no_grad(), guard:
+                init(module)
+        except Exception as error:
+            error.add_note(f"materialize: raised while initialising {what}.")
+            raise
+
+    def _settle(self, placeholders: list[Placeholder], failed: nn.Module | None) -> list[str]:
+        problems: list[str] = []
+        for placeholder in placeholders:
+            if failed is not None and placeholder.is_in({failed}):
+                placeholder.put_back()
+                continue
+            problem = placeholder.settle()
+            problems += [problem] if problem else []
+        return problems
+
+
+def _check_place(placeholder: Placeholder) -> None:
+    if not placeholder.is_in_place:
+        placeholder.put_back()
+        raise RuntimeError(
+            f"materialize: {placeholder.fqn} was replaced by the init of a module that does not own it. What "
+            "was there before is back in its place. Initialise parameters where they are owned."
+        )
+
+
+def refuse_what_is_missing(inventory: Inventory) -> None:
+    """Check at the end: everything has values, and sharded parameters are registered where they were.
+
+    Raises:
+        RuntimeError: naming the tensors that are not.
+    """
+    for placeholder in inventory.placeholders.values():
+        if placeholder.param is not None:
+            _check_place(placeholder)
+    missing = inventory.missing()
+    if not missing:
+        return
+    shown = [
+        f"{f.fqn} ({'buffer' if f.is_buffer else 'parameter'} of {class_name(f.sites[0].module)})"
+        for f in missing[:8]
+    ]
+    more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+    raise RuntimeError(
+        f"materialize: {len(missing)} tensor{'s' if len(missing) > 1 else ''} got no values, or not "
+        f"everywhere: {', '.join(shown)}{more}. Nothing initialises them: the class has no "
+        "reset_parameters(), or that, or init_fn, leaves them out. Give the class a reset_parameters() that "
+        "writes to all of its tensors, or pass an init_fn that does. They are still on the meta device; the "
+        "others have values."
+    )

@@ -1,0 +1,83 @@
+"""Memory for models on the meta device that are about to be loaded."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.init.placeholders import TensorSite, become_parameter, refresh_lists
+from shardwise.layout.fqns import clean, listed
+from shardwise.ranks.model_ranks import device_of_model
+from shardwise.setup.validation import groups_in
+from shardwise.torch_compat import dtensor, nn_modules
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers, persistent or not, each once."""
+    return [(clean(name), t) for name, t in [*model.named_parameters(), *model.named_buffers()]]
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether any tensor of ``model`` has no values yet."""
+    return any(tensor.is_meta for _, tensor in named_tensors(model))
+
+
+def refuse_lost(model: nn.Module, caller: str, coming: Iterable[Any]) -> None:
+    """Refuse tensors without values that are not among those ``coming``.
+
+    Raises:
+        RuntimeError: naming them.
+    """
+    known = {id(tensor) for tensor in coming}
+    lost = [name for name, tensor in named_tensors(model) if tensor.is_meta and id(tensor) not in known]
+    if lost:
+        are = "is" if len(lost) == 1 else "are"
+        raise RuntimeError(
+            f"{caller}: {listed(lost)} {are} on the meta device, without values, and will not be loaded "
+            "(buffers with persistent=False are in no state). Call shardwise.materialize(model) first."
+        )
+
+
+def give_memory(model: nn.Module) -> None:
+    """Give tensors on the meta device memory with undefined contents, on the device of the model.
+
+    Parameters stay the same objects, for the sake of ties and of an optimizer that has them already; a shared
+    buffer stays shared.
+    """
+    device = device_of_model(model)
+    with torch.inference_mode(False), torch.no_grad():
+        _give_plain_memory(model, device)
+        # Only sharded parameters are left: their groups notice, and move them into flat shards.
+        nn_modules.map_tensors(
+            model, lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+        )
+
+
+def _give_plain_memory(model: nn.Module, device: torch.device) -> None:
+    """Give memory to parameters without a group (ignored, or outside sharded modules), and to buffers."""
+    sharded = {id(param.sharded) for group in groups_in(model) for param in group.shards.params}
+    sites: dict[int, tuple[Tensor, list[TensorSite]]] = {}
+    for module in model.modules():
+        for entries in (nn_modules.parameters(module), nn_modules.buffers(module)):
+            for name, tensor in entries.items():
+                if tensor is None or id(tensor) in sharded or nn.parameter.is_lazy(tensor):
+                    continue
+                if tensor.is_meta:
+                    sites.setdefault(id(tensor), (tensor, []))[1].append(TensorSite(module, entries, name))
+    for tensor, places in sites.values():
+        memory = _memory_like(tensor, device)
+        if isinstance(tensor, nn.Parameter):
+            become_parameter(tensor, memory, (site.module for site in places))
+        else:
+            for site in places:
+                site.entries[site.name] = memory
+    refresh_lists(site.module for _, places in sites.values() for site in places)
+
+
+def _memory_like(tensor: Tensor, device: torch.device) -> Tensor:
+    if isinstance(tensor, DTensor):
+        local = dtensor.local_tensor(tensor)
+        return dtensor.make_dtensor(torch.empty_like(local, device=device), dtensor.spec_of(tensor))
+    return torch.empty_like(tensor.detach(), device=device)

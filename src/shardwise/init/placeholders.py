@@ -1,0 +1,346 @@
+"""Placeholders for tensors on the meta device: full tensors for a while, of which each rank keeps its part.
+
+An init function sees plain tensors of the global shape, also where tensor parallelism keeps parts. What it
+writes is sharded, and becomes the contents of the registered tensor. That stays the same object, for the sake
+of an optimizer that has it already:
+
+    module._parameters["weight"]    shard on meta  ->  full, plain, NaN  ->  the same shard, with values
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from shardwise.comm.full_tensors import gather_full
+from shardwise.layout.chunks import local_chunk
+from shardwise.params.parameter import Param
+from shardwise.torch_compat import dtensor, interpreter, nn_modules, tensor_impl
+
+
+@dataclass(frozen=True, eq=False)
+class TensorSite:
+    """Where a tensor is registered: ``entries`` are the parameters or the buffers of ``module``."""
+
+    module: nn.Module
+    entries: dict[str, Any]
+    name: str
+
+
+@dataclass(eq=False)
+class Placeholder:
+    """One tensor, at all its sites. ``home``: the device of its values; ``param``: how it is sharded.
+
+    ``had_values``: it is shown, so that an init may read it, and keeps its values.
+    """
+
+    fqn: str
+    original: Tensor
+    home: torch.device
+    param: Param | None = None
+    had_values: bool = False
+    sites: list[TensorSite] = field(default_factory=list)
+    _shown: Tensor | None = None
+    _version: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """True while it has no values."""
+        return self.original.is_meta
+
+    @property
+    def is_buffer(self) -> bool:
+        """True for a buffer, persistent or not."""
+        site = self.sites[0]
+        return site.entries is nn_modules.buffers(site.module)
+
+    def is_in(self, modules: set[nn.Module]) -> bool:
+        """True if one of its sites is in ``modules``."""
+        return any(site.module in modules for site in self.sites)
+
+    @property
+    def is_in_place(self) -> bool:
+        """True if the original is registered at all sites."""
+        return all(site.entries.get(site.name) is self.original for site in self.sites)
+
+    def show(self, value: Tensor | None, device: torch.device) -> None:
+        """Register the full tensor: ``value``, or one that is marked as unwritten."""
+        if value is None:
+            value = _unwritten(self.original, device)
+        shown = value
+        if isinstance(self.original, nn.Parameter):
+            shown = self._as_parameter(value)
+            vars(shown).update(self._attributes)
+        self._version = tensor_impl.version(shown)
+        self._shown = shown
+        self._register(shown)
+
+    @property
+    def _attributes(self) -> Mapping[str, Any]:
+        return self.param.attributes if self.param is not None else tensor_impl.own_attributes(self.original)
+
+    def _as_parameter(self, value: Tensor) -> nn.Parameter:
+        wants_grad = self.original.requires_grad
+        if isinstance(self.original, DTensor):
+            is_plain = self.param is None or self.param.is_tensor_parallel or self._local_class is not Tensor
+            return nn.Parameter(value, wants_grad) if is_plain else self.param.as_original(value)  # type: ignore[union-attr]
+        return tensor_impl.as_subclass_of_parameter(type(self.original), value, wants_grad)
+
+    def _register(self, tensor: Tensor) -> None:
+        for site in self.sites:
+            site.entries[site.name] = tensor
+        refresh_lists(site.module for site in self.sites)
+
+    def put_back(self) -> None:
+        """Register the original again, and drop what was written."""
+        self._shown = None
+        self._register(self.original)
+
+    def settle(self) -> str | None:
+        """Take over what was written, and register the original again; returns a problem, if any.
+
+        No communication. The full tensor is dropped.
+        """
+        shown, self._shown = self._shown, None
+        found = [site.entries.get(site.name) for site in self.sites]
+        self._register(self.original)
+        if self.had_values or shown is None:
+            return None
+        if self.is_buffer and any(tensor is shown for tensor in found):
+            found, problem = self._split_off_replaced(found, shown)
+            if problem:
+                return f"{self.fqn}: {problem}"
+        others = [tensor for tensor in found if tensor is not shown]
+        new = others[0] if others else shown
+        if others and any(tensor is not new for tensor in found):
+            return f"{self.fqn}: it is tied, but was replaced at one place only. Replace it at all of them."
+        if problem := self._misfit(new):
+            return f"{self.fqn}: {problem}"
+        assert new is not None
+        if self.is_empty and not _is_written(new, self._version if new is shown else None):
+            return None  # reported at the end of the walk
+        self._take(new.detach())
+        return None
+
+    def _split_off_replaced(self, found: list[Any], shown: Tensor) -> tuple[list[Any], str | None]:
+        """Split off the sites at which a shared buffer was replaced: they have another buffer now."""
+        left = []
+        for site, tensor in zip(self.sites, found, strict=True):
+            if tensor is shown:
+                left.append(site)
+            elif problem := self._misfit(tensor):
+                return found, problem
+            else:
+                site.entries[site.name] = tensor.detach().to(self.home, self.original.dtype)
+        self.sites = left
+        return [shown] * len(left), None
+
+    def _misfit(self, new: Tensor | None) -> str | None:
+        """Why ``new`` cannot become its value, or None."""
+        if not isinstance(new, Tensor):
+            return "it was removed. Give it values, or change modules before they are sharded."
+        wanted = self.original
+        converts = self.is_buffer and new.is_floating_point() and wanted.is_floating_point()
+        fits = new.shape == wanted.shape and (new.dtype == wanted.dtype or converts)
+        if isinstance(new, DTensor) or new.is_meta or not fits:
+            return (
+                f"it was replaced by {describe(new)}, where {describe(wanted, 'a plain tensor')} with values "
+                "is expected. Copy values into the tensor that is there, or assign one like it."
+            )
+        return None
+
+    def _take(self, value: Tensor) -> None:
+        old = self.original
+        if not self.is_empty:
+            target = dtensor.plain(old.detach())
+            target.copy_(self._part(value))
+            return
+        part = self._part(value)
+        new = self._memory_for(part)
+        new.copy_(part)
+        if isinstance(old, DTensor):
+            new = dtensor.make_dtensor(new, dtensor.spec_of(old))
+        if not isinstance(old, nn.Parameter):
+            self.original = new
+            self._register(new)
+            return
+        become_parameter(old, new, (site.module for site in self.sites))
+        if self.param is not None:
+            self.param.describe_itself()
+
+    @property
+    def _local_class(self) -> type:
+        """The class of the local tensor: a subclass takes plain values by ``copy_``."""
+        return type(dtensor.plain(self.original.detach()))
+
+    def _memory_for(self, part: Tensor) -> Tensor:
+        """Memory that nothing else uses, not even the full tensor."""
+        if not isinstance(self.original, DTensor) or self._local_class is Tensor:
+            kind = self.original.dtype
+            return torch.empty_like(part, dtype=kind, device=self.home, memory_format=self._format)
+        made = torch.empty_like(dtensor.local_tensor(self.original), device=self.home)
+        if type(made) is not self._local_class:
+            raise RuntimeError(
+                f"{self.fqn}: torch.empty_like of a {self._local_class.__name__} on the meta device returned "
+                f"a {type(made).__name__}, so that there is nothing to put values in. Have the class keep "
+                "itself there, or load the parameter instead: to_empty(), then load_state_dict()."
+            )
+        return made
+
+    @property
+    def _format(self) -> torch.memory_format:
+        return torch.contiguous_format if isinstance(self.original, DTensor) else torch.preserve_format
+
+    def _part(self, value: Tensor) -> Tensor:
+        """This rank's part of the full value."""
+        if self.param is not None:
+            return dtensor.local_tensor(self.param.as_shard(value))
+        if isinstance(self.original, DTensor):
+            return local_chunk(value, dtensor.spec_of(self.original))
+        return value
+
+
+def show_all(placeholders: Sequence[Placeholder], device: torch.device) -> None:
+    """Show full tensors on ``device``, gathered where there are values; collective if there are any."""
+    valued = [placeholder for placeholder in placeholders if not placeholder.is_empty]
+    fulls = gather_full([placeholder.original for placeholder in valued]) if valued else []
+    for placeholder, full in zip(valued, fulls, strict=True):
+        assert full is not None
+        placeholder.show(full.to(device), device)
+    for placeholder in placeholders:
+        if placeholder.is_empty:
+            placeholder.show(None, device)
+
+
+def become_parameter(old: nn.Parameter, contents: Tensor, modules: Iterable[nn.Module]) -> None:
+    """Give ``old``, which ``modules`` have registered, other ``contents``; it stays the same object."""
+    new: nn.Parameter
+    if isinstance(contents, DTensor) or type(contents) is not Tensor:
+        new = nn.Parameter(contents, old.requires_grad)
+    else:
+        new = tensor_impl.as_subclass_of_parameter(type(old), contents, old.requires_grad)
+    nn_modules.forget_weak_references(modules)
+    tensor_impl.become(old, new)
+
+
+def refresh_lists(modules: Iterable[nn.Module]) -> None:
+    """Let RNN modules see the registered parameters."""
+    nn_modules.refresh_flat_weights(
+        dict.fromkeys(module for module in modules if isinstance(module, nn.RNNBase))
+    )
+
+
+# --- marks of unwritten values --------------------------------------------------------------------
+
+
+def _unwritten(like: Tensor, device: torch.device) -> Tensor:
+    """A full tensor with contents that show where nothing was written."""
+    if isinstance(like, DTensor):
+        value = torch.empty(like.shape, dtype=like.dtype, device=device)
+    else:
+        value = torch.empty_like(like, device=device, requires_grad=False)
+    if type(value) is not Tensor:
+        value = value.detach().as_subclass(Tensor)
+    if value.dtype == torch.bool:
+        return value.zero_()
+    if value.itemsize == 1:
+        value.view(torch.uint8).fill_(_BYTE)
+        return value
+    return value.fill_(_sentinel(value.dtype))
+
+
+_BYTE = 0xA5
+
+
+def _sentinel(dtype: torch.dtype) -> float | int:
+    return torch.iinfo(dtype).max - 0x5A if _is_integer(dtype) else float("nan")
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _is_written(tensor: Tensor, version: int | None) -> bool:
+    """Whether all of ``tensor`` has values. ``version``: when it was marked; None: it is somebody else's."""
+    if not tensor.numel():
+        return True
+    tensor = tensor.detach()
+    if not (tensor.itemsize == 1 or _is_integer(tensor.dtype)):
+        return not bool(tensor.isnan().any())
+    if version is None or tensor_impl.version(tensor) != version:
+        return True
+    if tensor.dtype == torch.bool:
+        return bool(tensor.any())
+    if tensor.itemsize == 1:
+        return bool((tensor.view(torch.uint8) != _BYTE).any())
+    return not bool((tensor == _sentinel(tensor.dtype)).any())
+
+
+def describe(tensor: Tensor, kind: str | None = None) -> str:
+    """The kind, dtype, shape and device of a tensor, for messages."""
+    kind = kind or ("a DTensor" if isinstance(tensor, DTensor) else f"a {type(tensor).__name__}")
+    where = " on the meta device" if tensor.is_meta and kind != "a plain tensor" else ""
+    return f"{kind} of {tensor.dtype} and shape {tuple(tensor.shape)}{where}"
+
+
+# --- forbidden writes -----------------------------------------------------------------------------
+
+_HARMLESS = {"requires_grad_", "retain_grad_"}
+
+
+class RefuseWrites(TorchFunctionMode):
+    """Inside, writing to a sharded parameter is an error.
+
+    Each rank would draw the same numbers for its own rows, and on the meta device nothing would happen.
+    """
+
+    def __init__(self, names: Mapping[int, str], where: str) -> None:
+        super().__init__()
+        self._names = names
+        self._where = where
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Looks at every function of torch that is called."""
+        for written in _written_by(func, args, kwargs or {}):
+            self._refuse(written)
+        return func(*args, **(kwargs or {}))
+
+    def _refuse(self, tensor: Tensor) -> None:
+        name = self._names.get(id(tensor), "a sharded parameter")
+        raise RuntimeError(
+            f"{self._where} writes to {name}, which belongs to another group, or to no module inside this "
+            "one, and is not whole now: one group has full parameters at a time, and of it what the module "
+            "contains. Initialise parameters where they are owned: give their classes reset_parameters(), or "
+            "pass an init_fn that looks at the module it is called with and at nothing else. A function that "
+            "initialises the whole model from its root does not fit."
+        )
+
+
+def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:
+    """The DTensors that a call changes, or may change through what it returns."""
+    name = getattr(func, "__name__", "")
+    written: list[Any] = []
+    is_setter = name == "__setitem__" or (name.startswith("__i") and name in _IN_PLACE_OPERATORS)
+    is_in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
+    if name == "__get__" and func.__self__ is torch.Tensor.is_meta and interpreter.is_called_by_init(2):
+        is_in_place = True  # it would leave a tensor on the meta device as it is, without a word
+    is_data = name in ("__get__", "__set__") and getattr(func, "__self__", None) is torch.Tensor.data  # type: ignore[comparison-overlap]
+    if args and (is_setter or is_in_place or is_data):
+        written += args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+    elif is_in_place:
+        written += [kwargs.get("tensor"), kwargs.get("input")]
+    out = kwargs.get("out")
+    written += out if isinstance(out, (list, tuple)) else [out]
+    return [tensor for tensor in written if isinstance(tensor, DTensor)]
+
+
+_IN_PLACE_OPERATORS = {
+    *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"),
+    *("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
+}

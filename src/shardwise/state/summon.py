@@ -1,0 +1,291 @@
+"""Summon: full parameters in place of the sharded ones, for the caller, with changes written back.
+
+These are not the unsharded parameters of forward, which shadow the sharded ones. Summoned parameters have the
+stored dtype and memory of their own, and are registered in the modules, so that ``parameters()`` and
+``state_dict()`` show them. The sharded parameters stay the same objects, and are registered again afterwards.
+
+    module._parameters["weight"]    shard  ->  full parameter  ->  the same shard, with the edits
+    group                           SHARDED    LENT               SHARDED
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.comm.all_gather import AllGather
+from shardwise.comm.buffers import UnshardedBuffer, local_views
+from shardwise.comm.communicators import make_communicator
+from shardwise.comm.streams import HostStream
+from shardwise.groups.group import ParameterGroup
+from shardwise.groups.states import GradientState
+from shardwise.layout.chunks import shard_of
+from shardwise.layout.slots import Layout, Slot
+from shardwise.params.bucket import Bucket, bytes_of
+from shardwise.params.deferred import DeferredGradient
+from shardwise.params.extension import ExtensionBucket
+from shardwise.params.parameter import Param
+from shardwise.params.replaced_parameter import mark_replaced
+from shardwise.torch_compat import dtensor, nn_modules, tensor_impl
+
+
+@dataclass(frozen=True)
+class SummonOptions:
+    """``is_shown``: this rank gets full parameters; else it only takes part in the all-gathers."""
+
+    writes_back: bool
+    is_shown: bool
+    to_host: bool
+    with_gradients: bool
+
+
+def check_can_summon(group: ParameterGroup, options: SummonOptions) -> None:
+    """Refuse before anything has been gathered.
+
+    Raises:
+        RuntimeError: the group is summoned already, or gradients wait that ``.grad`` does not show.
+        NotImplementedError: it has tensor subclasses that only gather themselves.
+    """
+    group.refuse_if_summoned("another unsharded()")
+    for bucket in group.buckets:
+        if isinstance(bucket, ExtensionBucket):
+            raise NotImplementedError(
+                f"unsharded: {bucket.params[0].fqn} is a {type(bucket.params[0].local).__name__}, which "
+                "gathers itself in the form in which it is computed with; what is stored of it cannot be put "
+                "together. Shard it in a module of its own and leave that out with recurse=False."
+            )
+    if options.with_gradients and group.gradients.state is not GradientState.EMPTY:
+        waiting = [p.fqn for p in group.shards.params if isinstance(p.sharded.grad, DeferredGradient)]
+        raise RuntimeError(
+            f"unsharded(with_grads=True): gradients of {', '.join(waiting[:4]) or group.name} wait to be "
+            "reduced, so that .grad does not show them yet. Run a backward with synchronisation first, or "
+            "zero_grad()."
+        )
+
+
+@dataclass(eq=False)
+class _SummonedParam:
+    """One summoned parameter, and what it and its shard were before the caller got it."""
+
+    param: Param
+    bucket: Bucket
+    slot: Slot
+    full: nn.Parameter
+    version: int
+    gradient: Tensor | None
+    gradient_version: int
+    shard_before: Tensor | None  # None: changes are dropped
+    shard_gradient_before: Tensor | None
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's shard of a full tensor."""
+        return shard_of(self.param.content_in(whole.detach()), self.slot, self.bucket.mesh.shard.rank)
+
+    def write_back(self, new: Tensor | str | None, with_gradients: bool) -> list[str]:
+        """Write changes back into the shard; returns problems as texts."""
+        if self.shard_before is None:
+            return []
+        if not isinstance(new, Tensor):
+            return [
+                new or f"{self.param.fqn}: it was removed. Put it back, or change modules before fully_shard."
+            ]
+        problems = self._write_back_value(new)
+        if new.requires_grad != self.param.sharded.requires_grad:
+            self.param.sharded.requires_grad_(new.requires_grad)
+        if with_gradients:
+            problems += self._write_back_gradient(new.grad)
+        elif new.grad is not None:
+            problems.append(
+                f"{self.param.fqn}: .grad of its full parameter was set, and is lost. Pass with_grads=True "
+                "to keep it, or run backward outside."
+            )
+        return problems
+
+    def _write_back_value(self, new: Tensor) -> list[str]:
+        assert self.shard_before is not None
+        local = self.param.local
+        part = self.part(new).to(local.device)
+        # Versions count the changes of all ranks, whoever keeps the rows: then all shards count them, and a
+        # backward that needs the old values fails on all ranks. Changes through .data are found by content.
+        is_changed = (
+            new is not self.full
+            or tensor_impl.version(new) != self.version
+            or not _same(part, self.shard_before)
+        )
+        if not is_changed:
+            return []
+        if not _same(local, self.shard_before):
+            return [
+                f"{self.param.fqn}: its shard was changed inside, by an optimizer perhaps, and its full "
+                "parameter as well. The shard's change stays. Change one of them only."
+            ]
+        local.copy_(part)
+        return []
+
+    def _write_back_gradient(self, new: Tensor | None) -> list[str]:
+        is_same = new is self.gradient and (new is None or tensor_impl.version(new) == self.gradient_version)
+        if is_same:
+            return []
+        if self.param.sharded.grad is not self.shard_gradient_before:
+            return [
+                f"{self.param.fqn}: .grad of its shard was replaced inside, by zero_grad() of an optimizer "
+                "perhaps, and that of its full parameter was changed as well. The shard's stays."
+            ]
+        self.param.set_gradient(None if new is None else self.part(new))
+        return []
+
+
+class SummonedGroup:
+    """The summoned parameters of one group, from ``__init__`` to ``write_back``."""
+
+    def __init__(self, group: ParameterGroup, options: SummonOptions) -> None:
+        self._group = group
+        self._options = options
+        self._summoned: list[_SummonedParam] = []
+        group.unsharded.summon()
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                for bucket in group.buckets:
+                    self._summoned += self._summon(bucket)
+        except BaseException:
+            group.unsharded.end_summon()
+            raise
+        # A parameter that is deleted and registered again would come last in parameters().
+        self._orders = {
+            s.module: list(nn_modules.parameters(s.module)) for p in group.shards.params for s in p.sites
+        }
+        for summoned in self._summoned:
+            _register(summoned.param, summoned.full)
+        group.shards.refresh_flat_weights()
+
+    def _summon(self, bucket: Bucket) -> Iterator[_SummonedParam]:
+        values = gather_full_tensors(bucket, bucket.shard.bytes, bucket.stored)
+        gradients: list[Tensor | None] = [None] * len(values)
+        if self._options.with_gradients:
+            gradients = _full_gradients(bucket)
+        if not self._options.is_shown:
+            return
+        rows = zip(bucket.params, bucket.stored.slots, values, gradients, strict=True)
+        for param, slot, value, gradient in rows:
+            full = param.as_original(self._on_device(value))
+            vars(full).update(param.attributes)
+            if gradient is not None:
+                tensor_impl.set_grad_dtype(full, gradient.dtype)
+                full.grad = param.as_original(self._on_device(gradient)).detach()
+            own = full.grad
+            yield _SummonedParam(
+                param,
+                bucket,
+                slot,
+                full,
+                tensor_impl.version(full),
+                own,
+                0 if own is None else tensor_impl.version(own),
+                param.local.detach().clone() if self._options.writes_back else None,
+                param.sharded.grad,
+            )
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        return tensor.cpu() if self._options.to_host else tensor
+
+    def write_back(self) -> list[str]:
+        """Register the sharded parameters again, and write changes back; returns problems as texts.
+
+        Never raises: other groups have to be written back as well.
+        """
+        found = [_found_instead_of(summoned.full, summoned.param) for summoned in self._summoned]
+        for summoned in self._summoned:
+            _register(summoned.param, summoned.param.sharded)
+        for module, names in self._orders.items():
+            nn_modules.reorder(nn_modules.parameters(module), names)
+        self._group.shards.refresh_flat_weights()
+        self._group.unsharded.end_summon()
+        problems: list[str] = []
+        with torch.inference_mode(False), torch.no_grad():
+            for summoned, new in zip(self._summoned, found, strict=True):
+                try:
+                    problems += summoned.write_back(new, self._options.with_gradients)
+                except Exception as error:
+                    problems.append(f"{summoned.param.fqn}: {error}")
+                mark_replaced(summoned.full, summoned.param.fqn)
+        return problems
+
+
+def gather_full_tensors(bucket: Bucket, flat: Tensor, layout: Layout) -> list[Tensor]:
+    """The full tensors, one for each parameter, whose shards are in ``flat``, laid out as ``layout``.
+
+    On the device of the mesh, with memory of their own. Collective over the ranks that share the bucket.
+    """
+    mesh = bucket.mesh
+    gathered = UnshardedBuffer(layout, mesh.device)
+    flat = flat.to(mesh.device)
+    if mesh.shard.is_alone:
+        gathered.bytes.copy_(flat)
+    else:
+        comm = make_communicator(mesh.shard.pg, mesh.device)
+        comm.channel = bucket.channel
+        gather = AllGather(comm, layout, gathered)
+        gather.start(HostStream(), gather.cut(flat))()
+    return [gathered.unsharded_tensor(slot) for slot in layout.slots]
+
+
+def _full_gradients(bucket: Bucket) -> list[Tensor | None]:
+    """The full gradients; None for parameters that have none on any rank."""
+    rank, axis = bucket.mesh.shard.rank, bucket.mesh.shard
+    flat = torch.zeros(bucket.kept.shard_bytes, dtype=torch.uint8, device=bucket.storage.device)
+    is_there = torch.zeros(len(bucket.params), dtype=torch.int32, device=bucket.mesh.device)
+    views = local_views(flat, bucket.kept, rank)
+    for index, (param, view) in enumerate(zip(bucket.params, views, strict=True)):
+        gradient = param.sharded.grad
+        if gradient is not None:
+            assert isinstance(gradient, DTensor)
+            wanted = param.sharded.placements  # type: ignore[attr-defined]
+            if gradient.placements != wanted:
+                gradient = gradient.redistribute(placements=wanted)
+            view.copy_(dtensor.local_tensor(gradient))
+            is_there[index] = 1
+    if not axis.is_alone:
+        dist.all_reduce(is_there, op=dist.ReduceOp.MAX, group=axis.pg)
+    fulls = gather_full_tensors(bucket, flat, bucket.kept)
+    return [full if there else None for full, there in zip(fulls, is_there.tolist(), strict=True)]
+
+
+def _register(param: Param, tensor: nn.Parameter) -> None:
+    for site in param.sites:
+        nn_modules.parameters(site.module)[site.name] = tensor
+
+
+def _found_instead_of(full: nn.Parameter, param: Param) -> Tensor | str | None:
+    """What is registered instead of ``full`` now: itself, another tensor, or why that cannot be used."""
+    found: Sequence[Tensor | None] = [site.registered() for site in param.sites]
+    others = [tensor for tensor in found if tensor is not full]
+    if not others:
+        return _fitting(full, param)
+    if any(tensor is not others[0] for tensor in found):
+        names = " and ".join(site.fqn for site in param.sites)
+        return f"{names} are tied, but one alone was replaced. Replace all of them with the same parameter."
+    return None if others[0] is None else _fitting(others[0], param)
+
+
+def _fitting(tensor: Tensor, param: Param) -> Tensor | str:
+    wanted = tuple(param.sharded.shape)
+    if tensor.dtype != param.sharded.dtype or tensor.is_meta:
+        return (
+            f"{param.fqn}: what stands in its place is of {tensor.dtype} on {tensor.device}, where "
+            f"{param.sharded.dtype} with values is expected. Convert the model outside, with .to()."
+        )
+    is_alike = isinstance(tensor, DTensor) == param.is_tensor_parallel
+    if tuple(tensor.shape) == wanted and is_alike:
+        return tensor
+    return (
+        f"{param.fqn}: what stands in its place is a {type(tensor).__name__} of shape {tuple(tensor.shape)}, "
+        f"where {wanted} is expected. Its shard keeps its old values."
+    )
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    """Bit for bit."""
+    return left.dtype == right.dtype and torch.equal(bytes_of(left), bytes_of(right))

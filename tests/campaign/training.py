@@ -1,0 +1,156 @@
+"""What runs of a draw have in common, whether they train plainly or sharded, with settings or strategies.
+
+`Run` has the model, its optimizer and the notes. A campaign's own run says what a step and a batch are.
+"""
+
+import copy
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+from unittest import mock
+
+import torch
+from meshed import BATCH_SIZE, part
+from models import random_batch
+from reference import full
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from campaign.blocks import SIZES, Failure
+from campaign.draws import Draw
+from campaign.notes import Notes
+from shardwise.comm import buffers
+
+
+class Run:
+    """A draw being run. ``index`` of ``count`` is the part of each batch that is this rank's."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, draw: Draw, is_sharded: bool, index: int, count: int) -> None:
+        self.draw = draw
+        self.is_sharded = is_sharded
+        self.index, self.count = index, count
+        self.notes: Notes = []
+        self.num_batches = 0
+        self.place = "start"
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        raise NotImplementedError
+
+    def loss(self) -> Tensor:
+        raise NotImplementedError
+
+    def batch(self) -> Tensor:
+        """This rank's rows of the next batch."""
+        self.num_batches += 1
+        width = SIZES[self.draw["sizes"]][0]
+        return part(random_batch(self.num_batches, BATCH_SIZE, width), self.index, self.count)
+
+    def zero_gradients(self, style: str) -> None:
+        if style in ("none", "zeros"):
+            self.optimizer.zero_grad(set_to_none=style == "none")
+        elif style != "keep":
+            self.model.zero_grad(set_to_none=style == "model")
+
+    # --- microbatches ---
+
+    def micro_plain(self) -> None:
+        self.loss().backward()
+
+    def micro_both(self) -> None:
+        (self.loss() + self.loss()).backward()
+
+    def micro_in_order(self) -> None:
+        first, second = self.loss(), self.loss()
+        first.backward()
+        second.backward()
+
+    def micro_crossed(self) -> None:
+        first, second = self.loss(), self.loss()
+        second.backward()
+        first.backward()
+
+    def micro_retain(self) -> None:
+        loss = self.loss()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    # --- between them ---
+
+    def scale(self, factor: float, through_data: bool = False) -> None:
+        """All parameters, as an edit by the caller."""
+        with torch.no_grad():
+            for param in self.model.parameters():
+                if param.is_floating_point():
+                    (param.data if through_data else param).mul_(factor)
+
+    def through_state(self, full_values: bool, assign: bool = False) -> None:
+        """Save, change all, load."""
+        state: dict[str, Any] = {n: value.detach().clone() for n, value in self.model.state_dict().items()}
+        if full_values:
+            state = {name: full(value) for name, value in state.items()}
+        self.note("keys", list(state))
+        self.scale(0.5)
+        self.model.load_state_dict(state, assign=assign)
+
+    def through_dcp(self, options: StateDictOptions) -> None:
+        """The same by torch's functions, which a plain run need not do."""
+        if self.is_sharded:
+            state = get_model_state_dict(self.model, options=options)
+            state = {name: value.detach().clone() for name, value in state.items()}
+            self.scale(0.5)
+            set_model_state_dict(self.model, state, options=options)
+
+    def reload_optimizer(self) -> None:
+        state = copy.deepcopy(self.optimizer.state_dict())
+        self.optimizer = self.make_optimizer()
+        self.optimizer.load_state_dict(state)
+
+    def fail_in_backward(self, block: nn.Module) -> bool:
+        """Backward fails when it reaches a block, and whether it did; its gradients are thrown away."""
+        has_failed = True
+
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(fail)
+
+        handle = block.register_forward_hook(hook)
+        with suppress(Failure):
+            self.loss().backward()
+            has_failed = False
+        handle.remove()
+        self.optimizer.zero_grad()
+        return has_failed
+
+    # --- noting ---
+
+    def note(self, name: str, value: Any, kind: str = "same") -> None:
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        if isinstance(value, Tensor):
+            value = value.detach().clone()
+        self.notes.append((f"{self.place}: {name}", kind, value))
+
+    def note_gradients(self) -> None:
+        for name, param in self.model.named_parameters():
+            self.note(f"gradient of {name}", full(param.grad))
+
+    def note_parameters(self, model: nn.Module) -> None:
+        for name, param in model.named_parameters():
+            self.note(name, full(param))
+
+
+def fail(*_: Any) -> None:
+    """A hook."""
+    raise Failure
+
+
+def emptying_buffers(draw: Draw) -> AbstractContextManager[Any]:
+    """Small buffers lose their memory as large ones do, where the draw says so."""
+    return mock.patch.object(buffers, "KEPT_ON_HOST_BYTES", 0) if draw["empties_buffers"] else nullcontext()

@@ -1,0 +1,995 @@
+"""Sharded checkpoints: any world loads what any other has saved, beside training too, and no crash loses one."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter, OrderedDict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpointing import (
+    HALF,
+    Net,
+    NoScalars,
+    Run,
+    Tied,
+    assert_same,
+    by_block,
+    everything,
+    first_half,
+    loaded_into,
+    second_half,
+    uninterrupted,
+)
+from expecttest import assert_expected_inline
+from harness import World
+from meshed import Layout, device_mesh, refusal
+from models import odd_model
+from reference import full
+from strategies import Plan, live_bytes
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardwise
+from shardwise import fully_shard
+from shardwise.checkpoint.calls import latest_checkpoint
+from shardwise.checkpoint.load import load_checkpoint
+from shardwise.checkpoint.save import save_checkpoint
+
+# --- from any world to any other ------------------------------------------------------------------
+
+
+def world_of(request: pytest.FixtureRequest, size: int) -> World:
+    return request.getfixturevalue(f"world{size}")
+
+
+SIZES = [(2, 1), (2, 3), (4, 2)]
+OTHER_SIZES = [(a, b) for a in (1, 2, 3, 4) for b in (1, 2, 3, 4) if (a, b) not in SIZES]
+
+
+def goes_on(request: pytest.FixtureRequest, first: Run, second: Run, sizes: tuple[int, int]) -> None:
+    """Train on as many ranks as `sizes` says first, save, load on as many as it says then, and train on."""
+    want = uninterrupted(replace(first, layout=None))
+    saving = world_of(request, sizes[0]).run(first_half, first)
+    assert_same(saving, want, 1e-10)
+    loading = world_of(request, sizes[1]).run(second_half, second)
+    assert_same(loading, want, 1e-10)
+    if sizes[0] == sizes[1] and first == second:
+        for got, same_rank in zip(loading, saving, strict=True):
+            assert_same([got], same_rank, 0.0)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), *SIZES], ids=str)
+def test_any_number_of_ranks_goes_on(
+    request: pytest.FixtureRequest, tmp_path: Path, sizes: tuple[int, int]
+) -> None:
+    run = Run(path=str(tmp_path / "checkpoint"))
+    goes_on(request, run, run, sizes)
+
+
+def second_half_from_meta(run: Run) -> dict[str, Any]:
+    """The model never had other values than those of the checkpoint."""
+    with torch.device("meta"):
+        model = run.shard(run.build().double(), run.layout)
+    optimizer = run.optimizer(model.parameters(), **run.options)
+    loaded = load_checkpoint(run.path, model, optimizer)
+    run.train(model, optimizer, loaded.shared["step"])
+    return everything(model, optimizer)
+
+
+@pytest.mark.parametrize("build", [Net, Tied])
+def test_a_model_on_meta_goes_on(world2: World, world3: World, tmp_path: Path, build: Any) -> None:
+    run = Run(build=build, path=str(tmp_path / "checkpoint"))
+    world2.run(first_half, run)
+    assert_same(world3.run(second_half_from_meta, run), uninterrupted(run), 1e-10)
+
+
+def refusals_on_meta(run: Run) -> list[str]:
+    """Nothing is left without values, and nobody computes with memory that has none."""
+    with torch.device("meta"):
+        incomplete, larger = run.shard(Net().double(), None), Net().double()
+        larger.register_buffer("passing", torch.ones(2), persistent=False)
+        by_block(larger, None)
+    told = [refusal(load_checkpoint, run.path, larger, strict=False)]
+    optimizer = torch.optim.SGD(incomplete.parameters(), lr=0.1, momentum=0.9)
+    told.append(refusal(load_checkpoint, run.path, incomplete, optimizer))
+    told.append(refusal(incomplete, torch.ones(1, 6, dtype=torch.float64)))
+    return [text.replace(os.path.dirname(run.path), "RUN") for text in told]
+
+
+def test_a_model_on_meta_is_not_left_without_values(world2: World, tmp_path: Path) -> None:
+    run = Run(path=str(tmp_path / "checkpoint"))
+    world2.run(first_half, run)
+    first, second = world2.run(refusals_on_meta, run)
+    assert first == second
+    assert_expected_inline(
+        "\n".join(first),
+        """\
+RuntimeError: load_checkpoint: passing is on the meta device, without values, and will not be loaded (buffers with persistent=False are in no state). Call shardwise.materialize(model) first.
+ValueError: RUN/checkpoint holds the state of AdamW, and is to be loaded into SGD. The state of one kind of optimizer means nothing to another: build the same, or load the model alone.
+RuntimeError: Cannot run forward: 14 parameters are still on the meta device: inlet.weight, inlet.bias, outlet.weight, outlet.bias, blocks.0.gain, blocks.0.up.weight, blocks.0.up.bias, blocks.0.down.weight and 6 more. Nothing has given them values. Call shardwise.materialize(model), or load a checkpoint, first.""",
+    )
+
+
+class TiedOutside(nn.Module):
+    """A sharded part, and tied parameters and a shared buffer that no group has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+        self.middle = nn.LSTM(4, 4)
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.tensor([2.0]))
+        self.inner.register_buffer("scale", self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(self.middle(self.embed(x))[0])) * self.inner.scale
+
+
+def ties_outside(run: Run) -> dict[str, Any]:
+    """Load into memory that the meta device had not, under an optimizer that was there before."""
+    torch.manual_seed(0)
+    source = TiedOutside()
+    with torch.device("meta"):
+        model = TiedOutside()
+    found = []
+    for each in (source, model):
+        if dist.is_initialized():
+            fully_shard(each.inner)
+        optimizer = torch.optim.AdamW(each.parameters())
+        if each is model:
+            load_checkpoint(run.path, model, optimizer)
+            assert model.head.weight is model.embed.weight
+            assert model.inner.scale is model.scale
+            owned = {id(param) for param in optimizer.param_groups[0]["params"]}
+            assert owned == {id(param) for param in model.parameters()}
+        each(torch.arange(8)).square().mean().backward()
+        optimizer.step()
+        if each is source:
+            save_checkpoint(run.path, source, optimizer)
+            each(torch.arange(8)).square().mean().backward()
+            optimizer.zero_grad()
+            each(torch.arange(8)).square().mean().backward()
+            optimizer.step()
+        found.append(everything(each, optimizer))
+    assert_same(found[1:], found[0], 0.0)
+    return found[1]
+
+
+@pytest.mark.parametrize("world", [0, 2])
+def test_ties_outside_groups_outlive_the_meta_device(
+    request: pytest.FixtureRequest, tmp_path: Path, world: int
+) -> None:
+    run = Run(path=str(tmp_path / "checkpoint"))
+    if world:
+        world_of(request, world).run(ties_outside, run)
+    else:
+        ties_outside(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [Net, Tied])
+@pytest.mark.parametrize("sizes", OTHER_SIZES, ids=str)
+def test_any_number_of_ranks_goes_on_in_every_combination(
+    request: pytest.FixtureRequest, tmp_path: Path, sizes: tuple[int, int], build: Any
+) -> None:
+    run = Run(build=build, path=str(tmp_path / "checkpoint"))
+    goes_on(request, run, run, sizes)
+
+
+def test_one_process_without_a_group_goes_on_and_so_do_ranks(world2: World, tmp_path: Path) -> None:
+    run = Run(path=str(tmp_path / "checkpoint"))
+    want = uninterrupted(run)
+    assert_same([first_half(run)], want, 0.0)
+    assert_same([second_half(run)], want, 0.0)
+    assert_same(world2.run(second_half, run), want, 1e-10)
+    assert_same(world2.run(first_half, run), want, 1e-10)
+    assert_same([second_half(run)], want, 1e-10)
+
+
+# --- from any way of sharding to any other --------------------------------------------------------
+
+
+def zero1(model: nn.Module, layout: Layout | None) -> nn.Module:
+    return strategy(model, "zero1")
+
+
+def ddp(model: nn.Module, layout: Layout | None) -> nn.Module:
+    return strategy(model, "ddp")
+
+
+def hybrid(model: nn.Module, layout: Layout | None) -> nn.Module:
+    return strategy(model, "hybrid")
+
+
+def strategy(model: nn.Module, name: str) -> nn.Module:
+    if not dist.is_initialized():
+        return model
+    size = dist.get_world_size()
+    return Plan(name, size, 2 if name == "hybrid" and size == 4 else 1).shard(model)
+
+
+def offloaded(model: nn.Module, layout: Layout | None) -> nn.Module:
+    if dist.is_initialized():
+        for module in (*model.blocks, model):
+            fully_shard(module, offload_policy=shardwise.CPUOffloadPolicy(pin_memory=False))
+    return model
+
+
+def blocks_compiled(model: nn.Module, layout: Layout | None) -> nn.Module:
+    for block in model.blocks:
+        block.compile(backend="eager")
+    return by_block(model, layout)
+
+
+def all_compiled(model: nn.Module, layout: Layout | None) -> nn.Module:
+    return torch.compile(by_block(model, layout), backend="eager")
+
+
+def inner_compiled(model: nn.Module, layout: Layout | None) -> nn.Module:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend="eager")
+    return by_block(model, layout)
+
+
+def recomputed(model: nn.Module, layout: Layout | None) -> nn.Module:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = checkpoint_wrapper(block)
+    return by_block(model, layout)
+
+
+WAYS = [by_block, zero1, ddp, hybrid, offloaded, blocks_compiled, all_compiled, inner_compiled, recomputed]
+PAIRS = [(way, by_block) for way in WAYS[1:]] + [(by_block, way) for way in WAYS[1:]]
+ALWAYS = [(zero1, by_block), (by_block, hybrid), (all_compiled, recomputed), (inner_compiled, offloaded)]
+
+
+def by_names(pair: Any) -> str:
+    return "_to_".join(way.__name__ for way in pair)
+
+
+@pytest.mark.parametrize("ways", ALWAYS, ids=by_names)
+def test_any_way_of_sharding_goes_on(request: pytest.FixtureRequest, tmp_path: Path, ways: Any) -> None:
+    run = Run(path=str(tmp_path / "checkpoint"))
+    goes_on(request, replace(run, shard=ways[0]), replace(run, shard=ways[1]), (2, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 2), (2, 3)], ids=str)
+@pytest.mark.parametrize("ways", PAIRS, ids=by_names)
+def test_any_way_of_sharding_goes_on_in_every_combination(
+    request: pytest.FixtureRequest, tmp_path: Path, ways: Any, sizes: tuple[int, int]
+) -> None:
+    run = Run(path=str(tmp_path / "checkpoint"))
+    goes_on(request, replace(run, shard=ways[0]), replace(run, shard=ways[1]), sizes)
+
+
+TP = Layout((2, 2), ("shard", "tp"), ("shard",))
+
+
+def tensor_parallel(model: nn.Module, layout: Layout | None) -> nn.Module:
+    if layout is None:
+        return by_block(model, None)
+    for block in model.blocks:
+        plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+        parallelize_module(block, layout.mesh()["tp"], plan)
+    return by_block(model, layout)
+
+
+def test_tensor_parallel_ranks_save_for_others_and_load_theirs(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    run = Run(shard=tensor_parallel, path=str(tmp_path / "checkpoint"))
+    goes_on(request, replace(run, layout=TP), run, (4, 2))
+    goes_on(request, run, replace(run, layout=TP), (3, 4))
+
+
+def test_tied_parameters_go_on_tied(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    run = Run(build=Tied, path=str(tmp_path / "checkpoint"))
+    goes_on(request, run, run, (2, 3))
+
+
+def odd_values(path: str, seed: int, does_load: bool) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = odd_model()
+    for block in (*model.blocks, model):
+        fully_shard(block)
+    if does_load:
+        load_checkpoint(path, model)
+    else:
+        save_checkpoint(path, model)
+    return {name: full(value) for name, value in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def test_parameters_of_odd_shapes_and_dtypes(world3: World, world4: World, tmp_path: Path) -> None:
+    want = world3.run(odd_values, str(tmp_path / "checkpoint"), 1, False)[0]
+    assert_same(world4.run(odd_values, str(tmp_path / "checkpoint"), 2, True), want, 0.0)
+
+
+def pipeline_stage(path: str, does_load: bool) -> dict[str, Any]:
+    """Ranks 0 and 1 have the first half of a model, ranks 2 and 3 the other; each half is sharded."""
+    torch.manual_seed(1 + does_load)
+    whole = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 7)).double()
+    mesh = device_mesh((2, 2), ("stage", "shard"))
+    stage = mesh.get_local_rank("stage")
+    own = nn.Sequential(OrderedDict([(str(stage), whole[stage])]))
+    fully_shard(own, mesh=mesh["shard"])
+    optimizer = torch.optim.Adam(own.parameters(), lr=0.1 * (1 + stage))
+    if does_load:
+        load_checkpoint(path, own, optimizer)
+    else:
+        own(torch.ones(2, 6 - stage).double()).sum().backward()
+        optimizer.step()
+        save_checkpoint(path, own, optimizer)
+    lr = optimizer.param_groups[0]["lr"]
+    found = everything(own, optimizer)
+    return {name: found[name] for name in found} | {"lr": torch.tensor(lr)}
+
+
+def test_stages_of_a_pipeline_share_a_checkpoint(world4: World, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    saved = world4.run(pipeline_stage, path, False)
+    assert saved[0].keys() != saved[2].keys()
+    for want, got in zip(saved, world4.run(pipeline_stage, path, True), strict=True):
+        assert_same([got], want, 0.0)
+    whole = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 7)).double()
+    load_checkpoint(path, whole)
+    assert torch.equal(whole[0].weight, saved[0]["0.weight"])
+    assert torch.equal(whole[1].weight, saved[3]["1.weight"])
+
+
+class Counting(nn.Linear):
+    """Saves something that is no tensor."""
+
+    calls: Any = 0
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls, "by_name": {"a": [self.calls]}}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"] + state["by_name"]["a"][0]
+
+
+def extra_state(path: str, does_load: bool) -> int:
+    model = fully_shard(nn.Sequential(Counting(3, 3)))
+    if does_load:
+        load_checkpoint(path, model)
+    else:
+        model[0].calls = 5
+        save_checkpoint(path, model)
+    return model[0].calls
+
+
+class Quiet(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {}
+
+
+def test_nothing_to_save_beside_tensors_is_nothing_missing(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "checkpoint", Quiet(2, 2))
+    load_checkpoint(tmp_path / "checkpoint", Quiet(2, 2))
+
+
+def test_what_modules_save_beside_tensors_comes_back(world2: World, world3: World, tmp_path: Path) -> None:
+    world2.run(extra_state, str(tmp_path / "checkpoint"), False)
+    assert world3.run(extra_state, str(tmp_path / "checkpoint"), True) == [10] * 3
+
+
+class Histories(nn.Linear):
+    """Saves a tensor that is as long as it needs to be, as Transformer Engine does."""
+
+    length = 0
+
+    def get_extra_state(self) -> Tensor:
+        return torch.full((self.length,), 7, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        assert (state == 7).all()
+        self.length = len(state)
+
+
+def history_of(path: str, length: int, does_load: bool) -> int:
+    model = nn.Sequential(Histories(3, 3))
+    model[0].length = length
+    fully_shard(model)
+    (load_checkpoint if does_load else save_checkpoint)(path, model)
+    return model[0].length
+
+
+def test_what_modules_save_as_tensors_may_be_of_any_length(
+    world2: World, world3: World, tmp_path: Path
+) -> None:
+    world2.run(history_of, str(tmp_path / "checkpoint"), 3, False)
+    assert world3.run(history_of, str(tmp_path / "checkpoint"), 5, True) == [3] * 3
+
+
+# --- objects beside the model ---------------------------------------------------------------------
+
+
+class Odd:
+    """Saves nested values of many kinds, and tensors among them."""
+
+    def __init__(self, fill: int) -> None:
+        self.state = {
+            "by number": {0: torch.full((2,), fill), 10: [fill, {}]},
+            "pair": (torch.full((), fill), fill),
+            "counts": Counter({"a": fill}),
+            "none": {},
+            5: "five" * fill,
+        }
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def with_states(run: Run, does_load: bool, **options: Any) -> dict[str, Any]:
+    """Train with a moving average and a scheduler; save in the middle, or go on from there."""
+    model, optimizer = run.start(1 + does_load)
+    ema = shardwise.EMA(model, decay=0.5, dtype=torch.float32)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], gamma=0.5)
+    scaler, odd = torch.amp.GradScaler("cpu", enabled=False), Odd(0 if does_load else 3)
+    beside = {"ema": ema, "scheduler": scheduler, "scaler": scaler, "odd.one": odd}
+    for step in range(HALF, 2 * HALF) if does_load else range(2 * HALF):
+        if step == HALF and does_load:
+            load_checkpoint(run.path, model, optimizer, states=beside)
+        elif step == HALF:
+            pending = save_checkpoint(run.path, model, optimizer, states=beside, **options)
+        run.train(model, optimizer, step, 1)
+        scheduler.step()
+        ema.update()
+    if not does_load:
+        pending.wait()
+    assert repr(odd.state) == repr(Odd(3).state)
+    averages = {f"mean of {name}": full(value) for name, value in ema.state_dict()["averages"].items()}
+    numbers = torch.tensor([scheduler.get_last_lr()[0], scheduler.last_epoch, ema.num_updates])
+    return everything(model, optimizer) | averages | {"numbers": numbers}
+
+
+@pytest.mark.parametrize("options", [{}, {"asynchronous": True}], ids=["", "beside"])
+def test_objects_beside_the_model_go_on(world2: World, world3: World, tmp_path: Path, options: Any) -> None:
+    run = Run(path=str(tmp_path / "checkpoint"))
+    want = world2.run(with_states, run, False, **options)[0]
+    assert_same(world3.run(with_states, run, True), want, 1e-6)
+    assert_same([with_states(run, True)], want, 1e-6)
+
+
+def stage_with_average(path: str, does_load: bool) -> dict[str, Any]:
+    """Each stage of a pipeline has an average of its own."""
+    torch.manual_seed(1 + does_load)
+    mesh = device_mesh((2, 2), ("stage", "shard"))
+    stage = mesh.get_local_rank("stage")
+    own = nn.Sequential(OrderedDict([(str(stage), nn.Linear(6, 5))]))
+    fully_shard(own, mesh=mesh["shard"])
+    ema = shardwise.EMA(own)
+    (load_checkpoint if does_load else save_checkpoint)(path, own, states={"ema": ema})
+    return {name: full(value) for name, value in ema.state_dict()["averages"].items()}
+
+
+def test_stages_of_a_pipeline_have_averages_of_their_own(world4: World, tmp_path: Path) -> None:
+    saved = world4.run(stage_with_average, str(tmp_path / "checkpoint"), False)
+    assert saved[0].keys() != saved[2].keys()
+    for want, got in zip(
+        saved, world4.run(stage_with_average, str(tmp_path / "checkpoint"), True), strict=True
+    ):
+        assert_same([got], want, 0.0)
+
+
+# --- inference mode -------------------------------------------------------------------------------
+
+
+def in_inference_mode(run: Run) -> None:
+    model, optimizer = run.start(1)
+    run.train(model, optimizer, 0)
+    want = everything(model, optimizer)
+    with torch.inference_mode():
+        save_checkpoint(run.path, model, optimizer)
+        save_checkpoint(run.path, model, optimizer, asynchronous=True).wait()
+    run.train(model, optimizer, HALF)
+    with torch.inference_mode():
+        load_checkpoint(run.path, model, optimizer)
+    assert_same([everything(model, optimizer)], want, 0.0)
+    run.train(model, optimizer, HALF)
+
+
+def test_checkpoints_are_written_and_read_in_inference_mode(world2: World, tmp_path: Path) -> None:
+    world2.run(in_inference_mode, Run(path=str(tmp_path / "checkpoint")))
+
+
+# --- torch's own recipe ---------------------------------------------------------------------------
+
+
+def of_torch(run: Run, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model that torch's own `fully_shard` has sharded."""
+
+    def shard(model: nn.Module, layout: Layout | None) -> nn.Module:
+        for module in (*model.blocks, model):
+            torchs_fully_shard(module)
+        return model
+
+    return replace(run, shard=shard).start(seed)
+
+
+def saved_by_torch(run: Run) -> dict[str, Any]:
+    model, optimizer = of_torch(run, 1)
+    run.train(model, optimizer, 0)
+    state, optim = get_state_dict(model, optimizer)
+    dcp.save({"model": state, "optimizer": optim}, checkpoint_id=run.path)
+    run.train(model, optimizer, HALF)
+    return everything(model, optimizer)
+
+
+def loaded_from_torch(run: Run) -> dict[str, Any]:
+    model, optimizer = run.start(2)
+    loaded = load_checkpoint(run.path, model, optimizer)
+    assert (loaded.shared, loaded.per_rank, loaded.world_size) == ({}, None, None)
+    run.train(model, optimizer, HALF)
+    return everything(model, optimizer)
+
+
+def loaded_by_torch(run: Run) -> dict[str, Any]:
+    model, optimizer = of_torch(run, 2)
+    state, optim = get_state_dict(model, optimizer)
+    values = {"model": state, "optimizer": optim, "shared": {"step": 0}}
+    dcp.load(values, checkpoint_id=run.path)
+    set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optim)
+    run.train(model, optimizer, values["shared"]["step"])
+    return everything(model, optimizer)
+
+
+def test_checkpoints_of_torchs_recipe_are_loaded(world2: World, world3: World, tmp_path: Path) -> None:
+    run = Run(build=NoScalars, path=str(tmp_path / "checkpoint"))
+    want = uninterrupted(run)
+    assert_same(world2.run(saved_by_torch, run), want, 1e-10)
+    assert_same(world3.run(loaded_from_torch, run), want, 1e-10)
+    assert_same([loaded_from_torch(run)], want, 1e-10)
+
+
+def test_torchs_recipe_loads_ours(world2: World, world3: World, tmp_path: Path) -> None:
+    run = Run(build=NoScalars, path=str(tmp_path / "checkpoint"))
+    world2.run(first_half, run)
+    assert_same(world3.run(loaded_by_torch, run), uninterrupted(run), 1e-10)
+
+
+def keys_of_both(run: Run) -> tuple[set[str], set[str]]:
+    """The keys of one model, by torch's recipe and by ours."""
+    model, optimizer = run.start(1)
+    run.train(model, optimizer, 0)
+    save_checkpoint(run.path, model, optimizer)
+    state, optim = get_state_dict(model, optimizer)
+    dcp.save({"model": state, "optimizer": optim}, checkpoint_id=run.path + "-torch")
+    ours, torchs = (dcp.FileSystemReader(run.path + end).read_metadata() for end in ("", "-torch"))
+    return set(torchs.state_dict_metadata), set(ours.state_dict_metadata)
+
+
+@pytest.mark.parametrize("shard", [by_block, inner_compiled, recomputed])
+def test_the_keys_are_those_of_torchs_recipe(world2: World, tmp_path: Path, shard: Any) -> None:
+    torchs, ours = world2.run(keys_of_both, Run(shard=shard, path=str(tmp_path / "checkpoint")))[0]
+    assert {key for key in ours if not key.startswith("shardwise.")} == torchs
+
+
+# --- what a caller adds ---------------------------------------------------------------------------
+
+SHARED = {
+    "step": 7,
+    "tokens": torch.arange(5),
+    "nested": {1: [2, (3.5, None)], "empty": {}, "tensors": [torch.ones(2), torch.zeros(3)]},
+    "list": [],
+    "path": Path("data"),
+    "dots.in.names": "kept",
+}
+
+
+def with_extras(path: str, does_load: bool) -> Any:
+    model = fully_shard(nn.Linear(3, 4))
+    if does_load:
+        loaded = load_checkpoint(path, model, trust=True)
+        return loaded.shared, loaded.per_rank, loaded.world_size
+    rank = dist.get_rank()
+    own = {"rng": torch.full((2,), rank), "seen": list(range(rank))} if rank else {}
+    return save_checkpoint(path, model, shared=SHARED, per_rank=own).path
+
+
+def test_what_a_caller_adds_comes_back_as_it_was(world2: World, world3: World, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    assert world2.run(with_extras, path, False) == [Path(path)] * 2
+    first, second = world2.run(with_extras, path, True)
+    for shared, _, world_size in (first, second, *world3.run(with_extras, path, True)):
+        assert world_size == 2
+        assert repr(shared) == repr({name: SHARED[name] for name in shared})
+        assert shared.keys() == SHARED.keys()
+    assert first[1] == {}
+    assert repr(second[1]) == repr({"rng": torch.ones(2, dtype=torch.int64), "seen": [0]})
+    assert [own for _, own, _ in world3.run(with_extras, path, True)] == [None] * 3
+
+
+def randomness(path: str, does_load: bool) -> list[float]:
+    model = fully_shard(nn.Linear(3, 4))
+    if does_load:
+        loaded = load_checkpoint(path, model)
+        assert loaded.per_rank is not None
+        torch.set_rng_state(loaded.per_rank["torch"])
+    else:
+        torch.manual_seed(100 + dist.get_rank())
+        save_checkpoint(path, model, per_rank={"torch": torch.get_rng_state()})
+    return torch.rand(3).tolist()
+
+
+def test_each_rank_goes_on_with_its_own_random_numbers(world2: World, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    saved = world2.run(randomness, path, False)
+    assert saved[0] != saved[1]
+    assert world2.run(randomness, path, True) == saved
+
+
+# --- beside training ------------------------------------------------------------------------------
+
+
+def trained_beside(run: Run) -> dict[str, Any]:
+    model, optimizer = run.start(1)
+    run.train(model, optimizer, 0)
+    want = everything(model, optimizer)
+    held = threading.Event()
+    with held_back(held):
+        pending = save_checkpoint(run.path, model, optimizer, asynchronous=True)
+        run.train(model, optimizer, HALF)
+        assert not pending.done()
+        assert not Path(run.path).exists()
+        held.set()
+        assert pending.wait() == Path(run.path)
+    assert pending.done()
+    assert Path(run.path).exists()
+    return want
+
+
+def held_back(until: threading.Event) -> Any:
+    """Writing waits for `until`."""
+    write = dcp.FileSystemWriter.write_data
+
+    def late(*args: Any) -> Any:
+        assert until.wait(60)
+        return write(*args)
+
+    return mock.patch.object(dcp.FileSystemWriter, "write_data", late)
+
+
+@pytest.mark.parametrize("build", [Net, Tied])
+def test_a_save_beside_training_holds_the_values_at_the_call(
+    world2: World, world3: World, tmp_path: Path, build: Any
+) -> None:
+    run = Run(build=build, path=str(tmp_path / "checkpoint"))
+    want = world2.run(trained_beside, run)[0]
+    for _, got in world3.run(loaded_into, run):
+        assert_same([got], want, 0.0)
+
+
+def test_a_save_beside_training_without_ranks(tmp_path: Path) -> None:
+    run = Run(path=str(tmp_path / "checkpoint"))
+    want = trained_beside(run)
+    assert_same([loaded_into(run)[1]], want, 0.0)
+
+
+def two_in_a_row(run: Run) -> list[bool]:
+    model, optimizer = run.start(1)
+    held = threading.Event()
+    with held_back(held):
+        first = save_checkpoint(run.path + "-1", model, optimizer, asynchronous=True)
+        assert not first.done()
+        threading.Timer(0.0, held.set).start()
+        second = save_checkpoint(run.path + "-2", model, optimizer, asynchronous=True)
+        seen = [first.done(), Path(run.path + "-1").exists()]
+        second.wait()
+    return seen
+
+
+def test_a_second_save_waits_for_the_first(world2: World, tmp_path: Path) -> None:
+    run = Run(path=str(tmp_path / "step"))
+    assert world2.run(two_in_a_row, run) == [[True, True]] * 2
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-2"
+
+
+AT_THE_END = """
+import sys, threading, time
+import torch
+from torch import nn
+import torch.distributed.checkpoint as dcp
+from shardwise.checkpoint.save import save_checkpoint
+
+write = dcp.FileSystemWriter.write_data
+def late(*args):
+    threading.main_thread().join()  # until the program has ended
+    return write(*args)
+dcp.FileSystemWriter.write_data = late
+save_checkpoint(sys.argv[1], nn.Linear(2, 2), shared={"step": 3}, asynchronous=True)
+"""
+
+
+@pytest.mark.processes
+def test_a_save_that_is_pending_at_the_end_of_the_program_is_finished(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    subprocess.run([sys.executable, "-c", AT_THE_END, str(path)], check=True, timeout=120)
+    assert load_checkpoint(path, nn.Linear(2, 2)).shared == {"step": 3}
+
+
+# --- crashes --------------------------------------------------------------------------------------
+
+
+def saved_step(path: Path, value: float, **options: Any) -> nn.Module:
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, value)
+    save_checkpoint(path, model, shared={"value": value}, **options)
+    return model
+
+
+def value_at(path: Path | None) -> float:
+    assert path is not None
+    model = nn.Linear(2, 2)
+    value = load_checkpoint(path, model).shared["value"]
+    assert model.weight.unique().tolist() == [value]
+    return value
+
+
+def inside(directory: Path) -> list[str]:
+    return sorted(each.name for each in directory.iterdir())
+
+
+class Killed(BaseException):
+    """As by a signal: nothing tidies up."""
+
+
+def dies_at(count: int) -> Any:
+    """Replace all calls that change the file system: the one of this number, and all after it, die."""
+    left = [count]
+
+    def dying(real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return real(*args, **kwargs)
+
+        return call
+
+    stack = [
+        mock.patch("pathlib.Path.mkdir", dying(Path.mkdir)),
+        mock.patch("pathlib.Path.rename", dying(Path.rename)),
+        mock.patch("pathlib.Path.unlink", dying(Path.unlink)),
+        mock.patch("os.fsync", dying(os.fsync)),
+        mock.patch("os.rmdir", dying(os.rmdir)),
+        mock.patch("os.unlink", dying(os.unlink)),
+    ]
+    return stack
+
+
+def test_wherever_a_save_dies_a_good_checkpoint_is_found(tmp_path: Path) -> None:
+    """The power fails before each single change of the file system, and after the last."""
+    path = tmp_path / "step-5"
+    saved_step(path, 1.0)
+    found: list[float] = []
+    for count in range(100):
+        patches = dies_at(count)
+        for patch in patches:
+            patch.start()
+        try:
+            saved_step(path, 2.0 + count)
+            died = False
+        except Killed:
+            died = True
+        finally:
+            for patch in patches:
+                patch.stop()
+        found.append(value_at(latest_checkpoint(tmp_path)))
+        assert value_at(path) == found[-1]
+        assert found[-1] in (2.0 + count, *found[-2:-1], 1.0)
+        if not died:
+            break
+    assert not died
+    assert found[-1] == 2.0 + count
+    assert len(found) > 12
+    assert inside(tmp_path) == ["step-5"]
+
+
+KILLED = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from torch import nn
+import torch.distributed.checkpoint as dcp
+from shardwise import fully_shard
+from shardwise.checkpoint.save import save_checkpoint
+
+path, rank, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(store, 2))
+model = fully_shard(nn.Linear(2, 2))
+for value in (1.0, 2.0):
+    nn.init.constant_(model.weight, value)
+    if value == 2.0 and rank == 1:
+        real = os.fsync
+        dcp.filesystem.os = type("Os", (), {"__getattr__": lambda self, name: getattr(os, name),
+            "fsync": lambda self, handle: os.kill(os.getpid(), signal.SIGKILL)})()
+    save_checkpoint(path, model, shared={"value": value})
+"""
+
+
+@pytest.mark.processes
+def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    path, store = tmp_path / "run" / "step-1", str(tmp_path / "store")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(path), str(rank), store],
+            stderr=subprocess.PIPE,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(2)
+    ]
+    errors = [rank.communicate(timeout=120)[1].decode() for rank in ranks]
+    assert ranks[1].returncode == -signal.SIGKILL, errors[1]
+    assert ranks[0].returncode == 1, errors[0]
+    assert value_at(path) == 1.0
+    assert value_at(latest_checkpoint(path.parent)) == 1.0
+    saved_step(path, 3.0)
+    assert value_at(path) == 3.0
+    assert inside(path.parent) == ["step-1"]
+
+
+# --- many checkpoints -----------------------------------------------------------------------------
+
+
+def test_the_latest_is_the_one_of_the_highest_number(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path) is None
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+    for step in (100, 90, 9):  # the oldest file is the newest step
+        saved_step(tmp_path / f"step-{step}", float(step))
+    (tmp_path / "step-300").mkdir()  # complete is what has an index
+    (tmp_path / ".step-200.partial").mkdir()
+    (tmp_path / ".step-200.partial" / ".metadata").touch()
+    (tmp_path / "step-400").touch()
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / ".metadata").touch()  # no number: nobody knows how new it is
+    assert value_at(latest_checkpoint(str(tmp_path))) == 100.0
+
+
+def kept(directory: str, steps: list[int]) -> None:
+    model = fully_shard(nn.Linear(2, 2))
+    for step in steps:
+        save_checkpoint(f"{directory}/step-{step}", model, shared={"value": step}, keep=2)
+
+
+def test_only_the_last_checkpoints_are_kept(world2: World, tmp_path: Path) -> None:
+    saved_step(tmp_path / "best-1", 1.0)
+    saved_step(tmp_path / "step-7b", 1.0)
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / "notes.txt").touch()
+    (tmp_path / "step-2").touch()
+    world2.run(kept, str(tmp_path), [8, 9, 10, 11])
+    others = ["best-1", "step-1", "step-2", "step-7b"]
+    assert inside(tmp_path) == sorted([*others, "step-10", "step-11"])
+    world2.run(kept, str(tmp_path), [9])  # went back: later ones are not older
+    assert inside(tmp_path) == sorted([*others, "step-10", "step-11", "step-9"])
+
+
+def test_a_removal_that_did_not_end_is_no_obstacle(tmp_path: Path) -> None:
+    saved_step(tmp_path / "step-3", 1.0)
+    (tmp_path / "step-3" / ".metadata").unlink()
+    saved_step(tmp_path / "step-3", 2.0)
+    assert value_at(tmp_path / "step-3") == 2.0
+    assert inside(tmp_path) == ["step-3"]
+
+
+def test_what_is_being_removed_is_no_checkpoint_any_more(tmp_path: Path) -> None:
+    for step in (1, 2):
+        saved_step(tmp_path / f"step-{step}", 1.0)
+    with (
+        mock.patch("shutil.rmtree", side_effect=PermissionError("not yours")),
+        pytest.raises(OSError, match=r"step-3 is saved, but .*not yours"),
+    ):
+        saved_step(tmp_path / "step-3", 3.0, keep=1)
+    assert refusal(load_checkpoint, tmp_path / "step-2", nn.Linear(2, 2)).startswith("FileNotFoundError")
+    assert value_at(latest_checkpoint(tmp_path)) == 3.0
+
+
+def test_a_checkpoint_replaces_the_one_before(world2: World, tmp_path: Path) -> None:
+    world2.run(kept, str(tmp_path), [3])
+    before = set(inside(tmp_path / "step-3"))
+    saved_step(tmp_path / "step-3", 5.0)
+    assert value_at(tmp_path / "step-3") == 5.0
+    assert inside(tmp_path) == ["step-3"]
+    assert set(inside(tmp_path / "step-3")) < before  # one rank, one file
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest storage that was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(each, Tensor) and type(each) is Tensor and not each.is_meta:
+                self.num_bytes = max(self.num_bytes, each.untyped_storage().nbytes())
+        return out
+
+
+ROWS, COLUMNS = 512, 64
+
+
+def memory_of(path: str, what: str) -> tuple[int, int]:
+    """The largest storage made meanwhile, and how much more there is afterwards, in bytes."""
+    model = nn.Sequential(nn.Linear(COLUMNS, ROWS, bias=False), nn.Linear(ROWS, COLUMNS, bias=False))
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = live_bytes()
+    with Largest() as largest:
+        if what == "load":
+            load_checkpoint(path, model, optimizer)
+        else:
+            save_checkpoint(path, model, optimizer, asynchronous=what == "beside").wait()
+    return largest.num_bytes, live_bytes() - before
+
+
+def test_no_rank_ever_holds_a_full_parameter(world4: World, tmp_path: Path) -> None:
+    full_bytes = ROWS * COLUMNS * 4
+    shards = 2 * full_bytes // 4  # both weights', which lie in one buffer
+    for what in ("save", "beside", "load"):
+        for largest, more in world4.run(memory_of, str(tmp_path / "checkpoint"), what):
+            assert largest <= shards < full_bytes
+            assert more < 4096
+
+
+# --- odd calls ------------------------------------------------------------------------------------
+
+
+def test_the_return_value_says_where(tmp_path: Path) -> None:
+    done = save_checkpoint(tmp_path / "a" / ".." / "b" / "step-1", nn.Linear(2, 2))
+    assert done.done()
+    assert done.wait() == tmp_path / "b" / "step-1"
+
+
+def test_a_name_is_needed(tmp_path: Path) -> None:
+    assert "a name that does not start with a dot" in refusal(
+        save_checkpoint, tmp_path / ".hidden", nn.Linear(2, 2)
+    )
+    assert "names that end in a number" in refusal(save_checkpoint, tmp_path / "x", nn.Linear(2, 2), keep=1)
+
+
+class NotToBeCopied:
+    """Travels by pickle, and fails where it is copied."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise MemoryError("no room for a copy")
+
+
+def saved_after_a_copy_that_failed(run: Run) -> str:
+    model, optimizer = run.start(1)
+    odd = {"odd": NotToBeCopied()}
+    told = refusal(save_checkpoint, run.path + "-1", model, optimizer, shared=odd, asynchronous=True)
+    save_checkpoint(run.path + "-2", model, optimizer).wait()
+    return told
+
+
+def test_a_copy_that_fails_keeps_no_later_save_waiting(world2: World, tmp_path: Path) -> None:
+    run = Run(path=str(tmp_path / "step"))
+    for told in world2.run(saved_after_a_copy_that_failed, run):
+        assert "no room for a copy" in told
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-2"

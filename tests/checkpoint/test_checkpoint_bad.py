@@ -1,0 +1,764 @@
+"""Checkpoints that are damaged, or not of this model, and disks that are full: refused before anything changes.
+
+All ranks raise the same, and name the file and the key.
+"""
+
+import errno
+import os
+import pickle
+import re
+import resource
+import shutil
+import subprocess
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpointing import Net, Run, assert_same, by_block, everything, first_half, second_half, uninterrupted
+from expecttest import assert_expected_inline
+from harness import World
+from meshed import refusal
+from torch import nn
+
+from shardwise import EMA, fully_shard, save_safetensors
+from shardwise.checkpoint.calls import latest_checkpoint
+from shardwise.checkpoint.load import load_checkpoint
+from shardwise.checkpoint.save import save_checkpoint
+from shardwise.init.partial_loads import mark_partly_loaded, why_partly_loaded
+
+
+def refused(run: Run, with_optimizer: bool = True, **options: Any) -> str:
+    """How loading is refused; neither the model nor the optimizer has changed, and both go on."""
+    model, optimizer = run.start(2)
+    run.train(model, optimizer, 0, 1)
+    before = everything(model, optimizer)
+    text = refusal(load_checkpoint, run.path, model, optimizer if with_optimizer else None, **options)
+    assert_same([everything(model, optimizer)], before, 0.0)
+    run.train(model, optimizer, 1, 1)
+    return text.replace(os.path.dirname(run.path), "RUN")
+
+
+def message(texts: list[str]) -> str:
+    """What all ranks say."""
+    assert len(set(texts)) == 1, texts
+    return texts[0]
+
+
+@pytest.fixture
+def run(world2: World, tmp_path: Path) -> Run:
+    """A run whose checkpoint is there."""
+    run = Run(path=str(tmp_path / "step-2"))
+    world2.run(first_half, run)
+    return run
+
+
+def at(run: Run, name: str) -> Path:
+    return Path(run.path) / name
+
+
+# --- no checkpoint --------------------------------------------------------------------------------
+
+
+def test_what_is_no_checkpoint_is_said_to_be_none(world2: World, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / ".dead.partial").mkdir()
+    (tmp_path / ".dead.partial" / ".metadata").touch()
+    for name in ("step-1", "step-2"):
+        (tmp_path / "many" / name).mkdir(parents=True)
+        (tmp_path / "many" / name / ".metadata").touch()
+    names = ["nowhere", "file", "empty", "dead", ".dead.partial", "many"]
+    texts = [message(world2.run(refused, Run(path=str(tmp_path / name)))) for name in names]
+    assert_expected_inline(
+        "\n".join(texts),
+        """\
+FileNotFoundError: RUN/nowhere is not a checkpoint: it does not exist.
+FileNotFoundError: RUN/file is not a checkpoint: it is a file; a checkpoint is a folder.
+FileNotFoundError: RUN/empty is not a checkpoint: the folder has no file .metadata.
+FileNotFoundError: RUN/dead is not a checkpoint: only RUN/.dead.partial is there, which a save that did not end has left behind.
+FileNotFoundError: RUN/.dead.partial is not a checkpoint: it is what a save that did not end has left behind; load the checkpoint before it.
+FileNotFoundError: RUN/many is not a checkpoint: it is a folder of checkpoints; load one of them, or latest_checkpoint: step-1, step-2.""",
+    )
+
+
+def test_a_damaged_index_is_named(world2: World, run: Run) -> None:
+    index = at(run, ".metadata")
+    whole = index.read_bytes()
+    for content in (whole[:100], b"", pickle.dumps({"a": 1})):
+        index.write_bytes(content)
+        text = message(world2.run(refused, run))
+        assert text.startswith("ValueError: RUN/step-2 is damaged: .metadata is not what was written")
+        text = message(world2.run(refused, run, verify=False))
+        assert text.startswith("ValueError: RUN/step-2/.metadata cannot be read ")
+    assert_expected_inline(
+        text,
+        """ValueError: RUN/step-2/.metadata cannot be read (TypeError: it holds a dict where a Metadata should be). It was damaged after it was written, or by another program; load an earlier checkpoint.""",
+    )
+
+
+def test_a_missing_file_is_named(world2: World, world3: World, run: Run) -> None:
+    at(run, "__1_0.distcp").unlink()
+    text = message(world2.run(refused, run))
+    assert message(world3.run(refused, run)) == text
+    assert_expected_inline(
+        text,
+        """ValueError: RUN/step-2 is damaged: __1_0.distcp is missing. What was in them is lost; load an earlier checkpoint. If ranks are on several hosts, the path must be on a file system that all of them share.""",
+    )
+
+
+def test_a_truncated_file_is_named(world2: World, run: Run) -> None:
+    os.truncate(at(run, "__0_0.distcp"), 5000)
+    text = message(world2.run(refused, run))
+    assert "is damaged: __0_0.distcp has 5000 bytes, of at least " in text
+
+
+# --- another model --------------------------------------------------------------------------------
+
+
+class Renamed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = self.inlet
+        del self.inlet
+
+    def forward(self, x: Any) -> Any:
+        return self.outlet(self.blocks[0](self.entry(x)))
+
+
+class Wider(Net):
+    def __init__(self) -> None:
+        super().__init__(hidden=9)
+
+
+class Deeper(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.extend(Net().blocks)
+
+
+def test_a_checkpoint_of_another_model_is_told_by_its_names(world2: World, run: Run) -> None:
+    for build in (Renamed, Wider, Deeper):
+        text = message(world2.run(refused, replace(run, build=build)))
+        assert message(world2.run(refused, replace(run, build=build), with_optimizer=False)) == text
+    assert_expected_inline(
+        text,
+        """ValueError: RUN/step-2 is a checkpoint of another model; missing in the checkpoint: blocks.2.gain, blocks.2.up.weight, blocks.2.up.bias, blocks.2.down.weight, blocks.2.down.bias, blocks.3.gain, blocks.3.up.weight, blocks.3.up.bias and 2 more (10 in all). Nothing was loaded. strict=False loads the rest and reports these.""",
+    )
+    text = message(world2.run(refused, replace(run, build=Renamed)))
+    assert_expected_inline(
+        text,
+        """ValueError: RUN/step-2 is a checkpoint of another model; missing in the checkpoint: entry.weight, entry.bias (2 in all); unknown to the model: inlet.weight, inlet.bias (2 in all). Nothing was loaded. strict=False loads the rest and reports these.""",
+    )
+    text = message(world2.run(refused, replace(run, build=Wider)))
+    assert_expected_inline(
+        text,
+        """ValueError: RUN/step-2 is a checkpoint of another model; shapes differ: blocks.0.up.weight is (7, 6) there and (9, 6) here, blocks.0.up.bias is (7,) there and (9,) here, blocks.0.down.weight is (6, 7) there and (6, 9) here, blocks.1.up.weight is (7, 6) there and (9, 6) here, blocks.1.up.bias is (7,) there and (9,) here, blocks.1.down.weight is (6, 7) there and (6, 9) here. Nothing was loaded.""",
+    )
+    assert message(world2.run(refused, replace(run, build=Wider), strict=False)) == text
+
+
+def loaded_in_part(run: Run) -> tuple[Any, Any, dict[str, Any]]:
+    model, optimizer = run.start(2)
+    loaded = load_checkpoint(run.path, model, strict=False)
+    return loaded.missing, loaded.unexpected, everything(model, optimizer)
+
+
+def test_what_is_missing_and_what_is_unknown_may_be_passed_by(world2: World, run: Run) -> None:
+    plain, _ = run.start(1)
+    reference = Run().optimizer(plain.parameters(), **run.options)
+    run.train(plain, reference, 0)
+    want = everything(plain, reference)
+    untouched, _ = replace(run, build=Renamed).start(2)
+    for missing, unexpected, got in world2.run(loaded_in_part, replace(run, build=Renamed)):
+        assert missing == ("entry.weight", "entry.bias")
+        assert unexpected == ("inlet.weight", "inlet.bias")
+        for name, value in got.items():
+            expected = dict(untouched.named_parameters())[name] if name in missing else want[name]
+            torch.testing.assert_close(value, expected.detach(), rtol=0, atol=1e-10)
+
+
+def in_float32(model: nn.Module, layout: Any) -> nn.Module:
+    return by_block(model.float(), layout)
+
+
+def converted(run: Run, convert_dtype: bool) -> Any:
+    model, optimizer = replace(run, shard=in_float32).start(2)
+    if not convert_dtype:
+        before = everything(model, optimizer)
+        text = refusal(load_checkpoint, run.path, model, optimizer).replace(os.path.dirname(run.path), "RUN")
+        assert_same([everything(model, optimizer)], before, 0.0)
+        return text
+    load_checkpoint(run.path, model, optimizer, convert_dtype=True)
+    return everything(model, optimizer)
+
+
+def test_another_dtype_is_refused_unless_it_is_meant(world2: World, run: Run) -> None:
+    assert_expected_inline(
+        message(world2.run(converted, run, False)),
+        """ValueError: RUN/step-2: dtypes differ: offset is float64 there and float32 here, inlet.weight is float64 there and float32 here, inlet.bias is float64 there and float32 here, blocks.0.gain is float64 there and float32 here, blocks.0.up.weight is float64 there and float32 here, blocks.0.up.bias is float64 there and float32 here, blocks.0.down.weight is float64 there and float32 here, blocks.0.down.bias is float64 there and float32 here and 7 more. Loading would round or widen without a word; pass convert_dtype=True if that is meant, or make the model in the dtype of the checkpoint.""",
+    )
+    plain, reference = run.start(1)
+    run.train(plain, reference, 0)
+    for got in world2.run(converted, run, True):
+        for name, value in everything(plain, reference).items():
+            dtype = torch.float32
+            assert got[name].dtype == dtype
+            torch.testing.assert_close(got[name], value.to(dtype), rtol=1e-6, atol=1e-9)
+
+
+def another_recipe(path: str) -> str:
+    model = by_block(Net(), None)
+    dcp.save({"net": model.state_dict(), "step": 3}, checkpoint_id=path)
+    return refusal(load_checkpoint, path, model).replace(path, "PATH")
+
+
+def test_a_checkpoint_without_a_model_says_what_it_has(world2: World, tmp_path: Path) -> None:
+    text = message(world2.run(another_recipe, str(tmp_path / "checkpoint")))
+    assert_expected_inline(
+        text,
+        """ValueError: PATH holds no model: its keys are net, step, and not 'model'. It was written by another recipe; read it with torch.distributed.checkpoint, and give it to the model by hand.""",
+    )
+
+
+# --- another optimizer ----------------------------------------------------------------------------
+
+
+def two_groups(params: Any, **options: Any) -> torch.optim.Optimizer:
+    params = list(params)
+    return torch.optim.AdamW([{"params": params[:3]}, {"params": params[3:], "lr": 0.5}], **options)
+
+
+def without_the_last(params: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(list(params)[:-1], **options)
+
+
+def test_another_optimizer_is_refused(world2: World, run: Run) -> None:
+    others = (torch.optim.Adam, torch.optim.SGD, two_groups, without_the_last)
+    texts = [message(world2.run(refused, replace(run, optimizer=other))) for other in others]
+    assert_expected_inline(
+        "\n".join(texts),
+        """\
+ValueError: RUN/step-2 holds the state of AdamW, and is to be loaded into Adam. The state of one kind of optimizer means nothing to another: build the same, or load the model alone.
+ValueError: RUN/step-2 holds the state of AdamW, and is to be loaded into SGD. The state of one kind of optimizer means nothing to another: build the same, or load the model alone.
+ValueError: RUN/step-2: inlet.weight and blocks.0.up.weight share a param group there, and are in two groups here. Build the optimizer with the same groups as the one that was saved.
+ValueError: RUN/step-2: the optimizer has other parameters; in the checkpoint's only: outlet.bias. Nothing was loaded. strict=False leaves those as they are that are missing.""",
+    )
+
+
+def test_groups_that_differ_are_not_joined(world2: World, run: Run) -> None:
+    world2.run(first_half, replace(run, optimizer=two_groups))
+    text = message(world2.run(refused, run))
+    assert_expected_inline(
+        text,
+        """ValueError: RUN/step-2: group 0 of AdamW joins parameters of several groups there, which differ in 'lr': 0.05, 0.5. Build the optimizer with the same groups as the one that was saved.""",
+    )
+
+
+def by_torchs_recipe(run: Run) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, optimizer = run.start(1)
+    run.train(model, optimizer, 0)
+    state, optim = get_state_dict(model, optimizer)
+    dcp.save({"model": state, "optimizer": optim}, checkpoint_id=run.path)
+
+
+def test_another_optimizer_is_told_by_its_hyperparameters(world2: World, run: Run) -> None:
+    run = replace(run, path=run.path + "-torch")
+    world2.run(by_torchs_recipe, run)
+    text = message(world2.run(refused, replace(run, optimizer=torch.optim.SGD)))
+    assert_expected_inline(
+        text,
+        """ValueError: RUN/step-2-torch: group 0 of SGD has dampening, momentum, nesterov, and the checkpoint's has amsgrad, betas, capturable, decoupled_weight_decay, eps: the state of another kind of optimizer. Build the same, or load the model alone.""",
+    )
+
+
+def model_alone(run: Run) -> None:
+    save_checkpoint(run.path, run.start(1)[0])
+
+
+def test_no_optimizer_is_there(world2: World, run: Run) -> None:
+    world2.run(model_alone, run)
+    assert_expected_inline(
+        message(world2.run(refused, run)),
+        """ValueError: RUN/step-2 holds no optimizer. To start with a fresh one, call load_checkpoint(path, model).""",
+    )
+
+
+def stranger(run: Run) -> str:
+    model, _ = run.start(1)
+    _, optimizer = run.start(1)
+    return refusal(save_checkpoint, run.path, model, optimizer)
+
+
+def test_an_optimizer_of_another_model_is_not_saved(world2: World, run: Run) -> None:
+    assert_expected_inline(
+        message(world2.run(stranger, run)),
+        """ValueError: AdamW: parameter 0 of group 0, of shape (6, 6), is none of the model's, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.""",
+    )
+
+
+class Local(torch.optim.SGD):
+    """Keeps the shard of this rank as if it were something of its own."""
+
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["mine"] = torch.zeros(param.to_local().numel() + 1)
+
+
+def local_state(run: Run) -> str:
+    model, optimizer = replace(run, optimizer=Local).start(1)
+    optimizer.step()
+    return refusal(save_checkpoint, run.path, model, optimizer)
+
+
+def test_state_that_is_a_ranks_own_is_not_saved(world2: World, run: Run) -> None:
+    text = message(world2.run(local_state, run))
+    assert_expected_inline(
+        text,
+        """ValueError: inlet.weight: Local keeps 'mine' of it as a plain tensor of shape (19,), but the parameter is sharded: nothing says which part of the whole this rank has. Optimizers whose state has the form of the parameters can be saved.""",
+    )
+
+
+# --- half-way -------------------------------------------------------------------------------------
+
+
+def overwrite(run: Run, key: str) -> None:
+    """Other bytes where the tensor `key` lies, as many as before."""
+    for index, info in dcp.FileSystemReader(run.path).read_metadata().storage_data.items():
+        if index.fqn == key:
+            with at(run, info.relative_path).open("r+b") as file:
+                file.seek(info.offset)
+                file.write(os.urandom(info.length))
+
+
+def corrupt_then_whole(run: Run, good: str) -> list[str]:
+    model, optimizer = run.start(2)
+    seen = [refusal(load_checkpoint, run.path, model, optimizer, verify=False)]
+    seen.append(refusal(model, torch.ones(2, 6, dtype=torch.float64)))
+    seen.append(refusal(save_checkpoint, good + "-new", model, optimizer))
+    load_checkpoint(good, model, optimizer)
+    run.train(model, optimizer, 2)
+    return seen
+
+
+def test_a_model_that_was_loaded_half_does_not_run(world2: World, world3: World, run: Run) -> None:
+    good = run.path
+    run = replace(run, path=good + "-bad")
+    shutil.copytree(good, run.path)
+    overwrite(run, "model.outlet.weight")
+    for world in (world2, world3):
+        seen = world.run(corrupt_then_whole, run, good)
+        first, forward, saving = seen[0]
+        assert all(each == seen[0] for each in seen)
+        assert first.startswith("RuntimeError: ")
+        assert f"{run.path}: reading its tensors failed. Files may have been damaged" in first
+        assert first.endswith(
+            "The weights are partly those of the checkpoint and partly others; load another one."
+        )
+        assert first.removeprefix("RuntimeError: ").rstrip(".") in forward
+        assert "is not to be saved" in saving
+        assert latest_checkpoint(Path(good).parent) == Path(good)
+
+
+class Stubborn(nn.Linear):
+    def set_extra_state(self, state: Any) -> None:
+        raise ValueError("no, thank you")
+
+    def get_extra_state(self) -> Any:
+        return "please"
+
+
+def not_taken(path: str) -> str:
+    model = fully_shard(nn.Sequential(Stubborn(2, 2)))
+    save_checkpoint(path, model)
+    return refusal(load_checkpoint, path, model).replace(path, "PATH")
+
+
+def test_damage_is_not_blamed_for_what_the_model_does(world2: World, tmp_path: Path) -> None:
+    assert_expected_inline(
+        message(world2.run(not_taken, str(tmp_path / "x"))),
+        """RuntimeError: PATH: the model did not take what was read: ValueError: no, thank you. The weights are partly those of the checkpoint and partly others; load another one.""",
+    )
+
+
+def warned_while_reading(run: Run) -> str:
+    """In a process in which warnings are errors."""
+
+    def warn(*args: Any) -> None:
+        warnings.warn("use another function", DeprecationWarning, stacklevel=2)
+
+    model, _ = run.start(2)
+    with mock.patch.object(dcp.DefaultLoadPlanner, "commit_tensor", warn):
+        return refusal(load_checkpoint, run.path, model).replace(run.path, "PATH")
+
+
+def test_damage_is_not_blamed_for_what_torch_warns_of(world2: World, run: Run) -> None:
+    assert_expected_inline(
+        message(world2.run(warned_while_reading, run)),
+        """RuntimeError: PATH: reading its tensors failed: DeprecationWarning: use another function. The weights are partly those of the checkpoint and partly others; load another one.""",
+    )
+
+
+def unlike_ours(run: Run) -> str:
+    """A load that brings a part of the weights only, after one that failed half-way."""
+    model = by_block(Renamed().double(), None)
+    mark_partly_loaded(model, "a load failed half-way.")
+    load_checkpoint(run.path, model, strict=False)
+    refused = refusal(model, torch.ones(2, 6, dtype=torch.float64))
+    whole = by_block(Net().double(), None)
+    mark_partly_loaded(whole, "a load failed half-way.")
+    load_checkpoint(run.path, whole, strict=False)
+    whole(torch.ones(2, 6, dtype=torch.float64))
+    return refused
+
+
+def test_a_part_of_the_weights_does_not_make_a_model_whole(world2: World, run: Run) -> None:
+    assert "a load failed half-way" in message(world2.run(unlike_ours, run))
+
+
+# --- objects beside the model ---------------------------------------------------------------------
+
+
+def states_that_do_not_fit(path: str) -> list[str]:
+    model = fully_shard(nn.Linear(4, 2))
+    ema = EMA(model)
+    save_checkpoint(path, model, states={"ema": ema})
+    wider = fully_shard(nn.Linear(4, 3))
+    told = [
+        refusal(load_checkpoint, path, model, states={"ema": EMA(wider)}),
+        refusal(
+            load_checkpoint, path, model, states={"ema": EMA(fully_shard(nn.Sequential(nn.Linear(4, 2))))}
+        ),
+        refusal(load_checkpoint, path, model, states={"ema": EMA(model, dtype=torch.float64)}),
+        refusal(load_checkpoint, path, model, states={"mean": ema}),
+        refusal(load_checkpoint, path, model, states={"ema": ema.state_dict()}),
+        refusal(save_checkpoint, path, model, states=[1]),
+    ]
+    assert load_checkpoint(path, model, states={"mean": ema}, strict=False).missing == ("states.mean",)
+    assert why_partly_loaded(model) is None
+    return [text.replace(path, "PATH") for text in told]
+
+
+def test_states_of_other_objects_are_refused(world2: World, tmp_path: Path) -> None:
+    first, second = world2.run(states_that_do_not_fit, str(tmp_path / "x"))
+    assert first == second
+    assert_expected_inline(
+        "\n".join(first),
+        """\
+ValueError: PATH: states do not fit: ema.averages.weight has shape (2, 4) there and (3, 4) here, ema.averages.bias has shape (2,) there and (3,) here. Nothing was loaded.
+ValueError: PATH: states do not fit: ema.averages.0.weight is missing in the checkpoint, ema.averages.0.bias is missing in the checkpoint, ema.averages.weight, of shape (2, 4), is in the checkpoint only, ema.averages.bias, of shape (2,), is in the checkpoint only. Nothing was loaded.
+ValueError: PATH: states do not fit: ema.averages.weight is of torch.float32 there and torch.float64 here (see convert_dtype), ema.averages.bias is of torch.float32 there and torch.float64 here (see convert_dtype). Nothing was loaded.
+ValueError: PATH holds no state of mean; it has ema. Nothing was loaded. strict=False leaves the object as it is.
+TypeError: states['ema'] is a dict, which has no state_dict() and load_state_dict(). Pass the object itself, not its state; what has no such methods goes into `shared` or `per_rank`.
+TypeError: states is to be a dict with names as keys, not [1]""",
+    )
+
+
+# --- disks ----------------------------------------------------------------------------------------
+
+
+def full_disk(run: Run, on_rank: int, num_bytes: int, asynchronous: bool) -> list[str]:
+    """The disk of one rank takes `num_bytes` a file."""
+    model, optimizer = run.start(1)
+    run.train(model, optimizer, 0)
+    save_checkpoint(run.path, model, optimizer, shared={"step": 2})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == on_rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    seen = []
+    try:
+        if asynchronous:
+            pending = save_checkpoint(run.path, model, optimizer, asynchronous=True)
+            seen = [refusal(pending.wait), refusal(pending.wait)]
+            assert seen[0] == seen[1]
+        else:
+            seen = [refusal(save_checkpoint, run.path, model, optimizer)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        dist.barrier()
+    assert os.listdir(os.path.dirname(run.path)) == ["step-2"]
+    run.train(model, optimizer, 2)
+    save_checkpoint(run.path + "0", model, optimizer)  # the next one works
+    return seen
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["", "beside"])
+@pytest.mark.parametrize("on_rank", [0, 1])
+def test_a_full_disk_is_told_by_all_ranks_and_loses_nothing(
+    world2: World, tmp_path: Path, on_rank: int, asynchronous: bool
+) -> None:
+    run = Run(path=str(tmp_path / "step-2"))
+    text = message([" ".join(each) for each in world2.run(full_disk, run, on_rank, 3000, asynchronous)])
+    assert f"rank {on_rank} could not write the checkpoint {run.path} (into {tmp_path}/.step-2." in text
+    assert os.strerror(errno.EFBIG) in text
+    assert "bytes free. A checkpoint that was there before is still there." in text
+    assert_same(world2.run(second_half, run), uninterrupted(run), 1e-10)
+
+
+def tiny_disk(path: str, num_rows: int) -> str:
+    model = fully_shard(nn.Linear(64, num_rows))
+    return refusal(save_checkpoint, path, model)
+
+
+def test_a_file_system_without_space(world2: World, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting is not permitted here")
+    try:
+        text = message(world2.run(tiny_disk, str(disk / "step-1"), 4096))
+        assert os.strerror(errno.ENOSPC) in text
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def no_place(path: str) -> str:
+    return refusal(save_checkpoint, path, fully_shard(nn.Linear(2, 2)))
+
+
+def test_what_is_not_ours_is_not_replaced(world2: World, tmp_path: Path) -> None:
+    folder = tmp_path / "thesis"
+    folder.mkdir()
+    (folder / "chapter.tex").touch()
+    assert "exists and is not a checkpoint" in message(world2.run(no_place, str(folder)))
+    assert "exists and is not a checkpoint" in message(world2.run(no_place, str(folder / "chapter.tex")))
+    assert "NotADirectoryError" in message(world2.run(no_place, str(folder / "chapter.tex" / "step-1")))
+    assert [each.name for each in folder.iterdir()] == ["chapter.tex"]
+    assert [each.name for each in tmp_path.iterdir()] == ["thesis"]
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise TypeError("this cannot be written down")
+
+
+def unpicklable(path: str, where: str) -> str:
+    own = {"it": Unpicklable()} if dist.get_rank() == 1 or where == "shared" else {}
+    return refusal(save_checkpoint, path, fully_shard(nn.Linear(2, 2)), **{where: own})
+
+
+@pytest.mark.parametrize("where", ["shared", "per_rank"])
+def test_what_cannot_be_pickled_is_told_by_all_ranks(world2: World, tmp_path: Path, where: str) -> None:
+    text = message(world2.run(unpicklable, str(tmp_path / "x"), where))
+    assert f"rank {0 if where == 'shared' else 1} could not write" in text
+    assert "this cannot be written down" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def shards_of_one_rank(path: str) -> list[str]:
+    model = fully_shard(nn.Linear(2, 2))
+    nested = {"step": 1, "ema": EMA(model).state_dict()}
+    return [
+        refusal(save_checkpoint, path, model, shared=nested),
+        refusal(save_checkpoint, path, model, shared={"weight": model.weight}),
+        refusal(save_checkpoint, path, model, per_rank={"all": [(0, {"weight": model.weight})]}),
+    ]
+
+
+def test_shards_of_one_rank_are_not_taken_for_all(world2: World, tmp_path: Path) -> None:
+    first, second = world2.run(shards_of_one_rank, str(tmp_path / "x"))
+    assert first == second
+    assert list(tmp_path.iterdir()) == []
+    assert_expected_inline(
+        "\n".join(first),
+        """\
+ValueError: shared['ema']['averages']['weight'] is a DTensor of shape (2, 2) with placements (Shard(dim=0),), of which each rank has a part; what is here is written as it is on one rank, and another would get that rank's part. Pass the object whose state it is in `states`, as states={'ema': ema}, or the full tensor.
+ValueError: shared['weight'] is a DTensor of shape (2, 2) with placements (Shard(dim=0),), of which each rank has a part; what is here is written as it is on one rank, and another would get that rank's part. Pass the object whose state it is in `states`, as states={'ema': ema}, or the full tensor.
+ValueError: per_rank['all'][0][1]['weight'] is a DTensor of shape (2, 2) with placements (Shard(dim=0),), of which each rank has a part; what is here is written as it is on one rank, and another would get that rank's part. Pass the object whose state it is in `states`, as states={'ema': ema}, or the full tensor.""",
+    )
+
+
+class Marked(torch.Tensor):
+    """A class of tensors that torch was not told to trust."""
+
+
+def of_a_class_of_its_own(path: str) -> list[str]:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_buffer("marked", torch.ones(2).as_subclass(Marked))
+    told = refusal(save_checkpoint, path, model)
+    with torch.serialization.safe_globals([Marked]):
+        save_checkpoint(path, model)
+        model[0].marked.zero_()
+        load_checkpoint(path, model)
+    assert model[0].marked.tolist() == [1.0, 1.0]
+    return [told]
+
+
+def test_what_could_not_be_read_again_is_not_written(world2: World, tmp_path: Path) -> None:
+    first, second = world2.run(of_a_class_of_its_own, str(tmp_path / "x"))
+    assert first == second
+    assert_expected_inline(
+        first[0],
+        """ValueError: 0.marked of the model is a test_checkpoint_bad.Marked, and torch reads no tensors of classes from a checkpoint that it was not told to trust: this one could be written, but not loaded. Call torch.serialization.add_safe_globals with it and with what its pickles need, where it is saved and where it is loaded; or convert the model back before saving.""",
+    )
+
+
+# --- calls that differ by rank --------------------------------------------------------------------
+
+
+def by_clock(path: str) -> str:
+    return refusal(save_checkpoint, f"{path}-{dist.get_rank()}", fully_shard(nn.Linear(2, 2)))
+
+
+def with_optimizer_on_some(path: str, act: Callable[..., Any]) -> str:
+    model = fully_shard(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters()) if dist.get_rank() else None
+    return refusal(act, path, model, optimizer)
+
+
+def test_ranks_that_disagree_are_told(world2: World, tmp_path: Path) -> None:
+    path = str(tmp_path / "step")
+    text = message(world2.run(by_clock, path)).replace(str(tmp_path), "RUN")
+    assert_expected_inline(
+        text,
+        """ValueError: save_checkpoint: ranks disagree on path: rank 0 has 'RUN/step-0', rank 1 has 'RUN/step-1'. Pass the same on all ranks.""",
+    )
+    for act in (save_checkpoint, load_checkpoint):
+        text = message(world2.run(with_optimizer_on_some, path, act))
+        assert f"{act.__name__}: ranks disagree on optimizer: rank 0 has False, rank 1 has True" in text
+
+
+def bad_arguments(path: str) -> list[str]:
+    model = fully_shard(nn.Linear(2, 2))
+    return [
+        refusal(save_checkpoint, path, model, model),
+        refusal(save_checkpoint, path, model, shared={1: 2}),
+        refusal(save_checkpoint, path, model, shared=[1]),
+        refusal(save_checkpoint, path, model, keep=0),
+        refusal(load_checkpoint, path, model, "SGD"),
+    ]
+
+
+def test_bad_arguments_are_told(world2: World, tmp_path: Path) -> None:
+    texts = world2.run(bad_arguments, str(tmp_path / "step-1"))
+    assert texts[0] == texts[1]
+    assert_expected_inline(
+        "\n".join(texts[0]),
+        """\
+TypeError: optimizer is a FSDPLinear; pass a torch.optim.Optimizer, or a list of them
+TypeError: shared is to be a dict with names as keys, not {1: 2}
+TypeError: shared is to be a dict with names as keys, not [1]
+ValueError: keep=0 of step-1: keep counts from 1, and needs names that end in a number, as step-100
+TypeError: optimizer is a str; pass a torch.optim.Optimizer, or a list of them""",
+    )
+
+
+class NotWritten:
+    """Nobody can send it to another rank."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("this stays here")
+
+
+def on_one_rank_alone(path: str) -> list[str]:
+    """Rank 1 alone passes something else than rank 0."""
+    model = fully_shard(nn.Linear(2, 2))
+    save_checkpoint(path, model, keep=3)
+    alone = dist.get_rank() == 1
+
+    def told(act: Callable[..., Any], *args: Any, **bad: Any) -> str:
+        good = {"path": path, "model": model, "directory": path + "-st"}
+        taken = ("model", "directory") if act is save_safetensors else ("path", "model")
+        return refusal(act, **{name: good[name] for name in taken} | (bad if alone else {}))
+
+    seen = [
+        told(load_checkpoint, path=None),
+        told(load_checkpoint, path=3),
+        told(load_checkpoint, model=None),
+        told(load_checkpoint, optimizer="SGD"),
+        told(load_checkpoint, states=[model]),
+        told(load_checkpoint, strict=NotWritten()),
+        told(load_checkpoint, strict=False),
+        told(load_checkpoint, verify=None),
+        told(load_checkpoint, trust=True),
+        told(save_checkpoint, path=None),
+        told(save_checkpoint, model=None),
+        told(save_checkpoint, keep="all"),
+        told(save_checkpoint, keep=1),
+        told(save_checkpoint, asynchronous=NotWritten()),
+        told(save_checkpoint, shared=[1]),
+        told(save_checkpoint, states={"ema": EMA(model)} if alone else None),
+        told(save_safetensors, directory=None),
+        told(save_safetensors, directory=path),
+        told(save_safetensors, max_shard_bytes=4),
+        told(save_safetensors, metadata=[1]),
+        told(save_safetensors, dtype=torch.float16),
+    ]
+    save_checkpoint(path, model)  # nobody waits for anybody
+    load_checkpoint(path, model)
+    return [text.replace(os.path.dirname(path), "RUN") for text in seen]
+
+
+def test_f50_what_one_rank_alone_passes_is_refused_by_all(world2: World, tmp_path: Path) -> None:
+    first, second = world2.run(on_one_rank_alone, str(tmp_path / "step-1"))
+    assert first == second
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-1"]
+    assert_expected_inline(
+        "\n".join(re.sub("0x[0-9a-f]+", "0x", text) for text in first),
+        """\
+TypeError: rank 1: load_checkpoint: path is None. That is what latest_checkpoint returns where it finds no checkpoint: the folder does not exist on this host, or has none yet. Ask on one rank, tell the others what it found, and load only if that is a path; and have checkpoints on a file system that all hosts share.
+TypeError: rank 1: load_checkpoint: path is 3; pass the folder of a checkpoint, as a str or a Path.
+TypeError: rank 1: load_checkpoint: model is NoneType; pass an nn.Module.
+TypeError: rank 1: optimizer is a str; pass a torch.optim.Optimizer, or a list of them
+TypeError: rank 1: states is to be a dict with names as keys, not [FSDPLinear(in_features=2, out_features=2, bias=True)]
+TypeError: rank 1: load_checkpoint: strict is <test_checkpoint_bad.NotWritten object at 0x>; pass True or False.
+ValueError: load_checkpoint: ranks disagree on strict: rank 0 has True, rank 1 has False. Pass the same on all ranks.
+TypeError: rank 1: load_checkpoint: verify is None; pass True or False.
+ValueError: load_checkpoint: ranks disagree on trust: rank 0 has False, rank 1 has True. Pass the same on all ranks.
+TypeError: rank 1: save_checkpoint: path is None; pass the folder of a checkpoint, as a str or a Path.
+TypeError: rank 1: save_checkpoint: model is NoneType; pass an nn.Module.
+TypeError: rank 1: save_checkpoint: keep is 'all'; pass how many checkpoints to keep, or None.
+ValueError: save_checkpoint: ranks disagree on keep: rank 0 has None, rank 1 has 1. Pass the same on all ranks.
+TypeError: rank 1: save_checkpoint: asynchronous is <test_checkpoint_bad.NotWritten object at 0x>; pass True or False.
+TypeError: rank 1: shared is to be a dict with names as keys, not [1]
+ValueError: save_checkpoint: ranks disagree on states: rank 0 has [], rank 1 has ['ema']. Pass the same on all ranks.
+TypeError: rank 1: save_safetensors: directory is None; pass a folder, as a str or a Path.
+ValueError: save_safetensors: ranks disagree on directory: rank 0 has 'RUN/step-1-st', rank 1 has 'RUN/step-1'. Pass the same on all ranks.
+ValueError: save_safetensors: ranks disagree on max_shard_bytes: rank 0 has 1073741824, rank 1 has 4. Pass the same on all ranks.
+ValueError: rank 1: save_safetensors: metadata is [1]; names and values have to be strings.
+ValueError: save_safetensors: ranks disagree on dtype: rank 0 has None, rank 1 has torch.float16. Pass the same on all ranks.""",
+    )
+
+
+class Several(torch.optim.SGD):
+    """One stage of a pipeline, whose param groups hold what no other rank may have."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        if dist.get_rank() == 1:
+            self.param_groups[0]["mine"] = NotWritten()
+
+
+def with_groups_that_stay(path: str) -> str:
+    model = nn.Sequential(OrderedDict({f"stage{dist.get_rank()}": nn.Linear(2, 2)}))
+    return refusal(save_checkpoint, path, model, Several(model.parameters()))
+
+
+def test_param_groups_that_cannot_travel_are_told_by_all_ranks(world2: World, tmp_path: Path) -> None:
+    text = message(world2.run(with_groups_that_stay, str(tmp_path / "x")))
+    assert text == "TypeError: rank 1: this stays here"
+
+
+# --- a failure that nobody asks for ---------------------------------------------------------------
+
+
+def test_a_failure_in_the_background_is_not_lost(tmp_path: Path) -> None:
+    fails = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError(errno.ENOSPC, "full"))
+    with fails:
+        pending = save_checkpoint(tmp_path / "step-1", nn.Linear(2, 2), asynchronous=True)
+        while not pending.done():
+            pass
+    with pytest.warns(RuntimeWarning, match="the save before this one failed: .*full"):
+        save_checkpoint(tmp_path / "step-2", nn.Linear(2, 2))
+    assert [each.name for each in tmp_path.iterdir()] == ["step-2"]

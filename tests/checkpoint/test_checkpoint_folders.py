@@ -1,0 +1,222 @@
+"""Folders of checkpoints: two jobs in one, what crashes leave in them, and who may read them."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import World
+from meshed import refusal
+from torch import nn
+
+from shardwise import fully_shard
+from shardwise.checkpoint import folders
+from shardwise.checkpoint.calls import latest_checkpoint
+from shardwise.checkpoint.load import load_checkpoint
+from shardwise.checkpoint.save import save_checkpoint
+from shardwise.checkpoint.writing import write
+from shardwise.ranks.rank_group import RankGroup
+
+
+def saved(path: Path, value: float = 1.0, **options: Any) -> None:
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, value)
+    save_checkpoint(path, model, shared={"value": value}, **options)
+
+
+def value_at(path: Path) -> float:
+    model = nn.Linear(2, 2)
+    value: float = load_checkpoint(path, model).shared["value"]
+    assert model.weight.unique().tolist() == [value]
+    return value
+
+
+def inside(directory: Path) -> list[str]:
+    return sorted(each.name for each in directory.iterdir())
+
+
+@pytest.mark.parametrize("name", ["step-1.partial", "step-1.previous", "partial", "a.b.removed"])
+def test_any_name_that_is_saved_is_loaded(tmp_path: Path, name: str) -> None:
+    for value in (1.0, 2.0):
+        saved(tmp_path / name, value)
+        assert value_at(tmp_path / name) == value
+    assert inside(tmp_path) == [name]
+
+
+# --- two jobs -------------------------------------------------------------------------------------
+
+
+def another_job_saves(path: Path, value: float) -> None:
+    """A whole save of somebody else, as it happens in the midst of ours."""
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, value)
+    state = {"model": dict(model.state_dict()), "shared": {"value": value}}
+    write(RankGroup(None), path, state, keep=None, is_staged=False)
+
+
+@pytest.mark.parametrize("moment", ["prepare", "publish", "_set_aside", "sync", "forget_previous"])
+@pytest.mark.parametrize("is_first", [True, False], ids=["", "over-an-older-one"])
+def test_two_jobs_that_save_to_one_path_leave_one_whole_checkpoint(
+    tmp_path: Path, moment: str, is_first: bool
+) -> None:
+    path = tmp_path / "step-1"
+    if not is_first:
+        saved(path, 1.0)
+    real, others = getattr(folders, moment), []
+
+    def after_another(*args: Any) -> Any:
+        result = real(*args)
+        if not others:
+            others.append(True)
+            another_job_saves(path, 3.0)
+        return result
+
+    with mock.patch.object(folders, moment, after_another):
+        saved(path, 2.0)
+    assert others
+    assert value_at(path) == (3.0 if moment in ("publish", "forget_previous") else 2.0)
+    assert inside(tmp_path) == ["step-1"]
+
+
+# --- what crashes leave behind --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def dead_token() -> str:
+    """Of a process that has ended."""
+    code = "from shardwise.checkpoint.folders import new_token; print(new_token())"
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def left_behind(directory: Path, name: str, token: str | None, kind: str, *files: str) -> str:
+    folder = directory / (f".{name}.{token}.{kind}" if token else f".{name}.{kind}")
+    folder.mkdir()
+    for each in files or ("__0_0.distcp", "__1_0.distcp"):
+        (folder / each).write_bytes(b"half")
+    return folder.name
+
+
+def test_remains_of_dead_saves_are_removed_and_nothing_else(tmp_path: Path, dead_token: str) -> None:
+    own = folders.new_token()
+    of_another_host = "0badc0de" + own[8:]
+    for kind in ("partial", "removed", "previous"):
+        left_behind(tmp_path, "step-1", dead_token, kind)
+    # Of steps that are never saved again, a day old: of another host, and from before there were tokens.
+    for token in (of_another_host, None):
+        folder = tmp_path / left_behind(tmp_path, "step-2", token, "partial")
+        for each in [*folder.iterdir(), folder]:
+            os.utime(each, (time.time() - 2 * folders.ABANDONED_S,) * 2)
+    stays = [
+        left_behind(tmp_path, "step-4", of_another_host, "partial"),  # new: it may still go on
+        left_behind(tmp_path, "step-5", dead_token, "partial", "thesis.tex"),  # not only ours
+        left_behind(tmp_path, "step-6", dead_token, "previous", ".metadata"),  # a checkpoint, of a crash
+        left_behind(tmp_path, "step-7", own, "partial"),  # of a save in this process
+    ]
+    with folders.running(own):
+        saved(tmp_path / "step-10")
+    assert inside(tmp_path) == sorted([*stays, "step-10"])
+    saved(tmp_path / "step-11")
+    assert inside(tmp_path) == sorted([*stays[:-1], "step-10", "step-11"])
+
+
+def test_remains_of_an_interrupted_removal_are_removed(tmp_path: Path, dead_token: str) -> None:
+    for step in (1, 2, 3):
+        saved(tmp_path / f"step-{step}")
+    with (
+        mock.patch("shutil.rmtree", side_effect=OSError("the disk is away")),
+        pytest.raises(OSError, match=r"step-4 is saved, but what it replaces could not be removed.*away"),
+    ):
+        saved(tmp_path / "step-4", keep=1)
+    assert any(name.endswith(".removed") for name in inside(tmp_path))
+    saved(tmp_path / "step-0")
+    (tmp_path / "step-0" / ".metadata").unlink()  # as older versions began
+    # What another's crash has set aside is a checkpoint as any other, and too old.
+    (tmp_path / "step-1").rename(tmp_path / f".step-1.{dead_token}.previous")
+    saved(tmp_path / "step-5", 5.0, keep=1)
+    assert inside(tmp_path) == ["step-5"]
+    assert value_at(tmp_path / "step-5") == 5.0
+
+
+def test_a_checkpoint_that_a_crash_set_aside_is_found(tmp_path: Path, dead_token: str) -> None:
+    saved(tmp_path / "step-1", 7.0)
+    (tmp_path / "step-1").rename(tmp_path / f".step-1.{dead_token}.previous")
+    latest = latest_checkpoint(tmp_path)
+    assert latest is not None
+    assert value_at(latest) == value_at(tmp_path / "step-1") == 7.0
+    saved(tmp_path / "step-2", 8.0)
+    assert value_at(tmp_path / "step-1") == 7.0
+    saved(tmp_path / "step-1", 9.0)
+    assert value_at(tmp_path / "step-1") == 9.0
+    assert inside(tmp_path) == ["step-1", "step-2"]
+
+
+# --- disks of hosts -------------------------------------------------------------------------------
+
+
+def saved_on_own_disk(folder: str) -> str:
+    """The path is another place for each rank, as a disk of its host is."""
+    before, own = Path.cwd(), Path(folder) / f"host-{dist.get_rank()}"
+    own.mkdir()
+    os.chdir(own)
+    try:
+        return refusal(save_checkpoint, "/proc/self/cwd/a/b/step-1", fully_shard(nn.Linear(2, 2)))
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="there is no such path here")
+def test_a_failed_save_to_disks_of_hosts_leaves_nothing(world2: World, tmp_path: Path) -> None:
+    first, second = world2.run(saved_on_own_disk, str(tmp_path))
+    assert first == second
+    assert "__1_0.distcp is missing" in first
+    assert "on a file system that all of them share" in first
+    assert [inside(tmp_path / f"host-{rank}") for rank in range(2)] == [[], []]
+
+
+# --- permissions ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Root may read everything."""
+    was = os.geteuid()
+    if was == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(was)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "."])
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_may_not_be_read_is_not_called_damaged(name: str, verify: bool) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "step-1"
+        saved(path)
+        Path(place).chmod(0o755)
+        (path / name).chmod(0)
+        model = nn.Linear(2, 2)
+        before = model.weight.clone()
+        try:
+            with as_nobody():
+                text = refusal(load_checkpoint, path, model, verify=verify)
+                with pytest.raises(PermissionError):
+                    load_checkpoint(path, model, verify=verify)
+        finally:
+            (path / name).chmod(0o755)
+    assert text.startswith("PermissionError: ")
+    assert f"{path / '.metadata' if name == '.' else path / name} may not be read by user " in text
+    assert "damaged" not in text
+    assert torch.equal(model.weight, before)

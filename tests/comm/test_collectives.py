@@ -1,0 +1,172 @@
+"""Gather and reduce of a layout, by every communicator, against plain arithmetic on the full tensors.
+
+The values are small integers, so that sums are exact in every dtype and in every order.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import World
+from torch import Tensor
+
+from shardwise.comm.all_gather import AllGather
+from shardwise.comm.buffers import FlatShard, UnshardedBuffer
+from shardwise.comm.communicators import BackendCollectives, Communicator, SingleRank, make_communicator
+from shardwise.comm.gloo import GlooExchange
+from shardwise.comm.reduce_scatter import ReduceScatter
+from shardwise.comm.streams import HostStream
+from shardwise.layout.slots import Layout, SlotSpec, plan_layout
+
+CPU = torch.device("cpu")
+SHAPES: list[tuple[tuple[int, ...], torch.dtype, int]] = [  # and the dim to shard on
+    ((12, 5), torch.float32, 0),  # divides by 2, 3, 4
+    ((7, 3), torch.float32, 0),  # divides by none
+    ((2, 2), torch.float64, 0),  # fewer rows than ranks
+    ((), torch.float32, 0),
+    ((5,), torch.bfloat16, 0),
+    ((24,), torch.float64, 0),
+    ((0, 3), torch.float32, 0),
+    ((9,), torch.int32, 0),
+    ((3, 12), torch.float32, 1),  # parts that do not lie in one piece
+    ((3, 7, 2), torch.float64, 1),
+    ((2, 3, 2), torch.float32, 2),
+    ((1, 8, 3), torch.float32, 1),  # these do after all
+]
+EVERYTHING_DIRECT, MIXED, EVERYTHING_PACKED = 0, 24, 1 << 20
+
+all_limits = pytest.mark.parametrize("limit", [EVERYTHING_DIRECT, MIXED, EVERYTHING_PACKED])
+all_worlds = pytest.mark.parametrize("world", [1, 2, 3, 4], indirect=True)
+
+
+class OneByOne(BackendCollectives):
+    """A back end that refuses coalesced calls, as c10d's base class does."""
+
+    def _coalesced(self, call: Any, *args: Any) -> Any:
+        def refuse(*_: Any) -> None:
+            raise RuntimeError("Backend xyz does not support this coalesced call")
+
+        result = super()._coalesced(refuse, *args)
+        assert not self._can_coalesce or len(args[0]) < 2
+        return result
+
+
+def communicators() -> list[Communicator]:
+    pg = dist.group.WORLD
+    if dist.get_world_size() == 1:
+        return [SingleRank()]
+    return [GlooExchange(pg), BackendCollectives(pg, CPU), OneByOne(pg, CPU)]
+
+
+def layout_of(limit: int) -> Layout:
+    return planned(SHAPES, dist.get_world_size(), limit)
+
+
+def planned(shapes: list[tuple[tuple[int, ...], torch.dtype, int]], world: int, limit: int) -> Layout:
+    entries = [
+        SlotSpec(shape, dtype, dtype.itemsize, dtype, 16 // dtype.itemsize, dim)
+        for shape, dtype, dim in shapes
+    ]
+    is_direct = [e.chunk_numel(world) * e.itemsize >= limit for e in entries]
+    return plan_layout(entries, world, is_direct)
+
+
+def full_values(seed: int) -> list[Tensor]:
+    torch.manual_seed(seed)
+    return [torch.randint(-8, 8, shape).to(dtype) for shape, dtype, _ in SHAPES]
+
+
+def my_rows(layout: Layout, values: list[Tensor]) -> list[Tensor]:
+    rank = dist.get_rank()
+    return [
+        v if slot.is_replicated else part_of(v, slot.spec.dim, *slot.index_range(rank))
+        for slot, v in zip(layout.slots, values, strict=True)
+    ]
+
+
+def part_of(tensor: Tensor, dim: int, start: int, end: int) -> Tensor:
+    return tensor.narrow(dim, start, end - start)
+
+
+def gather_everything(limit: int) -> None:
+    layout = layout_of(limit)
+    expected = full_values(0)
+    for comm in communicators():
+        shard = FlatShard(layout, dist.get_rank(), CPU)
+        shard.fill(my_rows(layout, expected))
+        gathered = UnshardedBuffer(layout, CPU, shard.bytes if dist.get_world_size() == 1 else None)
+        gather = AllGather(comm, layout, gathered)
+        for _ in range(2):  # again, into the same buffer
+            gathered.free()
+            gathered.allocate()
+            gather.start(HostStream(), gather.cut(shard.bytes))()
+            for slot, value in zip(layout.slots, expected, strict=True):
+                assert torch.equal(gathered.unsharded_tensor(slot), value), (type(comm), slot)
+
+
+@all_worlds
+@all_limits
+def test_every_rank_gathers_every_parameter(world: World, limit: int) -> None:
+    world.run(gather_everything, limit)
+
+
+def reduce_everything(limit: int, missing: int | None, divisor: float) -> None:
+    layout = layout_of(limit)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    of_ranks = [full_values(seed) for seed in range(world)]
+    sums = [torch.stack([values[i] for values in of_ranks]).sum(0) / divisor for i in range(len(SHAPES))]
+    expected = my_rows(layout, sums)
+    wanted = [dtype.is_floating_point and i != missing for i, (_, dtype, _) in enumerate(SHAPES)]
+    gradients = [g if want else None for g, want in zip(of_ranks[rank], wanted, strict=True)]
+    for comm in communicators():
+        output = torch.zeros(layout.shard_bytes, dtype=torch.uint8)
+        reduce = ReduceScatter(comm, layout, CPU)
+        finishes = [reduce.start(HostStream(), part, gradients, output, divisor) for part in reduce.parts]
+        for finish in finishes:
+            finish()
+        views = FlatShard(layout, rank, CPU)
+        views.bytes.copy_(output)
+        for view, want, value in zip(views.views, wanted, expected, strict=True):
+            if want:
+                assert torch.equal(view, value.to(view.dtype)), (type(comm), view, value)
+
+
+@all_worlds
+@all_limits
+@pytest.mark.parametrize("missing", [None, 0, 4])
+@pytest.mark.parametrize("divisor", [1.0, 4.0])
+def test_every_rank_reduces_its_rows(world: World, limit: int, missing: int | None, divisor: float) -> None:
+    world.run(reduce_everything, limit, missing, divisor)
+
+
+def chosen_communicators() -> list[str]:
+    pg = dist.group.WORLD
+    return [type(make_communicator(pg, device)).__name__ for device in (CPU, torch.device("cuda"))]
+
+
+def test_gloo_on_the_host_is_served_by_direct_exchange(world1: World, world2: World) -> None:
+    assert world2.run(chosen_communicators)[0] == ["GlooExchange", "BackendCollectives"]
+    assert world1.run(chosen_communicators)[0] == ["SingleRank", "SingleRank"]
+
+
+def messages_beside_ours() -> tuple[float, bool]:
+    """The caller's own point-to-point messages must not meet those of a gather in flight."""
+    rank, other = dist.get_rank(), 1 - dist.get_rank()
+    layout = planned([((4,), torch.float32, 0)], 2, 0)
+    shard = FlatShard(layout, rank, CPU)
+    shard.fill([torch.full((2,), float(rank))])
+    gathered = UnshardedBuffer(layout, CPU)
+    gather = AllGather(GlooExchange(dist.group.WORLD), layout, gathered)
+    finish = gather.start(HostStream(), gather.cut(shard.bytes))
+    theirs = torch.empty(2)
+    work = dist.irecv(theirs, other)
+    dist.send(torch.full((2,), 10.0 + rank), other)
+    work.wait()
+    finish()
+    full = gathered.unsharded_tensor(layout.slots[0])
+    return theirs[0].item(), torch.equal(full, torch.tensor([0.0, 0.0, 1.0, 1.0]))
+
+
+def test_the_callers_own_messages_do_not_mix_with_a_gather(world2: World) -> None:
+    assert world2.run(messages_beside_ours) == [(11.0, True), (10.0, True)]

@@ -1,0 +1,350 @@
+"""Parameters that travel as int8 blocks: what the ranks compute with, what stays exact, what it saves.
+
+The shards are exact, and the optimizer works on them; what is gathered differs from them by half a step of
+the block at most, and is the same on every rank, bit for bit. Gradients are those of the values computed
+with, which is checked against plain PyTorch at these values in float64 to 1e-10.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from failure_models import built
+from harness import World
+from models import OddModel, even_tower, random_batch, uneven_tower
+from reference import adamw, mean_of_squares
+from refusals import assert_says
+from scenario import one_thread
+from sent_bytes import counting_bytes
+from strategies import losses_of_regression, seats, shard_as
+from torch import Tensor, nn
+
+from shardwise import CommPolicy, MixedPrecisionPolicy, QuantizedGather, fully_shard, unsharded
+
+every_kind = seats((3, "zero3"), (2, "zero2"), (4, "hybrid"))
+
+BLOCK = 64
+
+
+def quantized(block_size: int = BLOCK, **options: Any) -> CommPolicy:
+    return CommPolicy(quantized_gather=QuantizedGather(block_size=block_size), **options)
+
+
+def record_weights(model: nn.Module) -> list[dict[str, Tensor]]:
+    """One entry a forward of each module: the full parameters that its code sees."""
+    seen: list[dict[str, Tensor]] = []
+
+    def look(name: str, module: nn.Module, args: Any) -> None:
+        direct = {f"{name}.{n}": getattr(module, n).detach().clone() for n in module._parameters}
+        if direct:
+            seen.append(direct)
+
+    def hook(name: str) -> Callable[[nn.Module, Any], None]:
+        return lambda module, args: look(name, module, args)
+
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(hook(name))
+    return seen
+
+
+def weights_seen(make: Any, strategy: str, **options: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What forward sees, and the exact values."""
+    model = built(make)
+    exact = {name: param.detach().clone() for name, param in model.named_parameters()}
+    shard_as(model, strategy, **({"comm_policy": quantized()} | options))
+    seen = record_weights(model)
+    with torch.no_grad():
+        model(random_batch(0, 4, 7 if make is uneven_tower else 8))
+    values = {name: value for each in seen for name, value in each.items()}
+    assert values.keys() == exact.keys()
+    return values, exact
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("make", [uneven_tower, OddModel])
+@seats((1, "zero3"), (3, "zero3"), (2, "zero2"), (4, "zero3"), (4, "hybrid"))
+def test_all_ranks_compute_with_the_same_bits(world: World, strategy: str, make: Any) -> None:
+    (first, exact), *others = world.run(weights_seen, make, strategy)
+    for seen, _ in others:
+        for name, value in seen.items():
+            assert torch.equal(value, first[name]), name
+    largest = max(value.abs().max().item() for value in exact.values() if value.numel())
+    differs = 0
+    for name, value in first.items():
+        assert value.dtype == exact[name].dtype
+        assert value.shape == exact[name].shape
+        if value.is_floating_point():
+            error = (value - exact[name]).abs()
+            assert error.numel() == 0 or error.max() <= largest / 254 * 1.001, name
+            differs += (error > 0).sum().item()
+        else:
+            assert torch.equal(value, exact[name]), f"{name} is not exact"
+    assert (differs > 0) == (world.size > 1), "nothing was quantized"
+
+
+class OneWeight(nn.Module):
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        # A matrix of one column: what has fewer than two dims is not quantised.
+        self.weight = nn.Parameter((torch.randn(numel) * torch.logspace(-3, 3, numel)).unsqueeze(1))
+        self.weight.data[300:500] = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.sum()
+
+
+def one_weight_seen(numel: int, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(5)
+    model = OneWeight(numel).to(dtype)
+    exact = model.weight.detach().clone().squeeze(1)
+    fully_shard(model, comm_policy=quantized(), **options)
+    seen = record_weights(model)
+    with torch.no_grad():
+        model(torch.ones(2, dtype=dtype))
+    return seen[0][".weight"].squeeze(1), exact
+
+
+def steps_of_blocks(values: Tensor, world: int) -> Tensor:
+    chunk = -(-len(values) // world)
+    blocks = [block for piece in values.split(chunk) for block in piece.split(BLOCK)]
+    return torch.cat([block.abs().max().expand(len(block)) / 127 for block in blocks])
+
+
+@pytest.mark.parametrize(
+    ("numel", "dtype"), [(2048, torch.float32), (1999, torch.float32), (1999, torch.float64)], ids=str
+)
+@pytest.mark.parametrize("world", [2, 3], indirect=True)
+def test_the_error_is_within_half_a_step_of_the_block(world: World, numel: int, dtype: torch.dtype) -> None:
+    for seen, exact in world.run(one_weight_seen, numel, dtype):
+        bound = steps_of_blocks(exact, world.size) / 2 * (1 + 1e-5)
+        error = (seen - exact).abs()
+        assert (error <= bound).all(), f"off by {(error / bound)[bound > 0].max():.3f} of half a step"
+        assert (seen[320:440] == 0).all()
+        assert error.max() > 0.5 * bound.max(), "nothing was quantized"
+
+
+def test_under_mixed_precision_what_is_computed_with_is_rounded_to_its_dtype(world2: World) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for seen, exact in world2.run(one_weight_seen, 1999, torch.float32, mp_policy=policy):
+        assert seen.dtype == torch.bfloat16
+        bound = steps_of_blocks(exact, 2) / 2 * 1.01 + exact.abs() * 2**-7
+        assert ((seen.float() - exact).abs() <= bound).all()
+
+
+def kept_alone(**options: Any) -> bool:
+    seen, exact = weights_seen(uneven_tower, "ddp", **options)
+    return all(torch.equal(seen[name], exact[name]) for name in exact)
+
+
+@pytest.mark.parametrize("world", [3], indirect=True)
+def test_what_does_not_travel_is_exact(world: World) -> None:
+    assert all(world.run(kept_alone))
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def gradients_at_the_values_seen(make: Any, strategy: str, options: dict[str, Any]) -> float:
+    """The largest difference from the gradients of a plain model that has the values seen."""
+    model = built(make)
+    plain = copy.deepcopy(model)
+    shard_as(model, strategy, comm_policy=quantized(), **options)
+    seen = record_weights(model)
+    width = 7 if make is uneven_tower else 8
+    worst = 0.0
+    optimizer = adamw(model)
+    for step in range(2):
+        seen.clear()
+        model.zero_grad()
+        plain.zero_grad()
+        batch = random_batch(step, 4, width)  # the same on all ranks: the average is everybody's
+        mean_of_squares(model, batch).backward()
+        with torch.no_grad():
+            values = {name: value for each in seen for name, value in each.items()}
+            for name, param in plain.named_parameters():
+                param.copy_(values[name])
+        mean_of_squares(plain, batch).backward()
+        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+            if other.grad is not None and other.numel():
+                worst = max(worst, (param.grad.full_tensor() - other.grad).abs().max().item())
+        optimizer.step()
+    return worst
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"overrides": {"blocks.*": {"reshard_after_forward": False}}},
+    {"overrides": {"blocks.*": {"reshard_after_forward": 2}}},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["True", "False", "2"])
+@pytest.mark.parametrize("make", [uneven_tower, OddModel])
+@pytest.mark.parametrize("world", [4], indirect=True)
+def test_gradients_are_those_of_the_values_seen(world: World, make: Any, options: dict[str, Any]) -> None:
+    """Gathered again for backward from all ranks, from some, or kept: the values are those of forward."""
+    assert max(world.run(gradients_at_the_values_seen, make, "zero3", options)) <= 1e-10
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "hybrid", "hybrid_zero2", "zero1"])
+def test_gradients_are_those_of_the_values_seen_in_every_strategy(world4: World, strategy: str) -> None:
+    assert max(world4.run(gradients_at_the_values_seen, uneven_tower, strategy, {})) <= 1e-10
+
+
+def shards_after_use(strategy: str) -> list[str]:
+    """Names of what is not exact after a forward, a backward and an optimizer step of no size."""
+    model = built(uneven_tower)
+    exact = {name: value.clone() for name, value in model.state_dict().items()}
+    shard_as(model, strategy, comm_policy=quantized())
+    for step in range(2):
+        mean_of_squares(model, random_batch(step, 4, 7)).backward()
+    wrong = [name for name, v in model.state_dict().items() if not torch.equal(v.full_tensor(), exact[name])]
+    with unsharded(model):
+        wrong += [f"unsharded {n}" for n, v in model.state_dict().items() if not torch.equal(v, exact[n])]
+    mean_of_squares(model, random_batch(2, 4, 7)).backward()
+    wrong += [n for n, p in model.named_parameters() if not torch.equal(p.full_tensor(), exact[n])]
+    return wrong
+
+
+@every_kind
+def test_shards_and_what_unsharded_shows_stay_exact(world: World, strategy: str) -> None:
+    assert world.run(shards_after_use, strategy) == [[]] * world.size
+
+
+def regression_with_quantized_gathers(strategy: str, dtype: torch.dtype | None) -> list[float]:
+    policy = {} if dtype is None else {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
+    return losses_of_regression(
+        dist.get_rank(), dist.get_world_size(), strategy, None, comm_policy=quantized(), **policy
+    )
+
+
+@pytest.mark.parametrize(("strategy", "dtype"), [("zero3", None), ("zero2", torch.bfloat16)], ids=str)
+def test_training_arrives_where_exact_training_does(world2: World, strategy: str, dtype: Any) -> None:
+    with one_thread():
+        exact = losses_of_regression(0, 1, None, None)
+    ranks = world2.run(regression_with_quantized_gathers, strategy, dtype)
+    losses = [sum(step) / 2 for step in zip(*ranks, strict=True)]
+    assert exact[-1] < 0.2 * exact[0], "it does not learn"
+    assert losses != exact, "nothing is compressed"
+    assert sum(losses[-5:]) == pytest.approx(sum(exact[-5:]), rel=0.1)
+
+
+def copies_agree() -> bool:
+    model = built(uneven_tower)
+    shard_as(model, "zero3", comm_policy=quantized())
+    model(random_batch(0, 4, 7)).sum().backward()
+    copied = copy.deepcopy(model)
+    seen, seen_of_copy = record_weights(model), record_weights(copied)
+    with torch.no_grad():
+        outputs = [each(random_batch(1, 4, 7)) for each in (model, copied)]
+        exact = built(uneven_tower)(random_batch(1, 4, 7))
+    pairs = zip(seen, seen_of_copy, strict=True)
+    same = all(torch.equal(a[name], b[name]) for a, b in pairs for name in a)
+    return same and torch.equal(*outputs) and not torch.equal(outputs[0], exact)
+
+
+def test_a_copy_gathers_as_the_original_does(world2: World) -> None:
+    assert world2.run(copies_agree) == [True, True]
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+def bytes_of_a_forward(is_quantized: bool, block_size: int, dtype: torch.dtype | None) -> int:
+    torch.manual_seed(0)
+    model = nn.Linear(256, 512)
+    policy = quantized(block_size) if is_quantized else None
+    mp_policy = MixedPrecisionPolicy(param_dtype=dtype)
+    fully_shard(model, comm_policy=policy, mp_policy=mp_policy)
+    counts: list[int] = []
+    with torch.no_grad():
+        model(torch.ones(2, 256))
+        with counting_bytes(counts):
+            model(torch.ones(2, 256))
+    return counts[0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "itemsize", "block_size"), [(None, 4, 256), (torch.bfloat16, 2, 64)], ids=str
+)
+@pytest.mark.parametrize("world", [2, 4], indirect=True)
+def test_a_byte_a_number_and_a_scale_a_block_travel(
+    world: World, dtype: Any, itemsize: int, block_size: int
+) -> None:
+    plain = sum(world.run(bytes_of_a_forward, False, block_size, dtype))
+    quantized_bytes = sum(world.run(bytes_of_a_forward, True, block_size, dtype))
+    numbers = (world.size - 1) * (256 * 512 + 512)
+    assert plain == pytest.approx(numbers * itemsize, rel=0.02)
+    assert numbers <= quantized_bytes <= numbers * (1 + 4 / block_size) * 1.02
+
+
+# --- what is odd ----------------------------------------------------------------------------------
+
+
+class Flags(nn.Module):
+    """Numbers that are no approximations, beside some that are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(9, 8))
+        self.counts = nn.Parameter(torch.arange(1_000_000, 1_000_013), requires_grad=False)
+        self.mask = nn.Parameter(torch.arange(7) % 3 == 0, requires_grad=False)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.single = nn.Parameter(torch.tensor([1.25, -3.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight.t()).sum() * self.counts.sum() + self.mask.sum() + self.empty.sum()
+
+
+def flags_seen() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = built(Flags)
+    exact = {f".{name}": param.detach().clone() for name, param in model.named_parameters()}
+    fully_shard(model, comm_policy=quantized())
+    seen = record_weights(model)
+    model(random_batch(0, 4)).backward()
+    return seen[0], exact
+
+
+@pytest.mark.parametrize("world", [2, 4], indirect=True)
+def test_integers_and_flags_are_exact(world: World) -> None:
+    for seen, exact in world.run(flags_seen):
+        for name in (".counts", ".mask", ".empty"):
+            assert torch.equal(seen[name], exact[name])
+            assert seen[name].dtype == exact[name].dtype
+        assert seen[".single"].isfinite().all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_stays_visible(world2: World, value: float) -> None:
+    assert world2.run(forward_with_a_bad_weight, value) == [False, False]
+
+
+def forward_with_a_bad_weight(value: float) -> bool:
+    model = built(even_tower)
+    model.blocks[1].up.weight.data[3, 3] = value
+    shard_as(model, "zero3", comm_policy=quantized())
+    seen = record_weights(model)
+    with torch.no_grad():
+        model(random_batch(0, 4))
+    values = {name: weight for each in seen for name, weight in each.items()}
+    return bool(values["blocks.1.up.weight"].isfinite().all())
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "64", True, None])
+def test_a_block_size_is_a_number_of_numbers(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        QuantizedGather(block_size=value)
+    assert_says(str(caught.value), "QuantizedGather: block_size is ", repr(value))
+
+
+@pytest.mark.parametrize("value", [256, True, "int8", QuantizedGather])
+def test_how_to_gather_is_said_by_an_object(value: Any) -> None:
+    with pytest.raises(TypeError) as caught:
+        CommPolicy(quantized_gather=value)
+    assert_says(str(caught.value), "CommPolicy: quantized_gather is ", "QuantizedGather")

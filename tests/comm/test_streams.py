@@ -1,0 +1,501 @@
+"""CommStreams, and the reduction that runs on two of them. What device streams order is checked against a
+recording stand-in for torch's streams, since it can be checked anywhere; that the real ones train right
+is checked where there is a GPU."""
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from harness import World
+from models import even_tower, random_batch
+from reference import Recipe, assert_same_record, plain_run, sharded_run
+from simulated_device import Device, Event, Stream, install
+
+from shardwise.comm import buffers
+from shardwise.comm.buffers import buffer_for, typed_range
+from shardwise.comm.communicators import SingleRank
+from shardwise.comm.reduce_scatter import GradientPart, ReduceScatter
+from shardwise.comm.reduction import Destination, Reduction, ReplicaReduction
+from shardwise.comm.streams import CommStreams, CommWork, DeviceStream, HostStream, in_stream, is_of_device
+from shardwise.layout.slots import Layout, SlotSpec, plan_layout
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return install(monkeypatch)
+
+
+@pytest.fixture
+def log(device: Device) -> list[str]:
+    return device.log
+
+
+def work(log: list[str]) -> Any:
+    def start() -> Any:
+        log.append("start")
+        return lambda: log.append("finish")
+
+    return start
+
+
+def test_a_device_stream_queues_all_work_at_once_and_the_computation_waits_for_an_event(
+    log: list[str],
+) -> None:
+    stream = DeviceStream(torch.device("cuda"))
+    stream.wait_for_compute()
+    ticket = stream.submit(work(log))
+    log.append("-- computing goes on")
+    ticket.wait()
+    ticket.wait()
+    with stream.allocation_scope():
+        log.append("free")
+    assert_expected_inline(
+        "\n".join(log),
+        """\
+stream waits for all of computing
+stream is current
+start
+finish
+stream records
+stream is left
+-- computing goes on
+computing waits for the event of stream
+stream is current
+free
+stream is left""",
+    )
+
+
+def test_a_host_stream_finishes_when_the_result_is_needed() -> None:
+    log: list[str] = []
+    ticket = HostStream().submit(work(log))
+    log.append("computing goes on")
+    ticket.wait()
+    ticket.wait()
+    assert log == ["start", "computing goes on", "finish"]
+
+
+def test_work_that_fails_to_finish_is_not_finished_again() -> None:
+    attempts = []
+
+    def fail() -> None:
+        attempts.append(1)
+        raise OSError("wire cut")
+
+    ticket = CommWork(fail)
+    with pytest.raises(OSError, match="wire cut"):
+        ticket.wait()
+    ticket.wait()
+    assert len(attempts) == 1
+
+
+def test_the_host_synchronizes_after_the_computation_and_waits_again_each_time(log: list[str]) -> None:
+    ticket = DeviceStream(torch.device("cuda")).submit(work([]))
+    log.clear()
+    ticket.synchronize()
+    ticket.synchronize()
+    assert_expected_inline(
+        "\n".join(log),
+        """\
+computing waits for the event of stream
+the host waits for the event of stream
+the host waits for the event of stream""",
+    )
+
+
+def test_on_the_host_synchronizing_is_waiting() -> None:
+    log: list[str] = []
+    ticket = HostStream().submit(work(log))
+    ticket.synchronize()
+    ticket.wait()
+    assert log == ["start", "finish"]
+
+
+def test_a_host_stream_that_follows_another_starts_when_that_has_finished() -> None:
+    log: list[str] = []
+    first, second = HostStream(), HostStream()
+    ticket = first.submit(work(log))
+    second.wait_for(first, ticket)
+    second.submit(work(log))
+    ticket.wait()
+    assert log == ["start", "finish", "start"]
+
+
+def test_a_device_stream_that_follows_another_is_queued_behind_it_and_nobody_waits(log: list[str]) -> None:
+    streams = named_streams()
+    ticket = streams.reduce_scatter.submit(work([]))
+    log.clear()
+    streams.all_reduce.wait_for(streams.reduce_scatter, ticket)
+    assert log == ["all_reduce waits for all of reduce_scatter"]
+
+
+def test_a_device_stream_may_follow_an_event_of_the_device_instead_of_all_of_the_computation(
+    log: list[str],
+) -> None:
+    """With a generic ``torch.Stream`` it would wait for nothing, silently."""
+    DeviceStream(torch.device("cuda")).wait_for_compute(Event("optimizer", log))
+    assert log == ["stream waits for the event of optimizer"]
+
+
+def test_all_that_the_optimizer_reads_or_writes_waits_for_its_event(log: list[str]) -> None:
+    streams = named_streams()
+    streams.wait_for_optimizer()
+    log.append("-- it ran on a stream of its own")
+    streams.wait_for_optimizer(Event("optimizer", log))
+    streams.make_compute_wait_for(Event("optimizer", log))
+    assert_expected_inline(
+        "\n".join(log),
+        """\
+all_gather waits for all of computing
+-- it ran on a stream of its own
+all_gather waits for the event of optimizer
+reduce_scatter waits for the event of optimizer
+all_reduce waits for the event of optimizer
+computing waits for the event of optimizer""",
+    )
+
+
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("thing", "kind", "where", "is_of_it"),
+    [
+        (torch.Event("cpu"), "Event", CPU, True),
+        (torch.cpu.Stream(), "Stream", CPU, True),
+        (torch.Stream("cpu"), "Stream", CPU, True),
+        (None, "Event", CPU, False),
+        (threading.Event(), "Event", CPU, False),
+        (torch.Event("cpu"), "Stream", CPU, False),
+        (torch.Event("cpu"), "Event", GPU, False),
+        (torch.cpu.Stream(), "Stream", GPU, False),
+        (torch.Stream("cpu"), "Stream", GPU, False),
+        (None, "Event", GPU, False),
+        (threading.Event(), "Event", GPU, False),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__module__,
+)
+def test_streams_and_events_of_a_device_are_told_from_others(
+    thing: Any, kind: str, where: torch.device, is_of_it: bool
+) -> None:
+    assert is_of_device(thing, kind, where) is is_of_it
+
+
+def test_streams_and_events_of_the_device_are_of_its_own_module(device: Device) -> None:
+    assert is_of_device(Event(), "Event", GPU)
+    assert not is_of_device(Stream("side", device), "Event", GPU)
+
+
+def test_a_function_in_a_stream_runs_between_what_comes_before_and_after(device: Device) -> None:
+    log = device.log
+    side = Stream("side", device)
+    tensor: Any = SimpleNamespace(device=GPU)
+    run = in_stream(lambda given: log.append("function") if given is tensor else None, side)
+    log.append("before")
+    run(tensor)
+    log.append("after")
+    assert_expected_inline(
+        "\n".join(log),
+        """\
+before
+side waits for all of computing
+side is current
+function
+side is left
+computing waits for all of side
+after""",
+    )
+
+
+def named_streams() -> CommStreams:
+    """Three streams of a device, whose streams say in the log which they are."""
+    streams = CommStreams(torch.device("cuda"))
+    for name in ("all_gather", "reduce_scatter", "all_reduce"):
+        getattr(streams, name)._stream.name = name
+    return streams
+
+
+def test_gathers_reductions_and_replicas_have_streams_of_their_own(log: list[str]) -> None:
+    on_device, on_host = named_streams(), CommStreams(CPU)
+    assert (on_device.are_device_streams, on_host.are_device_streams) == (True, False)
+    assert (
+        len({id(stream) for stream in (on_device.all_gather, on_device.reduce_scatter, on_device.all_reduce)})
+        == 3
+    )
+    assert (
+        len({id(stream) for stream in (on_host.all_gather, on_host.reduce_scatter, on_host.all_reduce)}) == 3
+    )
+    for name in ("all_gather", "reduce_scatter", "all_reduce"):
+        getattr(on_device, name).wait_for_compute()
+    assert log == [
+        f"{name} waits for all of computing" for name in ("all_gather", "reduce_scatter", "all_reduce")
+    ]
+
+
+def test_a_host_stream_gives_the_smallest_buffer_that_is_large_enough() -> None:
+    stream = HostStream()
+    small, large = stream.acquire(16, CPU), stream.acquire(64, CPU)
+    addresses = {16: small.bytes.data_ptr(), 64: large.bytes.data_ptr()}
+    stream.release(large)
+    stream.release(small)
+    again = stream.acquire(8, CPU)
+    assert again.bytes.data_ptr() == addresses[16]
+    stream.release(again)
+    found = [stream.acquire(16, CPU).bytes.data_ptr(), stream.acquire(17, CPU).bytes.data_ptr()]
+    assert found == list(addresses.values())
+
+
+# --- reductions -----------------------------------------------------------------------------------
+
+
+class LoggedReduce:
+    """Sums over the shards, as the log tells it."""
+
+    reduce_memory_factor = 1.0
+
+    def __init__(self, log: list[str], name: str = "") -> None:
+        self.log, self.name = log, name
+
+    def start(
+        self, stream: Any, part: GradientPart, gradients: Sequence[Any], output: torch.Tensor, divisor: float
+    ) -> Any:
+        self.log.append(f"sum over shards{self.name} starts")
+        tell(self.log, f"sums{self.name}", output)
+        output.view(torch.float64).fill_(len(gradients) / divisor)
+        return lambda: self.log.append(f"sum over shards{self.name} ends")
+
+
+def layout_of(dtype: torch.dtype, numel: int = 4) -> Layout:
+    return plan_layout([SlotSpec((numel,), dtype, dtype.itemsize, "all alike", 2)], 1, [False])
+
+
+WHOLE = GradientPart((0,), (), 32)
+WIDE, NARROW = layout_of(torch.float64), layout_of(torch.float32)
+
+
+def tell(log: list[str], what: str, thing: Any) -> None:
+    """Write down when `thing` is freed."""
+    weakref.finalize(thing, log.append, f"{what} are freed").atexit = False
+
+
+@pytest.fixture
+def replicas(log: list[str]) -> ReplicaReduction:
+    """Others to sum over: the sums double."""
+
+    def sum_up(tensors: Sequence[torch.Tensor], is_async: bool) -> Callable[[], None]:
+        log.append(f"sum over replicas starts {'beside the computation' if is_async else 'on the stream'}")
+        for tensor in tensors:
+            tensor.mul_(2)
+        return lambda: log.append("sum over replicas ends")
+
+    return ReplicaReduction(frozenset({0}), sum_up, hook=lambda _: log.append("hook"))
+
+
+def allocator(log: list[str], name: str = "") -> Callable[[], torch.Tensor]:
+    """Memory for sums; the log tells when it is asked for."""
+
+    def allocate() -> torch.Tensor:
+        log.append(f"sums{name} are allocated")
+        return buffer_for(WIDE, CPU, is_filled=True)
+
+    return allocate
+
+
+def reduction_of(
+    log: list[str],
+    streams: CommStreams,
+    replicas: ReplicaReduction,
+    where: torch.device = CPU,
+    name: str = "",
+) -> Reduction:
+    """In flight, with nobody else holding its gradients; its result is to be narrow, and at `where`."""
+    gradients = [torch.ones(4, dtype=torch.float64)]
+    tell(log, f"gradients{name}", gradients[0])
+    reduce: Any = LoggedReduce(log, name)
+    made = Reduction(reduce, WIDE, 2.0, streams, allocator(log, name), is_filled=True)
+    made.send(WHOLE, gradients)
+    made.close(replicas, Destination(NARROW, where, is_pinned=False))
+    return made
+
+
+def test_on_a_device_both_stages_are_queued_at_once_and_nothing_is_freed_before_the_computation_waits(
+    log: list[str], replicas: ReplicaReduction
+) -> None:
+    made = reduction_of(log, named_streams(), replicas)
+    log.append("-- computing goes on")
+    made.finish()
+    assert_expected_inline(
+        "\n".join(log),
+        """\
+reduce_scatter waits for all of computing
+reduce_scatter is current
+sums are allocated
+sum over shards starts
+sum over shards ends
+reduce_scatter records
+reduce_scatter is left
+all_reduce waits for all of reduce_scatter
+all_reduce is current
+sum over replicas starts on the stream
+sum over replicas ends
+hook
+all_reduce records
+all_reduce is left
+-- computing goes on
+computing waits for the event of all_reduce
+gradients are freed
+sums are freed""",
+    )
+    assert torch.equal(typed_range(made.output, 0, 16, torch.float32), torch.ones(4))
+
+
+def test_a_result_for_host_memory_holds_up_the_host_at_its_end_only(
+    log: list[str], replicas: ReplicaReduction
+) -> None:
+    elsewhere = torch.device("meta")  # a device other than the computing one, without bytes to compare
+    made = reduction_of(log, named_streams(), replicas, elsewhere)
+    assert made.arrives_on_host
+    log[:] = ["-- computing goes on"]
+    made.release()
+    log.append("-- the result is needed")
+    made.finish()
+    assert made.output.device == elsewhere
+    assert_expected_inline(
+        "\n".join(log),
+        """\
+-- computing goes on
+computing waits for the event of all_reduce
+gradients are freed
+sums are freed
+-- the result is needed
+the host waits for the event of all_reduce""",
+    )
+
+
+def test_without_a_second_stage_the_third_stream_stays_idle(log: list[str]) -> None:
+    gradients = [torch.ones(4, dtype=torch.float64)]
+    tell(log, "gradients", gradients[0])
+    reduce: Any = LoggedReduce(log)
+    made = Reduction(reduce, WIDE, 2.0, named_streams(), allocator(log), is_filled=True)
+    made.send(WHOLE, gradients)
+    made.close(ReplicaReduction(None, None, None), Destination(WIDE, CPU, is_pinned=False))
+    del gradients
+    output = made.output
+    log.append("-- computing goes on")
+    made.finish()
+    assert made.output is output
+    assert_expected_inline(
+        "\n".join(log),
+        """\
+reduce_scatter waits for all of computing
+reduce_scatter is current
+sums are allocated
+sum over shards starts
+sum over shards ends
+reduce_scatter records
+reduce_scatter is left
+-- computing goes on
+computing waits for the event of reduce_scatter
+gradients are freed""",
+    )
+
+
+def test_on_the_host_one_group_goes_over_the_replicas_while_the_next_goes_over_the_shards(
+    log: list[str], replicas: ReplicaReduction
+) -> None:
+    streams = CommStreams(CPU)
+    first = reduction_of(log, streams, replicas, name=" 1")
+    second = reduction_of(log, streams, replicas, name=" 2")
+    first.advance()
+    first.advance()
+    log.append("-- computing goes on")
+    first.finish()
+    second.finish()
+    assert_expected_inline(
+        "\n".join(log),
+        """\
+sums 1 are allocated
+sum over shards 1 starts
+sums 2 are allocated
+sum over shards 2 starts
+sum over shards 1 ends
+sum over replicas starts beside the computation
+-- computing goes on
+sum over replicas ends
+hook
+gradients 1 are freed
+sums 1 are freed
+sum over shards 2 ends
+sum over replicas starts beside the computation
+sum over replicas ends
+hook
+gradients 2 are freed
+sums 2 are freed""",
+    )
+
+
+def test_earlier_sums_join_before_the_replicas_and_the_hook_sees_what_comes_out(
+    log: list[str], replicas: ReplicaReduction
+) -> None:
+    seen: list[float] = []
+    earlier = torch.full((4,), 3.0, dtype=torch.float64).view(torch.uint8)
+
+    def hook(part: torch.Tensor) -> None:
+        seen.append(part[0].item())
+        part.add_(1)
+
+    made = reduction_of(
+        log, CommStreams(CPU), ReplicaReduction(replicas.summed, replicas.all_reduce, earlier, hook)
+    )
+    made.finish()
+    assert seen == [2 * (0.5 + 3)]
+    assert torch.equal(typed_range(made.output, 0, 16, torch.float32), torch.full((4,), 8.0))
+
+
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_what_no_gradient_fills_is_zero(has_gradient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding, and parameters without a gradient: sums over replicas and norms run over them as well."""
+    monkeypatch.setattr(buffers.torch, "empty", lambda *size, **how: torch.full(size, 0xFF, **how))
+    padded = layout_of(torch.float64, numel=3)
+    gradients = [torch.ones(3, dtype=torch.float64)] if has_gradient else [None]
+    reduce = ReduceScatter(SingleRank(), padded, CPU)
+    allocate = partial(buffer_for, padded, CPU, is_filled=has_gradient)
+    made = Reduction(reduce, padded, 1.0, CommStreams(CPU), allocate, is_filled=has_gradient)
+    for part in reduce.parts:
+        made.send(part, gradients)
+    made.close(ReplicaReduction(None, None, None), Destination(padded, CPU, is_pinned=False))
+    made.finish()
+    value = 1.0 if has_gradient else 0.0
+    assert made.output.view(torch.float64).tolist() == [value] * 3 + [0.0]
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+def sharded_on_the_gpu(recipe: Recipe) -> Any:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.destroy_process_group()
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
+    torch.set_default_device("cuda")
+    mesh = init_device_mesh("cuda", (1,))
+    return sharded_run(recipe.but(options={**recipe.options, "mesh": mesh}))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_training_on_a_gpu_equals_plain_training(world1: World) -> None:
+    recipe = Recipe(even_tower, random_batch)
+    (record,) = world1.run(sharded_on_the_gpu, recipe, timeout=120)
+    world1.close()
+    assert_same_record(record, plain_run(recipe))

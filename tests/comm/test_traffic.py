@@ -1,0 +1,147 @@
+"""How much is cast, sent and held: one cast a gather, one sum over replicas a group, few at a time."""
+
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from events import events_of
+from expecttest import assert_expected_inline
+from harness import World
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, offload_optimizer_state
+from shardwise.comm import reduction
+from shardwise.params import bucket
+
+DEPTH = 5
+
+
+def stack(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(DEPTH))
+    )
+    for block in model:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+class Casts(TorchDispatchMode):
+    """Counts copies that change the dtype, by the size of what they copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numels: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[0].dtype != args[1].dtype:
+            self.numels.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def casts_of_a_gather() -> tuple[list[int], int]:
+    model = stack(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model(torch.ones(2, 8))
+    with Casts() as casts:
+        model[0].unshard()
+    model[0].reshard()
+    return casts.numels, model[0]._shardwise_member.group.buckets[0].shard.bytes.numel() // 4
+
+
+def test_a_gather_casts_the_flat_shard_once(world2: World) -> None:
+    for numels, shard in world2.run(casts_of_a_gather):
+        assert numels == [shard]
+
+
+def sums_over_replicas() -> tuple[list[int], list[int], list[str]]:
+    """Sizes of all-reduces of one backward, sizes of the groups' shards, and the order of events."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = stack(mesh=mesh)
+    events = events_of(model)
+    sizes: list[int] = []
+    plain = dist.all_reduce
+
+    def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(tensor.numel())
+        events.append("sum over replicas")
+        return plain(tensor, *args, **kwargs)
+
+    loss = model(torch.ones(2, 8)).sum()
+    events.clear()
+    with mock.patch.object(dist, "all_reduce", counted):
+        loss.backward()
+    groups = [block._shardwise_member.group for block in model]
+    own = [group.buckets[0].shard.bytes.numel() // 4 for group in groups]
+    return sizes, own, [e for e in events if e.startswith(("reduce", "sum"))]
+
+
+def test_f54_one_sum_over_replicas_a_group_and_two_reductions_at_a_time(world2: World) -> None:
+    for sizes, own, events in world2.run(sums_over_replicas):
+        assert sizes == own[::-1]
+        # The sum of a group over replicas travels while the group after it goes over the shards.
+        assert_expected_inline(
+            "\n".join(events),
+            """\
+reduce 4
+reduce 3
+sum over replicas
+reduce 2
+sum over replicas
+reduced 4
+reduce 1
+sum over replicas
+reduced 3
+reduce 0
+sum over replicas
+reduced 2
+reduced 1
+sum over replicas
+reduced 0""",
+        )
+
+
+def outputs_alive() -> int:
+    """How many reductions' outputs exist at once, at most."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = stack(mesh=mesh)
+    alive: set[int] = set()
+    most = 0
+
+    class Counted(reduction.Reduction):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            nonlocal most
+            super().__init__(*args, **options)
+            alive.add(id(self))
+            most = max(most, len(alive))
+
+        def finish(self) -> None:
+            super().finish()
+            alive.discard(id(self))
+
+    with mock.patch.object(bucket, "Reduction", Counted):
+        model(torch.ones(2, 8)).sum().backward()
+    return most
+
+
+def test_f54_memory_of_reductions_does_not_pile_up_over_layers(world2: World) -> None:
+    assert max(world2.run(outputs_alive)) <= 3 < DEPTH
+
+
+def devices_of_offloaded() -> tuple[set[str], set[str]]:
+    model = stack(offload_policy=CPUOffloadPolicy())
+    optimizer = torch.optim.AdamW(model.parameters())
+    offload_optimizer_state(optimizer)
+    before = [p.detach().full_tensor() for p in model.parameters()]
+    for _ in range(2):
+        model(torch.ones(2, 8)).square().sum().backward()
+        optimizer.step()
+    assert any(not torch.equal(a, p.detach().full_tensor()) for a, p in zip(before, model.parameters()))  # noqa: B905
+    grads = {p.grad.to_local().device.type for p in model.parameters()}
+    return grads, {v.device.type for state in optimizer.state.values() for v in state.values()}
+
+
+def test_offloaded_state_is_in_host_memory(world2: World) -> None:
+    assert world2.run(devices_of_offloaded) == [({"cpu"}, {"cpu"})] * 2

@@ -1,0 +1,408 @@
+"""What a graph of a whole model would not do right is refused where it is compiled, and done without a graph.
+
+`REFUSED`: a model each, what is said of it under `fullgraph=True`, and whether eager runs can do it: then
+`torch.compile` without `fullgraph` does it as well, by a break in the graph, with the same gradients.
+
+Where contexts and setters decide, the test is in test_compile_model.py.
+"""
+
+import copy
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from custom_comms import AllGather, ReduceScatter
+from dynamo import forget_graphs
+from expecttest import assert_expected_inline
+from harness import World
+from models import Tower, random_batch
+from tensor_subclasses import Stack as StackOfSubclasses
+from tensor_subclasses import TravelsLow
+from test_compile_model import backward, compiled, num_graphs, part, shard_blocks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+import shardwise
+from shardwise import (
+    CommPolicy,
+    DataParallelMeshDims,
+    LowPrecisionReduction,
+    MixedPrecisionPolicy,
+    QuantizedGather,
+    fully_shard,
+    register_comm_hook,
+)
+from shardwise.init.partial_loads import mark_partly_loaded
+
+# --- models that a graph cannot have ----------------------------------------------------------------
+
+
+def tower() -> nn.Module:
+    torch.manual_seed(0)
+    return Tower()
+
+
+def with_custom_gather() -> nn.Module:
+    model = shard_blocks(tower())
+    model.blocks[1].set_custom_all_gather(AllGather(returns_work=True))
+    return model
+
+
+def with_custom_reduction() -> nn.Module:
+    model = shard_blocks(tower())
+    model.blocks[1].set_custom_reduce_scatter(ReduceScatter(returns_work=True))
+    return model
+
+
+def with_comm_hook() -> nn.Module:
+    model = shard_blocks(tower())
+    register_comm_hook(model, None, LowPrecisionReduction())
+    return model
+
+
+def with_quantized_gather() -> nn.Module:
+    return shard_blocks(tower(), comm_policy=CommPolicy(quantized_gather=QuantizedGather()))
+
+
+def with_all_reduce_hook() -> nn.Module:
+    model = shard_blocks(tower())
+    model.blocks[1].set_all_reduce_hook(lambda gradient: None)
+    return model
+
+
+def with_extension() -> nn.Module:
+    torch.manual_seed(0)
+    return shard_blocks(StackOfSubclasses(TravelsLow, 8, True))
+
+
+def with_hook_on_original() -> nn.Module:
+    model = tower()
+    model.blocks[0].up.weight.register_hook(lambda gradient: gradient * 2)
+    return shard_blocks(model)
+
+
+def with_post_hook_on_original() -> nn.Module:
+    model = tower()
+    model.blocks[0].up.weight.register_post_accumulate_grad_hook(lambda param: None)
+    return shard_blocks(model)
+
+
+def with_gradients_in_low_precision() -> nn.Module:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
+    return shard_blocks(tower(), mp_policy=policy)
+
+
+class Own(nn.Parameter):
+    """A class of the caller's."""
+
+
+def with_class_of_its_own() -> nn.Module:
+    model = tower()
+    model.blocks[0].up.weight = Own(model.blocks[0].up.weight.detach())
+    return shard_blocks(model)
+
+
+class OnMesh(nn.Module):
+    """Its weight is a DTensor on the mesh of all dims."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.mesh = mesh
+        weight = torch.linspace(-1, 1, 64).view(8, 8)
+        self.weight = nn.Parameter(distribute_tensor(weight, mesh, [Replicate(), Replicate()]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inputs = DTensor.from_local(x, self.mesh, [Replicate(), Replicate()], run_check=False)
+        return (inputs @ self.weight).to_local()
+
+
+def on_the_whole_mesh() -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
+    return fully_shard(OnMesh(mesh), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+
+
+def partly_loaded() -> nn.Module:
+    model = shard_blocks(tower())
+    mark_partly_loaded(model, "the disk was full.")
+    return model
+
+
+def openly_tied() -> nn.Module:
+    model = tower()
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    for block in model.blocks:
+        fully_shard(block)
+    return model
+
+
+def with_added_parameter() -> nn.Module:
+    model = shard_blocks(tower())
+    model.blocks[1].scale = nn.Parameter(torch.ones(2))
+    return model
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        model = Tower()
+    return shard_blocks(model)
+
+
+def kept_by_pairs() -> nn.Module:
+    return shard_blocks(tower(), reshard_after_forward=2)
+
+
+def with_an_event_of_the_optimizer() -> nn.Module:
+    model = shard_blocks(tower())
+    model.set_post_optim_event(torch.Event("cpu"))
+    return model
+
+
+def with_sums_in_a_dtype_of_their_own() -> nn.Module:
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, accumulate_dtype=torch.float32
+    )
+    return shard_blocks(tower(), mp_policy=policy)
+
+
+DONE_WITHOUT_A_GRAPH = [
+    *(with_custom_gather, with_custom_reduction, with_comm_hook, with_quantized_gather, with_all_reduce_hook),
+    *(with_extension, with_hook_on_original, with_post_hook_on_original, with_gradients_in_low_precision),
+    *(with_class_of_its_own, on_the_whole_mesh, with_sums_in_a_dtype_of_their_own),
+    with_an_event_of_the_optimizer,
+]
+NEVER_DONE = [partly_loaded, openly_tied, with_added_parameter, on_meta]
+
+# --- what is said ---------------------------------------------------------------------------------
+
+
+def batch_for(model: nn.Module) -> Tensor:
+    dtype = torch.float64 if isinstance(model, StackOfSubclasses) else torch.float32
+    return part(random_batch(0, 8, dtype=dtype))
+
+
+def refusal(build: Callable[[], nn.Module]) -> str:
+    """What is said under `fullgraph=True`, without its last sentence if that is the common one."""
+    model = build()
+    try:
+        backward(compiled(model, "function"), batch_for(model))
+    except torch._dynamo.exc.Unsupported as error:
+        said = next(line for line in str(error).split("\n") if "Message: " in line).partition("Message: ")[2]
+        return said.replace(
+            " Or compile the sharded modules one by one (module.compile()), not the one around them: their hooks "
+            "are then outside of their graphs, and do all that they do in eager runs.",
+            " Or ...",
+        )
+    return "accepted"
+
+
+def refusals(builds: list[Callable[[], nn.Module]]) -> list[str]:
+    return [f"{build.__name__}: {refusal(build)}" for build in builds]
+
+
+def told(world: World, builds: list[Callable[[], nn.Module]]) -> str:
+    first, *others = world.run(refusals, builds, timeout=120)
+    assert all(other == first for other in others)
+    return "\n\n".join(textwrap.fill(each, 100) for each in first)
+
+
+def test_what_only_eager_runs_do_is_refused_in_graphs(world2: World) -> None:
+    assert_expected_inline(
+        told(world2, DONE_WITHOUT_A_GRAPH),
+        """\
+with_custom_gather: blocks.1: it was given collectives or memory of its own (set_custom_all_gather,
+set_custom_reduce_scatter, register_comm_hook, quantized_gather, or an allocator), but graphs have
+those of the back end. Leave them away. Or ...
+
+with_custom_reduction: blocks.1: it was given collectives or memory of its own
+(set_custom_all_gather, set_custom_reduce_scatter, register_comm_hook, quantized_gather, or an
+allocator), but graphs have those of the back end. Leave them away. Or ...
+
+with_comm_hook: Tower: it was given collectives or memory of its own (set_custom_all_gather,
+set_custom_reduce_scatter, register_comm_hook, quantized_gather, or an allocator), but graphs have
+those of the back end. Leave them away. Or ...
+
+with_quantized_gather: Tower: it was given collectives or memory of its own (set_custom_all_gather,
+set_custom_reduce_scatter, register_comm_hook, quantized_gather, or an allocator), but graphs have
+those of the back end. Leave them away. Or ...
+
+with_all_reduce_hook: blocks.1: set_all_reduce_hook() or set_reduce_ignored_params() was called, but
+a graph reduces without asking. Do without it. Or ...
+
+with_extension: blocks.0: its parameters say themselves what is gathered of them, outside of graphs.
+Use plain ones. Or ...
+
+with_hook_on_original: blocks.0: blocks.0.up.weight had hooks for its full gradient, which is inside
+of the graph. Register them after fully_shard, for the reduced one. Or ...
+
+with_post_hook_on_original: blocks.0: blocks.0.up.weight had hooks for its full gradient, which is
+inside of the graph. Register them after fully_shard, for the reduced one. Or ...
+
+with_gradients_in_low_precision: Tower: gradients of inlet.weight are kept in torch.bfloat16, but
+autograd puts those of a graph in the dtype of the parameter. Leave out keep_low_precision_grads. Or
+...
+
+with_class_of_its_own: blocks.0: blocks.0.up.weight is of a class of its own, but a gathered
+parameter is a plain tensor in a graph. Use nn.Parameter. Or ...
+
+on_the_whole_mesh: OnMesh: weight is a DTensor on the whole mesh, whose gradient DTensor would sum
+over data-parallel ranks in a graph, before it is summed over them. Distribute it over the other
+dimensions, and pass fully_shard those to shard over. Or ...
+
+with_sums_in_a_dtype_of_their_own: Tower: gradients of inlet.weight are to add up in torch.float32
+(accumulate_dtype), but a graph adds up those of several uses as they are computed. Leave
+accumulate_dtype out. Or ...
+
+with_an_event_of_the_optimizer: Tower: set_post_optim_event() was called, but a graph gathers
+without waiting for it. Let the computing stream wait for the event instead:
+torch.accelerator.current_stream().wait_event(event). Or ...""",
+    )
+
+
+def test_parts_that_a_few_ranks_keep_are_refused_in_graphs(world4: World) -> None:
+    assert_expected_inline(
+        told(world4, [kept_by_pairs]),
+        """\
+kept_by_pairs: Tower: reshard_after_forward=2 keeps parameters together among so many ranks until
+backward, but a graph gathers them again from all. Use True or False. Or ...""",
+    )
+
+
+def test_what_no_run_does_is_refused_in_graphs_with_the_words_of_eager_runs(world2: World) -> None:
+    assert_expected_inline(
+        told(world2, NEVER_DONE),
+        """\
+partly_loaded: Tower: the model is partly loaded, for a load failed half-way (the disk was full).
+Load a complete checkpoint before the next forward.
+
+openly_tied: up.weight is tied to a parameter that was sharded in another fully_shard call, and no
+sharded module contains both, to own the parameter. Call fully_shard on the module around both,
+after these two, or shard both in one call, as a list.
+
+with_added_parameter: blocks.1.scale: this parameter was added after fully_shard (group 'blocks.1').
+No group reduces the gradients, so they would stay this rank's own and the ranks would drift apart.
+Add parameters before fully_shard, call fully_shard on the new module, or freeze what is not to be
+trained.
+
+on_meta: Cannot run forward: 4 parameters are still on the meta device: inlet.weight, inlet.bias,
+outlet.weight, outlet.bias. Nothing has given them values. Call shardwise.materialize(model), or
+load a checkpoint, first.""",
+    )
+
+
+# --- what is done instead -------------------------------------------------------------------------
+
+
+def unlike_eager(build: Callable[[], nn.Module]) -> tuple[list[str], list[str]]:
+    """Of two models that begin alike, one compiled with graph breaks: gradients that differ, and names of
+    attributes that a refused graph has left behind."""
+    gradients: list[dict[str, Tensor]] = []
+    left: list[str] = []
+    for is_compiled in (False, True):
+        model = build()
+        run = compiled(model, "function", fullgraph=False) if is_compiled else model
+        for _ in range(2):
+            backward(run, batch_for(model))
+        gradients.append({name: param.grad.full_tensor() for name, param in model.named_parameters()})
+        left += [name for name, module in model.named_modules() if set(module.__dict__) & {"weight", "bias"}]
+    want, got = gradients
+    return [name for name in want if not torch.equal(want[name], got[name])], left
+
+
+@pytest.mark.parametrize("build", DONE_WITHOUT_A_GRAPH, ids=lambda build: build.__name__)
+def test_what_a_graph_cannot_have_is_done_between_graphs(
+    world2: World, build: Callable[[], nn.Module]
+) -> None:
+    assert world2.run(unlike_eager, build, timeout=120) == [([], [])] * 2
+
+
+def left_by_refusal() -> list[str]:
+    """Wrong gradients of an eager run and of one of compiled blocks, after a graph was refused."""
+    model, expected = with_custom_gather(), with_custom_gather()
+    inputs = batch_for(model)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled(model, "function")(inputs)
+    wrong = []
+    for blocks in ([], model.blocks):
+        forget_graphs()
+        for block in blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+        for each in (model, expected):
+            each.zero_grad()
+            backward(each, inputs)
+        pairs = zip(model.named_parameters(), expected.parameters(), strict=True)
+        wrong += [name for (name, p), q in pairs if not torch.equal(p.grad.to_local(), q.grad.to_local())]
+    assert num_graphs() == 1
+    return wrong
+
+
+def test_after_a_refusal_the_model_runs_and_its_blocks_can_be_compiled(world2: World) -> None:
+    assert world2.run(left_by_refusal, timeout=120) == [[], []]
+
+
+# --- what takes part in both ----------------------------------------------------------------------
+
+
+def replaced() -> tuple[str, bool, list[bool]]:
+    """What is said where a parameter was replaced under a graph; whether it stays; and, with breaks, whether
+    outputs are those of an eager run."""
+    model = shard_blocks(tower())
+    inputs = batch_for(model)
+    found = []
+    said = "accepted"
+    for fullgraph in (True, False):
+        run = compiled(model, "function", fullgraph=fullgraph)
+        run(inputs)
+        new = nn.Parameter(model.blocks[0].up.weight.detach() * 2)
+        model.blocks[0].up.weight = new
+        try:
+            output = run(inputs)
+        except torch._dynamo.exc.Unsupported as error:
+            said = next(line for line in str(error).split("\n") if "Message: " in line)
+        else:
+            stays = model.blocks[0].up.weight is new
+            found += [stays, torch.equal(output, model(inputs)), torch.equal(output, run(inputs))]
+        model(inputs)
+    return said, model.blocks[0].up.weight is new, found
+
+
+def test_a_parameter_that_was_replaced_is_used_or_refused_and_never_put_back(world2: World) -> None:
+    for said, stays, found in world2.run(replaced, timeout=120):
+        assert stays
+        assert all(found)
+        if torch.__version__ >= "2.13":
+            assert (said, len(found)) == ("accepted", 6)
+        else:
+            assert "blocks.0.up.weight: another parameter was put in its place" in said
+            assert "uncompiled" in said
+
+
+def accumulated_by_turns(turns: str) -> tuple[list[str], float]:
+    """Gradients that differ from those of a plain model after backwards with a graph (g) and eager (e), and
+    by how much the norm does that clipping finds."""
+    torch.manual_seed(0)
+    plain = Tower().double()
+    model = shard_blocks(copy.deepcopy(plain))
+    run = compiled(model, "function")
+    for _ in range(2):
+        plain.zero_grad()
+        model.zero_grad()
+        for seed, turn in enumerate(turns):
+            inputs = random_batch(seed, 8)
+            backward(plain, inputs)
+            backward(run if turn == "g" else model, part(inputs))
+    pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
+    wrong = [n for (n, p), q in pairs if not torch.allclose(p.grad.full_tensor(), q.grad, rtol=0, atol=1e-10)]
+    ours = shardwise.clip_grad_norm_(model, 0.1)
+    return wrong, abs(float(ours - nn.utils.clip_grad_norm_(plain.parameters(), 0.1)))
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("turns", ["ge", "eg", "gege", "egg"])
+def test_gradients_of_graphs_and_of_eager_runs_add_up(world2: World, turns: str) -> None:
+    for wrong, error in world2.run(accumulated_by_turns, turns, timeout=120):
+        assert wrong == []
+        assert error < 1e-10

@@ -1,0 +1,315 @@
+"""Large gradients leave as soon as they are there, in one order on all ranks, and the numbers stay right."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from harness import World
+from models import random_batch
+from reference import Recipe, assert_same_training, mean_of_squares
+from scenario import Side, assert_same
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from shardwise import CommPolicy, fully_shard
+from shardwise.comm.communicators import SingleRank
+from shardwise.comm.reduce_scatter import GradientPart, ReduceScatter
+from shardwise.groups.gradient_parts import Departures
+from shardwise.groups.gradients import Gradients
+from shardwise.layout.slots import SlotSpec, plan_layout
+
+by_world = pytest.mark.parametrize("world", [1, 2, 3, 4], indirect=True)
+IN_PARTS = CommPolicy(packing_limit_bytes=0, part_bytes=0)
+
+
+def planned(sizes: list[int], least: int, packed: int = 0) -> list[GradientPart]:
+    """The parts of parameters of so many numbers, the last ``packed`` of which are packed."""
+    entries = [SlotSpec((size,), torch.float32, 4, "alike", 4) for size in sizes]
+    is_direct = [index < len(sizes) - packed for index in range(len(sizes))]
+    return ReduceScatter(SingleRank(), plan_layout(entries, 2, is_direct), torch.device("cpu"), least).parts
+
+
+@pytest.mark.parametrize(
+    ("sizes", "least", "packed", "expected"),
+    [
+        ([8, 8, 8, 8], 0, 0, [(3,), (2,), (1,), (0,)]),
+        ([3, 1, 4, 4], 0, 0, [(3,), (2,), (1, 0)]),  # at least a quarter each
+        ([8, 8, 8, 8], 64, 0, [(3, 2), (1, 0)]),
+        ([8, 8, 8, 8], 1 << 20, 0, [(3, 2, 1, 0)]),
+        ([8, 8, 1, 1], 0, 2, [(1,), (0,), (2, 3)]),  # packed ones come with the last
+        ([1, 1], 0, 2, [(0, 1)]),
+    ],
+)
+def test_parts_are_large_enough_and_the_last_registered_leave_first(
+    sizes: list[int], least: int, packed: int, expected: list[tuple[int, ...]]
+) -> None:
+    assert [part.indices for part in planned(sizes, least, packed)] == expected
+
+
+def orders_of(arrivals: list[int], trainable: list[int] | None = None) -> list[str]:
+    """What leaves after each arrival, and at the end."""
+    parts = planned([8, 8, 8, 8], 0)
+    departures = Departures([(0, parts)], range(4) if trainable is None else trainable)
+    log = []
+    for index in arrivals:
+        may_leave = departures.arrive(index)
+        left = [d.indices for d in departures.leave()] if may_leave else []
+        log.append(f"{index}: {left}")
+    log.append(f"rest: {[d.indices for d in departures.rest()]}")
+    assert departures.gone == {0, 1, 2, 3}
+    return log
+
+
+def test_gradients_leave_in_the_order_of_the_parts_however_they_come() -> None:
+    assert orders_of([3, 2, 1, 0]) == ["3: [(3,)]", "2: [(2,)]", "1: [(1,)]", "0: [(0,)]", "rest: []"]
+    assert orders_of([2, 3, 0]) == ["2: []", "3: [(3,), (2,)]", "0: []", "rest: [(1,), (0,)]"]
+    assert orders_of([0, 1]) == ["0: []", "1: []", "rest: [(3,), (2,), (1,), (0,)]"]
+
+
+def test_frozen_parameters_are_not_waited_for() -> None:
+    assert orders_of([2], trainable=[2, 0]) == ["2: [(3,), (2,), (1,)]", "rest: [(0,)]"]
+
+
+def test_a_round_begins_with_what_is_there() -> None:
+    departures = Departures([(0, planned([8, 8], 0))], range(2))
+    assert departures.arrive(1)
+    assert len(list(departures.leave())) == 1
+    departures.begin([1])
+    assert not departures.gone
+    assert departures.arrive(0)
+    assert [d.indices for d in departures.leave()] == [(1,), (0,)]
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Four layers, computed in the order of ``order``; their gradients come the other way round."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.order = order
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.c, self.d = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.order:
+            x = x + getattr(self, name)(x).tanh()
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self, order: str = "abcd") -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Wide(order) for _ in range(3))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.thin(3)
+@by_world
+@pytest.mark.parametrize("order", ["abcd", "dcba", "cadb", "abca", "ab"])
+def test_training_equals_plain_training_in_any_order(world: World, order: str) -> None:
+    recipe = Recipe(partial(Model, order), random_batch, options={"comm_policy": IN_PARTS})
+    assert_same_training(world, recipe)
+
+
+def hybrid(recipe: Recipe) -> Any:
+    from reference import sharded_run
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return sharded_run(recipe.but(options={**recipe.options, "mesh": mesh}))
+
+
+def test_over_replicas_too(world4: World) -> None:
+    from reference import assert_same_record, plain_run
+
+    recipe = Recipe(Model, random_batch, options={"comm_policy": IN_PARTS})
+    for record in world4.run(hybrid, recipe):
+        assert_same_record(record, plain_run(recipe))
+
+
+def left_at_completion(order: str) -> list[str]:
+    """For each group of a backward, what had left when its last gradient came."""
+    model = Model(order)
+    for block in model.blocks:
+        fully_shard(block, comm_policy=IN_PARTS)
+    fully_shard(model, comm_policy=IN_PARTS)
+    told = []
+    reduce = Gradients.reduce
+
+    def tell(gradients: Gradients) -> Any:
+        departures = gradients._departures
+        told.append(f"{gradients._group.name} {sorted(departures.gone) if departures else 'all together'}")
+        return reduce(gradients)
+
+    loss = model(torch.randn(2, 8)).sum()
+    Gradients.reduce = tell  # type: ignore[method-assign]
+    try:
+        loss.backward()
+    finally:
+        Gradients.reduce = reduce  # type: ignore[method-assign]
+    return told
+
+
+@pytest.mark.parametrize(
+    ("order", "gone"),
+    [("abcd", [2, 3, 4, 5, 6, 7]), ("dcba", []), ("ab", [])],
+    ids=["as registered", "reversed", "unused"],
+)
+def test_most_have_left_before_the_last_one_comes(world2: World, order: str, gone: list[int]) -> None:
+    """Weights are 0, 2, 4, 6 and biases 1, 3, 5, 7 of each block."""
+    first, second = world2.run(left_at_completion, order)
+    assert first == second
+    blocks = [line for line in first if line.startswith("blocks")]
+    assert blocks == [f"blocks.{i} {gone}" for i in (2, 1, 0)]
+
+
+# --- what comes again ---------------------------------------------------------------------------------
+
+
+class Again(nn.Module):
+    """Uses one layer in two checkpointed parts, whose backwards are nested: its gradient comes twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.a(x)
+        x = checkpoint(self.c, x, use_reentrant=True)
+        x = x + self.b(x).tanh()
+        return checkpoint(self.c, x, use_reentrant=True)
+
+
+class NestedModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Again() for _ in range(2))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@by_world
+def test_what_has_left_and_comes_again_in_a_nested_backward_adds_up(world: World) -> None:
+    recipe = Recipe(NestedModel, random_batch, options={"comm_policy": IN_PARTS})
+    assert_same_training(world, recipe)
+
+
+def built(side: Side) -> Model:
+    torch.manual_seed(1234)
+    model = Model().double()
+    if side.is_sharded:
+        for block in model.blocks:
+            fully_shard(block, comm_policy=IN_PARTS)
+        fully_shard(model, comm_policy=IN_PARTS)
+    return model
+
+
+def microbatches(side: Side, pattern: list[bool]) -> None:
+    """Backwards with and without synchronisation, then a step."""
+    model = built(side)
+    for index, syncs in enumerate(pattern):
+        if side.is_sharded:
+            model.set_requires_gradient_sync(syncs)  # type: ignore[operator]
+        mean_of_squares(model, side.inputs(index)).backward()
+    side.note_gradients(model)
+
+
+@pytest.mark.parametrize("pattern", [[False, True], [True, True], [True, False, True]], ids=str)
+def test_gradients_accumulate_over_backwards(world2: World, pattern: list[bool]) -> None:
+    assert_same(world2, microbatches, pattern)
+
+
+def switched_off_in_the_midst(side: Side, where: str) -> None:
+    """A hook switches synchronisation off when some gradients have left; the next backward has it on."""
+    model = built(side)
+    if side.is_sharded:
+        model(side.inputs(9)).sum().backward()
+        model.zero_grad()
+
+    def switch(*_: Any) -> None:
+        if side.is_sharded:
+            model.blocks[1].set_requires_gradient_sync(False)
+
+    handle = getattr(model.blocks[1], where).register_full_backward_hook(switch)
+    mean_of_squares(model, side.inputs(0)).backward()
+    handle.remove()
+    if side.is_sharded:
+        model.blocks[1].set_requires_gradient_sync(True)
+    mean_of_squares(model, side.inputs(1)).backward()
+    side.note_gradients(model)
+
+
+@pytest.mark.parametrize("where", ["a", "b", "c", "d"])
+def test_synchronisation_may_be_switched_off_in_the_midst(world2: World, where: str) -> None:
+    assert_same(world2, switched_off_in_the_midst, where)
+
+
+def failing(side: Side, fails_in: Callable[[nn.Module], nn.Module]) -> None:
+    """A backward fails with gradients under way; the next step knows nothing of it."""
+    model = built(side)
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("not this one")
+
+    if side.is_sharded:
+        handle = fails_in(model).register_full_backward_hook(fail)
+        with pytest.raises(ArithmeticError):
+            mean_of_squares(model, side.inputs(5)).backward()
+        handle.remove()
+        model.zero_grad()
+    mean_of_squares(model, side.inputs(0)).backward()
+    side.note_gradients(model)
+
+
+def second_layer(model: nn.Module) -> nn.Module:
+    return model.blocks[1].b  # type: ignore[union-attr, index, return-value]
+
+
+def test_a_failed_backward_leaves_nothing_under_way(world2: World) -> None:
+    assert_same(world2, failing, second_layer)
+
+
+class Unentered(nn.Module):
+    """One of its parts is never called, and is a group of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(8, 1), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def zeros_of_what_never_ran(policy: CommPolicy | None) -> list[Any]:
+    model = Unentered()
+    fully_shard(model.spare, comm_policy=policy)
+    fully_shard(model, comm_policy=policy)
+    model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+    model(torch.ones(2, 8)).sum().backward()
+    return [None if p.grad is None else p.grad.full_tensor() for p in model.spare.parameters()]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("policy", [None, IN_PARTS], ids=["together", "in parts"])
+def test_a_group_that_never_ran_gets_zeros_where_they_are_asked_for(
+    world2: World, policy: CommPolicy | None
+) -> None:
+    for found in world2.run(zeros_of_what_never_ran, policy):
+        assert [None if g is None else (tuple(g.shape), g.abs().sum().item()) for g in found] == [
+            ((8, 8), 0.0),
+            ((8,), 0.0),
+        ] * 2

@@ -1,0 +1,205 @@
+"""Graphs that a backward has made (`create_graph=True`) find their weights, whatever runs in between."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from events import observe
+from failure_models import built
+from harness import World
+from models import even_tower
+from reference import adamw, mean_of_squares
+from scenario import Side, assert_same
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise import CommPolicy
+
+RESHARD = [None, True, False]
+
+
+def slope(model: nn.Module, inputs: Tensor) -> Tensor:
+    """The gradient of the outputs' squares by the inputs, with its graph."""
+    inputs = inputs.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(inputs).pow(2).sum(), inputs, create_graph=True)
+    return gradient
+
+
+def penalty(model: nn.Module, inputs: Tensor) -> Tensor:
+    return (slope(model, inputs).norm(dim=1) - 1).pow(2).mean()
+
+
+class Soft(nn.Module):
+    """Its last nodes use weights of the root as well; one block runs twice, one is checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tower = even_tower()
+        self.inlet, self.blocks, self.outlet = tower.inlet, tower.blocks, tower.outlet
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.inlet(x))
+        x = checkpoint(self.blocks[0], x, use_reentrant=False)
+        x = self.blocks[1](self.blocks[2](self.blocks[1](x)))
+        return self.outlet(torch.tanh(x))
+
+
+# --- what comes between ---------------------------------------------------------------------------
+
+
+def a_loss(side: Side, model: nn.Module) -> None:
+    mean_of_squares(model, side.inputs(1)).backward()
+
+
+def an_evaluation(side: Side, model: nn.Module) -> None:
+    with torch.no_grad():
+        side.note_rows("evaluation", model(side.inputs(2)))
+
+
+def a_forward(side: Side, model: nn.Module) -> None:
+    side.note_rows("forward", model(side.inputs(3)))
+
+
+def another_penalty(side: Side, model: nn.Module) -> None:
+    penalty(model, side.inputs(4)).backward()
+
+
+def a_graph_that_is_dropped(side: Side, model: nn.Module) -> None:
+    side.note_rows("dropped", slope(model, side.inputs(4)))
+
+
+BETWEEN: list[Callable[[Side, nn.Module], None]] = [
+    *(a_loss, an_evaluation, a_forward, another_penalty, a_graph_that_is_dropped)
+]
+
+
+def passes_in_between(side: Side, make: Callable[[], nn.Module], reshard: bool | None) -> None:
+    model = built(make)
+    side.shard_tower(model, reshard_after_forward=reshard)
+    optimizer = adamw(model)
+    for between in BETWEEN:
+        optimizer.zero_grad()
+        first, second = (penalty(model, side.inputs(step)) for step in (0, 5))
+        between(side, model)
+        first.backward()
+        second.backward(retain_graph=True)
+        side.assert_settled(model)
+        second.backward()
+        side.note_gradients(model)
+        side.assert_settled(model)
+        optimizer.step()
+    side.note_parameters(model)
+
+
+@pytest.mark.parametrize("make", [even_tower, Soft])
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_f45_any_pass_may_come_between_a_graph_and_its_backward(
+    world2: World, make: Callable[[], nn.Module], reshard: bool | None
+) -> None:
+    assert_same(world2, passes_in_between, make, reshard)
+
+
+# --- derivatives of higher order ------------------------------------------------------------------
+
+
+def higher_orders(side: Side, policy: CommPolicy | None) -> None:
+    model = side.shard_tower(built(Soft), comm_policy=policy)
+    point = torch.arange(8.0).double().div(8)[None]
+    second = torch.autograd.functional.hessian(lambda x: model(x).pow(2).sum(), point, create_graph=True)
+    side.note("hessian", second)
+    side.assert_settled(model)
+    mean_of_squares(model, side.inputs(0)).backward()
+    inputs = side.inputs(1).requires_grad_()
+    derived = model(inputs).pow(2).sum()
+    for _ in range(3):
+        (gradient,) = torch.autograd.grad(derived, inputs, create_graph=True)
+        side.note_rows("slope", gradient)
+        derived = gradient.pow(2).sum()
+    (derived / len(inputs)).backward()
+    side.note_gradients(model)
+    second.pow(2).sum().backward()
+    side.note_gradients(model)
+    side.assert_settled(model)
+
+
+@pytest.mark.parametrize("backward_prefetch", ["before", "after", None])
+def test_f27_derivatives_of_higher_order(world2: World, backward_prefetch: str | None) -> None:
+    assert_same(world2, higher_orders, CommPolicy(backward_prefetch=backward_prefetch))
+
+
+# --- force models ---------------------------------------------------------------------------------
+
+
+def energies_and_forces(side: Side, reshard: bool | None) -> None:
+    model = side.shard_tower(built(Soft), reshard_after_forward=reshard)
+    optimizer = adamw(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        positions = side.inputs(step).requires_grad_()
+        energy = model(positions)
+        (forces,) = torch.autograd.grad(energy.sum(), positions, create_graph=step != 1)
+        side.assert_settled(model)
+        loss = forces.pow(2).mean() if step != 1 else mean_of_squares(model, positions)
+        loss.backward()
+        side.note_rows("forces", forces)
+        side.note_gradients(model)
+        side.assert_settled(model)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_f27_forces_leave_nothing_gathered(world2: World, reshard: bool | None) -> None:
+    assert_same(world2, energies_and_forces, reshard)
+
+
+# --- weights that have changed since --------------------------------------------------------------
+
+
+def graph_from_before_a_step() -> tuple[str, bool]:
+    side = Side(is_sharded=True)
+    model = side.shard_tower(built(even_tower))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    punished = penalty(model, side.inputs(0))
+    mean_of_squares(model, side.inputs(1)).backward()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+    try:
+        punished.backward()
+    except RuntimeError as error:
+        text = str(error)
+    else:
+        text = "it works"
+    optimizer.zero_grad()
+    mean_of_squares(model, side.inputs(1)).backward()
+    return text, all(param.grad is not None for param in model.parameters())
+
+
+def test_f45_a_graph_from_before_a_step_raises_as_without_sharding(world2: World) -> None:
+    for text, trains in world2.run(graph_from_before_a_step):
+        assert "modified by an inplace operation" in text
+        assert "2147483647" not in text
+        assert trains
+
+
+# --- what it costs --------------------------------------------------------------------------------
+
+
+def events_of_a_penalty() -> list[str]:
+    side = Side(is_sharded=True)
+    model = side.shard_tower(built(even_tower))
+    penalty(model, side.inputs(0)).backward()
+    events: list[str] = []
+    punished = penalty(model, side.inputs(0))
+    observe(model, lambda event, name: events.append(f"{event} {name}"))
+    punished.backward()
+    return [event for event in events if event.startswith(("gather", "free"))]
+
+
+def test_f45_the_backward_of_a_graph_gathers_each_group_once_and_ahead(world2: World) -> None:
+    for events in world2.run(events_of_a_penalty):
+        names = ["Tower", "blocks.0", "blocks.1", "blocks.2"]
+        assert [event for event in events if event.startswith("gather")] == [f"gather {n}" for n in names]
+        assert sorted(event for event in events if event.startswith("free")) == sorted(
+            f"free {n}" for n in names
+        )

@@ -1,0 +1,288 @@
+"""What one training step does, in which order: gathers ahead, frees behind, one reduction a group."""
+
+import torch
+from events import events_of
+from expecttest import assert_expected_inline
+from harness import World
+from models import Tower, random_batch
+from torch import nn
+
+from shardwise import CommPolicy, fully_shard
+
+
+def tower(prefetch: int = 1, **options: object) -> nn.Module:
+    torch.manual_seed(0)
+    model = Tower().double()
+    policy = CommPolicy(prefetch=prefetch)
+    for block in model.blocks:
+        fully_shard(block, comm_policy=policy, **options)
+    return fully_shard(model, comm_policy=policy, **options)
+
+
+def step(model: nn.Module, index: int = 0) -> None:
+    model(random_batch(index, 4)).pow(2).mean().backward()
+
+
+def events_of_steps(count: int, prefetch: int = 1, **options: object) -> list[str]:
+    model = tower(prefetch, **options)
+    for index in range(count - 1):
+        step(model, index)
+    events = events_of(model)
+    step(model, count)
+    return events
+
+
+def the_same_on_all_ranks(logs: list[list[str]]) -> str:
+    assert all(log == logs[0] for log in logs)
+    return "\n".join(logs[0])
+
+
+def test_the_first_step_records_and_gathers_each_group_as_it_comes(world2: World) -> None:
+    log = the_same_on_all_ranks(world2.run(events_of_steps, 1))
+    forward = log[: log.index("backward")]
+    assert_expected_inline(
+        forward,
+        """\
+gather Tower
+forward Tower
+gather blocks.0
+forward blocks.0
+free blocks.0
+gather blocks.1
+forward blocks.1
+free blocks.1
+gather blocks.2
+forward blocks.2
+""",
+    )
+
+
+def test_from_the_second_step_on_the_next_group_is_gathered_during_the_computation(world2: World) -> None:
+    assert_expected_inline(
+        the_same_on_all_ranks(world2.run(events_of_steps, 2)),
+        """\
+gather Tower
+gather blocks.0
+forward Tower
+gather blocks.1
+forward blocks.0
+free blocks.0
+gather blocks.2
+forward blocks.1
+free blocks.1
+forward blocks.2
+backward Tower
+gather blocks.1
+backward blocks.2
+reduce blocks.2
+free blocks.2
+gather blocks.0
+backward blocks.1
+reduce blocks.1
+reduced blocks.2
+free blocks.1
+backward blocks.0
+reduce blocks.0
+reduced blocks.1
+reduce Tower
+reduced blocks.0
+reduced Tower
+free Tower
+free blocks.0""",
+    )
+
+
+def test_groups_kept_after_forward_are_not_gathered_again(world2: World) -> None:
+    log = the_same_on_all_ranks(world2.run(events_of_steps, 2, reshard_after_forward=False))
+    assert_expected_inline(
+        log,
+        """\
+gather Tower
+gather blocks.0
+forward Tower
+gather blocks.1
+forward blocks.0
+gather blocks.2
+forward blocks.1
+forward blocks.2
+backward Tower
+backward blocks.2
+reduce blocks.2
+free blocks.2
+backward blocks.1
+reduce blocks.1
+reduced blocks.2
+free blocks.1
+backward blocks.0
+reduce blocks.0
+reduced blocks.1
+reduce Tower
+reduced blocks.0
+reduced Tower
+free Tower
+free blocks.0""",
+    )
+
+
+def test_without_prefetch_a_group_is_gathered_when_it_is_entered(world2: World) -> None:
+    log = the_same_on_all_ranks(world2.run(events_of_steps, 2, prefetch=0))
+    assert_expected_inline(
+        log[: log.index("backward blocks.1")],
+        """\
+gather Tower
+forward Tower
+gather blocks.0
+forward blocks.0
+free blocks.0
+gather blocks.1
+forward blocks.1
+free blocks.1
+gather blocks.2
+forward blocks.2
+backward Tower
+backward blocks.2
+reduce blocks.2
+free blocks.2
+gather blocks.1
+""",
+    )
+
+
+def gathered_at_once(log: list[str]) -> int:
+    """The largest number of blocks that were gathered at the same time."""
+    present: set[str] = set()
+    most = 0
+    for event, name in (line.split(" ", 1) for line in log):
+        if event == "gather":
+            present.add(name)
+        elif event == "free":
+            present.discard(name)
+        most = max(most, len({n for n in present if n.startswith("blocks")}))
+    return most
+
+
+def test_at_most_prefetch_plus_one_blocks_are_gathered_at_once(world2: World) -> None:
+    counts = [gathered_at_once(world2.run(events_of_steps, 3, prefetch=n)[0]) for n in (0, 1, 2)]
+    assert counts == [1, 2, 3]
+
+
+class Switching(nn.Module):
+    """Runs its blocks forwards, backwards or only some, as told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.order = [0, 1, 2]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = torch.tanh(self.blocks[index](x))
+        return x
+
+
+def events_as_the_order_changes() -> list[str]:
+    torch.manual_seed(0)
+    model = Switching()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    events = events_of(model)
+    for order in ([0, 1, 2], [0, 1, 2], [2, 0, 1], [2, 0, 1]):
+        events.append(f"-- {order}")
+        model.order = order
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+    return events
+
+
+def test_a_new_order_stops_prefetch_and_is_what_the_next_forward_follows(world2: World) -> None:
+    assert_expected_inline(
+        the_same_on_all_ranks(world2.run(events_as_the_order_changes)),
+        """\
+-- [0, 1, 2]
+gather Switching
+forward Switching
+gather blocks.0
+forward blocks.0
+free blocks.0
+gather blocks.1
+forward blocks.1
+free blocks.1
+gather blocks.2
+forward blocks.2
+free blocks.2
+free Switching
+-- [0, 1, 2]
+gather Switching
+gather blocks.0
+forward Switching
+gather blocks.1
+forward blocks.0
+free blocks.0
+gather blocks.2
+forward blocks.1
+free blocks.1
+forward blocks.2
+free blocks.2
+free Switching
+-- [2, 0, 1]
+gather Switching
+gather blocks.0
+forward Switching
+gather blocks.2
+forward blocks.2
+free blocks.2
+forward blocks.0
+free blocks.0
+gather blocks.1
+forward blocks.1
+free blocks.1
+free Switching
+-- [2, 0, 1]
+gather Switching
+gather blocks.2
+forward Switching
+gather blocks.0
+forward blocks.2
+free blocks.2
+gather blocks.1
+forward blocks.0
+free blocks.0
+forward blocks.1
+free blocks.1
+free Switching""",
+    )
+
+
+def events_of_a_checkpointed_step(use_reentrant: bool) -> list[str]:
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    model = Tower(depth=2).double()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = model.inlet(x)
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=use_reentrant)
+        return model.outlet(x)
+
+    model.forward = forward
+    step(model)
+    events = events_of(model)
+    step(model)
+    return events
+
+
+def test_a_recomputed_block_is_gathered_once_in_backward(world2: World) -> None:
+    logs = [the_same_on_all_ranks(world2.run(events_of_a_checkpointed_step, r)) for r in (False, True)]
+    for log in logs:
+        backward = log[log.index("backward Tower") :].splitlines()
+        assert [line for line in backward if line.startswith("gather")] == ["gather blocks.0"]
+        assert [line for line in backward if line.startswith("reduce ")] == [
+            "reduce blocks.1",
+            "reduce blocks.0",
+            "reduce Tower",
+        ]

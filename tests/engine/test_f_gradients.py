@@ -1,0 +1,1129 @@
+"""FAILURES.md, the rows about gradients: none is lost, doubled, kept back or left over.
+
+Every test runs one script plainly and sharded (scenario.py) in float64; only the order of additions
+differs, so all that the script notes agrees to 1e-10.
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from events import observe
+from failure_models import (
+    Between,
+    Branching,
+    Chain,
+    CheckpointedTower,
+    PartlyUsed,
+    Recursive,
+    Stages,
+    Twice,
+    block,
+    built,
+)
+from harness import World
+from models import even_tower, random_batch, uneven_tower
+from reference import adamw, mean_of_squares
+from scenario import BATCH_SIZE, Side, assert_same
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shardwise import CommPolicy
+
+WAYS = ["inside", "around", "pairs", "wrapper", "wrapped", "whole"]
+RESHARD = [None, True, False]
+
+
+# --- F01 ------------------------------------------------------------------------------------------
+
+
+def preference_loss(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Two forwards, one backward, as in DPO and contrastive losses."""
+    run = model.run if isinstance(model, CheckpointedTower) else model
+    chosen, rejected = run(inputs), run(inputs.flip(1) * 0.7)
+    return -F.logsigmoid(chosen - rejected).mean() + 0.1 * chosen.pow(2).mean()
+
+
+def one_forward_loss(model: nn.Module, inputs: Tensor) -> Tensor:
+    return model.run(inputs).pow(2).mean()
+
+
+def checkpointed_training(side: Side, where: str, reentrant: bool, loss: Any, options: Any) -> None:
+    model = built(CheckpointedTower, where, reentrant)
+    side.shard(*model.to_shard(), model, **options)
+    side.steps(model, adamw(model), range(3), loss)
+
+
+@pytest.mark.thin(5)
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
+@pytest.mark.parametrize("where", WAYS)
+def test_f01_two_checkpointed_forwards_before_one_backward_lose_no_gradient(
+    world2: World, where: str, reentrant: bool, reshard: bool | None
+) -> None:
+    options = {"reshard_after_forward": reshard}
+    assert_same(world2, checkpointed_training, where, reentrant, preference_loss, options)
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
+@pytest.mark.parametrize("where", WAYS)
+def test_f01_checkpointing_changes_no_gradient(world2: World, where: str, reentrant: bool) -> None:
+    options = {"comm_policy": CommPolicy(packing_limit_bytes=100, prefetch=2)}
+    assert_same(world2, checkpointed_training, where, reentrant, one_forward_loss, options)
+
+
+@pytest.mark.parametrize("where", ["around", "whole"])
+@pytest.mark.parametrize("world", [3, 4], indirect=True)
+def test_f01_uneven_shards_lose_no_gradient_either(world: World, where: str) -> None:
+    assert_same(world, checkpointed_training, where, True, preference_loss, {})
+
+
+def staged_training(side: Side, reentrant: bool, order: Any, loss: Any) -> None:
+    model = built(Stages, reentrant, order)
+    side.shard(*model.to_shard(), model)
+    side.steps(model, adamw(model), range(3), loss)
+
+
+@pytest.mark.thin(5)
+@pytest.mark.parametrize("loss", [mean_of_squares, preference_loss])
+@pytest.mark.parametrize("order", [(0, 1), (0, 0), (0, 1, 1, 0)], ids=str)
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
+def test_f01_checkpointed_stages_of_sharded_blocks_lose_no_gradient(
+    world2: World, reentrant: bool, order: tuple[int, ...], loss: Any
+) -> None:
+    assert_same(world2, staged_training, reentrant, order, loss)
+
+
+class Selective(Chain):
+    """Keeps the outputs of some operations and recomputes the rest."""
+
+    def __init__(self, everything: bool) -> None:
+        super().__init__(block, block, block)
+        self.everything = everything
+
+    def between(self, block: nn.Module, x: Tensor) -> Tensor:
+        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            keeps = self.everything or op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+            return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(block, x, use_reentrant=False, context_fn=contexts)  # type: ignore
+
+
+def selective_training(side: Side, everything: bool) -> None:
+    model = side.shard_tower(built(Selective, everything))
+    side.steps(model, adamw(model), range(3), preference_loss)
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["matmuls", "everything"])
+def test_f01_selective_checkpointing_changes_no_gradient(world2: World, everything: bool) -> None:
+    assert_same(world2, selective_training, everything)
+
+
+def plain_two_forwards(side: Side, options: Any) -> None:
+    model = side.shard_tower(built(uneven_tower), **options)
+    optimizer = adamw(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        batch = random_batch(step, BATCH_SIZE, 7)
+        loss = preference_loss(model, side.part(batch))
+        loss.backward()
+        side.note_mean("loss", loss)
+        side.note_gradients(model)
+        optimizer.step()
+        side.assert_settled(model)
+
+
+@pytest.mark.parametrize("world", [2, 3], indirect=True)
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_f01_two_forwards_before_one_backward_add_up(world: World, reshard: bool | None) -> None:
+    assert_same(world, plain_two_forwards, {"reshard_after_forward": reshard})
+
+
+def forwards_and_backwards_interleaved(side: Side) -> None:
+    """One forward, one backward, in the order of a pipeline's 1F1B schedule."""
+    model = side.shard_tower(built(even_tower))
+    optimizer = adamw(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        waiting: list[Tensor] = []
+        for microbatch in range(4):
+            waiting.append(mean_of_squares(model, side.inputs(microbatch)))
+            if len(waiting) == 2:
+                waiting.pop(0).backward()
+        waiting.pop().backward()
+        side.note_gradients(model)
+        optimizer.step()
+        side.assert_settled(model)
+
+
+def test_f01_interleaved_forwards_and_backwards_add_up(world2: World) -> None:
+    assert_same(world2, forwards_and_backwards_interleaved)
+
+
+# --- F02 and accumulation -------------------------------------------------------------------------
+
+
+def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> None:
+    if how == "by_hand":
+        for param in model.parameters():
+            param.grad = None
+    elif how == "data_zeros":  # as older code does
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.data.zero_()
+    elif how == "foreach_zeros":
+        torch._foreach_zero_([param.grad for param in model.parameters()])
+    else:
+        owner = model if how.startswith("model") else optimizer
+        owner.zero_grad(set_to_none=how.endswith("none"))
+
+
+def unsynchronised_backward_then_clear(side: Side, how: str, between: bool, has_grad: bool) -> None:
+    model = side.shard_tower(built(even_tower))
+    optimizer = adamw(model)
+    if has_grad:
+        mean_of_squares(model, side.inputs(9)).backward()
+    side.sync(model, False)
+    for microbatch in range(2):
+        mean_of_squares(model, side.inputs(microbatch)).backward()
+    side.sync(model, True)
+    if between:
+        loss = mean_of_squares(model, side.inputs(2))
+        clear(model, optimizer, how)
+    else:
+        clear(model, optimizer, how)
+        loss = mean_of_squares(model, side.inputs(2))
+    loss.backward()
+    side.note_gradients(model)
+    optimizer.step()
+    side.assert_settled(model)
+    side.steps(model, optimizer, range(3, 5))
+
+
+@pytest.mark.thin(5)
+@pytest.mark.parametrize(("between", "has_grad"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "model_none",
+        "model_zeros",
+        "optimizer_none",
+        "optimizer_zeros",
+        "by_hand",
+        "data_zeros",
+        "foreach_zeros",
+    ],
+)
+def test_f02_clearing_gradients_clears_the_unsynchronised_ones(
+    world2: World, how: str, between: bool, has_grad: bool
+) -> None:
+    assert_same(world2, unsynchronised_backward_then_clear, how, between, has_grad)
+
+
+def clear_some(side: Side) -> None:
+    """An optimizer that has only some of the parameters clears only those."""
+    model = side.shard_tower(built(even_tower))
+    few = torch.optim.SGD(model.blocks[1].down.parameters(), lr=0.1)
+    side.sync(model, False)
+    mean_of_squares(model, side.inputs(0)).backward()
+    few.zero_grad()
+    side.sync(model, True)
+    mean_of_squares(model, side.inputs(1)).backward()
+    side.note_gradients(model)
+    side.assert_settled(model)
+
+
+def test_f02_clearing_some_gradients_keeps_the_others(world2: World) -> None:
+    assert_same(world2, clear_some)
+
+
+def clear_before_the_last_backward(side: Side) -> None:
+    model = side.shard_tower(built(even_tower))
+    if side.is_sharded:
+        model.set_is_last_backward(False)
+    mean_of_squares(model, side.inputs(0)).backward()
+    model.zero_grad()
+    if side.is_sharded:
+        model.set_is_last_backward(True)
+    mean_of_squares(model, side.inputs(1)).backward()
+    side.note_gradients(model)
+
+
+def test_f02_reductions_still_under_way_are_cleared_as_well(world2: World) -> None:
+    assert_same(world2, clear_before_the_last_backward)
+
+
+def accumulate(side: Side, synced: list[bool], options: Any, reshards_after_backward: bool) -> None:
+    model = side.shard_tower(built(even_tower), **options)
+    if side.is_sharded:
+        model.set_reshard_after_backward(reshards_after_backward)
+    optimizer = adamw(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        for microbatch, is_synced in enumerate(synced):
+            side.sync(model, is_synced)
+            loss = mean_of_squares(model, side.inputs(10 * step + microbatch)) / len(synced)
+            loss.backward()
+        side.note_gradients(model)
+        optimizer.step()
+    side.note_parameters(model)
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("world", [2, 3], indirect=True)
+@pytest.mark.parametrize("reshards_after_backward", [True, False])
+@pytest.mark.parametrize(
+    "synced",
+    [[False, False, True], [True, True, True], [True, False, True], [False, True, True]],
+    ids=["last", "all", "first_and_last", "from_second"],
+)
+def test_f02_microbatches_add_up_to_their_sum(
+    world: World, synced: list[bool], reshards_after_backward: bool
+) -> None:
+    assert_same(world, accumulate, synced, {}, reshards_after_backward)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_f02_microbatches_add_up_whatever_is_freed(world2: World, reshard: bool) -> None:
+    options = {"reshard_after_forward": reshard, "comm_policy": CommPolicy(packing_limit_bytes=0)}
+    assert_same(world2, accumulate, [False, True], options, True)
+
+
+def accumulate_until_the_last(side: Side) -> None:
+    """set_is_last_backward(False): reductions travel on while the next microbatch runs."""
+    model = side.shard_tower(built(even_tower))
+    optimizer = adamw(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        for microbatch in range(3):
+            if side.is_sharded:
+                model.set_is_last_backward(microbatch == 2)
+            mean_of_squares(model, side.inputs(10 * step + microbatch)).backward()
+        side.note_gradients(model)
+        optimizer.step()
+        side.assert_settled(model)
+    side.note_parameters(model)
+
+
+@pytest.mark.parametrize("world", [2, 3], indirect=True)
+def test_f02_microbatches_before_the_last_backward_add_up(world: World) -> None:
+    assert_same(world, accumulate_until_the_last)
+
+
+def scale_some(side: Side) -> None:
+    """One gradient is changed in place; another, that is zero, has an unsynchronised part waiting."""
+    model = side.shard_tower(built(Branching))
+    loss = model(side.inputs(0)).mean() + 0 * model.blocks[0](side.inputs(0)).sum()
+    loss.backward()
+    model.zero_grad(set_to_none=False)
+    side.sync(model, False)
+    mean_of_squares(model, side.inputs(1)).backward()
+    for name, param in model.named_parameters():
+        if name == "inlet.bias":
+            param.grad = None
+    side.sync(model, True)
+    mean_of_squares(model, side.inputs(2)).backward()
+    side.note_gradients(model)
+
+
+def test_f02_clearing_one_gradient_keeps_others_that_are_zero(world2: World) -> None:
+    assert_same(world2, scale_some)
+
+
+def accumulate_checkpointed(side: Side, reentrant: bool) -> None:
+    model = built(CheckpointedTower, "around", reentrant)
+    side.shard_tower(model)
+    for microbatch in range(3):
+        side.sync(model, microbatch == 2)
+        preference_loss(model, side.inputs(microbatch)).backward()
+    side.note_gradients(model)
+    side.assert_settled(model)
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
+def test_f02_checkpointed_microbatches_add_up(world2: World, reentrant: bool) -> None:
+    assert_same(world2, accumulate_checkpointed, reentrant)
+
+
+def an_evaluation_between_microbatches(side: Side) -> None:
+    model = side.shard_tower(built(even_tower))
+    side.sync(model, False)
+    mean_of_squares(model, side.inputs(0)).backward()
+    with torch.no_grad():
+        side.note_rows("evaluation", model(side.inputs(1)))
+    side.sync(model, True)
+    mean_of_squares(model, side.inputs(2)).backward()
+    side.note_gradients(model)
+    side.assert_settled(model)
+
+
+def test_f02_an_evaluation_between_microbatches_loses_none(world2: World) -> None:
+    assert_same(world2, an_evaluation_between_microbatches)
+
+
+# --- F03 ------------------------------------------------------------------------------------------
+
+
+def clip(model: nn.Module, optimizer: torch.optim.Optimizer, side: Side) -> None:
+    side.note("norm", torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+
+
+def clear_all(model: nn.Module, optimizer: torch.optim.Optimizer, side: Side) -> None:
+    model.zero_grad(set_to_none=False)
+    for param in model.parameters():
+        assert param.grad is not None
+        side.note("cleared", param.grad)
+
+
+def edit_in_place(model: nn.Module, optimizer: torch.optim.Optimizer, side: Side) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5).add_(0.01)
+
+
+def edit_data(model: nn.Module, optimizer: torch.optim.Optimizer, side: Side) -> None:
+    for param in model.parameters():
+        param.data.mul_(0.5)
+
+
+def optimize(model: nn.Module, optimizer: torch.optim.Optimizer, side: Side) -> None:
+    optimizer.step()
+
+
+def optimize_fused(model: nn.Module, optimizer: torch.optim.Optimizer, side: Side) -> None:
+    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
+
+
+def optimize_foreach(model: nn.Module, optimizer: torch.optim.Optimizer, side: Side) -> None:
+    torch.optim.SGD(model.parameters(), lr=0.1, foreach=True).step()
+
+
+def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, side: Side) -> None:
+    """As torch.distributed.checkpoint does: into the local tensors of the state dict."""
+    for value in model.state_dict().values():
+        local = value.to_local() if side.is_sharded else value
+        local.mul_(0.5)
+
+
+def load_values(model: nn.Module, optimizer: torch.optim.Optimizer, side: Side) -> None:
+    state = {name: value * 0.5 for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+
+
+ACTIONS = [
+    clip,
+    clear_all,
+    edit_in_place,
+    edit_data,
+    optimize,
+    optimize_fused,
+    optimize_foreach,
+    load_values,
+    load_checkpoint,
+]
+
+
+def evaluate(model: nn.Module, side: Side, mode: str) -> Tensor:
+    """A forward without a backward, of the kinds people do."""
+    contexts = {
+        "no_grad": torch.no_grad,
+        "inference_mode": torch.inference_mode,
+        "grad": torch.enable_grad,  # they forgot
+    }
+    with contexts[mode]():
+        return model(side.inputs(7)).detach().clone()
+
+
+def evaluate_then_act(side: Side, act: Any, mode: str, reshard: bool | None) -> None:
+    model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
+    optimizer = adamw(model)
+    side.step(model, optimizer, 0)
+    optimizer.zero_grad()
+    mean_of_squares(model, side.inputs(1)).backward()
+    side.note_rows("before", evaluate(model, side, mode))
+    act(model, optimizer, side)
+    side.note_gradients(model)
+    side.note_parameters(model)
+    side.note_rows("after", evaluate(model, side, mode))
+    side.note_rows("again", evaluate(model, side, mode))
+    side.steps(model, optimizer, [2, 3])
+
+
+@pytest.mark.thin(5)
+@pytest.mark.parametrize(
+    ("mode", "reshard"), [("no_grad", False), ("inference_mode", None), ("grad", None), ("grad", False)]
+)
+@pytest.mark.parametrize("act", ACTIONS)
+def test_f03_what_follows_an_evaluation_acts_on_the_weights(
+    world2: World, act: Any, mode: str, reshard: bool | None
+) -> None:
+    assert_same(world2, evaluate_then_act, act, mode, reshard)
+
+
+class Teacher(nn.Module):
+    """Its forward turns gradients off by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = even_tower()
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tower(x)
+
+
+def average(mine: nn.Parameter, other: nn.Parameter) -> None:
+    with torch.no_grad():
+        mine.lerp_(other, 0.5)
+
+
+def average_data(mine: nn.Parameter, other: nn.Parameter) -> None:
+    mine.data.mul_(0.5).add_(other.data, alpha=0.5)
+
+
+def teacher_follows_student(side: Side, make: Any, follow: Any, reshard: bool | None) -> None:
+    student, teacher = built(even_tower), built(make)
+    side.shard_tower(student)
+    tower = teacher.tower if isinstance(teacher, Teacher) else teacher
+    side.shard(*tower.blocks, teacher, reshard_after_forward=reshard)
+    teacher.requires_grad_(False)
+    optimizer = adamw(student)
+    for step in range(3):
+        inputs = side.inputs(step)
+        target = teacher(inputs)
+        side.note_rows("target", target)
+        loss = (student(inputs) - 1 - target).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for mine, other in zip(teacher.parameters(), student.parameters(), strict=True):
+            follow(mine, other)
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("reshard", RESHARD)
+@pytest.mark.parametrize("follow", [average, average_data])
+@pytest.mark.parametrize("make", [even_tower, Teacher])
+def test_f03_a_teacher_that_follows_the_student_is_never_stale(
+    world2: World, make: Any, follow: Any, reshard: bool | None
+) -> None:
+    assert_same(world2, teacher_follows_student, make, follow, reshard)
+
+
+def frozen_forward(side: Side, make: Any) -> None:
+    model = built(make)
+    tower = model.tower if isinstance(model, Teacher) else model
+    side.shard(*tower.blocks, model)
+    model.requires_grad_(False)
+    side.note_rows("output", model(side.inputs(0)))
+    side.assert_settled(model)
+
+
+@pytest.mark.parametrize("make", [even_tower, Teacher])
+def test_f03_a_model_that_no_backward_will_visit_is_freed_after_forward(world2: World, make: Any) -> None:
+    assert_same(world2, frozen_forward, make)
+
+
+def edit_own_rows(side: Side, reshards_after_backward: bool) -> None:
+    """The rank that has row 0 of a weight changes it, and the other ranks do nothing."""
+    model = side.shard_tower(built(even_tower))
+    if side.is_sharded:
+        model.set_reshard_after_backward(reshards_after_backward)
+    mean_of_squares(model, side.inputs(0)).backward()
+    if reshards_after_backward:
+        model(side.inputs(0))  # the root stays gathered for a backward that does not come
+    if side.rank == 0:
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if name in ("inlet.weight", "blocks.1.up.weight"):
+                    local = weight.to_local() if side.is_sharded else weight
+                    local[0].zero_()
+    for step in range(2):
+        mean_of_squares(model, side.inputs(step)).backward()
+        side.note_gradients(model)
+
+
+@pytest.mark.parametrize("reshards_after_backward", [True, False])
+def test_f03_an_edit_on_one_rank_is_gathered_by_all(world2: World, reshards_after_backward: bool) -> None:
+    assert_same(world2, edit_own_rows, reshards_after_backward)
+
+
+def kept_between_steps(side: Side, make_optimizer: Any) -> None:
+    """set_reshard_after_backward(False): the full weights must follow whatever optimizer there is."""
+    model = side.shard_tower(built(even_tower))
+    if side.is_sharded:
+        model.set_reshard_after_backward(False)
+    optimizer = make_optimizer(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = mean_of_squares(model, side.inputs(step))
+        loss.backward()
+        side.note_mean("loss", loss)
+        optimizer.step()
+    side.note_parameters(model)
+
+
+def adamw_fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def adamw_foreach(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+
+
+def adamw_loop(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+
+def sgd_foreach(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, foreach=True)
+
+
+@pytest.mark.parametrize("make_optimizer", [adamw_fused, adamw_foreach, adamw_loop, sgd_foreach])
+def test_f03_groups_kept_gathered_follow_every_kind_of_optimizer(world2: World, make_optimizer: Any) -> None:
+    assert_same(world2, kept_between_steps, make_optimizer)
+
+
+def step_between(make_optimizer: Any, is_sharded: bool) -> str:
+    """The weights change between forward and backward: torch refuses to compute that gradient."""
+    side = Side(is_sharded)
+    model = side.shard_tower(built(even_tower))
+    mean_of_squares(model, side.inputs(0)).backward()
+    loss = mean_of_squares(model, side.inputs(1))
+    make_optimizer(model).step()
+    with pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    return str(caught.value)
+
+
+# Only what torch counts on a DTensor: it counts no foreach and no fused operation.
+@pytest.mark.parametrize("make_optimizer", [adamw_loop])
+def test_f03_weights_changed_between_forward_and_backward_raise_as_without_sharding(
+    world2: World, make_optimizer: Any
+) -> None:
+    assert "modified by an inplace operation" in step_between(sgd_foreach, False)
+    for message in world2.run(step_between, make_optimizer, True):
+        assert "modified by an inplace operation" in message
+
+
+# --- F20 ------------------------------------------------------------------------------------------
+
+
+def unused_blocks(side: Side, use: list[tuple[int, ...]], options: Any) -> None:
+    model = side.shard_tower(built(Branching), **options)
+    optimizer = adamw(model)
+    for step, used in enumerate(use):
+        model.used = used
+        side.step(model, optimizer, step)
+    side.note_parameters(model)
+
+
+@pytest.mark.parametrize("world", [2, 3], indirect=True)
+@pytest.mark.parametrize(
+    "use",
+    [[(0, 2)] * 3, [(0, 1, 2), (1,), (), (2, 1, 0), (0, 0, 1)]],
+    ids=["never", "changing"],
+)
+def test_f20_blocks_that_are_not_used_get_no_gradient(world: World, use: list[tuple[int, ...]]) -> None:
+    assert_same(world, unused_blocks, use, {})
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_f20_unused_blocks_are_not_kept_gathered(world2: World, reshard: bool) -> None:
+    options = {"reshard_after_forward": reshard, "comm_policy": CommPolicy(prefetch=3)}
+    assert_same(world2, unused_blocks, [(0, 1, 2), (0, 2), (1,), (0, 1, 2)], options)
+
+
+def unused_parameters(side: Side, packing_limit_bytes: int | None) -> None:
+    model = built(Chain, PartlyUsed, PartlyUsed, block)
+    side.shard_tower(model, comm_policy=CommPolicy(packing_limit_bytes=packing_limit_bytes))
+    optimizer = adamw(model)
+    for step in range(4):
+        model.blocks[0].uses_extra = step % 2 == 1
+        side.step(model, optimizer, step)
+    side.note_parameters(model)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4], indirect=True)
+@pytest.mark.parametrize("packing_limit_bytes", [None, 0])
+def test_f20_parameters_that_are_not_used_get_no_gradient(
+    world: World, packing_limit_bytes: int | None
+) -> None:
+    assert_same(world, unused_parameters, packing_limit_bytes)
+
+
+def output_not_in_the_loss(side: Side, make: Any, reshard: bool | None) -> None:
+    """What comes after the second block runs as well, but nothing it made reaches the loss."""
+    model = side.shard_tower(built(make), reshard_after_forward=reshard)
+    optimizer = adamw(model)
+    kept: list[Tensor] = []
+    model.blocks[1].register_forward_hook(lambda module, args, output: kept.append(output))
+    for step in range(3):
+        kept.clear()
+        optimizer.zero_grad()
+        model(side.inputs(step))
+        loss = kept[0].pow(2).mean()
+        loss.backward()
+        side.note_gradients(model)
+        optimizer.step()
+        side.assert_settled(model)
+
+
+@pytest.mark.parametrize("reshard", RESHARD)
+@pytest.mark.parametrize("make", [even_tower, Between])
+def test_f20_a_loss_on_features_trains_what_made_them(world2: World, make: Any, reshard: bool | None) -> None:
+    assert_same(world2, output_not_in_the_loss, make, reshard)
+
+
+def gathers_of_frozen_blocks() -> dict[str, int]:
+    side = Side(is_sharded=True)
+    model = side.shard_tower(built(even_tower))
+    model.inlet.requires_grad_(False)
+    model.blocks[:2].requires_grad_(False)
+    model.blocks[2].set_reshard_after_forward(True)  # else it is kept for backward
+    mean_of_squares(model, side.inputs(0)).backward()
+    events: list[str] = []
+    observe(model, lambda event, name: events.append(name) if event == "gather" else None)
+    mean_of_squares(model, side.inputs(0)).backward()
+    return {f"blocks.{index}": events.count(f"blocks.{index}") for index in range(3)}
+
+
+def test_f20_frozen_blocks_that_no_gradient_reaches_are_gathered_once(world2: World) -> None:
+    for counts in world2.run(gathers_of_frozen_blocks):
+        assert counts == {"blocks.0": 1, "blocks.1": 1, "blocks.2": 2}
+
+
+# --- F27 ------------------------------------------------------------------------------------------
+
+
+def penalty(model: nn.Module, inputs: Tensor) -> Tensor:
+    inputs = inputs.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+    return (gradient.norm(dim=1) - 1).pow(2).mean()
+
+
+def loss_with_penalty(model: nn.Module, inputs: Tensor) -> Tensor:
+    loss = mean_of_squares(model, inputs)
+    return loss + 10 * penalty(model, inputs)
+
+
+def penalised_training(side: Side, reshard: bool | None, depth: int) -> None:
+    model = built(Chain, *[block] * depth)
+    side.shard_tower(model, reshard_after_forward=reshard)
+    side.steps(model, adamw(model), range(3), loss_with_penalty)
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_f27_a_gradient_penalty_trains_as_without_sharding(
+    world2: World, reshard: bool | None, depth: int
+) -> None:
+    assert_same(world2, penalised_training, reshard, depth)
+
+
+def second_backward_alone(side: Side) -> None:
+    model = side.shard_tower(built(even_tower))
+    optimizer = adamw(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = penalty(model, side.inputs(step))
+        loss.backward()
+        side.note_mean("loss", loss)
+        side.note_gradients(model)
+        optimizer.step()
+        side.assert_settled(model)
+
+
+@pytest.mark.parametrize("world", [1, 3], indirect=True)
+def test_f27_a_penalty_may_be_the_whole_loss(world: World) -> None:
+    assert_same(world, second_backward_alone)
+
+
+def forward_after_penalty(side: Side, keeps: bool) -> None:
+    """The penalty first, then the forward of the loss, then one backward of both."""
+    model = side.shard_tower(built(even_tower), reshard_after_forward=not keeps)
+    if side.is_sharded:
+        model.set_reshard_after_backward(not keeps)
+    optimizer = adamw(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        inputs = side.inputs(step)
+        punished = penalty(model, inputs)
+        loss = 10 * punished + mean_of_squares(model, inputs)
+        loss.backward()
+        side.note_gradients(model)
+        optimizer.step()
+
+
+def test_f27_a_penalty_may_come_before_the_loss_where_groups_are_kept(world2: World) -> None:
+    assert_same(world2, forward_after_penalty, True)
+
+
+def error_of_forward_after_penalty() -> str:
+    try:
+        forward_after_penalty(Side(is_sharded=True), False)
+    except RuntimeError as error:
+        return str(error)
+    return "it works"
+
+
+def test_f27_a_penalty_before_the_loss_works_or_says_what_would(world2: World) -> None:
+    for outcome in world2.run(error_of_forward_after_penalty):
+        assert outcome == "it works" or "create_graph" in outcome or "reshard_after" in outcome, outcome
+
+
+class ForceField(nn.Module):
+    """Energy and its gradient, both made in forward; parameters of the root are used after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = even_tower()
+        self.blocks = self.tower.blocks
+        self.scale = nn.Parameter(torch.tensor([1.5, 0.5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = self.tower(x)
+            (force,) = torch.autograd.grad(energy.sum(), x, create_graph=self.training)
+        return self.scale[0] * energy + self.scale[1] * force.sum(1, keepdim=True)
+
+
+def forces(side: Side, reshard: bool | None) -> None:
+    model = side.shard_tower(built(ForceField), reshard_after_forward=reshard)
+    optimizer = adamw(model)
+    for step in range(2):
+        side.step(model, optimizer, step)
+        model.eval()
+        with torch.no_grad():
+            side.note_rows("evaluation", model(side.inputs(step)))
+        side.note_rows("evaluation with gradients", model(side.inputs(step)))
+        model.train()
+
+
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_f27_a_forward_may_run_a_backward_of_its_own(world2: World, reshard: bool | None) -> None:
+    assert_same(world2, forces, reshard)
+
+
+# --- F29 ------------------------------------------------------------------------------------------
+
+
+def freeze_and_thaw(side: Side, reshard: bool | None) -> None:
+    model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
+    model.blocks[2].requires_grad_(False)  # before the first forward
+    optimizer = adamw(model)
+    side.step(model, optimizer, 0)
+    model.blocks[2].requires_grad_(True)
+    model.blocks[0].up.requires_grad_(False)
+    side.step(model, optimizer, 1)
+    model.inlet.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    side.step(model, optimizer, 2)
+    model.requires_grad_(False)
+    side.note_rows("all frozen", model(side.inputs(3)))
+    model.outlet.requires_grad_(True)
+    side.step(model, optimizer, 4)
+    model.requires_grad_(True)
+    side.steps(model, optimizer, [5, 6])
+
+
+@pytest.mark.parametrize("world", [2, 3], indirect=True)
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_f29_freezing_and_thawing_between_steps_is_followed(world: World, reshard: bool | None) -> None:
+    assert_same(world, freeze_and_thaw, reshard)
+
+
+def freeze_between_microbatches(side: Side) -> None:
+    """A parameter frozen after an unsynchronised backward keeps the gradient it has."""
+    model = side.shard_tower(built(even_tower))
+    side.sync(model, False)
+    mean_of_squares(model, side.inputs(0)).backward()
+    model.blocks[0].requires_grad_(False)
+    model.blocks[1].up.requires_grad_(False)
+    side.sync(model, True)
+    mean_of_squares(model, side.inputs(1)).backward()
+    side.note_gradients(model)
+    side.assert_settled(model)
+
+
+def test_f29_freezing_between_microbatches_keeps_what_was_accumulated(world2: World) -> None:
+    assert_same(world2, freeze_between_microbatches)
+
+
+def freeze_before_backward(side: Side) -> None:
+    """Between forward and backward: the graph is made, and gradients come all the same."""
+    model = side.shard_tower(built(even_tower))
+    for step in range(2):
+        loss = mean_of_squares(model, side.inputs(step))
+        model.blocks[1].requires_grad_(step == 1)
+        loss.backward()
+        side.note_gradients(model)
+        side.assert_settled(model)
+
+
+def test_f29_freezing_before_backward_is_followed_as_without_sharding(world2: World) -> None:
+    assert_same(world2, freeze_before_backward)
+
+
+def freeze_in_backward(side: Side) -> None:
+    """A hook freezes a weight of the block before its own, whose parameters are on their way already."""
+    model = side.shard_tower(built(even_tower))
+
+    def freeze(gradient: Tensor) -> None:
+        model.blocks[1].up.weight.requires_grad_(False)
+
+    for step in range(3):
+        model.zero_grad()
+        if step == 2:
+            model.blocks[2].norm.register_forward_hook(
+                lambda _, __, output: output.register_hook(freeze) and None
+            )
+        mean_of_squares(model, side.inputs(step)).backward()
+        side.note_gradients(model)
+
+
+def test_f29_freezing_ahead_in_backward_is_followed_as_without_sharding(world2: World) -> None:
+    assert_same(world2, freeze_in_backward)
+
+
+# --- F37 ------------------------------------------------------------------------------------------
+
+
+def used_in_some_microbatches(side: Side, pattern: list[bool], packing_limit_bytes: int | None) -> None:
+    model = built(Chain, PartlyUsed, block, PartlyUsed)
+    side.shard_tower(model, comm_policy=CommPolicy(packing_limit_bytes=packing_limit_bytes))
+    optimizer = adamw(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        for microbatch, uses_extra in enumerate(pattern):
+            model.blocks[0].uses_extra = uses_extra
+            side.sync(model, microbatch == len(pattern) - 1)
+            mean_of_squares(model, side.inputs(10 * step + microbatch)).backward()
+        side.note_gradients(model)
+        optimizer.step()
+        side.assert_settled(model)
+
+
+@pytest.mark.parametrize("packing_limit_bytes", [None, 0])
+@pytest.mark.parametrize(
+    "pattern", [[False, False, True], [True, False, False]], ids=["last_only", "first_only"]
+)
+def test_f37_a_parameter_used_in_some_microbatches_gets_their_gradient(
+    world2: World, pattern: list[bool], packing_limit_bytes: int | None
+) -> None:
+    assert_same(world2, used_in_some_microbatches, pattern, packing_limit_bytes)
+
+
+def block_used_in_first_microbatch_only(side: Side) -> None:
+    model = side.shard_tower(built(Branching))
+    for microbatch, used in enumerate([(0, 1, 2), (0, 2)]):
+        model.used = used
+        side.sync(model, microbatch == 1)
+        mean_of_squares(model, side.inputs(microbatch)).backward()
+    side.note_gradients(model)
+    side.assert_settled(model)
+
+
+def test_f37_a_block_missing_in_the_last_microbatch_keeps_its_gradient(world2: World) -> None:
+    assert_same(world2, block_used_in_first_microbatch_only)
+
+
+# --- other ways to ask for gradients --------------------------------------------------------------
+
+
+def backward_twice(side: Side, reshard: bool | None) -> None:
+    model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
+    optimizer = adamw(model)
+    loss = mean_of_squares(model, side.inputs(0))
+    loss.backward(retain_graph=True)
+    side.note_gradients(model)
+    loss.backward()
+    side.note_gradients(model)
+    side.assert_settled(model)
+    optimizer.step()
+    side.steps(model, optimizer, [1])
+
+
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_f01_a_retained_graph_gives_its_gradient_twice(world2: World, reshard: bool | None) -> None:
+    assert_same(world2, backward_twice, reshard)
+
+
+def gradients_of_inputs(side: Side, reshard: bool | None) -> None:
+    model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
+    inputs = side.inputs(0).requires_grad_()
+    loss = mean_of_squares(model, inputs)
+    (gradient,) = torch.autograd.grad(loss, inputs, retain_graph=True)
+    side.note_input_gradient("of inputs", gradient)
+    side.note_gradients(model)  # there is none
+    loss.backward()
+    assert inputs.grad is not None
+    side.note_input_gradient("of inputs", inputs.grad)
+    side.note_gradients(model)
+    side.assert_settled(model)
+
+
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_f01_gradients_of_inputs_leave_the_parameters_alone(world2: World, reshard: bool | None) -> None:
+    assert_same(world2, gradients_of_inputs, reshard)
+
+
+def two_backwards_of_two_outputs(side: Side) -> None:
+    """Separate backwards through one forward, as multi-task balancing does."""
+    model = side.shard_tower(built(even_tower))
+    inputs = side.inputs(0)
+    kept: list[Tensor] = []
+    model.blocks[1].register_forward_hook(lambda module, args, output: kept.append(output))
+    outputs = model(inputs)
+    outputs.pow(2).mean().backward(retain_graph=True)
+    side.note_gradients(model)
+    kept[0].pow(2).mean().backward()
+    side.note_gradients(model)
+    side.assert_settled(model)
+
+
+def test_f01_separate_backwards_through_one_forward_add_up(world2: World) -> None:
+    assert_same(world2, two_backwards_of_two_outputs)
+
+
+def modules_used_several_times(side: Side, options: Any) -> None:
+    model = side.shard_tower(built(Twice), **options)
+    side.steps(model, adamw(model), range(3))
+
+
+@pytest.mark.parametrize("world", [2, 4], indirect=True)
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_f01_modules_used_several_times_in_a_forward_add_up(world: World, reshard: bool | None) -> None:
+    assert_same(world, modules_used_several_times, {"reshard_after_forward": reshard})
+
+
+def recursive_training(side: Side, guesses: bool, reshard: bool | None) -> None:
+    model = side.shard_tower(built(Recursive, guesses), reshard_after_forward=reshard)
+    side.steps(model, adamw(model), range(3))
+    with torch.no_grad():
+        side.note_rows("evaluation", model(side.inputs(9)))
+
+
+@pytest.mark.parametrize("reshard", RESHARD)
+@pytest.mark.parametrize("guesses", [False, True], ids=["with_gradients", "without_gradients"])
+def test_f01_a_model_that_calls_itself_trains(world2: World, guesses: bool, reshard: bool | None) -> None:
+    assert_same(world2, recursive_training, guesses, reshard)
+
+
+def penalty_on_the_weights(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Weight decay in the loss: the sharded parameters themselves are in the graph."""
+    loss = mean_of_squares(model, inputs)
+    for param in model.parameters():
+        norm = param.pow(2).sum()
+        loss = loss + 0.1 * (norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    return loss
+
+
+def weights_in_the_loss(side: Side) -> None:
+    model = side.shard_tower(built(even_tower))
+    optimizer = adamw(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = penalty_on_the_weights(model, side.inputs(step))
+        loss.backward()
+        side.note_gradients(model)
+        optimizer.step()
+        side.assert_settled(model)
+
+
+@pytest.mark.parametrize("world", [2, 3], indirect=True)
+def test_f01_a_penalty_on_the_weights_adds_to_their_gradients(world: World) -> None:
+    assert_same(world, weights_in_the_loss)
+
+
+def activations_saved_elsewhere(side: Side) -> None:
+    model = side.shard_tower(built(even_tower))
+
+    def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return preference_loss(model, inputs)
+
+    side.steps(model, adamw(model), range(2), loss_of)
+
+
+def test_f01_saved_tensor_hooks_change_no_gradient(world2: World) -> None:
+    assert_same(world2, activations_saved_elsewhere)
+
+
+class Invertible(torch.autograd.Function):
+    """Runs the block again in a backward of its own, as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: nn.Module) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x)
+        return block(x).detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        torch.autograd.backward(y, gradients[0])
+        return x.grad, None
+
+
+class Reversible(Chain):
+    def between(self, block: nn.Module, x: Tensor) -> Tensor:
+        return Invertible.apply(x, block)  # type: ignore[no-any-return]
+
+
+def reversible_training(side: Side) -> None:
+    model = built(Reversible, block, block)
+    side.shard_tower(model)
+    side.steps(model, adamw(model), range(3))
+
+
+def test_f01_a_block_run_again_by_a_backward_of_its_own_loses_no_gradient(world2: World) -> None:
+    assert_same(world2, reversible_training)
+
+
+class Equilibrium(nn.Module):
+    """A fixed point found without gradients; a hook solves for its gradient by inner backwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh())])
+        self.outlet = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        block = self.blocks[0]
+        x = self.inlet(x)
+        z = torch.zeros_like(x)
+        with torch.no_grad():
+            for _ in range(4):
+                z = block(z + x)
+        z = block(z + x)
+        z_in = z.detach().requires_grad_()
+        again = block(z_in + x.detach())
+
+        def solve(gradient: Tensor) -> Tensor:
+            total = gradient
+            for _ in range(3):
+                (step,) = torch.autograd.grad(again, z_in, total, retain_graph=True)
+                total = gradient + 0.3 * step
+            return total
+
+        z.register_hook(solve)
+        return self.outlet(z)
+
+
+def equilibrium_training(side: Side) -> None:
+    model = side.shard_tower(built(Equilibrium))
+    side.steps(model, adamw(model), range(2))
+
+
+def test_f01_hooks_that_run_inner_backwards_lose_no_gradient(world2: World) -> None:
+    assert_same(world2, equilibrium_training)

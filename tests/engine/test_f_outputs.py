@@ -1,0 +1,718 @@
+"""FAILURES.md, the rows about what goes in and comes out of a block.
+
+Scripts run plainly and sharded (scenario.py) in float64; only the order of additions differs, so all
+that a script notes agrees to 1e-10.
+"""
+
+from collections import OrderedDict, deque, namedtuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from events import observe
+from failure_models import Chain, Recurrent, block, built
+from harness import World
+from models import Block, even_tower
+from reference import adamw, mean_of_squares
+from scenario import Side, assert_same
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+RESHARD = [None, True, False]
+
+
+def train(side: Side, model: nn.Module, reshard: bool | None = None, loss: Any = mean_of_squares) -> None:
+    side.shard_tower(model, reshard_after_forward=reshard)
+    side.steps(model, adamw(model), range(3), loss)
+
+
+# --- F24 ------------------------------------------------------------------------------------------
+
+
+class ReturnsView(Block):
+    """Its output is a view of what it computed, and the last operation saves a weight."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(8, 13)
+        self.gain = nn.Parameter(torch.full((8,), 1.1))
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x) * self.gain
+        if self.kind == "reshape":
+            return x.view(-1, 2, 4)
+        if self.kind == "slice":
+            return torch.cat([x, x], dim=1)[:, 3:11]
+        if self.kind == "transposed":
+            return x.t()
+        if self.kind == "view_of_view":
+            return x.view(-1, 2, 4).transpose(0, 1)[:, :, 1:]
+        return x
+
+
+class InPlace(Chain):
+    """Changes in place what a block returned."""
+
+    def __init__(self, kind: str, operation: str) -> None:
+        super().__init__(*[lambda: ReturnsView(kind)] * 3)
+        self.kind, self.operation = kind, operation
+
+    def between(self, block: nn.Module, x: Tensor) -> Tensor:
+        y = block(x)
+        if self.operation == "mul":
+            y.mul_(0.9)
+        elif self.operation == "add_weight":
+            y.add_(self.inlet.weight.sum(), alpha=0.1)
+        elif self.operation == "part":
+            (y[0] if self.kind == "transposed" else y[..., 0]).mul_(0.5)
+        elif self.operation == "tanh":
+            y.tanh_()
+        elif self.operation == "view_then_mul":
+            y.flatten()[::2].mul_(0.9)
+        if self.kind == "transposed":
+            return y.t()
+        if self.kind == "view_of_view":
+            return torch.cat([y, y.sum(2, keepdim=True)], dim=2).transpose(0, 1).flatten(1)
+        return y.reshape(-1, 8)
+
+
+def in_place(side: Side, kind: str, operation: str, reshard: bool | None) -> None:
+    train(side, built(InPlace, kind, operation), reshard)
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("kind", ["itself", "reshape", "slice", "transposed", "view_of_view"])
+@pytest.mark.parametrize("operation", ["mul", "add_weight", "part", "tanh", "view_then_mul"])
+def test_f24_outputs_and_views_may_be_changed_in_place(world2: World, kind: str, operation: str) -> None:
+    assert_same(world2, in_place, kind, operation, True)
+
+
+# --- F25 ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Data:
+    hidden: Tensor
+    extra: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenData:
+    hidden: Tensor
+    extra: Any = None
+
+
+class Named(NamedTuple):
+    hidden: Tensor
+    extra: Any = None
+
+
+class Plain:
+    """A class of the user's, with its tensors in attributes."""
+
+    def __init__(self, hidden: Tensor, extra: Any = None) -> None:
+        self.hidden, self.extra = hidden, extra
+        self.me = self  # objects may point in circles
+
+
+class Slotted:
+    __slots__ = ("extra", "hidden")
+
+    def __init__(self, hidden: Tensor, extra: Any = None) -> None:
+        self.hidden, self.extra = hidden, extra
+
+
+class ModelOutput(OrderedDict):
+    """As Transformers has them: a dict whose items are attributes as well."""
+
+    def __init__(self, hidden: Tensor, extra: Any = None) -> None:
+        super().__init__(hidden=hidden, extra=extra)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Hidden:
+    """Its tensor is found by no attribute."""
+
+    def __init__(self, hidden: Tensor, extra: Any = None) -> None:
+        self.read = lambda: hidden
+
+    @property
+    def hidden(self) -> Tensor:
+        return self.read()
+
+
+def in_dict(hidden: Tensor, extra: Any = None) -> Any:
+    return {"hidden": hidden, "extra": extra}
+
+
+def in_lists(hidden: Tensor, extra: Any = None) -> Any:
+    return [None, [("text", [[hidden]]), {"extra": extra}]]
+
+
+def in_deque(hidden: Tensor, extra: Any = None) -> Any:
+    return deque([hidden, extra])
+
+
+def in_generator(hidden: Tensor, extra: Any = None) -> Any:
+    return (tensor for tensor in (hidden, extra))
+
+
+Pair = namedtuple("Pair", "hidden extra")
+
+CONTAINERS = [
+    Data,
+    FrozenData,
+    Named,
+    Pair,
+    Plain,
+    Slotted,
+    ModelOutput,
+    Hidden,
+    in_dict,
+    in_lists,
+    in_deque,
+    in_generator,
+]
+
+
+def taken_out(output: Any) -> Tensor:
+    if isinstance(output, dict) and not isinstance(output, ModelOutput):
+        return output["hidden"]
+    if isinstance(output, list):
+        return output[1][0][1][0][0]
+    if isinstance(output, deque):
+        return output[0]
+    if hasattr(output, "__next__"):
+        return next(output)
+    return output.hidden
+
+
+class Contains(Block):
+    def __init__(self, container: Any) -> None:
+        super().__init__(8, 13)
+        self.gain = nn.Parameter(torch.full((8,), 1.1))
+        self.container = container
+
+    def forward(self, x: Any) -> Any:
+        x = super().forward(x if isinstance(x, Tensor) else taken_out(x)) * self.gain
+        return self.container(x, extra=x.detach().sum())
+
+
+class Container(Chain):
+    def __init__(self, container: Any) -> None:
+        super().__init__(*[lambda: Contains(container)] * 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for each in self.blocks:
+            x = each(x)
+        return self.outlet(taken_out(x))
+
+
+def containers(side: Side, container: Any, reshard: bool | None) -> None:
+    train(side, built(Container, container), reshard)
+
+
+@pytest.mark.parametrize("container", CONTAINERS, ids=lambda c: c.__name__)
+def test_f25_tensors_are_found_in_containers(world2: World, container: Any) -> None:
+    assert_same(world2, containers, container, True)
+
+
+# --- F26 ------------------------------------------------------------------------------------------
+
+
+class ReturnsWeight(nn.Module):
+    """Returns a parameter of its own, beside its work: for tying, for a penalty."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Any:
+        weight = self.linear.weight
+        x = torch.tanh(self.linear(x))
+        if self.how == "view":
+            return x, weight.t()[1:, 2:]
+        if self.how == "row":
+            return [x, {"weight": weight[3]}]
+        if self.how == "detached":
+            return x, weight.detach()
+        if self.how == "data":
+            return x, weight.data
+        if self.how == "expanded":
+            return x, self.linear.bias.expand(3, 8)
+        if self.how == "dataclass":
+            return Data(x, weight)
+        if self.how == "frozen_dataclass":
+            return FrozenData(x, weight)
+        if self.how == "namedtuple":
+            return Named(x, weight)
+        if self.how == "twice":
+            return x, (weight, weight)
+        return x, weight
+
+
+class UsesReturned(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ReturnsWeight(how) for _ in range(3))
+        self.outlet = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        penalty = x.new_zeros(())
+        weights: list[Tensor] = []
+        for each in self.blocks:
+            output = each(x)
+            if isinstance(output, Data | FrozenData | Named):
+                x, weight = output.hidden, output.extra
+            else:
+                x, weight = output
+            if isinstance(weight, dict):
+                weight = weight["weight"]
+            if isinstance(weight, tuple):
+                assert weight[0] is weight[1]
+                weight = weight[0]
+            weights.append(weight)
+        for weight in weights:  # after all blocks have been freed
+            penalty = penalty + weight.pow(2).sum()
+        return self.outlet(x) + 0.1 * penalty
+
+
+def returned_weights(side: Side, how: str, reshard: bool | None) -> None:
+    train(side, built(UsesReturned, how), reshard)
+
+
+RETURNED = ["itself", "view", "row", "detached", "data", "expanded", "dataclass", "frozen_dataclass"]
+
+
+@pytest.mark.parametrize("how", [*RETURNED, "namedtuple", "twice"])
+def test_f26_a_block_may_return_its_own_parameter(world2: World, how: str) -> None:
+    assert_same(world2, returned_weights, how, True)
+
+
+def test_f26_a_block_kept_gathered_may_return_its_own_parameter(world2: World) -> None:
+    assert_same(world2, returned_weights, "itself", False)
+
+
+class ReturnsOnlyWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class PromptTuning(nn.Module):
+    """A block that is nothing but a parameter, without inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([ReturnsOnlyWeight(), Block(8, 13)])
+        self.outlet = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outlet(self.blocks[1](x + self.blocks[0]()))
+
+
+def prompt(side: Side) -> None:
+    model = built(PromptTuning)
+    train(side, model)
+    with torch.no_grad():
+        side.note("returned without gradients", model.blocks[0]().clone())
+    side.assert_settled(model)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
+def test_f26_a_block_may_return_nothing_but_its_parameter(world: World) -> None:
+    assert_same(world, prompt)
+
+
+class HidesWeight(ReturnsWeight):
+    def forward(self, x: Tensor) -> Any:
+        return Plain(torch.tanh(self.linear(x)), self.linear.weight)
+
+
+def refusal_of_hidden_weight() -> str:
+    torch.manual_seed(0)
+    side = Side(is_sharded=True)
+    model = nn.Sequential(HidesWeight("plain"))
+    side.shard(model[0], model)
+    with pytest.raises(TypeError) as caught:
+        model(torch.ones(2, 8))
+    side.assert_settled(model)
+    return str(caught.value)
+
+
+def test_f26_a_parameter_in_an_unknown_container_is_refused(world2: World) -> None:
+    first, second = world2.run(refusal_of_hidden_weight)
+    assert first == second
+    for text in ("0: forward returned one of its own parameters inside a Plain", "parameter.clone()"):
+        assert text in first
+
+
+# --- side outputs ---------------------------------------------------------------------------------
+
+
+class SideOutput(nn.Module):
+    """Leaves part of its work on an attribute, as mixtures of experts do with their losses."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.router = nn.Linear(8, 4)
+        self.when = when
+        self.aux_loss: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Any:
+        h = torch.tanh(self.first(x))
+        if self.when == "before":
+            self.aux_loss = self.router(torch.tanh(self.second(h))).pow(2).mean()
+        y = x + torch.tanh(self.second(h))
+        if self.when != "before":
+            # made after the output: its backward comes first
+            self.aux_loss = self.router(torch.tanh(self.second(h * 0.5))).pow(2).mean()
+        if self.when == "detached":
+            return y.detach()
+        if self.when == "codes":
+            return (y > 0).long()
+        if self.when == "none":
+            self.stored = y
+            return None
+        return y
+
+
+class Collecting(Chain):
+    def __init__(self, when: str, only_aux: bool = False) -> None:
+        super().__init__(*[lambda: SideOutput(when)] * 3)
+        self.when, self.only_aux = when, only_aux
+
+    def between(self, block: nn.Module, x: Tensor) -> Tensor:
+        y = block(x)
+        if self.when == "none":
+            return block.stored
+        return x * 0.9 + y.to(x.dtype)
+
+    def loss(self, inputs: Tensor) -> Tensor:
+        loss = mean_of_squares(self, inputs)
+        aux = torch.stack([each.aux_loss for each in self.blocks]).sum()
+        return aux if self.only_aux else loss + aux
+
+
+def collected_loss(model: Any, inputs: Tensor) -> Tensor:
+    return model.loss(inputs)
+
+
+def side_outputs(side: Side, when: str, only_aux: bool, reshard: bool | None) -> None:
+    train(side, built(Collecting, when, only_aux), reshard, collected_loss)
+
+
+@pytest.mark.parametrize("reshard", RESHARD)
+@pytest.mark.parametrize("when", ["before", "after", "none"])
+def test_f25_a_loss_left_on_an_attribute_trains(world2: World, when: str, reshard: bool | None) -> None:
+    assert_same(world2, side_outputs, when, False, reshard)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("when", ["before", "after", "none"])
+def test_f25_a_loss_made_only_of_attributes_trains(world2: World, when: str, reshard: bool) -> None:
+    assert_same(world2, side_outputs, when, True, reshard)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("when", ["detached", "codes"])
+def test_f25_a_block_without_differentiable_output_may_leave_a_loss(
+    world2: World, when: str, reshard: bool
+) -> None:
+    assert_same(world2, side_outputs, when, False, reshard)
+
+
+class KeepsWeight(torch.autograd.Function):
+    """Keeps its weight by itself instead of save_for_backward, as some kernels do: torch checks nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] @ ctx.weight, None
+
+
+class SideKernel(SideOutput):
+    """Its side output is made last, by such a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__("kernel")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + torch.tanh(self.second(torch.tanh(self.first(x))))
+        self.aux_loss = KeepsWeight.apply(y * 0.5, self.router.weight).pow(2).mean()  # type: ignore
+        return y
+
+
+class CollectingKernels(Collecting):
+    def __init__(self) -> None:
+        super().__init__("kernel")
+        self.blocks = nn.ModuleList(SideKernel() for _ in range(3))
+
+
+def side_kernels(side: Side, reshard: bool) -> None:
+    train(side, built(CollectingKernels), reshard, collected_loss)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_f25_freed_weights_are_never_read_by_a_side_output(world2: World, reshard: bool) -> None:
+    assert_same(world2, side_kernels, reshard)
+
+
+class StoresWeight(nn.Module):
+    """Leaves its own parameter on an attribute, for a penalty that the caller makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.linear.weight
+        return torch.tanh(self.linear(x))
+
+
+def outcome_of_stored_weight() -> str:
+    side = Side(is_sharded=True)
+    expected = built(Chain, StoresWeight, block).blocks[0].linear.weight.pow(2).sum()
+    model = side.shard_tower(built(Chain, StoresWeight, block))
+    try:
+        model(side.inputs(0))
+        found = model.blocks[0].kept.pow(2).sum()
+    except RuntimeError as error:
+        return str(error)
+    return "right" if torch.allclose(expected, found) else f"wrong: {found} for {expected}"
+
+
+def test_f26_a_parameter_left_on_an_attribute_does_not_kill_the_process(world2: World) -> None:
+    for outcome in world2.run(outcome_of_stored_weight):
+        assert outcome == "right" or "blocks.0.linear.weight" in outcome, outcome
+
+
+class ReturnsNone(Block):
+    """Leaves its result in a dict it was given."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 13)
+
+    def forward(self, state: dict[str, Tensor]) -> None:  # type: ignore[override]
+        state["x"] = super().forward(state["x"])
+
+
+class Passing(Chain):
+    def __init__(self) -> None:
+        super().__init__(*[ReturnsNone] * 3)
+
+    def between(self, block: nn.Module, x: Tensor) -> Tensor:
+        state = {"x": x}
+        assert block(state) is None
+        return state["x"]
+
+
+def returns_none(side: Side, reshard: bool | None, in_handler: bool) -> None:
+    model = side.shard_tower(built(Passing), reshard_after_forward=reshard)
+    optimizer = adamw(model)
+
+    def steps() -> None:
+        side.steps(model, optimizer, range(3))
+        with torch.no_grad():
+            side.note_rows("evaluation", model(side.inputs(5)))
+        side.assert_settled(model)
+
+    if not in_handler:
+        return steps()
+    try:
+        raise LookupError
+    except LookupError:  # trying again where an error was caught
+        steps()
+
+
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_f25_a_block_may_return_nothing(world2: World, reshard: bool | None) -> None:
+    assert_same(world2, returns_none, reshard, False)
+
+
+def test_f41_a_block_may_return_nothing_inside_an_except_clause(world2: World) -> None:
+    assert_same(world2, returns_none, True, True)
+
+
+# --- several outputs ------------------------------------------------------------------------------
+
+
+class Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a = torch.tanh(self.first(x))
+        b = torch.tanh(self.second(a))
+        return a, b, self.first(b)
+
+
+class UsesOne(Chain):
+    def __init__(self, used: tuple[int, ...]) -> None:
+        super().__init__(*[Several] * 3)
+        self.used = used
+
+    def between(self, block: nn.Module, x: Tensor) -> Tensor:
+        outputs = block(x)
+        return sum((outputs[i] for i in self.used), x * 0.5)
+
+
+def several_outputs(side: Side, used: tuple[int, ...], reshard: bool | None) -> None:
+    train(side, built(UsesOne, used), reshard)
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
+def test_f25_any_of_several_outputs_may_be_used(
+    world2: World, used: tuple[int, ...], reshard: bool | None
+) -> None:
+    assert_same(world2, several_outputs, used, reshard)
+
+
+class PassesThrough(nn.Module):
+    """Hands on all it was given, and adds its own: residual streams, lists of hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, states: list[Tensor]) -> list[Tensor]:
+        return [*states, torch.tanh(self.linear(states[-1]))]
+
+
+class Dense(nn.Module):
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(PassesThrough() for _ in range(depth))
+        self.outlet = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = [self.inlet(x)]
+        for each in self.blocks:
+            states = each(states)
+        return self.outlet(torch.stack(states).sum(0))
+
+
+def passing_through(side: Side, reshard: bool | None) -> None:
+    train(side, built(Dense), reshard)
+
+
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_f25_a_block_may_hand_on_its_inputs(world2: World, reshard: bool | None) -> None:
+    assert_same(world2, passing_through, reshard)
+
+
+def gathers_of_passing_through() -> dict[str, int]:
+    side = Side(is_sharded=True)
+    model = side.shard_tower(built(Dense))
+    model.set_reshard_after_forward(True)
+    mean_of_squares(model, side.inputs(0)).backward()
+    events: list[tuple[str, str]] = []
+    observe(model, lambda event, name: events.append((event, name)))
+    mean_of_squares(model, side.inputs(0)).backward()
+    return {name: events.count(("gather", name)) for name in dict(model.named_modules()) if "." in name}
+
+
+def test_f25_inputs_handed_on_cause_no_further_gathers(world2: World) -> None:
+    for counts in world2.run(gathers_of_passing_through):
+        blocks = {name: count for name, count in counts.items() if name.count(".") == 1 and "blocks" in name}
+        assert len(blocks) == 4
+        assert set(blocks.values()) == {2}, blocks  # forward and backward
+
+
+# --- recurrent blocks, odd inputs -----------------------------------------------------------------
+
+
+def recurrent(side: Side, kind: Any, options: Any, reshard: bool | None) -> None:
+    model = built(Chain, lambda: Recurrent(kind, **options), lambda: Recurrent(kind, **options))
+    train(side, model, reshard)
+
+
+@pytest.mark.thin(5)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True, "num_layers": 2}], ids=["one", "both_ways"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_f25_recurrent_blocks_train(world2: World, kind: Any, options: Any, reshard: bool | None) -> None:
+    assert_same(world2, recurrent, kind, options, reshard)
+
+
+class Packed(nn.Module):
+    """Packed sequences go in and come out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.LSTM(8, 6, batch_first=True), nn.LSTM(6, 5, batch_first=True)])
+        self.outlet = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sequence = torch.stack([x, x * 0.5, x.flip(1)], dim=1)
+        lengths = torch.tensor([1 + i % 3 for i in range(len(x))])
+        packed: PackedSequence = pack_padded_sequence(sequence, lengths, True, enforce_sorted=False)
+        for each in self.blocks:
+            packed, _ = each(packed)
+        return self.outlet(pad_packed_sequence(packed, batch_first=True)[0].sum(1))
+
+
+def packed(side: Side) -> None:
+    train(side, built(Packed))
+
+
+def test_f25_recurrent_modules_themselves_may_be_sharded_and_fed_packed_sequences(world2: World) -> None:
+    assert_same(world2, packed)
+
+
+# --- F28 ------------------------------------------------------------------------------------------
+
+
+def inference_first(side: Side, mode: Any, reshard: bool | None) -> None:
+    model = side.shard_tower(built(Chain, block, lambda: Recurrent(nn.LSTM)), reshard_after_forward=reshard)
+    for step in range(2):
+        with mode():
+            output = model(side.inputs(9))
+        side.note_rows("inference", output.clone())
+        side.assert_settled(model)
+        side.steps(model, adamw(model), [step])
+    with mode():
+        side.note_rows("inference", model(side.inputs(9)).clone())
+    model.requires_grad_(False)
+    model.inlet.requires_grad_(True)
+    side.steps(model, adamw(model), [3])
+
+
+@pytest.mark.parametrize("reshard", RESHARD)
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_f28_training_follows_a_first_forward_without_gradients(
+    world2: World, mode: Any, reshard: bool | None
+) -> None:
+    assert_same(world2, inference_first, mode, reshard)
+
+
+def sharded_under_inference_mode(side: Side) -> None:
+    model = built(even_tower)
+    with torch.inference_mode():
+        side.shard_tower(model)
+        side.note_rows("inference", model(side.inputs(9)).clone())
+    side.steps(model, adamw(model), range(2))
+
+
+def test_f28_a_model_sharded_under_inference_mode_trains(world2: World) -> None:
+    assert_same(world2, sharded_under_inference_mode)

@@ -1,0 +1,296 @@
+"""Backwards that the caller ends: `set_manual_backward_finalization` and `finalize_backward`.
+
+Compared with plain training in float64; what is reduced when is read from the model's own events.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from events import events_of
+from expecttest import assert_expected_inline
+from harness import World
+from models import even_tower, random_batch
+from reference import adamw, mean_of_squares
+from scenario import Side, assert_same
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise import fully_shard
+
+SHAPES = [(2,), (2, 1)]
+
+
+def tower(side: Side, shape: tuple[int, ...] | None = None) -> Any:
+    torch.manual_seed(0)
+    model: Any = even_tower().double()
+    options = {"mesh": init_device_mesh("cpu", shape)} if side.is_sharded and shape else {}
+    side.shard_tower(model, **options)
+    if side.is_sharded:
+        model.set_manual_backward_finalization(True)
+    return model
+
+
+def finalize(side: Side, model: Any, async_op: bool) -> None:
+    if side.is_sharded:
+        handle = model.finalize_backward(async_op=async_op)
+        assert (handle is None) is not async_op
+        if handle is not None:
+            handle.wait()
+            handle.wait()  # once is enough, twice does no harm
+
+
+def reduced_by_hand(side: Side, shape: tuple[int, ...], syncs: list[bool], async_op: bool) -> None:
+    """Two steps of several microbatches, each ended by one call; some backwards synchronise, some do not."""
+    model = tower(side, shape)
+    optimizer = adamw(model)
+    for step in range(2):
+        for number, does_sync in enumerate(syncs):
+            side.sync(model, does_sync)
+            mean_of_squares(model, side.inputs(10 * step + number)).backward()
+        side.sync(model, True)
+        finalize(side, model, async_op)
+        side.note_gradients(model)
+        side.assert_settled(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    side.note_parameters(model)
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("syncs", [[True], [False, False], [True, True, False]], ids=str)
+def test_gradients_are_complete_when_the_caller_has_ended_the_backward(
+    world2: World, shape: tuple[int, ...], syncs: list[bool], async_op: bool
+) -> None:
+    assert_same(world2, reduced_by_hand, shape, syncs, async_op)
+
+
+# --- what ranks reduce at a moment that they have in common ---------------------------------------
+
+
+class Choosing(nn.Module):
+    """Two layers of which a rank may leave out the second, and a scale that is not sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, uses_second: bool) -> Tensor:
+        x = self.first(x)
+        return (self.second(x) if uses_second else x) * self.scale
+
+
+def gradients_where_ranks_differ(uses: list[list[bool]], syncs: bool) -> dict[str, Tensor]:
+    """`uses` says for each rank and microbatch whether the second layer is used."""
+    torch.manual_seed(0)
+    model: Any = Choosing().double()
+    ignored = {model.scale}
+    for layer in (model.first, model.second):
+        fully_shard(layer)
+    with pytest.warns(UserWarning, match="ignored_params contains trainable"):
+        fully_shard(model, ignored_params=ignored)
+    model.second.set_may_be_unused()
+    model.set_reduce_ignored_params(True)
+    model.set_manual_backward_finalization(True)
+    model.set_requires_gradient_sync(syncs)
+    for number, uses_second in enumerate(uses[dist.get_rank()]):
+        model(rank_batch(number, dist.get_rank()), uses_second).pow(2).sum().backward()
+    model.set_requires_gradient_sync(True)
+    model.finalize_backward()
+    gradients = {name: param.grad for name, param in model.named_parameters()}
+    return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in gradients.items()}
+
+
+def rank_batch(number: int, rank: int) -> Tensor:
+    return random_batch(10 * number + rank, 4)
+
+
+@pytest.mark.parametrize("syncs", [False, True])
+def test_ranks_that_use_different_modules_reduce_once(world2: World, syncs: bool) -> None:
+    """One rank has used the second layer in its first microbatch only, the other never."""
+    uses = [[True, False], [False, False]]
+    torch.manual_seed(0)
+    model = Choosing().double()
+    for rank, microbatches in enumerate(uses):
+        for number, uses_second in enumerate(microbatches):
+            model(rank_batch(number, rank), uses_second).pow(2).sum().div(2).backward()
+    for gradients in world2.run(gradients_where_ranks_differ, uses, syncs):
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(gradients[name], param.grad, rtol=0, atol=1e-10)
+
+
+# --- when -----------------------------------------------------------------------------------------
+
+
+def events_by_hand() -> list[str]:
+    model = tower(Side(is_sharded=True))
+    model.set_requires_gradient_sync(False)
+    for number in range(2):
+        model(random_batch(number, 4)).sum().backward()
+    model.set_requires_gradient_sync(True)
+    events = events_of(model)
+    handle = model.finalize_backward(async_op=True)
+    events.append("-- the caller goes on")
+    handle.wait()
+    events.append("-- the caller has waited")
+    return events
+
+
+def test_reductions_are_under_way_until_the_caller_waits(world2: World) -> None:
+    first, second = world2.run(events_by_hand)
+    assert first == second
+    assert_expected_inline(
+        "\n".join(first),
+        """\
+reduce Tower
+reduce blocks.0
+reduced Tower
+reduce blocks.1
+reduced blocks.0
+reduce blocks.2
+reduced blocks.1
+-- the caller goes on
+reduced blocks.2
+-- the caller has waited""",
+    )
+
+
+# --- misuse ---------------------------------------------------------------------------------------
+
+
+def trained(model: Any) -> None:
+    model(random_batch(0, 4)).sum().backward()
+
+
+def unwaited(model: Any) -> Any:
+    trained(model)
+    return model.finalize_backward(async_op=True)
+
+
+def on_a_block(model: Any) -> None:
+    model.blocks[0].finalize_backward()
+
+
+def set_on_a_block(model: Any) -> None:
+    model.blocks[0].set_manual_backward_finalization(True)
+
+
+def without_the_mode(model: Any) -> None:
+    model.set_manual_backward_finalization(False)
+    trained(model)
+    model.finalize_backward()
+
+
+def mode_left_before_the_end(model: Any) -> None:
+    trained(model)
+    model.set_manual_backward_finalization(False)
+
+
+def forward_before_waiting(model: Any) -> None:
+    handle = unwaited(model)
+    try:
+        trained(model)
+    finally:
+        handle.wait()
+
+
+def twice_before_waiting(model: Any) -> None:
+    handle = unwaited(model)
+    try:
+        model.finalize_backward()
+    finally:
+        handle.wait()
+
+
+def inside_a_backward(model: Any) -> None:
+    loss = model(random_batch(0, 4)).sum()
+    loss.register_hook(lambda _: model.finalize_backward())
+    loss.backward()
+
+
+def waiting_after_a_reset(model: Any) -> None:
+    handle = unwaited(model)
+    model.reset_iter_state()
+    handle.wait()
+
+
+def no_bool(model: Any) -> None:
+    model.set_manual_backward_finalization(1)
+
+
+MISUSES = [
+    *(on_a_block, set_on_a_block, without_the_mode, mode_left_before_the_end, forward_before_waiting),
+    *(twice_before_waiting, inside_a_backward, waiting_after_a_reset, no_bool),
+]
+
+
+def answers_to_misuse() -> list[str]:
+    answers = []
+    for misuse in MISUSES:
+        model = tower(Side(is_sharded=True))
+        try:
+            misuse(model)
+            answers.append(f"{misuse.__name__}: accepted")
+        except (RuntimeError, TypeError) as error:
+            answers.append(f"{misuse.__name__}: {error}")
+        model.reset_iter_state()
+        model.zero_grad()
+        trained(model)  # it goes on
+        model.set_manual_backward_finalization(True)
+        model.finalize_backward()
+        assert all(param.grad is not None for param in model.parameters())
+    return answers
+
+
+def test_misuse_is_refused_and_leaves_the_model_usable(world2: World) -> None:
+    first, second = world2.run(answers_to_misuse)
+    assert first == second
+    assert_expected_inline(
+        "\n".join(first),
+        """\
+on_a_block: finalize_backward: blocks.0 is not the root, but inside a sharded module that drives it. Call it on the outermost sharded module.
+set_on_a_block: set_manual_backward_finalization: blocks.0 is not the root, but inside a sharded module that drives it. Call it on the outermost sharded module.
+without_the_mode: finalize_backward: Tower ends its backwards by itself, and their gradients are complete. Call set_manual_backward_finalization(True) before forward, or leave this call out.
+mode_left_before_the_end: set_manual_backward_finalization: Tower has run a backward that was not finalized. Call finalize_backward(), or reset_iter_state() to drop its gradients, before changing who ends a backward.
+forward_before_waiting: Tower: a forward while gradients are still being reduced: finalize_backward(async_op=True) returned a handle, and nobody has called its wait(). Call it before.
+twice_before_waiting: Tower: finalize_backward() while gradients are still being reduced: finalize_backward(async_op=True) returned a handle, and nobody has called its wait(). Call it before.
+inside_a_backward: finalize_backward: Tower is part of a model whose backward is running, and that needs its parameters and gradients as they are. Call it afterwards.
+waiting_after_a_reset: GradientReductionHandle.wait: reset_iter_state() was called after finalize_backward() and has dropped the gradients that this handle stands for. Run the iteration again.
+no_bool: set_manual_backward_finalization: enabled is 1, a int; pass True or False.""",
+    )
+
+
+def before_the_first_forward(side: Side) -> None:
+    """It does nothing there, whoever ends backwards; what follows trains."""
+    model = tower(side)
+    if side.is_sharded:
+        model.set_manual_backward_finalization(False)
+        finalize(side, model, async_op=False)
+        model.finalize_backward(async_op=True)
+        model.set_manual_backward_finalization(True)
+    mean_of_squares(model, side.inputs(0)).backward()
+    finalize(side, model, async_op=False)
+    side.note_gradients(model)
+
+
+def test_before_the_first_forward_there_is_nothing_to_end(world2: World) -> None:
+    assert_same(world2, before_the_first_forward)
+
+
+def copied(side: Side) -> None:
+    """A copy of the model ends its backwards as the model does."""
+    model = copy.deepcopy(tower(side))
+    side.sync(model, False)
+    mean_of_squares(model, side.inputs(0)).backward()
+    side.sync(model, True)
+    finalize(side, model, async_op=False)
+    side.note_gradients(model)
+
+
+def test_a_copy_is_ended_by_hand_as_well(world2: World) -> None:
+    assert_same(world2, copied)

@@ -1,0 +1,392 @@
+"""Where forward turns into backward: what both of them use there is gathered once."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from events import events_of
+from expecttest import assert_expected_inline
+from harness import World
+from models import WIDTH, random_batch
+from reference import full, mean_of_squares
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise import fully_shard, inference, register_fsdp_forward_method
+from shardwise.engine.members import sharded_members
+from shardwise.groups.states import UNSHARDED
+
+
+class Path(nn.Module):
+    """Runs its blocks in the order that is asked for, and as often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.outlet = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, order: Sequence[int] = (0, 1, 2)) -> Tensor:
+        for index in order:
+            x = self.blocks[index](x)
+        return self.outlet(x)
+
+
+def path(**options: Any) -> Any:
+    torch.manual_seed(0)
+    model = Path().double()
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model)
+
+
+def step(model: nn.Module, *order: int) -> None:
+    model(random_batch(dist.get_rank(), 4), order).pow(2).mean().backward()
+
+
+def gathered(events: list[str]) -> list[str]:
+    """The groups that were, in order."""
+    return [event.removeprefix("gather ") for event in events if event.startswith("gather ")]
+
+
+def gathers_of(model: Any, *order: int) -> str:
+    """What a step gathers before backward, and in it."""
+    events = events_of(model)
+    loss = model(random_batch(dist.get_rank(), 4), order).pow(2).mean()
+    events.append("gather |")
+    loss.backward()
+    return " ".join(name.removeprefix("blocks.") for name in gathered(events))
+
+
+def gathers_of_steps(*orders: Sequence[int], **options: Any) -> list[str]:
+    model = path(**options)
+    return [gathers_of(model, *order) for order in orders]
+
+
+IN_ORDER = (0, 1, 2)
+
+
+def test_the_block_that_backward_begins_with_is_gathered_once(world2: World) -> None:
+    for steps in world2.run(gathers_of_steps, IN_ORDER, IN_ORDER):
+        assert_expected_inline(
+            "\n".join(steps),
+            """\
+Path 0 1 2 | 1 0
+Path 0 1 2 | 1 0""",
+        )
+
+
+def test_it_is_the_last_of_the_tree_in_whatever_order_they_run(world2: World) -> None:
+    for steps in world2.run(gathers_of_steps, IN_ORDER, IN_ORDER, (2, 1, 0), (2, 1, 0), (0, 1), IN_ORDER):
+        assert_expected_inline(
+            "\n".join(steps),
+            """\
+Path 0 1 2 | 1 0
+Path 0 1 2 | 1 0
+Path 0 2 1 | 0 1
+Path 2 1 0 | 0 1
+Path 2 0 1 | 1 0
+Path 0 1 2 | 1 0""",
+        )
+
+
+def test_what_runs_twice_is_kept_in_between(world2: World) -> None:
+    for steps in world2.run(gathers_of_steps, (2, 0, 1, 2)):
+        assert steps == ["Path 2 0 1 | 1 0 2"]
+
+
+def test_what_is_to_be_freed_is(world2: World) -> None:
+    for steps in world2.run(gathers_of_steps, IN_ORDER, IN_ORDER, reshard_after_forward=True):
+        assert steps[1] == "Path 0 1 2 | 2 1 0"
+
+
+def last_events_of_a_forward(change: Callable[[Any], Any]) -> list[str]:
+    """What a forward does with the last block, after ``change`` of a model that has made a step."""
+    model = path()
+    step(model, *IN_ORDER)
+    change(model)
+    events = events_of(model)
+    model(random_batch(0, 4))
+    return events[-2:]
+
+
+def frees_last_block(model: Any) -> None:
+    model.blocks[2].requires_grad_(False).set_unshard_in_backward(False)
+
+
+def freezes_blocks(model: Any) -> None:
+    model.blocks.requires_grad_(False)  # no gradient flows back from the outlet
+
+
+@pytest.mark.parametrize("change", [frees_last_block, freezes_blocks])
+def test_what_backward_does_without_is_freed(world2: World, change: Callable[[Any], Any]) -> None:
+    assert world2.run(last_events_of_a_forward, change) == [["forward blocks.2", "free blocks.2"]] * 2
+
+
+CROSSED = ((1, 2), (2, 1))
+
+
+def crossed_gradients(steps: int) -> tuple[dict[str, Tensor | None], list[str]]:
+    """Ranks run the blocks in different orders, which they may where all are gathered before."""
+    model = path()
+    blocks = list(model.blocks)[1:]
+    model.set_modules_to_forward_prefetch(blocks)
+    model.set_modules_to_backward_prefetch(blocks[::-1])
+    for each in blocks:
+        each.set_modules_to_forward_prefetch([])
+        each.set_modules_to_backward_prefetch([])
+    gathers = []
+    for _ in range(steps):
+        model.zero_grad()
+        gathers.append(gathers_of(model, *CROSSED[dist.get_rank()]))
+    return {name: full(param.grad) for name, param in model.named_parameters()}, gathers
+
+
+def plain_gradients() -> dict[str, Tensor | None]:
+    torch.manual_seed(0)
+    model = Path().double()
+    for rank, order in enumerate(CROSSED):
+        (model(random_batch(rank, 4), order).pow(2).mean() / 2).backward()
+    return {name: full(param.grad) for name, param in model.named_parameters()}
+
+
+def test_lists_of_the_callers_are_gathered_as_they_are(world2: World) -> None:
+    expected = plain_gradients()
+    for actual, gathers in world2.run(crossed_gradients, 3):
+        assert gathers == ["Path 1 2 | 2 1"] * 3
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+def trained_where_one_rank_needs_no_gradients() -> list[str]:
+    """Blocks are frozen; from the third step on, the input of rank 1 wants no gradient."""
+    model = path()
+    blocks = list(model.blocks)
+    model.blocks.requires_grad_(False)
+    model.set_modules_to_backward_prefetch(blocks[::-1])
+    for each in blocks:
+        each.set_modules_to_backward_prefetch([])
+    events = events_of(model)
+    for index in range(4):
+        events.clear()
+        inputs = random_batch(0, 4).requires_grad_(index < 2 or dist.get_rank() == 0)
+        model(inputs).pow(2).mean().backward()
+    return gathered(events)
+
+
+def test_they_are_what_ranks_have_in_common_whose_gradients_flow_differently(world2: World) -> None:
+    one, other = world2.run(trained_where_one_rank_needs_no_gradients)
+    assert one == other
+
+
+def changes_in_last_block() -> list[str]:
+    """Refused by the forward that makes it, as an edit of a block that is freed."""
+    model = path()
+    step(model, *IN_ORDER)
+    last = model.blocks[2]
+
+    def edit(*_: Any) -> None:
+        with torch.no_grad():
+            last.weight.mul_(0.5)
+
+    hook = last.register_forward_pre_hook(edit)
+    with pytest.raises(RuntimeError, match=r"blocks\.2\.weight: changed in place"):
+        model(random_batch(0, 4))
+    hook.remove()
+    return [gathers_of(model, *IN_ORDER) for _ in range(2)]
+
+
+def test_an_edit_of_what_is_kept_is_refused_where_it_happens(world2: World) -> None:
+    assert world2.run(changes_in_last_block) == [["Path 0 1 2 | 1 0"] * 2] * 2
+
+
+def edit_between_forward_and_backward(sharding_around: bool) -> None:
+    model = path()
+    step(model, *IN_ORDER)
+    loss = model(random_batch(0, 4)).pow(2).mean()
+    if sharding_around:
+        fully_shard(nn.Sequential(model, nn.Linear(WIDTH, WIDTH)))
+    with torch.no_grad():
+        model.blocks[2].weight.mul_(0.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("sharding_around", [False, True])
+def test_an_edit_between_forward_and_backward_is_found_by_autograd(
+    world2: World, sharding_around: bool
+) -> None:
+    """Also where a module around the model is sharded meanwhile."""
+    world2.run(edit_between_forward_and_backward, sharding_around)
+
+
+def seen_behind_the_last_block() -> list[bool]:
+    """Whether the root's code sees the shard of that block, in each of three steps."""
+    model = path()
+    seen: list[bool] = []
+    model.outlet.register_forward_pre_hook(
+        lambda *_: seen.append(isinstance(model.blocks[2].weight, DTensor))
+    )
+    for _ in range(3):
+        step(model, *IN_ORDER)
+    return seen
+
+
+def test_modules_around_it_see_shards(world2: World) -> None:
+    assert world2.run(seen_behind_the_last_block) == [[True] * 3] * 2
+
+
+class Fails(Exception):
+    pass
+
+
+def gathers_around_a_failure() -> list[str]:
+    """Of a model whose root has no parameters; one rank's forward fails behind the last block."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).double()
+    for each in model:
+        fully_shard(each)
+    fully_shard(model)
+    mean_of_squares(model, random_batch(0, 4)).backward()
+    mean_of_squares(model, random_batch(0, 4)).backward()
+
+    def fail(*_: Any) -> None:
+        if dist.get_rank() == 0:
+            raise Fails
+
+    hook = model.register_forward_hook(fail)
+    with suppress(Fails):
+        model(random_batch(0, 4))
+    hook.remove()
+    events = events_of(model)
+    mean_of_squares(model, random_batch(0, 4)).backward()
+    return gathered(events)
+
+
+def test_ranks_of_which_one_has_failed_go_on_together(world2: World) -> None:
+    for gathers in world2.run(gathers_around_a_failure):
+        assert [name for name in gathers if name != "Sequential"] == ["0", "1", "2", "1", "0"]
+
+
+def after_evaluation() -> list[str]:
+    """A second forward comes before the backward of the first, and gathers for itself."""
+    model = path()
+    step(model, *IN_ORDER)
+    loss = model(random_batch(0, 4)).pow(2).mean()
+    events = events_of(model)
+    with torch.no_grad():
+        model(random_batch(1, 4))
+    loss.backward()
+    return gathered(events)
+
+
+def test_another_forward_gathers_it_anew(world2: World) -> None:
+    for gathers in world2.run(after_evaluation):
+        assert " ".join(name.removeprefix("blocks.") for name in gathers) == "0 1 2 Path 2 1 0"
+
+
+class Measured(nn.Sequential):
+    def measure(self, x: Tensor) -> Tensor:
+        return x.abs().mean()
+
+
+def gathers_around_a_look() -> list[str]:
+    """Of a model whose root has no parameters; between forward and backward one rank runs it without blocks."""
+    torch.manual_seed(0)
+    model: Any = Measured(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).double()
+    for each in model:
+        fully_shard(each)
+    fully_shard(model).set_modules_to_forward_prefetch([])
+    register_fsdp_forward_method(model, "measure")
+    mean_of_squares(model, random_batch(0, 4)).backward()
+    loss = mean_of_squares(model, random_batch(0, 4))
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model.measure(random_batch(0, 4))
+    events = events_of(model)
+    loss.backward()
+    return gathered(events)
+
+
+def test_a_forward_of_one_rank_that_gathers_nothing_frees_nothing(world2: World) -> None:
+    for gathers in world2.run(gathers_around_a_look):
+        assert [name for name in gathers if name != "Measured"] == ["1", "0"]
+
+
+def gathers_of_a_list() -> list[str]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).double()
+    fully_shard(model[0])
+    fully_shard(model[1])
+    fully_shard([model[2], model[3]])
+    fully_shard(model)
+    mean_of_squares(model, random_batch(0, 4)).backward()
+    events = events_of(model)
+    mean_of_squares(model, random_batch(0, 4)).backward()
+    return gathered(events)
+
+
+def test_modules_of_one_group_are_kept_together(world2: World) -> None:
+    assert world2.run(gathers_of_a_list) == [["Sequential", "0", "1", "2, 3", "1", "0"]] * 2
+
+
+def held_inside_inference() -> list[str]:
+    model = path()
+    step(model, *IN_ORDER)
+    with inference(model, budget_bytes=0), torch.enable_grad():
+        model(random_batch(0, 4))
+        return [
+            member.group.name
+            for member in sharded_members(model)
+            if member.group.unsharded.state is UNSHARDED
+        ]
+
+
+def test_inference_keeps_nothing_for_a_backward(world2: World) -> None:
+    assert world2.run(held_inside_inference) == [["Path"]] * 2
+
+
+def gathers_after_unshard() -> list[str]:
+    model = path()
+    step(model, *IN_ORDER)
+    model(random_batch(0, 4))
+    events = events_of(model)
+    model.blocks[2].unshard()
+    model(random_batch(0, 4))
+    return gathered(events)
+
+
+def test_what_the_caller_unshards_meanwhile_is_the_callers(world2: World) -> None:
+    """No forward came between: it is in memory already, and stays there for the next."""
+    assert world2.run(gathers_after_unshard) == [["blocks.0", "blocks.1"]] * 2
+
+
+def events_of_experts() -> list[str]:
+    torch.manual_seed(0)
+    model: Any = Path().double()
+    model.blocks[2] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
+    fully_shard(model.blocks[2][1])
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    model.blocks[2][1].set_may_be_unused()
+    step(model, *IN_ORDER)
+    events = events_of(model)
+    loss = model(random_batch(0, 4)).pow(2).mean()
+    in_forward = [event for event in events if "blocks.2" in event]
+    loss.backward()
+    return in_forward
+
+
+def test_groups_inside_that_may_be_unused_are_freed(world2: World) -> None:
+    for events in world2.run(events_of_experts):
+        assert_expected_inline(
+            "\n".join(events),
+            """\
+gather blocks.2
+gather blocks.2.1
+forward blocks.2
+forward blocks.2.1
+free blocks.2.1""",
+        )

@@ -1,0 +1,108 @@
+"""What is in memory during a step, in units of B, the largest group's full parameters."""
+
+import gc
+
+import pytest
+import torch
+from events import observe
+from harness import World
+from torch import Tensor, nn
+
+from shardwise import CommPolicy, fully_shard
+
+WIDTH, DEPTH = 512, 6
+B = 2 * WIDTH * WIDTH * 4  # a block's full parameters, in bytes; small ones keep their memory
+
+
+class Pair(nn.Module):
+    """Two matrices: every byte of a group is a direct parameter's or nearly so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.down = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def stack(policy: CommPolicy | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Pair() for _ in range(DEPTH)))
+    for block in model:
+        fully_shard(block, comm_policy=policy)
+    return fully_shard(model, comm_policy=policy)
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """Bytes of gathered buffers that are allocated now."""
+    groups = model._shardwise_member.root.groups
+    buckets = [bucket for group in groups for bucket in group.buckets if hasattr(bucket, "unsharded_buffer")]
+    return sum(bucket.unsharded_buffer._storage.nbytes() for bucket in buckets)
+
+
+def full_gradient_bytes(model: nn.Module) -> int:
+    """Bytes of full gradients that are allocated now, waiting or in flight."""
+    total = 0
+    for group in model._shardwise_member.root.groups:
+        part_reductions = [
+            s for reduction in group.gradients._reductions if reduction for s in reduction.part_reductions
+        ]
+        in_flight = [gradient for part_reduction in part_reductions for gradient in part_reduction.gradients]
+        waiting = [full.grad for full in group.unsharded.params]
+        total += sum(g.untyped_storage().nbytes() for g in (*in_flight, *waiting) if g is not None)
+    return total
+
+
+def peaks_of_a_step(part_bytes: int | None) -> dict[str, float]:
+    model = stack(CommPolicy(part_bytes=part_bytes))
+    x = torch.randn(2, WIDTH)
+    model(x).sum().backward()
+    peaks = {"forward": 0.0, "backward": 0.0, "gradients": 0.0}
+    phase = "forward"
+
+    def look(_event: str, _name: str) -> None:
+        peaks[phase] = max(peaks[phase], gathered_bytes(model) / B)
+        peaks["gradients"] = max(peaks["gradients"], full_gradient_bytes(model) / B)
+
+    observe(model, look)
+    loss = model(x).sum()
+    phase = "backward"
+    loss.backward()
+    peaks["after"] = (gathered_bytes(model) + full_gradient_bytes(model)) / B
+    return peaks
+
+
+@pytest.mark.parametrize(("part_bytes", "gradients"), [(None, 2), (0, 1)], ids=["small groups", "in parts"])
+def test_two_groups_of_parameters_are_the_most_and_as_many_of_gradients_or_one(
+    world2: World, part_bytes: int | None, gradients: int
+) -> None:
+    for peaks in world2.run(peaks_of_a_step, part_bytes):
+        assert peaks == {"forward": 2, "backward": 2, "gradients": gradients, "after": 0}
+
+
+def numel_of_tensors_left(build_first: bool) -> int:
+    model = stack()
+    if build_first:
+        model(torch.randn(2, WIDTH)).sum().backward()
+    del model
+    gc.collect()
+    return sum(
+        t.untyped_storage().nbytes()
+        for t in gc.get_objects()
+        if isinstance(t, nn.Parameter) and type(t) is nn.Parameter and t.shape == (WIDTH, WIDTH)
+    )
+
+
+@pytest.mark.parametrize("after_a_step", [False, True])
+def test_a_model_that_is_dropped_leaves_nothing_behind(world2: World, after_a_step: bool) -> None:
+    assert world2.run(numel_of_tensors_left, after_a_step) == [0, 0]
+
+
+def parameters_on_this_rank() -> int:
+    model = stack()
+    return sum(p.to_local().numel() for p in model.parameters())
+
+
+def test_each_rank_keeps_its_share(world4: World) -> None:
+    assert sum(world4.run(parameters_on_this_rank)) == DEPTH * 2 * WIDTH * WIDTH

@@ -1,0 +1,495 @@
+"""FSDPModule: gathering by hand, and what each setter does and reaches."""
+
+from typing import Any
+
+import pytest
+import torch
+from events import counts, events_of
+from expecttest import assert_expected_inline
+from harness import World
+from models import Tower, random_batch
+from torch import Tensor, nn
+from towers import (
+    GROUPS,
+    ROOT,
+    assert_close,
+    attribute,
+    backward,
+    gradients,
+    names_of_dtensors,
+    plain_gradients,
+    plain_tower,
+    sharded_tower,
+)
+
+from shardwise import FSDPModule, fully_shard
+
+# --- unshard and reshard --------------------------------------------------------------------------
+
+
+def views_of_a_gathered_model(async_op: bool) -> dict[str, Any]:
+    model = sharded_tower()
+    everything = names_of_dtensors(model)
+    registered = dict(model.named_parameters())
+    handle = model.unshard(async_op=async_op)
+    handle.wait()
+    seen = {
+        "before": everything,
+        "between": names_of_dtensors(model),
+        "values": {name: attribute(model, name).detach().clone() for name in ROOT},
+        "requires_grad": [attribute(model, name).requires_grad for name in ROOT],
+        "classes": {type(attribute(model, name)) for name in ROOT},
+        "registered": all(registered[name] is param for name, param in model.named_parameters()),
+    }
+    model.reshard()
+    return seen | {"after": names_of_dtensors(model)}
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
+def test_between_unshard_and_reshard_a_module_sees_its_full_parameters(world: World, async_op: bool) -> None:
+    values = dict(plain_tower().named_parameters())
+    for seen in world.run(views_of_a_gathered_model, async_op):
+        assert seen["before"] == seen["after"] == list(values)
+        # Its own group only: the blocks stay as they were.
+        assert seen["between"] == [name for name in values if name not in ROOT]
+        for name in ROOT:
+            assert torch.equal(seen["values"][name], values[name].detach())
+        assert seen["classes"] == {nn.Parameter}
+        assert seen["requires_grad"] == [True] * 4
+        assert seen["registered"]
+
+
+def views_until_the_wait() -> list[list[str]]:
+    model = sharded_tower()
+    handle = model.blocks[1].unshard(async_op=True)
+    views = [names_of_dtensors(model.blocks[1])]
+    handle.wait()
+    handle.wait()
+    views.append(names_of_dtensors(model.blocks[1]))
+    model.blocks[1].reshard()
+    handle.wait()
+    views.append(names_of_dtensors(model.blocks[1]))
+    model.blocks[1].reshard()
+    return views
+
+
+def test_an_asynchronous_unshard_shows_its_result_after_the_wait(world2: World) -> None:
+    sharded = [name for name, _ in plain_tower().blocks[1].named_parameters()]
+    for views in world2.run(views_until_the_wait):
+        assert views == [sharded, [], sharded]
+
+
+def events_with_gathers_by_hand(async_op: bool, waits: bool) -> tuple[list[str], dict[str, Tensor | None]]:
+    model = sharded_tower()
+    events = events_of(model)
+    for module in (model, model.blocks[0], model.blocks[0]):
+        handle = module.unshard(async_op=async_op)
+        if waits:
+            handle.wait()
+    backward(model)
+    return events, gradients(model)
+
+
+@pytest.mark.parametrize(("async_op", "waits"), [(False, False), (True, True), (True, False)])
+def test_forward_uses_what_was_gathered_by_hand(world2: World, async_op: bool, waits: bool) -> None:
+    for events, got in world2.run(events_with_gathers_by_hand, async_op, waits):
+        forward = events[: events.index("forward blocks.1")]
+        assert counts(forward, "gather") == {"Tower": 1, "blocks.0": 1, "blocks.1": 1}
+        assert events.index("gather blocks.0") < events.index("forward Tower")
+        # Once used, it is freed as ever.
+        assert "free blocks.0" in forward
+        assert_close(got, plain_gradients(0))
+
+
+def outputs_by_hand() -> Tensor:
+    """The parts of the model, run one by one inside of what the caller gathered."""
+    model = sharded_tower()
+    model.unshard()
+    x = model.inlet(random_batch(0, 4))
+    for block in model.blocks:
+        block.unshard()
+        x = x + block.down(torch.tanh(block.up(block.norm(x))))
+        block.reshard()
+    x = model.outlet(x)
+    model.reshard()
+    return x.detach()
+
+
+def test_layers_run_by_hand_inside_of_unshard_and_reshard(world2: World) -> None:
+    expected = plain_tower()(random_batch(0, 4)).detach()
+    for output in world2.run(outputs_by_hand):
+        assert torch.equal(output, expected)
+
+
+def gathers_around_an_eval_forward() -> tuple[list[str], list[str]]:
+    model = sharded_tower()
+    model.unshard()
+    with torch.no_grad():
+        model(random_batch(0, 4))
+    freed = names_of_dtensors(model)
+    model.blocks[2].unshard()
+    with torch.no_grad():
+        model.blocks[0](random_batch(0, 4))
+    return freed, names_of_dtensors(model.blocks[2])
+
+
+def test_what_was_gathered_by_hand_stays_until_a_forward_has_used_it(world2: World) -> None:
+    everything = [name for name, _ in plain_tower().named_parameters()]
+    for freed, kept in world2.run(gathers_around_an_eval_forward):
+        assert freed == everything
+        assert kept == []
+
+
+def gradients_after_resharding_between_forward_and_backward() -> dict[str, Tensor | None]:
+    model = sharded_tower(reshard_after_forward=False)
+    loss = model(random_batch(0, 4)).pow(2).mean()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    assert names_of_dtensors(model) == [name for name, _ in model.named_parameters()]
+    loss.backward()
+    return gradients(model)
+
+
+def test_what_the_caller_freed_between_forward_and_backward_is_gathered_again(world2: World) -> None:
+    for got in world2.run(gradients_after_resharding_between_forward_and_backward):
+        assert_close(got, plain_gradients(0))
+
+
+def views_of_a_block_gathered_before_its_parent_is_sharded() -> tuple[list[str], dict[str, Tensor | None]]:
+    model = plain_tower()
+    for block in model.blocks:
+        fully_shard(block)
+    model.blocks[1].unshard()
+    fully_shard(model)
+    gathered = names_of_dtensors(model.blocks[1])
+    backward(model)
+    assert names_of_dtensors(model) == [name for name, _ in model.named_parameters()]
+    return gathered, gradients(model)
+
+
+def test_a_block_may_be_gathered_while_its_parent_is_sharded(world2: World) -> None:
+    for gathered, got in world2.run(views_of_a_block_gathered_before_its_parent_is_sharded):
+        assert gathered == []
+        assert_close(got, plain_gradients(0))
+
+
+def views_of_a_pair() -> list[list[str]]:
+    model = plain_tower()
+    first, second, third = model.blocks
+    fully_shard([first, third])
+    fully_shard(model)
+    third.unshard()
+    return [names_of_dtensors(block) for block in (first, second, third)]
+
+
+def test_modules_of_one_group_are_gathered_together(world2: World) -> None:
+    names = [name for name, _ in plain_tower().blocks[0].named_parameters()]
+    for views in world2.run(views_of_a_pair):
+        assert views == [[], names, []]
+
+
+# --- set_requires_gradient_sync -------------------------------------------------------------------
+
+
+def reductions_without_sync(on: str, recurse: bool) -> list[str]:
+    model = sharded_tower()
+    model.get_submodule(on).set_requires_gradient_sync(False, recurse=recurse)
+    events = events_of(model)
+    backward(model)
+    return sorted(counts(events, "reduce"))
+
+
+@pytest.mark.parametrize(
+    ("on", "recurse", "reduced"),
+    [
+        ("", True, []),
+        ("", False, ["blocks.0", "blocks.1", "blocks.2"]),
+        ("blocks.1", True, ["Tower", "blocks.0", "blocks.2"]),
+    ],
+)
+def test_groups_told_not_to_synchronise_do_not_reduce(
+    world2: World, on: str, recurse: bool, reduced: list[str]
+) -> None:
+    for got in world2.run(reductions_without_sync, on, recurse):
+        assert got == reduced
+
+
+def accumulated(microbatches: int) -> tuple[dict[str, int], dict[str, Tensor | None]]:
+    model = sharded_tower()
+    events = events_of(model)
+    for step in range(microbatches):
+        model.set_requires_gradient_sync(step == microbatches - 1)
+        backward(model, step)
+    return counts(events, "reduce"), gradients(model)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
+def test_accumulation_reduces_once_and_adds_everything_up(world2: World, microbatches: int) -> None:
+    for reductions, got in world2.run(accumulated, microbatches):
+        assert reductions == dict.fromkeys(GROUPS, 1)
+        assert_close(got, plain_gradients(*range(microbatches)))
+
+
+def reductions_of_a_setting_made_before_the_root() -> tuple[list[str], dict[str, Tensor | None]]:
+    model = plain_tower()
+    for block in model.blocks:
+        fully_shard(block)
+    model.blocks[0].set_requires_gradient_sync(False)
+    model.blocks[1].set_gradient_divide_factor(16.0)
+    model.blocks[2].set_reshard_after_forward(False)
+    model.blocks[2].set_reshard_after_backward(False)
+    fully_shard(model)
+    events = events_of(model)
+    backward(model)
+    return [event for event in events if event.split()[0] in ("reduce", "free")], gradients(model)
+
+
+def test_a_setting_made_before_the_parent_is_sharded_stays(world2: World) -> None:
+    want = plain_gradients(0)
+    for events, got in world2.run(reductions_of_a_setting_made_before_the_root):
+        assert "reduce blocks.0" not in events
+        assert "reduce blocks.1" in events
+        assert "free blocks.1" in events
+        assert "free blocks.2" not in events
+        assert_close({"w": got["blocks.1.up.weight"]}, {"w": want["blocks.1.up.weight"]}, 2 / 16)
+        assert_close({"w": got["blocks.2.up.weight"]}, {"w": want["blocks.2.up.weight"]})
+
+
+# --- set_reshard_after_forward and _backward ------------------------------------------------------
+
+
+def gathers_of_a_step(after_forward: bool, on: str, recurse: bool) -> dict[str, int]:
+    model = sharded_tower()
+    model.set_reshard_after_forward(not after_forward)
+    model.get_submodule(on).set_reshard_after_forward(after_forward, recurse=recurse)
+    events = events_of(model)
+    backward(model)
+    return counts(events, "gather")
+
+
+@pytest.mark.parametrize(
+    ("after_forward", "on", "recurse", "gathers"),
+    [
+        (True, "", True, [2, 2, 2, 2]),
+        (False, "", True, [1, 1, 1, 1]),
+        (True, "", False, [2, 1, 1, 1]),
+        (False, "", False, [1, 2, 2, 2]),
+        (True, "blocks.1", True, [1, 1, 2, 1]),
+        (False, "blocks.1", True, [2, 2, 1, 2]),
+    ],
+)
+def test_what_is_freed_after_forward_is_gathered_again_for_backward(
+    world2: World, after_forward: bool, on: str, recurse: bool, gathers: list[int]
+) -> None:
+    for got in world2.run(gathers_of_a_step, after_forward, on, recurse):
+        assert got == dict(zip(GROUPS, gathers, strict=True))
+
+
+def gathers_of_the_next_forward(on: str, recurse: bool, updates: bool) -> list[dict[str, int]]:
+    model = sharded_tower(reshard_after_forward=False)
+    model.get_submodule(on).set_reshard_after_backward(False, recurse=recurse)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model)
+    if updates:
+        optimizer.step()
+    events = events_of(model)
+    output = model(random_batch(1, 4))
+    plain = plain_tower()
+    if updates:
+        backward(plain)
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    torch.testing.assert_close(output, plain(random_batch(1, 4)), rtol=0, atol=1e-10)
+    gathers = [counts(events, "gather")]
+    model.set_reshard_after_backward(True)
+    output.sum().backward()
+    assert names_of_dtensors(model) == [name for name, _ in model.named_parameters()]
+    return gathers
+
+
+@pytest.mark.parametrize(
+    ("on", "recurse", "gathered"),
+    [("", True, []), ("", False, ["blocks.0", "blocks.1", "blocks.2"]), ("blocks.1", True, [0, 1, 3])],
+)
+def test_what_is_kept_after_backward_is_not_gathered_by_the_next_forward(
+    world2: World, on: str, recurse: bool, gathered: list[Any]
+) -> None:
+    expected = {name if isinstance(name, str) else GROUPS[name]: 1 for name in gathered}
+    for got in world2.run(gathers_of_the_next_forward, on, recurse, updates=False):
+        assert got == [expected]
+
+
+def test_what_is_kept_after_backward_is_gathered_anew_once_the_weights_have_changed(world2: World) -> None:
+    for got in world2.run(gathers_of_the_next_forward, "", True, updates=True):
+        assert got == [dict.fromkeys(GROUPS, 1)]
+
+
+# --- set_is_last_backward -------------------------------------------------------------------------
+
+
+def two_backwards_a_step() -> tuple[list[str], dict[str, Tensor | None]]:
+    model = sharded_tower()
+    events = events_of(model)
+    model.set_is_last_backward(False)
+    backward(model, 0)
+    first = list(events)
+    model.set_is_last_backward(True)
+    backward(model, 1)
+    return first, gradients(model)
+
+
+def test_every_backward_ends_with_its_reductions_whether_it_is_the_last_or_not(world2: World) -> None:
+    for first, got in world2.run(two_backwards_a_step):
+        assert counts(first, "reduce") == counts(first, "reduced") == dict.fromkeys(GROUPS, 1)
+        assert_close(got, plain_gradients(0, 1))
+
+
+# --- prefetch lists -------------------------------------------------------------------------------
+
+
+def gathers_with_lists(direction: str, lists: dict[str, list[str]], before_root: bool) -> list[str]:
+    model = plain_tower()
+    for block in model.blocks:
+        fully_shard(block)
+    if before_root:
+        choose(model, direction, lists)
+    fully_shard(model)
+    if not before_root:
+        choose(model, direction, lists)
+    events = events_of(model)
+    backward(model)
+    cut = events.index("forward blocks.2") + 1
+    events = events[:cut] if direction == "forward" else events[cut:]
+    return [event for event in events if event.split()[0] in ("gather", "forward", "backward")]
+
+
+def choose(model: Tower, direction: str, lists: dict[str, list[str]]) -> None:
+    for name, chosen in lists.items():
+        modules = [model.get_submodule(each) for each in chosen]
+        getattr(model.get_submodule(name), f"set_modules_to_{direction}_prefetch")(modules)
+
+
+@pytest.mark.parametrize("before_root", [False, True])
+def test_forward_gathers_ahead_what_the_caller_chose_in_the_first_step_already(
+    world2: World, before_root: bool
+) -> None:
+    lists = {"blocks.0": ["blocks.1", "blocks.2"]}
+    for events in world2.run(gathers_with_lists, "forward", lists, before_root):
+        assert_expected_inline(
+            "\n".join(events),
+            """\
+gather Tower
+forward Tower
+gather blocks.0
+gather blocks.1
+gather blocks.2
+forward blocks.0
+forward blocks.1
+forward blocks.2""",
+        )
+
+
+def test_backward_gathers_ahead_what_the_caller_chose(world2: World) -> None:
+    lists: dict[str, list[str]] = {"": ["blocks.2", "blocks.1"], "blocks.2": [], "blocks.1": []}
+    for events in world2.run(gathers_with_lists, "backward", lists, before_root=False):
+        assert_expected_inline(
+            "\n".join(events),
+            """\
+gather blocks.2
+gather blocks.1
+backward Tower
+backward blocks.2
+backward blocks.1
+gather blocks.0
+backward blocks.0""",
+        )
+
+
+def gathers_of_the_second_step(emptied: list[str]) -> list[str]:
+    model = sharded_tower()
+    backward(model)
+    for name in emptied:
+        model.get_submodule(name).set_modules_to_forward_prefetch([])
+        model.get_submodule(name).set_modules_to_backward_prefetch([])
+    events = events_of(model)
+    backward(model)
+    return [event for event in events if event.split()[0] in ("gather", "forward", "backward")]
+
+
+def test_an_empty_list_stops_a_module_from_gathering_ahead(world2: World) -> None:
+    """Each gather then comes right before its own use."""
+    for events in world2.run(gathers_of_the_second_step, ["", "blocks.0", "blocks.1", "blocks.2"]):
+        gathers = [i for i, event in enumerate(events) if event.startswith("gather")]
+        assert len(gathers) >= 6
+        for index in gathers:
+            assert events[index].split()[1] == events[index + 1].split()[1], events
+
+
+def test_an_empty_list_concerns_its_own_module_only(world2: World) -> None:
+    for events in world2.run(gathers_of_the_second_step, ["blocks.0"]):
+        assert events.index("gather blocks.0") < events.index("forward Tower")
+        assert events.index("gather blocks.1") > events.index("forward blocks.0")
+        assert events.index("gather blocks.2") < events.index("forward blocks.1")
+
+
+# --- set_gradient_divide_factor -------------------------------------------------------------------
+
+
+def gradients_divided_by(factor: float, on: str, recurse: bool) -> dict[str, Tensor | None]:
+    model = sharded_tower()
+    model.get_submodule(on).set_gradient_divide_factor(factor, recurse=recurse)
+    backward(model)
+    return gradients(model)
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("factor", [1, 2.0, 0.5, 3.7, 1e-3, 1e6])
+@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
+def test_f07_the_sum_over_ranks_is_divided_once_by_any_factor(world: World, factor: float) -> None:
+    """All ranks have the same batch: the sum is the world size times the plain gradient."""
+    for got in world.run(gradients_divided_by, factor, "", recurse=True):
+        assert_close(got, plain_gradients(0), world.size / factor)
+
+
+@pytest.mark.parametrize(("on", "recurse"), [("", False), ("blocks.1", True), ("blocks.1", False)])
+def test_f07_a_factor_concerns_what_it_was_set_on(world2: World, on: str, recurse: bool) -> None:
+    want = plain_gradients(0)
+    chosen = {name for name in want if name.startswith("blocks.1.")} if on else set(ROOT)
+    for got in world2.run(gradients_divided_by, 16.0, on, recurse):
+        assert_close({n: got[n] for n in chosen}, {n: want[n] for n in chosen}, 2 / 16)
+        assert_close(
+            {n: got[n] for n in want if n not in chosen}, {n: want[n] for n in want if n not in chosen}
+        )
+
+
+def divided_in_the_parts_of_a_model() -> dict[str, Tensor | None]:
+    model = sharded_tower()
+    model.set_gradient_divide_factor(1.0)
+    model.blocks[1].set_gradient_divide_factor(8.0)
+    backward(model)
+    return gradients(model)
+
+
+def test_f07_a_later_call_on_a_part_changes_that_part(world2: World) -> None:
+    want = plain_gradients(0)
+    for got in world2.run(divided_in_the_parts_of_a_model):
+        for name in want:
+            factor = 2 / 8 if name.startswith("blocks.1.") else 2.0
+            assert_close({name: got[name]}, {name: want[name]}, factor)
+
+
+def gradients_accumulated_and_divided() -> dict[str, Tensor | None]:
+    model = sharded_tower()
+    model.set_gradient_divide_factor(8.0)
+    model.set_requires_gradient_sync(False)
+    backward(model, 0)
+    model.set_requires_gradient_sync(True)
+    backward(model, 1)
+    backward(model, 2)
+    return gradients(model)
+
+
+def test_f07_accumulated_gradients_are_divided_once(world2: World) -> None:
+    for got in world2.run(gradients_accumulated_and_divided):
+        assert_close(got, plain_gradients(0, 1, 2), 2 / 8)

@@ -1,0 +1,491 @@
+"""no_sync: gradients of backwards inside stay on this rank, whole, until the next backward outside.
+
+What accumulates equals plain accumulation on the global batch in float64 to 1e-10, under every strategy;
+that nothing travels is weighed on the wire (strategies.py).
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from events import events_of
+from failure_models import CheckpointedTower, Failure, fragile_tower
+from harness import World
+from meshed import assert_all_same, gradients_of, parameters_of, refusal
+from models import even_tower, random_batch, uneven_tower
+from reference import adamw, mean_of_squares
+from scenario import Side, assert_same
+from strategies import FOUR, HYBRID, SOME_PLANS, STRATEGIES, Plan, Wire, groups_of
+from torch import Tensor, nn
+
+import shardwise
+from shardwise import fully_shard
+
+by_plan = pytest.mark.parametrize(
+    ("plan", "world"), [(plan, plan.ranks) for plan in SOME_PLANS], indirect=["world"], ids=str
+)
+by_four = pytest.mark.parametrize("plan", FOUR, ids=str)
+
+
+def built(make: Any, *args: Any) -> Any:
+    torch.manual_seed(1234)
+    return make(*args).double()
+
+
+@contextmanager
+def quiet(model: nn.Module, plan: Plan | None, is_quiet: bool = True) -> Iterator[None]:
+    """`no_sync` where the model is sharded."""
+    with shardwise.no_sync(model) if plan is not None and is_quiet else nullcontext():
+        yield
+
+
+def loss_of(model: nn.Module, plan: Plan | None, seed: int, width: int = 8) -> Tensor:
+    batch = random_batch(seed, 12, width)
+    if plan is not None:
+        rank, share = torch.distributed.get_rank(), 12 // plan.ranks
+        batch = batch[rank * share : (rank + 1) * share]
+    return mean_of_squares(model, batch)
+
+
+# --- the numbers ----------------------------------------------------------------------------------
+
+# What each microbatch does: Q is quiet, S synchronised, q is quiet in its forward only, s in its backward
+# only, Z is quiet after all gradients have been cleared.
+PATTERNS = ["QQS", "SQqS", "sZS"]
+
+
+def accumulated(plan: Plan | None, pattern: str) -> dict[str, Any]:
+    """Two steps over several microbatches."""
+    model = built(uneven_tower)
+    if plan is not None:
+        plan.shard(model)
+    optimizer = adamw(model)
+    notes: dict[str, Any] = {}
+    for step in range(2):
+        for index, what in enumerate(pattern):
+            if what == "Z":
+                optimizer.zero_grad()
+            with quiet(model, plan, what in "QqZ"):
+                loss = loss_of(model, plan, 10 * step + index, 7)
+                if what in "QZ":
+                    loss.backward()
+            if what not in "QZ":
+                with quiet(model, plan, what == "s"):
+                    loss.backward()
+        notes |= {f"{name}, step {step}": value for name, value in gradients_of(model).items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return notes | parameters_of(model)
+
+
+def all_accumulated(plan: Plan | None) -> dict[str, Any]:
+    return {
+        f"{pattern}: {name}": value
+        for pattern in PATTERNS
+        for name, value in accumulated(plan, pattern).items()
+    }
+
+
+plainly_accumulated = cache(partial(all_accumulated, None))
+
+
+@pytest.mark.sample(3)
+@by_plan
+def test_microbatches_add_up_as_in_plain_training(world: World, plan: Plan) -> None:
+    assert_all_same(world.run(all_accumulated, plan), plainly_accumulated())
+
+
+class Unlike(nn.Module):
+    """Frozen parameters, and blocks of which each microbatch leaves out another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = uneven_tower()
+        self.tower.blocks[0].up.requires_grad_(False)
+        self.left_out = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tower.inlet(x)
+        for index, block in enumerate(self.tower.blocks):
+            if index != self.left_out:
+                x = block(x)
+        return self.tower.outlet(x)
+
+
+def left_out(plan: Plan | None) -> dict[str, Any]:
+    model = built(Unlike)
+    if plan is not None:
+        plan.shard(model)
+    for left in (0, 1):
+        with quiet(model, plan):
+            model.left_out = left
+            loss_of(model, plan, left, 7).backward()
+    model.left_out = 3
+    loss_of(model, plan, 2, 7).backward()
+    return gradients_of(model)
+
+
+@by_four
+def test_unused_and_frozen_parameters_accumulate_as_plainly(world4: World, plan: Plan) -> None:
+    assert_all_same(world4.run(left_out, plan), left_out(None))
+
+
+def checkpointed(plan: Plan | None, reentrant: bool) -> dict[str, Any]:
+    model = built(CheckpointedTower, "around", reentrant)
+    if plan is not None:
+        plan.shard(model)
+    for microbatch in range(3):
+        with quiet(model, plan, microbatch < 2):
+            loss_of(model, plan, microbatch).backward()
+    return gradients_of(model)
+
+
+@pytest.mark.parametrize("plan", [Plan("zero2", 4), Plan("zero3", 4), Plan("hybrid", 4, 2)], ids=str)
+def test_recomputed_blocks_accumulate_as_plainly(world4: World, plan: Plan) -> None:
+    for reentrant in (True, False):
+        assert_all_same(world4.run(checkpointed, plan, reentrant), checkpointed(None, reentrant))
+
+
+def shared_root(side: Side, strategy: str) -> None:
+    """The context is given a module that is not sharded itself: a dictionary of two models."""
+    both = nn.ModuleDict({"first": built(even_tower), "second": built(even_tower)})
+    if side.is_sharded:
+        for model in both.values():
+            shardwise.shard_model(model, strategy=strategy)
+    optimizer = adamw(both)
+    for step in range(2):
+        optimizer.zero_grad()
+        for microbatch in range(3):
+            is_quiet = side.is_sharded and microbatch < 2
+            with shardwise.no_sync(both) if is_quiet else nullcontext():
+                x = side.inputs(10 * step + microbatch)
+                (both["first"](x) * both["second"](x)).mean().backward()
+        side.note_gradients(both)
+        optimizer.step()
+    side.note_parameters(both)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_a_module_that_only_contains_sharded_ones_will_do(world2: World, strategy: str) -> None:
+    assert_same(world2, shared_root, strategy)
+
+
+def one_block(side: Side) -> None:
+    """Only one block defers; what the others have is reduced each time."""
+    model = side.shard_tower(built(even_tower))
+    for microbatch in range(3):
+        is_quiet = side.is_sharded and microbatch < 2
+        with shardwise.no_sync(model.blocks[1]) if is_quiet else nullcontext():
+            mean_of_squares(model, side.inputs(microbatch)).backward()
+        if microbatch == 0:
+            side.note("of another block", model.blocks[0].up.weight.grad)
+    side.note_gradients(model)
+
+
+def test_a_single_block_may_defer(world2: World) -> None:
+    assert_same(world2, one_block)
+
+
+def ignored_beside(side: Side) -> None:
+    """Parameters that are left alone but averaged wait as well."""
+    model = built(even_tower)
+    if side.is_sharded:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*ignored_params contains trainable parameters")
+            side.shard_tower(model, ignored_params=set(model.outlet.parameters()))
+        model.set_reduce_ignored_params(True)
+    for step in range(2):
+        for microbatch in range(2):
+            is_quiet = side.is_sharded and microbatch < 1
+            with shardwise.no_sync(model) if is_quiet else nullcontext():
+                mean_of_squares(model, side.inputs(2 * step + microbatch)).backward()
+        side.note("weight", model.outlet.weight.grad)
+        side.note("bias", model.outlet.bias.grad)
+
+
+def test_ignored_parameters_that_are_averaged_wait_too(world2: World) -> None:
+    assert_same(world2, ignored_beside)
+
+
+def failed_inside(side: Side) -> None:
+    """A microbatch inside fails: the gradients of the others stay, and the context is left behind."""
+    model = side.shard_tower(built(fragile_tower))
+    optimizer = adamw(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        with shardwise.no_sync(model) if side.is_sharded else nullcontext():
+            mean_of_squares(model, side.inputs(step)).backward()
+        model.blocks[1].fails = "late"
+        with (
+            pytest.raises(Failure),
+            shardwise.no_sync(model) if side.is_sharded else nullcontext(),
+        ):
+            mean_of_squares(model, side.inputs(5)).backward()
+        model.blocks[1].fails = None
+        mean_of_squares(model, side.inputs(6)).backward()
+        side.note_gradients(model)
+        optimizer.step()
+        side.assert_settled(model)
+    side.note_parameters(model)
+
+
+def test_an_exception_inside_leaves_what_was_there_before(world2: World) -> None:
+    assert_same(world2, failed_inside)
+
+
+# --- what travels ---------------------------------------------------------------------------------
+
+
+def sent_inside(plan: Plan) -> dict[str, float]:
+    """Bytes of backwards alone: what the gradients cost, and gathers that come with backward."""
+    model = plan.shard(built(even_tower))
+    loss_of(model, plan, 0).backward()
+    sent: dict[str, float] = {}
+    for name in ("first", "second", "outside"):
+        with quiet(model, plan, name != "outside"):
+            loss = loss_of(model, plan, 1)
+            with Wire() as wire:
+                loss.backward()
+        sent[name] = wire.sums if plan.strategy == "ddp" else wire.bytes
+    return sent
+
+
+@pytest.mark.parametrize("plan", [plan for plan in FOUR if plan.strategy not in ("zero3", "hybrid")], ids=str)
+def test_no_gradient_travels_inside(world4: World, plan: Plan) -> None:
+    """Of the strategies that gather nothing in backward, so that all bytes are those of gradients."""
+    for sent in world4.run(sent_inside, plan):
+        assert sent["first"] == sent["second"] == 0
+        assert sent["outside"] > 0
+
+
+def gathers(plan: Plan, pattern: str) -> list[list[str]]:
+    """What is gathered in each microbatch of a pattern, after a step."""
+    model = plan.shard(built(even_tower))
+    loss_of(model, plan, 0).backward()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+    events = events_of(model)
+    found = []
+    for microbatch, what in enumerate(pattern):
+        events.clear()
+        with quiet(model, plan, what == "Q"):
+            loss_of(model, plan, microbatch).backward()
+        found.append([event for event in events if event.startswith(("gather", "reduce "))])
+        if what == "Q":
+            assert not any(event.startswith("reduce") for event in events), events
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "hybrid_zero2"])
+def test_parameters_that_outlive_forward_outlive_backward_inside(world4: World, strategy: str) -> None:
+    """As FSDP1's SHARD_GRAD_OP: gathered once for all microbatches of a step, and reduced once."""
+    plan = Plan(strategy, 4, 2 if strategy in HYBRID else 1)
+    for first, second, third, after in world4.run(gathers, plan, "QQSS"):
+        assert len(first) == 4  # the root and three blocks
+        assert all(event.startswith("gather") for event in first)
+        assert second == []
+        assert len(third) == 4
+        assert all(event.startswith("reduce") for event in third)
+        assert len([event for event in after if event.startswith("gather")]) == 4  # it was freed
+
+
+def test_zero3_frees_and_gathers_inside_as_ever(world2: World) -> None:
+    for first, second, _ in world2.run(gathers, Plan("zero3", 2), "QQS"):
+        # The root and the last block once, the others in forward and in backward.
+        assert len(first) == len(second) == 6
+
+
+def test_zero1_gathers_once_a_step_inside_and_outside(world2: World) -> None:
+    for first, *others in world2.run(gathers, Plan("zero1", 2), "QSQS"):
+        assert len(first) == 4
+        assert not any(event.startswith("gather") for each in others for event in each)
+
+
+def freed_after(plan: Plan) -> tuple[bool, bool]:
+    """Whether full parameters are in memory after a quiet backward, and after a synchronised one."""
+    model = plan.shard(built(even_tower))
+    kept = []
+    for is_quiet in (True, False):
+        with quiet(model, plan, is_quiet):
+            loss_of(model, plan, 0).backward()
+        kept.append(model.blocks[0]._shardwise_member.group.unsharded.state.value == "unsharded")
+    return kept[0], kept[1]
+
+
+def test_what_was_kept_inside_is_freed_by_the_backward_after(world2: World) -> None:
+    kept = {"zero2": (True, False), "zero3": (False, False), "zero1": (True, True)}
+    for strategy, want in kept.items():
+        assert world2.run(freed_after, Plan(strategy, 2)) == [want, want], strategy
+
+
+def evaluated_after() -> list[list[str]]:
+    """An evaluation between a quiet microbatch and the next one may not lose or disturb anything."""
+    plan = Plan("zero2", 2)
+    notes = []
+    model = plan.shard(built(even_tower))
+    with shardwise.no_sync(model):
+        loss_of(model, plan, 0).backward()
+    with torch.no_grad():
+        notes.append(model(random_batch(0, 12)))
+    loss_of(model, plan, 1).backward()
+    return [*notes, *gradients_of(model).values()]  # type: ignore[list-item]
+
+
+def test_an_evaluation_between_microbatches_disturbs_nothing(world2: World) -> None:
+    model = built(even_tower)
+    for seed in (0, 1):
+        loss_of(model, None, seed).backward()
+    want = [model(random_batch(0, 12)).detach(), *gradients_of(model).values()]
+    for found in world2.run(evaluated_after):
+        for got, expected in zip(found, want, strict=True):
+            torch.testing.assert_close(got, expected, rtol=0.0, atol=1e-10)
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+def settings_of(model: nn.Module) -> list[bool]:
+    """Of the root and of each block, in this order: whether gradients are reduced."""
+    groups = [each._shardwise_member.group for each in (model, *model.blocks)]
+    return [group.settings.requires_gradient_sync for group in groups]
+
+
+def settings_around(how: str) -> list[list[bool]]:
+    model = built(even_tower)
+    shardwise.shard_model(model, strategy="zero2")
+    model.blocks[1].set_requires_gradient_sync(False)
+    found = [settings_of(model)]
+    if how == "once":
+        with shardwise.no_sync(model):
+            found.append(settings_of(model))
+    elif how == "twice":
+        with shardwise.no_sync(model):
+            with shardwise.no_sync(model.blocks[0]):
+                found.append(settings_of(model))
+            found.append(settings_of(model))
+    else:
+        with suppress(Failure), shardwise.no_sync(model):
+            found.append(settings_of(model))
+            raise Failure("inside")
+    found.append(settings_of(model))
+    return found
+
+
+@pytest.mark.parametrize("how", ["once", "twice", "raised"])
+def test_each_group_gets_its_own_setting_back(world2: World, how: str) -> None:
+    for before, *inside, after in world2.run(settings_around, how):
+        assert before == after == [True, True, False, True]
+        assert inside
+        assert all(not any(each) for each in inside)
+
+
+def kept_settings(raises: bool) -> tuple[list[Any], list[Any]]:
+    """What else it changes inside, it changes back: what is freed after backward."""
+    model = built(even_tower)
+    shardwise.shard_model(model, strategy="zero2", overrides={"blocks.1": "zero1", "blocks.2": "zero3"})
+
+    def settings() -> list[Any]:
+        groups = [each._shardwise_member.group for each in (model, *model.blocks)]
+        return [
+            (group.settings.reshard_after_backward, group.settings.reshard_after_forward) for group in groups
+        ]
+
+    before = settings()
+    with suppress(Failure), shardwise.no_sync(model):
+        mean_of_squares(model, random_batch(0, 2)).backward()
+        if raises:
+            raise Failure("inside")
+    return before, settings()
+
+
+def test_what_is_kept_when_is_as_before(world2: World) -> None:
+    for raises in (True, False):
+        for before, after in world2.run(kept_settings, raises):
+            assert before == after
+            assert before[1] != before[2] != before[3]
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+class Asks(nn.Module):
+    """Enters the context from inside its own forward, or from a hook in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 1)
+        self.about: list[nn.Module] = []
+        self.message = ""
+        self.when = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.when == "forward":
+            self.ask()
+        output = self.linear(x)
+        if self.when == "backward":
+            output.register_hook(self.ask)
+        return output
+
+    def ask(self, *_: Any) -> None:
+        self.message = refusal(lambda: shardwise.no_sync(self.about[0]).__enter__())
+
+
+def asked_inside(when: str, outer: bool) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """The refusal, and the gradients afterwards beside those of a model that never asked."""
+    found = []
+    for is_asking in (True, False):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"inner": nn.Sequential(Asks(), nn.Tanh())})
+        asking = model["inner"][0]
+        for each in (asking, model["inner"]):
+            fully_shard(each)
+        asking.about = [model["inner"] if outer else asking]
+        asking.when = when if is_asking else ""
+        for microbatch in range(2):
+            model["inner"](random_batch(microbatch, 2, dtype=torch.float32)).sum().backward()
+        found.append((asking.message, gradients_of(model)))
+    return found[0][0], found[0][1], found[1][1]
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("outer", [True, False])
+def test_it_is_refused_inside_a_running_pass(world2: World, when: str, outer: bool) -> None:
+    for message, got, want in world2.run(asked_inside, when, outer):
+        assert message.startswith("RuntimeError: ")
+        assert "no_sync" in message
+        assert when in message
+        assert ("Sequential" if outer else "0") in message
+        assert_all_same([got], want)
+
+
+def test_a_model_without_a_sharded_module_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no_sync.*Tower"), shardwise.no_sync(even_tower()):
+        pass
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"no_sync.*list"), shardwise.no_sync([even_tower()]):  # type: ignore[arg-type]
+        pass
+
+
+def groups_named() -> list[list[list[str]]]:
+    return [groups_of(Plan(strategy, 4, 2).shard(built(even_tower))) for strategy in STRATEGIES[-2:]]
+
+
+def test_the_models_of_these_tests_have_a_group_a_block(world4: World) -> None:
+    """Lest the counts above be right for the wrong reason."""
+    for found in world4.run(groups_named):
+        assert found == [[[""], ["blocks.0"], ["blocks.1"], ["blocks.2"]]] * 2
+
+
+def layout_of_hybrids() -> tuple[int, ...]:
+    return Plan("hybrid", 4, 2).shard(built(even_tower)).inlet.weight.device_mesh.shape
+
+
+def test_hybrids_of_these_tests_have_two_hosts(world4: World) -> None:
+    assert world4.run(layout_of_hybrids) == [(2, 2)] * 4

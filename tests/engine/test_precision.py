@@ -1,0 +1,1147 @@
+"""Mixed precision: what is computed, sent, added up and kept in which dtype.
+
+The reference re-implements the casts in plain PyTorch (`simulated`): every rank's part of the batch
+runs through low-precision copies of the weights, gradients are added over microbatches and ranks in
+the dtypes that the policy names, and end in the dtype of the parameter. Tolerances are roundings of
+the coarsest dtype on the way, relative to the largest number of a tensor: kernels may add up in
+another order, and a sum over ranks may be rounded once or once per addend. Where one rounding decides
+(256 + 1 in bfloat16), numbers are chosen so that everything else is exact, and equality is asked for.
+"""
+
+from collections import namedtuple
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as peer
+from expecttest import assert_expected_inline
+from harness import World
+from meshed import gradients_of, parameters_of, part, tensors_of, whole
+from models import even_tower, language_model, next_token_loss, random_batch, token_batch, uneven_tower
+from reference import full, mean_of_squares
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
+
+from shardwise import MixedPrecisionPolicy, fully_shard
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+SPLIT = {"param_dtype": BF16, "reduce_dtype": F32}  # the usual policy
+HALF = {"param_dtype": F16, "reduce_dtype": F32}
+
+any_world = pytest.mark.parametrize("world", [1, 2, 4], indirect=True)
+
+Policy = dict[str, Any]
+
+
+def cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    """Floating tensors of nested containers in `dtype`; everything else as it is."""
+
+    def one(value: Any) -> Any:
+        is_floating = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_floating and dtype is not None else value
+
+    return tree_map(one, tree)
+
+
+# --- the reference --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Program:
+    """A short training run. Callables are module-level functions: programs travel by pickle."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int, int], Tensor]
+    loss: Callable[[nn.Module, Tensor], Tensor]
+    dtype: torch.dtype = F32  # of the parameters
+    inputs: torch.dtype | None = F32
+    microbatches: int = 1
+    steps: int = 2
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(1234)
+        return self.build().to(self.dtype)
+
+    def part(self, index: int, rank: int, world: int) -> Tensor:
+        return cast(part(self.batch(index, 12), rank, world), self.inputs)
+
+
+def float_loss(model: nn.Module, inputs: Tensor) -> Tensor:
+    return (model(inputs).float() - inputs.float().sum(dim=-1, keepdim=True)).pow(2).mean()
+
+
+def double_loss(model: nn.Module, inputs: Tensor) -> Tensor:
+    return (model(inputs).double() - inputs.double().sum(dim=-1, keepdim=True)).pow(2).mean()
+
+
+def seven_wide(step: int, size: int) -> Tensor:
+    return random_batch(step, size, 7)
+
+
+def text_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    return next_token_loss(lambda t: model(t).float(), tokens)  # type: ignore[arg-type]
+
+
+TOWER = Program(even_tower, random_batch, float_loss)
+UNEVEN = Program(uneven_tower, seven_wide, float_loss)
+TEXT = Program(language_model, token_batch, text_loss)
+
+
+@dataclass
+class Simulation:
+    tensors: dict[str, Tensor]
+    largest: dict[str, float]  # the largest number that was added up for each
+
+
+def simulated(program: Program, policy: Policy, world: int) -> Simulation:
+    """The whole world's training, one rank after the other, in plain PyTorch."""
+    model = program.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    params = dict(model.named_parameters())
+    found = Simulation({}, {})
+    reduce = policy.get("reduce_dtype") or policy.get("param_dtype")
+    with ExitStack() as stack:
+        for module in [*model.blocks, model]:
+            stack.enter_context(cast_around(module, policy if module is model else inner(policy)))
+        for step in range(program.steps):
+            by_rank = [rank_gradients(program, model, policy, step, rank, world) for rank in range(world)]
+            for name, param in params.items():
+                sent = [gradients[name].to(reduce or param.dtype) for gradients in by_rank]
+                param.grad = (sum(sent[1:], sent[0]) / world).to(param.dtype)
+                what = f"step {step}: gradient of {name}"
+                found.tensors[what] = param.grad.clone()
+                found.largest[what] = max(each.abs().max().item() for each in sent)
+            optimizer.step()
+    for name, param in params.items():
+        found.tensors[name] = param.detach().clone()
+        found.largest[name] = max(1.0, param.abs().max().item())
+    return found
+
+
+def rank_gradients(
+    program: Program, model: nn.Module, policy: Policy, step: int, rank: int, world: int
+) -> dict[str, Tensor]:
+    """What one rank has accumulated over its microbatches before anything is sent."""
+    compute = policy.get("param_dtype")
+    accumulate = policy.get("accumulate_dtype") or policy.get("reduce_dtype")
+    sums: dict[str, Tensor] = {}
+    for microbatch in range(program.microbatches):
+        low = {
+            name: param.detach().to(compute or param.dtype).requires_grad_()
+            for name, param in model.named_parameters()
+        }
+        inputs = program.part(10 * step + microbatch, rank, world)
+        program.loss(partial(functional_call, model, low), inputs).backward()  # type: ignore[arg-type]
+        for name, leaf in low.items():
+            assert leaf.grad is not None
+            is_kept = program.microbatches > 1
+            gradient = leaf.grad.to(accumulate or leaf.grad.dtype) if is_kept else leaf.grad
+            sums[name] = sums[name] + gradient if name in sums else gradient
+    return sums
+
+
+class cast_around:
+    """Casts what goes into a module and what comes out, as a sharded module does."""
+
+    def __init__(self, module: nn.Module, policy: Policy) -> None:
+        casts_inputs = policy.get("cast_forward_inputs", True)
+        dtype_in = policy.get("param_dtype") if casts_inputs else None
+        dtype_out = policy.get("output_dtype")
+        self._hooks = [
+            module.register_forward_pre_hook(
+                lambda module, args, kwargs: (cast(args, dtype_in), cast(kwargs, dtype_in)), with_kwargs=True
+            ),
+            module.register_forward_hook(lambda module, args, output: cast(output, dtype_out)),
+        ]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def inner(policy: Policy) -> Policy:
+    """For the blocks: what leaves them goes on in low precision."""
+    return {**policy, "output_dtype": None}
+
+
+def sharded(model: nn.Module, policy: Policy, **options: Any) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mp_policy=MixedPrecisionPolicy(**inner(policy)), **options)
+    return fully_shard(model, mp_policy=MixedPrecisionPolicy(**policy), **options)
+
+
+def mixed_run(
+    program: Program, policy: Policy, options: dict[str, Any]
+) -> tuple[dict[str, Any], Simulation | None]:
+    """The sharded training, and on one rank the simulation of all, with the same kernels."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = sharded(program.model(), policy, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    notes: dict[str, Any] = {}
+    for step in range(program.steps):
+        optimizer.zero_grad()
+        for microbatch in range(program.microbatches):
+            model.set_requires_gradient_sync(microbatch == program.microbatches - 1)
+            program.loss(model, program.part(10 * step + microbatch, rank, world)).backward()
+        notes |= {f"step {step}: {name}": value for name, value in gradients_of(model).items()}
+        optimizer.step()
+    return {**notes, **parameters_of(model)}, simulated(program, policy, world) if rank == 0 else None
+
+
+def assert_as_simulated(ranks: list[tuple[dict[str, Any], Simulation | None]], roundings: float) -> None:
+    """Equal but for `roundings`, a bound relative to the largest number that went into each tensor."""
+    simulation = None
+    for got, own in ranks:
+        simulation = own or simulation  # the rank's own, or the first one's, which holds for all
+        assert simulation is not None
+        assert got.keys() == simulation.tensors.keys()
+        for name, value in simulation.tensors.items():
+            assert got[name].dtype == value.dtype, f"{name}: {got[name].dtype}, not {value.dtype}"
+            atol = roundings * simulation.largest[name]
+            torch.testing.assert_close(
+                got[name], value, rtol=0.0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
+# Policies, and how many roundings of which dtype the numbers may differ by. Sums in the dtype of
+# reduction are rounded once per rank; steps feed back through the weights of the next forward.
+POLICIES: dict[str, tuple[Policy, float]] = {
+    "bf16_reduced_in_f32": (SPLIT, 4 * eps(BF16)),
+    "bf16": ({"param_dtype": BF16}, 8 * eps(BF16)),
+    "bf16_reduced_in_bf16": ({"param_dtype": BF16, "reduce_dtype": BF16}, 8 * eps(BF16)),
+    "f16_reduced_in_f32": ({"param_dtype": F16, "reduce_dtype": F32}, 4 * eps(F16)),
+    "f16": ({"param_dtype": F16}, 8 * eps(F16)),
+    "f64": ({"param_dtype": F64}, 2 * eps(F32)),
+    "f64_reduced_in_f32": ({"param_dtype": F64, "reduce_dtype": F32}, 8 * eps(F32)),
+    "f32_reduced_in_bf16": ({"reduce_dtype": BF16}, 8 * eps(BF16)),
+    "f32_reduced_in_f64": ({"reduce_dtype": F64}, 32 * eps(F32)),
+    "bf16_out_in_f32": ({**SPLIT, "output_dtype": F32}, 4 * eps(BF16)),
+    "only_out_in_f64": ({"output_dtype": F64, "param_dtype": F32}, 32 * eps(F32)),
+    "nothing": ({}, 32 * eps(F32)),
+}
+
+
+@pytest.mark.thin(5)
+@any_world
+@pytest.mark.parametrize(("policy", "roundings"), POLICIES.values(), ids=POLICIES)
+def test_training_equals_a_simulation_of_the_casts(world: World, policy: Policy, roundings: float) -> None:
+    assert_as_simulated(world.run(mixed_run, TOWER, policy, {}), roundings)
+
+
+@pytest.mark.parametrize("program", [UNEVEN, TEXT], ids=["uneven", "text"])
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"reshard_after_forward": True}])
+def test_uneven_models_and_models_of_tokens_train_in_bfloat16(
+    world2: World, program: Program, options: dict[str, Any]
+) -> None:
+    assert_as_simulated(world2.run(mixed_run, program, SPLIT, options), 4 * eps(BF16))
+
+
+# Microbatches without synchronisation: in which dtype they add up.
+ACCUMULATING: dict[str, tuple[Policy, float]] = {
+    "bf16_reduced_in_f32": (SPLIT, 4 * eps(BF16)),
+    "bf16": ({"param_dtype": BF16}, 12 * eps(BF16)),
+    "f64": ({"param_dtype": F64}, 2 * eps(F32)),
+    "f32_reduced_in_bf16": ({"reduce_dtype": BF16}, 12 * eps(BF16)),
+    "f16_added_up_in_f64": ({"param_dtype": F16, "reduce_dtype": F32, "accumulate_dtype": F64}, 4 * eps(F16)),
+    "bf16_added_up_in_f32": ({"param_dtype": BF16, "accumulate_dtype": F32}, 8 * eps(BF16)),
+}
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+@pytest.mark.parametrize(("policy", "roundings"), ACCUMULATING.values(), ids=ACCUMULATING)
+def test_microbatches_add_up_as_simulated(world: World, policy: Policy, roundings: float) -> None:
+    program = Program(even_tower, random_batch, float_loss, microbatches=3, steps=2)
+    assert_as_simulated(world.run(mixed_run, program, policy, {}), roundings)
+
+
+def double_training(dtype: torch.dtype) -> dict[str, Any]:
+    """float32 parameters, computation in `dtype`."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(1234)
+    model = sharded(even_tower(), {"param_dtype": dtype})
+    inputs = part(random_batch(0, 12), rank, world)
+    double_loss(model, inputs).backward()
+    return gradients_of(model)
+
+
+@any_world
+def test_float32_parameters_may_compute_in_float64(world: World) -> None:
+    """Gradients are right to the one rounding that ends them, which float32 would not be."""
+    torch.manual_seed(1234)
+    model = even_tower().double()
+    mean_of_squares(model, random_batch(0, 12)).backward()
+    for found in world.run(double_training, F64):
+        for name, want in gradients_of(model).items():
+            assert want is not None
+            torch.testing.assert_close(found[name], want.float(), rtol=2 * eps(F32), atol=1e-12)
+
+
+# --- what modules and callers see -----------------------------------------------------------------
+
+
+class Probe(nn.Module):
+    """A linear layer that remembers what its forward met."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width, width))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [x.dtype, self.weight.dtype]
+        return x.to(self.weight.dtype) @ self.weight
+
+
+def dtypes_of(policy: Policy, own: torch.dtype, inputs: torch.dtype) -> list[torch.dtype]:
+    model = fully_shard(Probe().to(own), mp_policy=MixedPrecisionPolicy(**policy))
+    x = torch.ones(2, 4, dtype=inputs, requires_grad=True)
+    output = model(x)
+    output.sum().backward()
+    weight = model.weight
+    assert isinstance(weight, DTensor)
+    assert isinstance(weight.grad, DTensor)
+    assert x.grad is not None
+    torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9).step()
+    assert x.grad.dtype == inputs
+    return [*model.seen, output.dtype, weight.dtype, weight.grad.dtype]
+
+
+# Policy, dtype of the parameter, dtype of the input; then what is seen: input and weight in forward,
+# output, parameter and gradient.
+DTYPES: dict[str, tuple[Policy, torch.dtype, torch.dtype, list[torch.dtype]]] = {
+    "nothing": ({}, F32, F32, [F32, F32, F32, F32, F32]),
+    "bf16": (SPLIT, F32, F32, [BF16, BF16, BF16, F32, F32]),
+    "bf16_both": ({"param_dtype": BF16}, F32, F32, [BF16, BF16, BF16, F32, F32]),
+    "f16": ({"param_dtype": F16, "reduce_dtype": F32}, F32, F64, [F16, F16, F16, F32, F32]),
+    "f64": ({"param_dtype": F64}, F32, F32, [F64, F64, F64, F32, F32]),
+    "reduce_only": ({"reduce_dtype": BF16}, F32, F32, [F32, F32, F32, F32, F32]),
+    "output": ({**SPLIT, "output_dtype": F32}, F32, F32, [BF16, BF16, F32, F32, F32]),
+    "output_only": ({"output_dtype": F64}, F32, F32, [F32, F32, F64, F32, F32]),
+    "no_cast": ({**SPLIT, "cast_forward_inputs": False}, F32, F32, [F32, BF16, BF16, F32, F32]),
+    "no_cast_needed": ({**SPLIT, "cast_forward_inputs": False}, F32, BF16, [BF16, BF16, BF16, F32, F32]),
+    "bf16_model": ({"reduce_dtype": F32}, BF16, BF16, [BF16, BF16, BF16, BF16, BF16]),
+    "bf16_model_in_f32": ({"param_dtype": F32}, BF16, BF16, [F32, F32, F32, BF16, BF16]),
+    "low_gradients": (
+        {"param_dtype": BF16, "keep_low_precision_grads": True},
+        F32,
+        F32,
+        [BF16, BF16, BF16, F32, BF16],
+    ),
+    "low_gradients_reduced_in_f16": (
+        {"param_dtype": BF16, "reduce_dtype": F16, "keep_low_precision_grads": True},
+        F32,
+        F32,
+        [BF16, BF16, BF16, F32, F16],
+    ),
+    "high_gradients": (
+        {"param_dtype": BF16, "reduce_dtype": F32, "keep_low_precision_grads": True},
+        BF16,
+        F32,
+        [BF16, BF16, BF16, BF16, F32],
+    ),
+}
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+@pytest.mark.parametrize(("policy", "own", "inputs", "expected"), DTYPES.values(), ids=DTYPES)
+def test_each_tensor_has_the_dtype_that_the_policy_names(
+    world: World, policy: Policy, own: torch.dtype, inputs: torch.dtype, expected: list[torch.dtype]
+) -> None:
+    for found in world.run(dtypes_of, policy, own, inputs):
+        assert found == expected
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+class Collector(nn.Module):
+    """Returns what it was given, beside something computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen = dtypes((args, kwargs))
+        return {"given": (args, kwargs), "computed": self.weight * 2}
+
+
+def dtypes(tree: Any) -> Any:
+    return tree_map(lambda value: value.dtype if isinstance(value, Tensor) else value, tree)
+
+
+def nested_inputs() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    x = torch.ones(4)
+    args = (x, (x.double(), [x.long(), {"half": x.half(), "mask": x.bool()}]), None, 3, "text")
+    return args, {
+        "pair": Pair(x, x.int()),
+        "number": 2.5,
+        "complex": x.to(torch.complex64),
+        "deep": {"x": [x]},
+    }
+
+
+def nested(policy: Policy) -> tuple[Any, Any]:
+    model = fully_shard(Collector(), mp_policy=MixedPrecisionPolicy(**policy))
+    args, kwargs = nested_inputs()
+    output = model(*args, **kwargs)
+    assert dtypes((args, kwargs)) == dtypes(nested_inputs()), "the caller's own containers were changed"
+    return model.seen, dtypes(output)
+
+
+@pytest.mark.parametrize("casts", [True, False])
+@pytest.mark.parametrize("dtype_out", [None, F64])
+def test_floating_tensors_in_containers_are_cast_and_nothing_else(
+    world2: World, casts: bool, dtype_out: torch.dtype | None
+) -> None:
+    policy = {"param_dtype": BF16, "output_dtype": dtype_out, "cast_forward_inputs": casts}
+    given = cast(nested_inputs(), BF16 if casts else None)
+    expected = dtypes(given), {"given": dtypes(cast(given, dtype_out)), "computed": dtype_out or BF16}
+    for seen in world2.run(nested, policy):
+        assert seen == expected
+
+
+def blocks_of_other_policies() -> tuple[list[Any], dict[str, Any]]:
+    """A router in float32 between blocks in bfloat16, as mixtures of experts have it."""
+    model = nn.Sequential(Probe(), Probe(), Probe())
+    low = MixedPrecisionPolicy(**SPLIT)
+    for index, policy in enumerate([low, MixedPrecisionPolicy(param_dtype=F32, output_dtype=F64), low]):
+        fully_shard(model[index], mp_policy=policy)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(output_dtype=F32, cast_forward_inputs=False))
+    output = model(torch.ones(2, 4) / 64)
+    output.sum().backward()
+    return [*(each.seen for each in model), output.dtype], tensors_of(model)
+
+
+def test_each_block_follows_its_own_policy(world2: World) -> None:
+    for seen, tensors in world2.run(blocks_of_other_policies):
+        assert seen == [[BF16, BF16], [F32, F32], [BF16, BF16], F32]
+        assert all(each.dtype == F32 for each in tensors.values())
+        # All values are powers of two, so the gradients are exact.
+        assert all(torch.equal(tensors[f"gradient of {i}.weight"], torch.full((4, 4), 0.5)) for i in range(3))
+
+
+def evaluation_and_state() -> tuple[Any, ...]:
+    model = sharded(TOWER.model(), SPLIT)
+    before = {name: full(value) for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        output = model(torch.ones(2, 8))
+    model.eval()
+    with torch.inference_mode():
+        inferred = model(torch.ones(2, 8))
+    after = {name: full(value) for name, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters())
+    float_loss(model, torch.ones(2, 8)).backward()
+    optimizer.step()
+    states = [v.dtype for state in optimizer.state.values() for v in state.values() if v.ndim]
+    return output.dtype, inferred.dtype, before, after, set(states)
+
+
+def test_evaluating_in_low_precision_leaves_weights_and_states_in_float32(world2: World) -> None:
+    plain = TOWER.model().state_dict()
+    for output, inferred, before, after, states in world2.run(evaluation_and_state):
+        assert (output, inferred, states) == (BF16, BF16, {F32})
+        for name, value in plain.items():
+            assert torch.equal(before[name], value), name
+            assert torch.equal(after[name], value), name
+
+
+# --- F14: where sums are rounded ------------------------------------------------------------------
+
+
+class Gain(nn.Module):
+    """Its gradient is what it is multiplied with: exact in bfloat16 where that is a small integer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(6))
+        self.late = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor, uses_late: bool = False) -> Tensor:
+        x = x * self.gain
+        return x * self.late if uses_late else x
+
+
+def sum_of_gradients(policy: Policy, microbatches: list[float], syncs: bool) -> tuple[torch.dtype, Tensor]:
+    model = fully_shard(Gain(), mp_policy=MixedPrecisionPolicy(**policy))
+    for index, number in enumerate(microbatches):
+        model.set_requires_gradient_sync(syncs or index == len(microbatches) - 1)
+        model(torch.full((6,), number)).sum().backward()
+    assert model.late.grad is None
+    return model.gain.grad.dtype, whole(model.gain.grad)
+
+
+LOW = {"param_dtype": BF16, "reduce_dtype": BF16}
+IN_F32 = {**LOW, "accumulate_dtype": F32}
+
+# In bfloat16 256 + 1 is 256, and 258 is the next number.
+SUMS: dict[str, tuple[Policy, list[float], bool, float]] = {
+    "reduced_in_f32": (SPLIT, [256.0, 1.0], False, 257.0),
+    "one_by_one_in_bf16": (LOW, [256.0, 1.0, 1.0], False, 256.0),
+    "compute_dtype_is_the_default": ({"param_dtype": BF16}, [256.0, 1.0, 1.0], False, 256.0),
+    "f32_gradients_added_up_in_bf16": ({"reduce_dtype": BF16}, [256.0, 1.0, 1.0], False, 256.0),
+    "added_up_in_f32": (IN_F32, [256.0, 1.0, 1.0], False, 258.0),
+    "f32_gradients_added_up_in_f32": (
+        {"reduce_dtype": BF16, "accumulate_dtype": F32},
+        [256.0, 1.0, 1.0],
+        False,
+        258.0,
+    ),
+    "added_up_in_f32_reduced_in_f32": ({**SPLIT, "accumulate_dtype": F32}, [256.0, 1.0], False, 257.0),
+    "added_up_in_bf16_reduced_in_f32": (
+        {**SPLIT, "accumulate_dtype": BF16},
+        [256.0, 1.0, 1.0],
+        False,
+        256.0,
+    ),
+    "synchronised_each_time": (LOW, [256.0, 1.0], True, 257.0),  # the shard's gradient is float32
+    "synchronised_each_time_kept_low": (
+        {**LOW, "keep_low_precision_grads": True},
+        [256.0, 1.0, 1.0],
+        True,
+        256.0,
+    ),
+}
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("world", [1, 2, 4], indirect=True)
+@pytest.mark.parametrize(("policy", "microbatches", "syncs", "expected"), SUMS.values(), ids=SUMS)
+def test_f14_microbatches_add_up_in_the_dtype_asked_for(
+    world: World, policy: Policy, microbatches: list[float], syncs: bool, expected: float
+) -> None:
+    for dtype, gradient in world.run(sum_of_gradients, policy, microbatches, syncs):
+        assert dtype == (BF16 if policy.get("keep_low_precision_grads") else F32)
+        assert torch.equal(gradient.float(), torch.full((6,), expected))
+
+
+def sum_over_ranks(policy: Policy, by_rank: list[float]) -> Tensor:
+    model = fully_shard(Gain(), mp_policy=MixedPrecisionPolicy(**policy))
+    model(torch.full((6,), by_rank[dist.get_rank()])).sum().backward()
+    return whole(model.gain.grad)
+
+
+@pytest.mark.parametrize("policy", [SPLIT, {**SPLIT, "param_dtype": F16}, {"reduce_dtype": F64}], ids=str)
+def test_f14_a_sum_over_ranks_in_float32_loses_nothing(world4: World, policy: Policy) -> None:
+    for gradient in world4.run(sum_over_ranks, policy, [256.0, 1.0, 3.0, 1.0]):
+        assert torch.equal(gradient, torch.full((6,), 261 / 4))
+
+
+def test_gradients_sent_in_bfloat16_are_rounded_to_it(world2: World) -> None:
+    """257 cannot be sent; were it sent in float32 it would be exact."""
+    for gradient in world2.run(sum_over_ranks, {"reduce_dtype": BF16}, [257.0, 257.0]):
+        assert torch.equal(gradient, torch.full((6,), 256.0))
+
+
+# --- F37 ------------------------------------------------------------------------------------------
+
+
+def used_late(policy: Policy, uses: list[bool]) -> dict[str, Any]:
+    model = fully_shard(Gain(), mp_policy=MixedPrecisionPolicy(**policy))
+    for index, uses_late in enumerate(uses):
+        model.set_requires_gradient_sync(index == len(uses) - 1)
+        model(torch.full((6,), 2.0 + index), uses_late).sum().backward()
+    return gradients_of(model)
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+@pytest.mark.parametrize("policy", [SPLIT, IN_F32, {"param_dtype": F64}], ids=str)
+@pytest.mark.parametrize(
+    ("uses", "late"), [([False, True], 3.0), ([True, False], 2.0), ([False, False, True], 4.0)]
+)
+def test_f37_a_parameter_first_used_in_the_last_microbatch_is_reduced_with_the_others(
+    world: World, policy: Policy, uses: list[bool], late: float
+) -> None:
+    """Its gradient has the dtype of computation, that of the others the one they add up in."""
+    total = sum(2.0 + index for index in range(len(uses)))
+    for found in world.run(used_late, policy, uses):
+        assert torch.equal(found["gradient of gain"], torch.full((6,), total))
+        assert torch.equal(found["gradient of late"], torch.full((6,), late))
+
+
+# --- F22: several dtypes in one group -------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """A float32 norm in a bfloat16 base."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 6).to(BF16)
+        self.norm = nn.LayerNorm(6)
+        self.down = nn.Linear(6, 4).to(BF16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [self.up.weight.dtype, self.norm.weight.dtype, self.down.bias.dtype]
+        x = self.up(x.to(self.up.weight.dtype))
+        x = self.norm(x.to(self.norm.weight.dtype))
+        return self.down(x.to(self.down.weight.dtype))
+
+
+class Lora(nn.Module):
+    """float32 adapters on a frozen bfloat16 base."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 4).to(BF16).requires_grad_(False)
+        self.a, self.b = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [self.base.weight.dtype, self.a.weight.dtype, self.b.weight.dtype]
+        low = self.base(x.to(self.base.weight.dtype))
+        return low + self.b(self.a(x.to(self.a.weight.dtype)))
+
+
+def several_dtypes(make: Callable[[], nn.Module], policy: Policy) -> tuple[Any, ...]:
+    """Training beside the same modules, unsharded, with weights cast as the policy says."""
+    torch.manual_seed(1234)
+    model = make()
+    torch.manual_seed(1234)
+    plain = make()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(**policy))
+    inputs = random_batch(0, 8, 4).float()
+    compute = policy.get("param_dtype")
+    low = {
+        name: param.detach().to(compute or param.dtype).requires_grad_(param.requires_grad)
+        for name, param in plain.named_parameters()
+    }
+    (model(inputs).float() - 1).pow(2).mean().backward()
+    (functional_call(plain, low, (cast(inputs, compute),)).float() - 1).pow(2).mean().backward()
+    expected = {}
+    for name, param in plain.named_parameters():
+        gradient = low[name].grad
+        expected[f"gradient of {name}"] = None if gradient is None else gradient.to(param.dtype)
+    found = gradients_of(model)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with torch.no_grad():
+        model(inputs)  # the new weights can be gathered
+    return model.seen, plain.seen, found, expected
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("world", [1, 2, 4], indirect=True)
+@pytest.mark.parametrize(
+    "policy",
+    [{}, SPLIT, {"param_dtype": BF16}, {"reduce_dtype": F32}, {"param_dtype": F32}],
+    ids=["nothing", "bf16_reduced_in_f32", "bf16", "reduced_in_f32", "f32"],
+)
+@pytest.mark.parametrize("make", [Mixed, Lora])
+def test_f22_parameters_of_several_dtypes_share_a_group(
+    world: World, make: Callable[[], nn.Module], policy: Policy
+) -> None:
+    """Ranks see the same data, so the mean is their gradient, to a rounding of bfloat16."""
+    for seen, plain_seen, found, expected in world.run(several_dtypes, make, policy):
+        assert seen == plain_seen
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            if value is None:
+                assert found[name] is None
+                continue
+            assert found[name].dtype == value.dtype, name
+            atol = 2 * eps(BF16) * value.abs().max().item()
+            torch.testing.assert_close(found[name], value, rtol=0.0, atol=atol)
+
+
+# --- F29, F30: models that change under way -------------------------------------------------------
+
+FROZEN: list[tuple[str, ...]] = [("inlet",), (), ("blocks.0", "outlet"), ("blocks.1.norm", "inlet"), ()]
+
+
+def frozen_and_thawed(policy: Policy) -> list[dict[str, Any]]:
+    """Gradients of the trained parameters equal those of a model in which all are trained."""
+    model = sharded(TOWER.model(), policy)
+    twin = sharded(TOWER.model(), policy)
+    notes = []
+    for step, frozen in enumerate(FROZEN):
+        for name, param in model.named_parameters():
+            param.requires_grad_(not name.startswith(frozen) if frozen else True)
+        for each in (model, twin):
+            each.zero_grad()
+            float_loss(each, TOWER.part(step, dist.get_rank(), dist.get_world_size())).backward()
+        notes.append({"found": gradients_of(model), "all": gradients_of(twin)})
+    return notes
+
+
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+@pytest.mark.parametrize("policy", [SPLIT, {"param_dtype": BF16}, IN_F32], ids=str)
+def test_f29_parameters_may_be_frozen_and_thawed_under_mixed_precision(world: World, policy: Policy) -> None:
+    for notes in world.run(frozen_and_thawed, policy):
+        for frozen, note in zip(FROZEN, notes, strict=True):
+            for name, value in note["all"].items():
+                is_frozen = bool(frozen) and name.removeprefix("gradient of ").startswith(frozen)
+                if is_frozen:
+                    assert note["found"][name] is None, name
+                else:
+                    assert torch.equal(note["found"][name], value), name
+
+
+def converted(dtype: torch.dtype, when: str, policy: Policy) -> tuple[Any, ...]:
+    model = sharded(TOWER.model(), policy)
+    inputs = TOWER.part(0, dist.get_rank(), dist.get_world_size())
+    if when != "at_once":
+        loss = float_loss(model, inputs)
+        if when == "after_backward":
+            loss.backward()
+            model.zero_grad()
+    if dtype == F16:
+        model.half()
+    else:
+        model.to(dtype)
+    seen: list[torch.dtype] = []
+    model.blocks[0].up.register_forward_hook(
+        lambda module, args, output: seen.extend([args[0].dtype, module.weight.dtype, output.dtype])
+    )
+    float_loss(model, inputs).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer.step()
+    return seen, {param.dtype for param in model.parameters()}, gradients_of(model), parameters_of(model)
+
+
+@pytest.mark.thin(5)
+@pytest.mark.parametrize("policy", [SPLIT, {"param_dtype": BF16}], ids=str)
+@pytest.mark.parametrize("when", ["at_once", "after_forward", "after_backward"])
+@pytest.mark.parametrize("dtype", [F64, F16, BF16])
+def test_f30_a_sharded_model_may_be_converted_and_still_computes_as_its_policy_says(
+    world2: World, dtype: torch.dtype, when: str, policy: Policy
+) -> None:
+    program = Program(even_tower, random_batch, float_loss, steps=1)
+    expected = simulated_from(program, dtype, policy)
+    for seen, kinds, gradients, parameters in world2.run(converted, dtype, when, policy):
+        assert seen == [BF16, BF16, BF16]
+        assert kinds == {dtype}
+        for name, value in {**gradients, **parameters}.items():
+            want = expected[name]
+            assert value.dtype == dtype, name
+            atol = 8 * eps(BF16) * want.abs().max().item()
+            torch.testing.assert_close(value, want, rtol=0.0, atol=atol)
+
+
+def simulated_from(program: Program, dtype: torch.dtype, policy: Policy) -> dict[str, Tensor]:
+    found = simulated(replace(program, dtype=dtype), policy, 2)
+    return {name.removeprefix("step 0: "): value for name, value in found.tensors.items()}
+
+
+# --- float16 with a gradient scaler ---------------------------------------------------------------
+
+
+def scaled_training(overflows_on: int | None, accumulates: bool) -> tuple[Any, ...]:
+    """Four steps; in the second one, one rank's loss is too large for float16."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = sharded(TOWER.model(), HALF)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    scales, norms, weights = [], [], []
+    for step in range(4):
+        optimizer.zero_grad()
+        for microbatch in range(2 if accumulates else 1):
+            model.set_requires_gradient_sync(not accumulates or microbatch == 1)
+            loss = float_loss(model, TOWER.part(10 * step + microbatch, rank, world))
+            if step == 1 and rank == overflows_on and microbatch == 0:
+                loss = loss * 1e9
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norms.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 1.0)).item())
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        weights.append(whole(model.inlet.weight))
+    return scales, norms, weights
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("overflows_on", [None, 0, 1])
+def test_a_gradient_scaler_skips_the_step_on_every_rank(
+    world2: World, overflows_on: int | None, accumulates: bool
+) -> None:
+    first, *others = world2.run(scaled_training, overflows_on, accumulates)
+    scales, norms, weights = first
+    for other in others:
+        assert str(other[:2]) == str((scales, norms))  # as text: a norm may be no number
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(other[2], weights, strict=True))
+    if overflows_on is None:
+        assert scales == [2.0**10, 2.0**11, 2.0**11, 2.0**12]
+        assert not torch.equal(weights[0], weights[1])
+    else:
+        assert scales == [2.0**10, 2.0**9, 2.0**9, 2.0**10]
+        assert not norms[1] < float("inf")
+        assert torch.equal(weights[0], weights[1]), "the step with infinite gradients was taken"
+    assert not torch.equal(weights[1], weights[2])
+
+
+def unscaled_gradients(scale: float) -> dict[str, Any]:
+    model = sharded(TOWER.model(), HALF)
+    loss = float_loss(model, TOWER.part(0, dist.get_rank(), dist.get_world_size()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    scaler.scale(loss).backward()
+    scaler.unscale_(torch.optim.SGD(model.parameters(), lr=1.0))
+    return gradients_of(model)
+
+
+def test_unscaled_gradients_are_the_gradients(world2: World) -> None:
+    """A scale that is a power of two changes no digit, but for what underflows in float16."""
+    for found in world2.run(unscaled_gradients, 2.0**6):
+        for name, want in world2.run(unscaled_gradients, 1.0)[0].items():
+            torch.testing.assert_close(found[name], want, rtol=0.0, atol=eps(F16) * want.abs().max().item())
+
+
+# --- parameters that stay in full precision -------------------------------------------------------
+
+
+class Watched(nn.Module):
+    """Notes the dtypes its forward meets."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.layer(x)
+        self.seen = [x.dtype, self.layer.weight.dtype, output.dtype]
+        return output
+
+
+class Router(nn.Module):
+    """Computes in the dtype of its weight, and gives back what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.gate.dtype
+        return (x.to(self.gate.dtype) * self.gate).to(x.dtype)
+
+
+class Selective(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = Watched(nn.Linear(8, 8))
+        self.router = Router()
+        self.last = nn.RMSNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.up(self.router(self.norm(x))))
+
+
+def keeps_gate(name: str, module: nn.Module, param: nn.Parameter) -> bool:
+    assert dict(module.named_parameters(recurse=False))[name.split(".")[-1]] is param
+    return name.endswith("router.gate")
+
+
+def keeps_vectors_of_norms(name: str, module: nn.Module, param: nn.Parameter) -> bool:
+    return isinstance(module, Router) and param.ndim == 1
+
+
+def selective(keep: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    torch.manual_seed(1234)
+    model = Selective()
+    seen: dict[str, Any] = {}
+    for name in ("norm", "last", "up.layer"):
+
+        def note(module: nn.Module, args: Any, output: Tensor, name: str = name) -> None:
+            seen[name] = [module.weight.dtype, output.dtype]
+
+        model.get_submodule(name).register_forward_hook(note)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(**SPLIT, full_precision=keep))
+    output = model(random_batch(0, 4).float())
+    output.float().pow(2).mean().backward()
+    seen |= {"up": model.up.seen, "router": model.router.seen, "output": output.dtype}
+    for param in model.parameters():
+        assert param.dtype == param.grad.dtype == F32
+    return seen, gradients_of(model)
+
+
+KEPT: dict[str, tuple[Any, dict[str, torch.dtype]]] = {
+    "nothing": (None, {}),
+    "class": (nn.LayerNorm, {"norm": F32}),
+    "tuple": ((nn.LayerNorm, nn.RMSNorm), {"norm": F32, "last": F32}),
+    "tuple_with_own_class": ((nn.RMSNorm, Router), {"last": F32, "router": F32}),
+    "predicate": (keeps_gate, {"router": F32}),
+    "predicate_of_modules": (keeps_vectors_of_norms, {"router": F32}),
+}
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+@pytest.mark.parametrize(("keep", "kept"), KEPT.values(), ids=KEPT)
+def test_chosen_parameters_stay_in_full_precision_in_the_same_group(
+    world: World, keep: Any, kept: dict[str, torch.dtype]
+) -> None:
+    for seen, gradients in world.run(selective, keep):
+        assert seen["router"] == kept.get("router", BF16)
+        assert seen["norm"][0] == kept.get("norm", BF16)
+        assert seen["last"][0] == kept.get("last", BF16)
+        # What leaves a module that was kept has the dtype of its neighbours again.
+        assert seen["up"] == [BF16, BF16, BF16]
+        assert seen["output"] == BF16
+        assert all(gradient is not None for gradient in gradients.values())
+
+
+# --- param_dtype_override_fn ----------------------------------------------------------------------
+
+
+def keeps_router(param: nn.Parameter) -> torch.dtype | None:
+    return param.dtype if hasattr(param, "is_gate") else None
+
+
+def asks_for_both(param: nn.Parameter) -> torch.dtype | None:
+    return param.dtype if hasattr(param, "is_gate") else BF16
+
+
+def overridden(
+    override: Any, reduce_dtype: torch.dtype | None
+) -> tuple[dict[str, Any], list[int], dict[str, Any]]:
+    """Dtypes that modules met, how often each parameter was asked about, and how its gradient was reduced."""
+    torch.manual_seed(1234)
+    model = Selective()
+    model.router.gate.is_gate = True  # type: ignore[attr-defined]
+    asked: dict[int, int] = {}
+
+    def counting(param: nn.Parameter) -> torch.dtype | None:
+        asked[id(param)] = asked.get(id(param), 0) + 1
+        return override(param)  # type: ignore[no-any-return]
+
+    policy = MixedPrecisionPolicy(
+        param_dtype=BF16, reduce_dtype=reduce_dtype, param_dtype_override_fn=counting
+    )
+    fully_shard(model, mp_policy=policy)
+    params = {p.fqn: p.precision for p in model._shardwise_member.group.shards.params}  # type: ignore[union-attr]
+    model(random_batch(0, 4).float()).float().pow(2).mean().backward()
+    seen = {"up": model.up.seen, "router": model.router.seen}
+    assert all(param.dtype == param.grad.dtype == F32 for param in model.parameters())
+    return seen, list(asked.values()), {name: (p.computed, p.reduced) for name, p in params.items()}
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, F32, BF16])
+@pytest.mark.parametrize("override", [keeps_router, asks_for_both])
+def test_a_function_chooses_what_is_computed_with_in_its_own_dtype(
+    world2: World, override: Any, reduce_dtype: torch.dtype | None
+) -> None:
+    """Its gradient is reduced as the policy says, and inputs are cast as without it."""
+    for seen, asked, dtypes in world2.run(overridden, override, reduce_dtype):
+        assert seen == {"up": [BF16, BF16, BF16], "router": F32}
+        assert asked == [1] * 6
+        assert dtypes.pop("router.gate") == (F32, reduce_dtype or F32)
+        assert set(dtypes.values()) == {(BF16, reduce_dtype or BF16)}
+
+
+def answers_to_overrides() -> list[str]:
+    answers = []
+    for returned in (F16, "bfloat16", 16):
+        model = Selective()
+        before = dict(model.named_parameters())
+        policy = MixedPrecisionPolicy(
+            param_dtype=BF16, param_dtype_override_fn=lambda _, returned=returned: returned
+        )
+        try:
+            fully_shard(model, mp_policy=policy)
+        except (TypeError, ValueError) as error:
+            answers.append(f"{type(error).__name__}: {error}")
+        assert all(param is before[name] for name, param in model.named_parameters())  # left as it was
+    return answers
+
+
+def test_other_dtypes_are_refused_by_the_name_of_the_parameter(world1: World) -> None:
+    (answers,) = world1.run(answers_to_overrides)
+    assert_expected_inline(
+        "\n".join(answers),
+        """\
+ValueError: fully_shard: mp_policy.param_dtype_override_fn returned torch.float16 for norm.weight, which is of torch.float32, under a policy of param_dtype=torch.bfloat16: a parameter is computed with in its own dtype or in that of the policy. Return torch.float32 or None.
+TypeError: fully_shard: mp_policy.param_dtype_override_fn returned 'bfloat16' for norm.weight, a str. Return a torch.dtype, or None.
+TypeError: fully_shard: mp_policy.param_dtype_override_fn returned 16 for norm.weight, a int. Return a torch.dtype, or None.""",
+    )
+
+
+class Normed(nn.Module):
+    """A norm of numbers that bfloat16 cannot tell apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+def precise_norm(keep: Any) -> tuple[Tensor, dict[str, Any]]:
+    model = Normed()
+    with torch.no_grad():
+        model.norm.weight.fill_(1 + 2.0**-12)  # 1 in bfloat16
+    policy = MixedPrecisionPolicy(**SPLIT, full_precision=keep, output_dtype=F32)
+    fully_shard(model, mp_policy=policy)
+    output = model(random_batch(0, 4).float())
+    output.pow(2).sum().backward()
+    return output.detach(), gradients_of(model)
+
+
+def test_a_norm_kept_in_float32_computes_in_float32(world2: World) -> None:
+    """Its input was rounded to bfloat16 on entering the sharded module, its output on leaving the norm."""
+    inputs = random_batch(0, 4).float().to(BF16)
+    norm = nn.LayerNorm(8)
+    with torch.no_grad():
+        norm.weight.fill_(1 + 2.0**-12)
+    want = norm(inputs.float()).to(BF16).float()
+    want.pow(2).sum().backward()
+    assert norm.weight.grad is not None
+    for output, gradients in world2.run(precise_norm, nn.LayerNorm):
+        assert torch.equal(output, want)
+        torch.testing.assert_close(
+            gradients["gradient of norm.weight"], norm.weight.grad, rtol=1e-5, atol=1e-5
+        )
+
+
+# --- gradients kept low, buffers ------------------------------------------------------------------
+
+
+def low_gradients(steps: int) -> tuple[Any, ...]:
+    policy = {"param_dtype": BF16, "keep_low_precision_grads": True}
+    model = sharded(TOWER.model(), policy)
+    twin = sharded(TOWER.model(), {"param_dtype": BF16})
+    for each in (model, twin):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.05, foreach=False)
+        for step in range(steps):
+            optimizer.zero_grad()
+            float_loss(each, TOWER.part(step, dist.get_rank(), dist.get_world_size())).backward()
+            optimizer.step()
+    return tensors_of(model), tensors_of(twin)
+
+
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_gradients_may_stay_in_the_dtype_of_reduction(world: World, steps: int) -> None:
+    """The same numbers as in float32, of half the size."""
+    for low, high in world.run(low_gradients, steps):
+        for name, value in high.items():
+            assert low[name].dtype == (BF16 if name.startswith("gradient") else F32)
+            atol = 2 * eps(BF16) * value.abs().max().item()
+            torch.testing.assert_close(low[name].float(), value, rtol=0.0, atol=atol)
+
+
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.BatchNorm1d(4)
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("mask", torch.tensor([True, False, True, True]))
+        self.register_buffer("table", torch.arange(4, dtype=F64) / 4, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.weight + self.table.to(x.dtype)
+
+
+def buffers_of(policy: Policy) -> tuple[dict[str, torch.dtype], Tensor, set[str]]:
+    model = fully_shard(Buffered(), mp_policy=MixedPrecisionPolicy(**policy))
+    output = model(torch.arange(12.0).view(3, 4))
+    output.float().sum().backward()
+    found = {name: buffer.dtype for name, buffer in model.named_buffers()}
+    return found, model.table.double(), set(model.state_dict())
+
+
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+@pytest.mark.parametrize(
+    ("policy", "floating"),
+    [
+        ({}, None),
+        ({"buffer_dtype": BF16, "param_dtype": BF16, "reduce_dtype": F32}, BF16),
+        ({"buffer_dtype": F32}, F32),
+    ],
+    ids=["nothing", "bf16", "f32"],
+)
+def test_floating_buffers_are_cast_and_others_left(
+    world: World, policy: Policy, floating: torch.dtype | None
+) -> None:
+    plain = Buffered()
+    for found, table, names in world.run(buffers_of, policy):
+        assert names == set(plain.state_dict())
+        assert torch.equal(table, plain.table.double())  # quarters are exact in every dtype
+        for name, buffer in plain.named_buffers():
+            is_floating = buffer.is_floating_point() and floating is not None
+            assert found[name] == (floating if is_floating else buffer.dtype), name
+
+
+# --- policies as callers write them ---------------------------------------------------------------
+
+
+def with_policy(kind: str) -> dict[str, Any]:
+    policies = {
+        "ours": MixedPrecisionPolicy(**SPLIT),
+        "torchs": peer.MixedPrecisionPolicy(**SPLIT),
+        "none": None,
+        "empty": MixedPrecisionPolicy(),
+        "torchs_empty": peer.MixedPrecisionPolicy(),
+    }
+    model = TOWER.model()
+    for module in [*model.blocks, model]:
+        fully_shard(module, mp_policy=policies[kind])
+    inputs = TOWER.part(0, dist.get_rank(), dist.get_world_size())
+    output = model(inputs)
+    (output.float() - inputs.sum(1, keepdim=True)).pow(2).mean().backward()
+    return {"output": output.detach(), **gradients_of(model)}
+
+
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+@pytest.mark.parametrize(("kind", "same"), [("torchs", "ours"), ("none", "empty"), ("torchs_empty", "empty")])
+def test_policies_of_torch_and_none_are_understood(world: World, kind: str, same: str) -> None:
+    found, expected = world.run(with_policy, kind), world.run(with_policy, same)
+    for got, want in zip(found, expected, strict=True):
+        assert all(torch.equal(got[name], value) for name, value in want.items())
+
+
+def test_policies_make_a_difference(world2: World) -> None:
+    """Or the test above would compare nothing."""
+    low, high = world2.run(with_policy, "ours"), world2.run(with_policy, "empty")
+    assert not torch.equal(low[0]["output"], high[0]["output"])
+
+
+def on_one_of_two_meshes(policy: Policy) -> tuple[dict[str, Any], Simulation]:
+    """A mesh of size 1 in a larger world: nothing is shared, and the casts are made all the same."""
+    rank = dist.get_rank()
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("other", "alone"))["alone"]
+    model = sharded(TOWER.model(), policy, mesh=alone)
+    float_loss(model, TOWER.part(0, rank, 2)).backward()
+    with ExitStack() as stack:
+        plain = TOWER.model()
+        for module in [*plain.blocks, plain]:
+            stack.enter_context(cast_around(module, policy if module is plain else inner(policy)))
+        found = rank_gradients(TOWER, plain, policy, 0, rank, 2)
+    expected = {f"gradient of {name}": value.float() for name, value in found.items()}
+    largest = {name: value.abs().max().item() for name, value in expected.items()}
+    return gradients_of(model), Simulation(expected, largest)
+
+
+@pytest.mark.parametrize("policy", [SPLIT, {"param_dtype": BF16}, {"param_dtype": F64}], ids=str)
+def test_a_mesh_of_one_rank_casts_without_communicating(world2: World, policy: Policy) -> None:
+    assert_as_simulated(world2.run(on_one_of_two_meshes, policy), 2 * eps(BF16))
+
+
+def gradient_of_the_input() -> tuple[torch.dtype, Tensor]:
+    model = fully_shard(Gain(), mp_policy=MixedPrecisionPolicy(**SPLIT))
+    x = torch.full((6,), 3.0, dtype=F64, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None
+    return x.grad.dtype, x.grad
+
+
+def test_gradients_of_inputs_come_back_through_the_cast(world2: World) -> None:
+    for dtype, gradient in world2.run(gradient_of_the_input):
+        assert dtype == F64
+        assert torch.equal(gradient, torch.ones(6, dtype=F64))

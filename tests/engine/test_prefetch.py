@@ -1,0 +1,622 @@
+"""When groups are gathered ahead (before a group's backward, after it or not), how many, and for what memory.
+
+Whatever is chosen, training equals plain training in float64 to 1e-10. The order of events is what a person
+would check, so it is written out; the bounds on memory are counted in full parameters of a block.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from events import events_of, observe
+from expecttest import assert_expected_inline
+from failure_models import Chain, CheckpointedTower, Stages, Twice, block, built
+from harness import World
+from models import WIDTH, Block, Tower, even_tower, random_batch, uneven_tower
+from reference import adamw, mean_of_squares
+from refusals import assert_says
+from scenario import Side, assert_same
+from test_events import the_same_on_all_ranks
+from test_memory import WIDTH as WIDE
+from test_memory import B, Pair, gathered_bytes
+from torch import Tensor, nn
+from torch.distributed.fsdp import BackwardPrefetch
+from torch.utils.checkpoint import checkpoint
+
+from shardwise import CommPolicy, fully_shard, no_sync
+
+Choices = dict[str, Any]
+
+# Each value of each argument beside several of the others.
+POLICIES: list[Choices] = [
+    {"prefetch": 0, "backward_prefetch": "before"},
+    {"prefetch": 0, "backward_prefetch": "after", "max_gathers": 1},
+    {"prefetch": 1, "backward_prefetch": "before", "max_gathers": 1},
+    {"prefetch": 1, "backward_prefetch": "after"},
+    {"prefetch": 1, "backward_prefetch": None, "max_gathers": 2},
+    {"prefetch": 2, "backward_prefetch": "after", "max_gathers": 1},
+    {"prefetch": 2, "backward_prefetch": None},
+    {"prefetch": 2, "backward_prefetch": "before"},
+    {"prefetch": 3, "backward_prefetch": "before", "max_gathers": 2},
+    {"prefetch": 3, "backward_prefetch": "after", "max_gathers": 2},
+    {"prefetch": 3, "backward_prefetch": None, "max_gathers": 1},
+]
+
+
+def named(choices: Choices) -> str:
+    return "-".join(
+        str(choices.get(name, "any")) for name in ("prefetch", "backward_prefetch", "max_gathers")
+    )
+
+
+every_policy = pytest.mark.parametrize("choices", POLICIES, ids=named)
+AFTER: Choices = {"prefetch": 1, "backward_prefetch": "after"}
+some_policies = pytest.mark.parametrize("choices", [AFTER, POLICIES[4], POLICIES[8]], ids=named)
+
+
+def test_the_default_prefetches_before_and_limits_nothing_more() -> None:
+    policy = CommPolicy()
+    assert (policy.prefetch, policy.backward_prefetch, policy.max_gathers) == (1, "before", None)
+
+
+# --- the order of events --------------------------------------------------------------------------
+
+
+class Spaced(Tower):
+    """Tells when a gradient passes from one block to the one before: ``between 2`` has left block 2."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=3)
+        self.events: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for index, each in enumerate(self.blocks):
+            x = each(torch.sin(self.announced(x, index)))
+        return self.outlet(x)
+
+    def announced(self, x: Tensor, index: int) -> Tensor:
+        x = torch.cos(x)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self.events.append(f"between {index}"))
+        return x
+
+
+def spaced(choices: Choices, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = Spaced().double()
+    policy = CommPolicy(**choices)
+    for each in model.blocks:
+        fully_shard(each, comm_policy=policy, **options)
+    return fully_shard(model, comm_policy=policy, **options)
+
+
+def step(model: nn.Module, index: int = 0) -> None:
+    model(random_batch(index, 4)).pow(2).mean().backward()
+
+
+def events_of_a_step(
+    choices: Choices, prepare: Callable[[Any], None] | None = None, **options: Any
+) -> list[str]:
+    """Of the second step, without the ends of reductions, which the choices do not concern."""
+    model = spaced(choices, **options)
+    if prepare is not None:
+        prepare(model)
+    step(model)
+    model.events = events_of(model)
+    step(model, 1)
+    return [event for event in model.events if not event.startswith("reduced")]
+
+
+def backward_of(log: str) -> str:
+    return log[log.index("backward Spaced") :]
+
+
+def test_before_the_next_group_is_gathered_while_a_group_computes(world2: World) -> None:
+    log = the_same_on_all_ranks(world2.run(events_of_a_step, {"backward_prefetch": "before"}))
+    assert_expected_inline(
+        backward_of(log),
+        """\
+backward Spaced
+gather blocks.1
+backward blocks.2
+reduce blocks.2
+between 2
+free blocks.2
+gather blocks.0
+backward blocks.1
+reduce blocks.1
+between 1
+free blocks.1
+backward blocks.0
+reduce blocks.0
+between 0
+reduce Spaced
+free Spaced
+free blocks.0""",
+    )
+
+
+def test_after_the_next_group_is_gathered_once_a_group_is_done_and_freed(world2: World) -> None:
+    log = the_same_on_all_ranks(world2.run(events_of_a_step, {"backward_prefetch": "after"}))
+    assert_expected_inline(
+        backward_of(log),
+        """\
+backward Spaced
+backward blocks.2
+reduce blocks.2
+free blocks.2
+gather blocks.1
+between 2
+backward blocks.1
+reduce blocks.1
+free blocks.1
+gather blocks.0
+between 1
+backward blocks.0
+reduce blocks.0
+free blocks.0
+between 0
+reduce Spaced
+free Spaced""",
+    )
+
+
+def test_without_backward_prefetch_a_group_is_gathered_when_its_backward_begins(world2: World) -> None:
+    log = the_same_on_all_ranks(world2.run(events_of_a_step, {"backward_prefetch": None}))
+    assert_expected_inline(
+        backward_of(log),
+        """\
+backward Spaced
+backward blocks.2
+reduce blocks.2
+between 2
+free blocks.2
+gather blocks.1
+backward blocks.1
+reduce blocks.1
+between 1
+free blocks.1
+gather blocks.0
+backward blocks.0
+reduce blocks.0
+between 0
+reduce Spaced
+free Spaced
+free blocks.0""",
+    )
+
+
+@pytest.mark.parametrize("backward_prefetch", ["before", "after", None])
+def test_forward_prefetches_whatever_backward_does(world2: World, backward_prefetch: str | None) -> None:
+    log = the_same_on_all_ranks(world2.run(events_of_a_step, {"backward_prefetch": backward_prefetch}))
+    assert log.startswith(
+        "gather Spaced\ngather blocks.0\nforward Spaced\ngather blocks.1\nforward blocks.0\n"
+    )
+
+
+def test_a_depth_of_none_gathers_nothing_ahead_in_either_direction(world2: World) -> None:
+    logs = [
+        the_same_on_all_ranks(world2.run(events_of_a_step, {"prefetch": 0, "backward_prefetch": choice}))
+        for choice in ("before", "after", None)
+    ]
+    for log in logs:
+        lines = log.splitlines()
+        for line, following in pairwise(lines):
+            if line.startswith("gather "):
+                name = line.removeprefix("gather ")
+                assert following in (f"forward {name}", f"backward {name}")
+
+
+def gathered_at_once(log: list[str], phase: str) -> int:
+    """The largest number of blocks that were gathered at the same time, in a phase: in use, or ahead."""
+    begin = log.index("backward Spaced") if phase == "backward" else 0
+    end = len(log) if phase == "backward" else log.index("backward Spaced")
+    present: set[str] = set()
+    most = 0
+    for index, line in enumerate(log):
+        event, name = line.split(" ", 1)
+        if event == "gather":
+            present.add(name)
+        elif event == "free":
+            present.discard(name)
+        if begin <= index < end:
+            most = max(most, len({n for n in present if n.startswith("blocks")}))
+    return most
+
+
+@pytest.mark.parametrize(
+    ("choices", "forward", "backward"),
+    [
+        ({"prefetch": 0}, 1, 1),
+        ({"prefetch": 1}, 2, 2),
+        ({"prefetch": 2}, 3, 3),
+        ({"prefetch": 2, "max_gathers": 1}, 2, 2),
+        ({"prefetch": 2, "max_gathers": 2}, 3, 3),
+        ({"prefetch": 1, "max_gathers": 2}, 2, 2),
+        ({"prefetch": 1, "backward_prefetch": "after"}, 2, 1),
+        ({"prefetch": 2, "backward_prefetch": "after"}, 3, 2),
+        ({"prefetch": 2, "backward_prefetch": "after", "max_gathers": 1}, 2, 1),
+        ({"prefetch": 1, "backward_prefetch": None}, 2, 1),
+        ({"prefetch": 3, "backward_prefetch": None, "max_gathers": 2}, 3, 1),
+    ],
+)
+def test_as_many_blocks_are_gathered_at_once_as_was_said(
+    world2: World, choices: Choices, forward: int, backward: int
+) -> None:
+    log = the_same_on_all_ranks(world2.run(events_of_a_step, choices)).splitlines()
+    assert (gathered_at_once(log, "forward"), gathered_at_once(log, "backward")) == (forward, backward)
+
+
+def events_of_kept_groups(choices: Choices) -> list[str]:
+    return events_of_a_step(choices, reshard_after_forward=False)
+
+
+@pytest.mark.parametrize("backward_prefetch", ["before", "after", None])
+def test_kept_groups_are_not_gathered_for_backward_and_each_is_freed_once(
+    world2: World, backward_prefetch: str | None
+) -> None:
+    log = the_same_on_all_ranks(world2.run(events_of_kept_groups, {"backward_prefetch": backward_prefetch}))
+    backward = backward_of(log).splitlines()
+    assert not [line for line in backward if line.startswith("gather")]
+    names = ["Spaced", "blocks.0", "blocks.1", "blocks.2"]
+    assert sorted(line for line in backward if line.startswith("free")) == [f"free {n}" for n in names]
+
+
+# --- lists of the caller's ------------------------------------------------------------------------
+
+
+def choose_forward(model: Any) -> None:
+    first, second, third = model.blocks
+    model.set_modules_to_forward_prefetch([])
+    first.set_modules_to_forward_prefetch([second, third])
+
+
+def choose_backward(model: Any) -> None:
+    first, second, third = model.blocks
+    third.set_modules_to_backward_prefetch([second, first])
+
+
+def test_a_list_is_gathered_ahead_in_place_of_the_recorded_order(world2: World) -> None:
+    log = the_same_on_all_ranks(world2.run(events_of_a_step, {"prefetch": 0}, choose_forward)).splitlines()
+    at = log.index("forward blocks.0")
+    assert log[at - 3 : at] == ["gather blocks.0", "gather blocks.1", "gather blocks.2"]
+    log = the_same_on_all_ranks(
+        world2.run(events_of_a_step, {"prefetch": 0, "backward_prefetch": "before"}, choose_backward)
+    ).splitlines()
+    at = log.index("backward blocks.2")
+    assert log[at - 3 : at] == ["gather blocks.2", "gather blocks.1", "gather blocks.0"]
+
+
+def test_a_list_is_gathered_as_far_as_the_limit_goes(world2: World) -> None:
+    choices = {"prefetch": 0, "max_gathers": 1}
+    log = the_same_on_all_ranks(world2.run(events_of_a_step, choices, choose_forward)).splitlines()
+    at = log.index("forward blocks.0")
+    assert log[at - 2 : at] == ["gather blocks.0", "gather blocks.1"]
+    assert log.index("gather blocks.2") > at
+    assert gathered_at_once(log, "forward") == 2
+
+
+def train_with_lists(side: Side, choices: Choices) -> None:
+    model = side.shard_tower(built(even_tower), comm_policy=CommPolicy(**choices))
+    if side.is_sharded:
+        choose_forward(model)
+        choose_backward(model)
+    side.steps(model, adamw(model), range(3))
+
+
+@some_policies
+def test_lists_of_the_callers_change_no_number(world2: World, choices: Choices) -> None:
+    assert_same(world2, train_with_lists, choices)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def peaks_of_a_step(choices: Choices) -> dict[str, float]:
+    """Bytes of gathered parameters at most, in units of a block's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Pair() for _ in range(6)))
+    policy = CommPolicy(**choices)
+    for each in model:
+        fully_shard(each, comm_policy=policy)
+    fully_shard(model, comm_policy=policy)
+    x = torch.randn(2, WIDE)
+    model(x).sum().backward()
+    peaks = {"forward": 0.0, "backward": 0.0}
+    phase = "forward"
+
+    def look(_event: str, _name: str) -> None:
+        peaks[phase] = max(peaks[phase], gathered_bytes(model) / B)
+
+    observe(model, look)
+    loss = model(x).sum()
+    phase = "backward"
+    loss.backward()
+    peaks["after"] = gathered_bytes(model) / B
+    return peaks
+
+
+@pytest.mark.parametrize(
+    ("choices", "forward", "backward"),
+    [
+        ({}, 2, 2),
+        ({"prefetch": 0}, 1, 1),
+        ({"prefetch": 3}, 4, 4),
+        ({"prefetch": 3, "max_gathers": 1}, 2, 2),
+        ({"prefetch": 3, "max_gathers": 2}, 3, 3),
+        ({"backward_prefetch": "after"}, 2, 1),
+        ({"backward_prefetch": None}, 2, 1),
+    ],
+)
+def test_the_memory_of_full_parameters(world2: World, choices: Choices, forward: int, backward: int) -> None:
+    for peaks in world2.run(peaks_of_a_step, choices):
+        assert peaks == {"forward": forward, "backward": backward, "after": 0}
+
+
+# --- the same training ----------------------------------------------------------------------------
+
+
+def train(side: Side, make: Any, choices: Choices) -> None:
+    model = side.shard_tower(built(make), comm_policy=CommPolicy(**choices))
+    side.steps(model, adamw(model), range(3), width=7 if make is uneven_tower else 8)
+
+
+@pytest.mark.parametrize("world", [3], indirect=True)
+@every_policy
+def test_every_policy_trains_as_the_plain_model(world: World, choices: Choices) -> None:
+    assert_same(world, train, uneven_tower, choices)
+
+
+def train_mixed_policies(side: Side) -> None:
+    """Each group has a policy of its own."""
+    model = built(even_tower)
+    for each, choices in zip(model.blocks, (AFTER, POLICIES[4], POLICIES[8]), strict=True):
+        side.shard(each, comm_policy=CommPolicy(**choices))
+    side.shard(model)
+    side.steps(model, adamw(model), range(3))
+
+
+def test_groups_may_have_policies_of_their_own(world2: World) -> None:
+    assert_same(world2, train_mixed_policies)
+
+
+def train_checkpointed(side: Side, where: str, reentrant: bool, choices: Choices) -> None:
+    model = built(CheckpointedTower, where, reentrant)
+    policy = CommPolicy(**choices)
+    side.shard(*model.to_shard(), model, comm_policy=policy)
+    side.steps(model, adamw(model), range(3), loss_of=loss_of_running)
+
+
+def loss_of_running(model: nn.Module, inputs: Tensor) -> Tensor:
+    return mean_of_squares(model.run, inputs)  # type: ignore[arg-type]
+
+
+@pytest.mark.thin(3)
+@some_policies
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("where", ["around", "inside", "whole"])
+def test_recomputed_blocks_train(world2: World, where: str, reentrant: bool, choices: Choices) -> None:
+    assert_same(world2, train_checkpointed, where, reentrant, choices)
+
+
+def train_stages(side: Side, reentrant: bool, choices: Choices) -> None:
+    model = built(Stages, reentrant, (0, 1))
+    side.shard(*model.to_shard(), model, comm_policy=CommPolicy(**choices))
+    side.steps(model, adamw(model), range(3))
+
+
+@some_policies
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_stages_of_several_groups_train(world2: World, reentrant: bool, choices: Choices) -> None:
+    assert_same(world2, train_stages, reentrant, choices)
+
+
+class Detached(nn.Module):
+    """Its weights are needed after their gradients are complete: their first use adds nothing to these, and
+    its backward comes last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.tanh(nn.functional.linear(x, self.linear.weight.detach()))
+        return x + torch.tanh(self.linear(first))
+
+
+def frozen_first() -> nn.Module:
+    model = Chain(block, block, block)
+    model.blocks[0].requires_grad_(False)
+    model.inlet.requires_grad_(False)
+    return model
+
+
+def frozen_between() -> nn.Module:
+    model = Chain(block, block, block)
+    model.blocks[1].requires_grad_(False)
+    return model
+
+
+def frozen_in_part() -> nn.Module:
+    model = Chain(block, block, block)
+    for each in model.blocks:
+        each.up.requires_grad_(False)
+    return model
+
+
+class Adapted(nn.Module):
+    """A frozen base with trainable adapters, whose gradients are complete before the base's backward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(2, WIDTH) / 3)
+        self.up = nn.Parameter(torch.randn(WIDTH, 2) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + x @ self.down.t() @ self.up.t())
+
+
+def lora() -> nn.Module:
+    return Chain(Adapted, Adapted, Adapted)
+
+
+@some_policies
+@pytest.mark.parametrize("make", [frozen_first, frozen_between, frozen_in_part, lora, Twice])
+def test_weights_are_there_as_long_as_backward_needs_them(world2: World, make: Any, choices: Choices) -> None:
+    """Also after the gradients of their group are complete."""
+    assert_same(world2, train, make, choices)
+
+
+def detached() -> nn.Module:
+    return Chain(Detached, Detached, Detached)
+
+
+@pytest.mark.parametrize("choices", [POLICIES[4], POLICIES[8]], ids=named)
+def test_weights_that_are_used_detached_are_there_for_their_last_use(world2: World, choices: Choices) -> None:
+    assert_same(world2, train, detached, choices)
+
+
+def train_detached_after() -> str:
+    model = built(detached)
+    for each in (*model.blocks, model):
+        fully_shard(each, comm_policy=CommPolicy(**AFTER))
+    step(model)  # whose backward shows what is recomputed: nothing is freed early yet
+    try:
+        step(model, 1)
+    except RuntimeError as error:
+        return str(error)
+    return "trained"
+
+
+def test_freeing_them_after_their_gradients_is_an_error_and_no_wrong_number(world2: World) -> None:
+    for text in world2.run(train_detached_after):
+        assert_says(text, "modified by an inplace operation")
+
+
+def train_microbatches(side: Side, choices: Choices) -> None:
+    """Forwards of two microbatches before their backwards, in both orders; some without synchronisation."""
+    model = side.shard_tower(built(even_tower), comm_policy=CommPolicy(**choices))
+    optimizer = adamw(model)
+    for index in range(3):
+        optimizer.zero_grad()
+        losses = [mean_of_squares(model, side.inputs(4 * index + i)) for i in range(2)]
+        for loss in losses if index % 2 else reversed(losses):
+            loss.backward()
+        if side.is_sharded:
+            with no_sync(model):
+                mean_of_squares(model, side.inputs(4 * index + 2)).backward()
+        else:
+            mean_of_squares(model, side.inputs(4 * index + 2)).backward()
+        mean_of_squares(model, side.inputs(4 * index + 3)).backward()
+        side.note_gradients(model)
+        optimizer.step()
+        side.assert_settled(model)
+    side.note_parameters(model)
+
+
+@some_policies
+def test_microbatches_train(world2: World, choices: Choices) -> None:
+    assert_same(world2, train_microbatches, choices)
+
+
+def train_kept(side: Side, choices: Choices) -> None:
+    model = built(uneven_tower)
+    side.shard_tower(model, comm_policy=CommPolicy(**choices), reshard_after_forward=False)
+    if side.is_sharded:
+        model.set_reshard_after_backward(False)
+    optimizer = adamw(model)
+    for index in range(3):
+        optimizer.zero_grad()
+        for microbatch in range(2):
+            mean_of_squares(model, side.inputs(2 * index + microbatch, 7)).backward()
+        side.note_gradients(model)
+        optimizer.step()
+    side.note_parameters(model)
+
+
+@some_policies
+def test_groups_that_are_kept_through_backward_train(world2: World, choices: Choices) -> None:
+    assert_same(world2, train_kept, choices)
+
+
+def penalties(side: Side, choices: Choices) -> None:
+    """A gradient of a gradient: what the first backward used is needed again by the second."""
+    model = side.shard_tower(built(even_tower), comm_policy=CommPolicy(**choices))
+    for index in range(2):
+        model.zero_grad()
+        x = side.inputs(index).requires_grad_()
+        loss = mean_of_squares(model, x)
+        (slope,) = torch.autograd.grad(loss / side.world, x, create_graph=True)
+        (loss + side.world * slope.pow(2).sum()).backward()
+        side.note_rows("slope", slope.detach())
+        side.note_gradients(model)
+        model.zero_grad()
+        side.step(model, torch.optim.SGD(model.parameters(), lr=0.01), index)
+
+
+@some_policies
+def test_f27_a_backward_of_a_backward_finds_its_weights(world2: World, choices: Choices) -> None:
+    assert_same(world2, penalties, choices)
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value", ["pre", "BEFORE", "", True, False, 1, BackwardPrefetch.BACKWARD_POST], ids=repr
+)
+def test_backward_prefetch_is_one_of_three(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        CommPolicy(backward_prefetch=value)
+    text = str(caught.value)
+    assert_says(text, "CommPolicy: backward_prefetch is ", repr(value), '"before", "after" or None')
+
+
+@pytest.mark.parametrize("value", [-1, 0, 1.5, "2", True, float("inf")], ids=repr)
+def test_max_gathers_counts_groups(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        CommPolicy(max_gathers=value)
+    assert_says(str(caught.value), "CommPolicy: max_gathers is ", repr(value))
+
+
+# --- "after", where gradients are complete before the weights' last use ---------------------------
+
+
+class Recomputed(nn.Module):
+    """Reentrant checkpoints around blocks of which the first runs twice, with a norm of the root's inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(8, 16) for _ in range(2))
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in (self.blocks[0], self.blocks[1], self.blocks[0]):
+            x = checkpoint(lambda y, each=each: self.norm(each(y)), x, use_reentrant=True)
+        return x
+
+
+def train_recomputed(side: Side, quiet: int) -> None:
+    torch.manual_seed(4)
+    model = Recomputed().double()
+    policy = CommPolicy(backward_prefetch="after")
+    side.shard(*model.blocks, model, comm_policy=policy)
+    optimizer = adamw(model)
+    for index in range(3):
+        for microbatch in range(quiet + 1):
+            side.sync(model, microbatch == quiet)
+            inputs = side.inputs(10 * index + microbatch).requires_grad_()
+            model(inputs).pow(2).mean().backward()
+        side.note_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    side.note_parameters(model)
+
+
+@pytest.mark.parametrize("quiet", [0, 1])
+def test_after_frees_nothing_that_checkpoints_have_yet_to_recompute(world2: World, quiet: int) -> None:
+    assert_same(world2, train_recomputed, quiet)

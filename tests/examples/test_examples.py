@@ -1,0 +1,158 @@
+"""The examples train what one process trains, with several dimensions of parallelism, and compiled.
+
+The reference is the example's own model, neither sharded nor spread, in a world of one process. In
+float64, so that an expert is never chosen otherwise because sums were rounded otherwise.
+"""
+
+import contextlib
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from dynamo import forget_graphs
+from harness import World
+from torch._dynamo.utils import counters
+
+pytestmark = pytest.mark.processes
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SIZES = ["--device=cpu", "--layers=2", "--width=16", "--heads=4", "--context=16", "--batch=8", "--steps=3"]
+
+Curve = tuple[list[float], list[float]]  # training and validation losses
+
+
+@contextlib.contextmanager
+def example(name: str) -> Iterator[ModuleType]:
+    """Import an example, which imports its neighbours by bare names; others of these names are set aside."""
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    others = {other: sys.modules.pop(other) for other in names & sys.modules.keys()}
+    world = str(dist.get_world_size())  # as torchrun tells the command line
+    try:
+        with (
+            mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]),
+            mock.patch.dict(os.environ, {"WORLD_SIZE": world}),
+        ):
+            yield importlib.import_module(name)
+    finally:
+        for own in names & sys.modules.keys():
+            del sys.modules[own]
+        sys.modules.update(others)
+
+
+def train(name: str, arguments: list[str], parallel: bool) -> Curve:
+    """What an example's ``main`` does, on a text of random bytes: the real one takes seconds to read."""
+    with example(name) as module:
+        settings = module.parse_settings([*SIZES, *arguments])
+        model = module.build_model(settings).double()
+        if parallel:
+            module.parallelize(model, settings)
+        generator = torch.Generator().manual_seed(0)
+        texts = torch.randint(256, (2, 4000), generator=generator, dtype=torch.uint8)
+        corpus = module.Corpus(*texts, num_files=0)
+        history = module.train(model, corpus, settings, report=lambda line: None)
+        return history.train_loss, history.val_loss
+
+
+RUNS = [
+    pytest.param(2, "train_moe", ["--ep", "2"], id="moe-2-experts-whole"),
+    pytest.param(4, "train_moe", ["--ep", "2"], id="moe-4-experts-sharded"),
+    pytest.param(2, "train_moe", ["--ep", "1"], id="moe-2-one-mesh"),
+    pytest.param(2, "train_2d", ["--tp", "2"], id="2d-2-tensor-parallel-alone"),
+    pytest.param(4, "train_2d", ["--tp", "2", "--accumulate", "2"], id="2d-4-accumulating"),
+    pytest.param(4, "train_2d", ["--tp", "2", "--replicate", "2"], id="2d-4-replicated"),
+]
+
+
+@pytest.mark.parametrize(("world", "name", "arguments"), RUNS, indirect=["world"])
+def test_an_example_trains_what_one_process_trains(
+    world1: World, world: World, name: str, arguments: list[str]
+) -> None:
+    ((training, validation),) = world1.run(train, name, [], parallel=False)
+    assert training[0] != training[-1]
+    for got in world.run(train, name, arguments, parallel=True):
+        assert got[0] == pytest.approx(training, rel=0, abs=1e-10)
+        assert got[1] == pytest.approx(validation, rel=0, abs=1e-10)
+
+
+GPT = [*SIZES, "--width=64", "--checkpoint-every=2"]
+
+
+def train_gpt(arguments: list[str]) -> Curve:
+    """What train_gpt.py does, on a text of random bytes; with a back end that compiles no C++."""
+    compile_of_torch = torch.nn.Module.compile
+    with (
+        example("train_gpt") as module,
+        mock.patch.object(torch.nn.Module, "compile", lambda m: compile_of_torch(m, backend="aot_eager")),
+        warnings.catch_warnings(),
+    ):
+        forget_graphs()
+        settings = module.parse_settings([*GPT, *arguments])
+        model = module.build_sharded_model(settings, module.import_sharding(settings))
+        generator = torch.Generator().manual_seed(0)
+        corpus = module.Corpus(*torch.randint(256, (2, 4000), generator=generator, dtype=torch.uint8), 0)
+        history = module.train(model, corpus, settings)
+        compiled = counters["stats"]["unique_graphs"]
+        assert (compiled > 0) == (settings.compile is not None)
+        with module.sampling(model, settings):
+            assert len(module.generate(model, b"def ", 3, 0)) == 7
+        assert counters["stats"]["unique_graphs"] == compiled
+        return history.train_loss, history.val_loss
+
+
+@pytest.mark.parametrize("part", ["block", "model"])
+def test_the_gpt_trains_the_same_with_parts_compiled(world2: World, part: str) -> None:
+    plain = world2.run(train_gpt, [])
+    for got, want in zip(world2.run(train_gpt, ["--compile", part], timeout=120), plain, strict=True):
+        for mine, other in zip(got, want, strict=True):
+            assert mine == pytest.approx(other, rel=0, abs=1e-5)
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("block", "model"), ("model", "block")])
+def test_a_compiled_gpt_goes_on_with_other_parts_compiled(
+    world2: World, tmp_path: Path, saved: str, resumed: str
+) -> None:
+    plain = world2.run(train_gpt, [])
+    keeps = ["--checkpoint-dir", str(tmp_path)]
+    world2.run(train_gpt, [*keeps, "--compile", saved], timeout=120)
+    shutil.rmtree(tmp_path / "step-00000003")  # as if killed in the third step
+    for got, want in zip(
+        world2.run(train_gpt, [*keeps, "--resume", "--compile", resumed], timeout=120), plain, strict=True
+    ):
+        assert got[0] == pytest.approx(want[0], rel=0, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved", "resumed"), [("block", "model"), ("model", "block")])
+def test_a_compiled_gpt_runs_from_its_command_line(tmp_path: Path, saved: str, resumed: str) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    sizes = [*GPT, f"--checkpoint-dir={tmp_path / 'saved'}", f"--out={tmp_path}"]
+    command = [*torchrun, str(EXAMPLES / "train_gpt.py"), *sizes]
+    for arguments in (["--compile", saved], ["--compile", resumed, "--resume"]):
+        run = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=500)
+        assert run.returncode == 0, run.stderr
+        assert ("resumed at step 2" in run.stdout) == ("--resume" in arguments)
+        assert "validation loss" in run.stdout
+        if "--resume" not in arguments:
+            shutil.rmtree(tmp_path / "saved" / "step-00000003")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["train_2d", "train_moe"])
+@pytest.mark.parametrize("processes", [1, 4])
+def test_an_example_runs_from_its_command_line(name: str, processes: int) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, "--nproc-per-node", str(processes), str(EXAMPLES / f"{name}.py"), *SIZES]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert "step    3   loss " in run.stdout

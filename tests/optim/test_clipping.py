@@ -1,0 +1,862 @@
+"""Norms of gradients and clipping, over whatever meshes the gradients lie on.
+
+Models are compared with `torch.nn.utils.clip_grad_norm_` on the unsharded model and the global batch, in
+float64 to 1e-10. Where placements are the point, parameters and gradients are put there by hand (`Given`).
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from failure_models import Tied
+from harness import World
+from meshed import Layout, assert_all_same, gradients_of, layout_inputs, refusal
+from models import WIDTH, Block, even_tower, random_batch, uneven_tower
+from reference import full, mean_of_squares
+from tensor_parallel import SIZES, Mlp, Run, loss_of, made, split_mlps
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardwise
+from shardwise import clip_grad_norm_, fully_shard, grad_norms_by_module
+from shardwise.torch_compat import dtensor
+
+INF = math.inf
+KINDS: list[Any] = [0.5, 1, 2.0, 3.5, INF, "inf"]
+
+
+def noted(params: Any, kinds: list[Any], is_sharded: bool, limit: float = 0.05) -> dict[str, Any]:
+    """The same gradients clipped by every kind of norm."""
+    params = list(params)
+    clip = clip_grad_norm_ if is_sharded else nn.utils.clip_grad_norm_
+    before = [dtensor.plain(param.grad).clone() for param in params]
+    notes: dict[str, Any] = {}
+    for kind in kinds:
+        for param, gradient in zip(params, before, strict=True):
+            dtensor.plain(param.grad).copy_(gradient)
+        norm = notes[f"norm {kind}"] = clip(params, limit, norm_type=kind)
+        assert type(norm) is Tensor
+        assert norm.shape == ()
+        if kind in (2, INF):
+            notes |= {f"gradient {index} by {kind}": full(p.grad) for index, p in enumerate(params)}
+    return notes
+
+
+# --- sharded models -------------------------------------------------------------------------------
+
+BOTH = ("replicate", "shard")
+LINES = {size: Layout((size,), ("shard",), ("shard",)) for size in (1, 2, 3, 4)}
+SQUARE = Layout((2, 2))
+COPIES = Layout((4,), ("replicate",), ("replicate",))
+TALL = Layout((4, 1))  # hybrid without anything to shard over
+
+
+def tower(layout: Layout | None, build: Callable[[], nn.Module], **options: Any) -> nn.Module:
+    torch.manual_seed(1234)
+    model = build().double()
+    if layout is not None:
+        if layout.names == ("replicate",):
+            options["dp_mesh_dims"] = shardwise.DataParallelMeshDims(replicate="replicate")
+        for module in [*model.blocks, model]:
+            fully_shard(module, mesh=layout.mesh(), **options)
+    return model
+
+
+def clipped_tower(layout: Layout | None, build: Callable[[], nn.Module], **options: Any) -> dict[str, Any]:
+    model = tower(layout, build, **options)
+    mean_of_squares(model, layout_inputs(layout, 0, model.inlet.in_features)).backward()
+    return noted(model.parameters(), KINDS, layout is not None)
+
+
+@pytest.mark.parametrize(
+    ("world", "build"), [(1, even_tower), *((n, uneven_tower) for n in (2, 3, 4))], indirect=["world"]
+)
+def test_sharded_gradients_are_clipped_as_plain_ones(world: World, build: Callable[[], nn.Module]) -> None:
+    layout = LINES[world.size]
+    assert_all_same(world.run(clipped_tower, layout, build), clipped_tower(None, build))
+
+
+@pytest.mark.parametrize("layout", [SQUARE, COPIES, TALL], ids=str)
+def test_replicas_count_once(world4: World, layout: Layout) -> None:
+    assert_all_same(world4.run(clipped_tower, layout, uneven_tower), clipped_tower(None, uneven_tower))
+
+
+def test_f38_gradients_kept_on_the_host_are_clipped(world2: World) -> None:
+    offload = shardwise.CPUOffloadPolicy(pin_memory=False)
+    ranks = world2.run(clipped_tower, LINES[2], uneven_tower, offload_policy=offload)
+    assert_all_same(ranks, clipped_tower(None, uneven_tower))
+
+
+def clipped_in_two_dimensions(layout: Layout | None, run: Run) -> dict[str, Any]:
+    model = made(layout, run)
+    loss_of(model, layout_inputs(layout, 0, run.sizes[0])).backward()
+    return noted(model.parameters(), KINDS, layout is not None)
+
+
+TWO_D = Layout((2, 2), ("dp", "tp"), ("dp",))
+TP_FIRST = Layout((2, 2), ("tp", "dp"), ("dp",))
+THREE_D = Layout((2, 1, 2), ("replicate", "shard", "tp"), BOTH)
+
+
+@pytest.mark.parametrize(
+    ("plan", "layout"),
+    [("mlps", TWO_D), ("mlps", THREE_D), ("everything", TWO_D), ("sequences", TP_FIRST)],
+    ids=str,
+)
+def test_tensor_parallel_gradients_are_clipped_as_plain_ones(
+    world4: World, plan: str, layout: Layout
+) -> None:
+    run = Run(plan=plan, sizes=SIZES["uneven"])
+    ranks = world4.run(clipped_in_two_dimensions, layout, run)
+    assert_all_same(ranks, clipped_in_two_dimensions(None, run))
+
+
+class Everything(nn.Module):
+    """One part for each way of lying on ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.split = Mlp(WIDTH, 10, WIDTH)
+        self.wide, self.hybrid = Block(WIDTH, 13), Block(WIDTH, 13)
+        self.copied = nn.Linear(WIDTH, WIDTH)
+        self.plain = nn.Parameter(torch.randn(WIDTH))
+        self.outlet = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.hybrid(self.wide(x + self.split(x)))
+        return self.outlet(torch.tanh(self.copied(x)) * self.plain)
+
+
+def everything(layout: Layout | None) -> nn.Module:
+    torch.manual_seed(1234)
+    model = Everything().double()
+    if layout is None:
+        return model
+    split_mlps_of(model, layout.mesh()["tp"])
+    fully_shard(model.split, mesh=layout.data_mesh())
+    fully_shard(model.wide, mesh=LINES[4].mesh())
+    fully_shard(model.hybrid, mesh=SQUARE.mesh())
+    copies = shardwise.DataParallelMeshDims(replicate="replicate")
+    fully_shard(model.copied, mesh=COPIES.mesh(), dp_mesh_dims=copies)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        fully_shard(model, mesh=layout.data_mesh(), ignored_params={model.plain})
+    model.set_reduce_ignored_params(True)
+    return model
+
+
+def split_mlps_of(model: nn.Module, mesh: Any) -> None:
+    """As in test_tensor_parallel, of this model's only MLP."""
+    stack = nn.Module()
+    stack.blocks, stack.head = [], model.split
+    split_mlps(stack, mesh)  # type: ignore[arg-type]
+
+
+def clipped_everything(layout: Layout | None) -> dict[str, Any]:
+    model = everything(layout)
+    mean_of_squares(model, layout_inputs(layout, 0)).backward()
+    kinds = {type(param.grad) for param in model.parameters()}
+    assert kinds == {Tensor, DTensor} or layout is None
+    return noted(model.parameters(), KINDS, layout is not None)
+
+
+def test_f38_one_model_may_lie_on_all_kinds_of_meshes(world4: World) -> None:
+    assert_all_same(world4.run(clipped_everything, TWO_D), clipped_everything(None))
+
+
+# --- gradients put there by hand --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Given:
+    """A parameter with a gradient of random numbers, on a mesh or (layout None) plain. Travels by pickle."""
+
+    shape: tuple[int, ...]
+    layout: Layout | None = None
+    placements: tuple[Placement, ...] = ()
+    dtype: torch.dtype = torch.float64
+
+    def placed(self, value: Tensor) -> Tensor:
+        if self.layout is None:
+            return value
+        return distribute_tensor(value, self.layout.mesh(), self.placements, src_data_rank=None)
+
+
+def params_of(givens: list[Given], is_sharded: bool = True) -> list[nn.Parameter]:
+    params = []
+    for seed, given in enumerate(givens):
+        generator = torch.Generator().manual_seed(seed)
+        gradient = torch.randn(given.shape, generator=generator, dtype=torch.float64).to(given.dtype)
+        place = given.placed if is_sharded else Tensor.clone
+        param = nn.Parameter(place(torch.zeros_like(gradient)))
+        param.grad = place(gradient)
+        params.append(param)
+    return params
+
+
+def clipped_given(givens: list[Given], kinds: list[Any], is_sharded: bool = True) -> dict[str, Any]:
+    return noted(params_of(givens, is_sharded), kinds, is_sharded)
+
+
+def assert_clipped_as_plain(world: World, givens: list[Given], kinds: list[Any] = KINDS) -> None:
+    assert_all_same(world.run(clipped_given, givens, kinds), clipped_given(givens, kinds, is_sharded=False))
+
+
+ROWS = (Shard(0),)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4], indirect=True)
+def test_f11_shards_may_be_empty(world: World) -> None:
+    """Ranks without rows have no largest number; all ranks still finish, with the same norm."""
+    line = LINES[world.size]
+    assert_clipped_as_plain(world, [Given((rows, 2), line, ROWS) for rows in (1, 2, 3)])
+    for found in world.run(clipped_given, [Given((0, 4), line, ROWS)], KINDS):
+        assert all(norm == 0 for name, norm in found.items() if name.startswith("norm"))
+
+
+MIXED = [
+    Given((5, 3), LINES[4], ROWS),
+    Given((3, 5), SQUARE, (Replicate(), Shard(1))),
+    Given((6, 2), SQUARE, (Shard(0), Shard(0))),
+    Given((), SQUARE, (Replicate(), Replicate())),
+    Given((4, 4), TWO_D, (Shard(1), Replicate())),
+    Given((7,)),
+    Given((1, 9), TP_FIRST, (Shard(1), Shard(0))),
+    Given((2,)),
+]
+
+
+def test_f38_placements_on_any_meshes_go_together(world4: World) -> None:
+    assert_clipped_as_plain(world4, MIXED)
+
+
+def test_f38_dtypes_go_together(world4: World) -> None:
+    """To the rounding of bfloat16: torch computes its norms in that."""
+    dtypes = [torch.bfloat16, torch.float32, torch.float16]
+    givens = [Given((40, 5), LINES[4], ROWS, dtype) for dtype in dtypes] + [Given((9,), dtype=torch.bfloat16)]
+    expected = clipped_given(givens, [2.0], is_sharded=False)
+    ranks = world4.run(clipped_given, givens, [2.0])
+    assert ranks[0]["norm 2.0"].dtype == torch.float32
+    assert_all_same([{k: v.float() for k, v in found.items()} for found in ranks],
+                    {k: v.float() for k, v in expected.items()}, atol=1e-3, rtol=4e-3)  # fmt: skip
+    (wide, *_) = world4.run(clipped_given, [*givens, Given((3,), LINES[4], ROWS)], [2.0])
+    assert wide["norm 2.0"].dtype == torch.float64
+
+
+def slices_of(kind: float) -> tuple[Tensor, Tensor]:
+    """Ranks that no mesh connects hold different things under the same parameter."""
+    rank = dist.get_rank()
+    mesh = TWO_D.mesh()["dp"]
+    dense = Given((6,), LINES[4], ROWS)
+    expert = nn.Parameter(distribute_tensor(torch.zeros(3), mesh, ROWS, src_data_rank=None).double())
+    value = torch.full((3,), 1.0 + rank % 2, dtype=torch.float64)  # ranks 0, 2 and ranks 1, 3
+    expert.grad = distribute_tensor(value, mesh, ROWS, src_data_rank=None)
+    (param,) = params_of([dense])
+    return clip_grad_norm_([param, expert], 1.0, kind), expert.grad.to_local()
+
+
+def plain_of_each_rank(kind: float) -> tuple[Tensor, Tensor]:
+    (param,) = params_of([Given((6,), LINES[4], ROWS)])
+    own = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    own.grad = torch.full((3,), 0.5 * (1 + dist.get_rank()), dtype=torch.float64)
+    return clip_grad_norm_([param, own], 1.0, kind), own.grad
+
+
+@pytest.mark.parametrize("program", [slices_of, plain_of_each_rank])
+@pytest.mark.parametrize("kind", [1.0, 2.0, INF])
+def test_where_gradients_differ_by_rank_the_largest_counts(
+    world4: World, kind: float, program: Callable[[float], tuple[Tensor, Tensor]]
+) -> None:
+    (param,) = params_of([Given((6,))])
+    expected = torch.linalg.vector_norm(torch.cat([param.grad, torch.full((3,), 2.0)]), kind)
+    ranks = world4.run(program, kind)
+    for rank, (norm, gradient) in enumerate(ranks):
+        torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+        assert torch.equal(norm, ranks[0][0])
+        value = 1.0 + rank % 2 if program is slices_of else 0.5 * (1 + rank)
+        assert gradient.tolist() == pytest.approx([value / (expected.item() + 1e-6)] * len(gradient))
+
+
+def summands(kind: float) -> tuple[Tensor, Tensor]:
+    """Each rank holds a term of the sum."""
+    (param,) = params_of([Given((5, 3), LINES[2], (Replicate(),))])
+    own = full(param.grad) * (0.25 if dist.get_rank() else 0.75)
+    param.grad = DTensor.from_local(own, LINES[2].mesh(), [Partial()])
+    other = params_of([Given((3,), LINES[2], ROWS)])
+    norm = clip_grad_norm_([param, *other], 0.5, kind)
+    assert param.grad.placements == (Partial(),)
+    return norm, full(param.grad)
+
+
+@pytest.mark.parametrize("kind", [1.0, 2.0, INF])
+def test_sums_that_are_not_summed_yet_are_measured_as_the_sum(world2: World, kind: float) -> None:
+    params = params_of([Given((5, 3)), Given((3,))], is_sharded=False)
+    params[1].grad = params_of([Given((3,))])[0].grad
+    expected = nn.utils.clip_grad_norm_(params, 0.5, kind)
+    for norm, gradient in world2.run(summands, kind):
+        torch.testing.assert_close(norm, expected, rtol=0, atol=1e-10)
+        torch.testing.assert_close(gradient, params[0].grad, rtol=0, atol=1e-10)
+
+
+def placed_otherwise() -> tuple[Tensor, Tensor]:
+    """As autograd leaves a gradient where the loss used the sharded parameter itself."""
+    (param,) = params_of([Given((5, 3), LINES[2], ROWS)])
+    param.grad = param.grad.redistribute(placements=[Replicate()])
+    return clip_grad_norm_(param, 0.5), full(param.grad)
+
+
+def test_a_gradient_may_be_placed_otherwise_than_its_parameter(world2: World) -> None:
+    (param,) = params_of([Given((5, 3))])
+    expected = nn.utils.clip_grad_norm_(param, 0.5)
+    for norm, gradient in world2.run(placed_otherwise):
+        torch.testing.assert_close(norm, expected, rtol=0, atol=1e-10)
+        torch.testing.assert_close(gradient, param.grad, rtol=0, atol=1e-10)
+
+
+def lacking(kind: float) -> tuple[Tensor, list[Any]]:
+    """Rank 0 lacks all gradients that are sharded over one dimension, rank 3 those over the other."""
+    row, column = divmod(dist.get_rank(), 2)
+    over_rows, over_columns = (Shard(0), Replicate()), (Replicate(), Shard(0))
+    givens = [Given((4,), SQUARE, over_rows), Given((4, 4), SQUARE, over_columns), Given((2,)), Given((1,))]
+    params = params_of(givens)
+    for index in ([0] if row == 0 else []) + ([1] if column == 1 else []) + [2 + column]:
+        params[index].grad = None
+    norm = clip_grad_norm_(params, 0.1, kind)
+    return norm, [None if param.grad is None else dtensor.plain(param.grad) for param in params]
+
+
+@pytest.mark.parametrize("kind", [2.0, INF])
+def test_ranks_may_lack_different_gradients(world4: World, kind: float) -> None:
+    a, b, c, d = (param.grad for param in params_of([Given((4,)), Given((4, 4)), Given((2,)), Given((1,))]))
+    largest = max(torch.linalg.vector_norm(plain, kind) for plain in (c, d))
+    expected = torch.linalg.vector_norm(torch.cat([a[2:], b[:2].flatten(), largest[None]]), kind)
+    factor = 0.1 / (expected + 1e-6)
+    here = [[None, b[:2], None, d], [None, None, c, None], [a[2:], b[:2], None, d], [a[2:], None, c, None]]
+    for (norm, gradients), wanted in zip(world4.run(lacking, kind), here, strict=True):
+        torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+        for gradient, want in zip(gradients, wanted, strict=True):
+            if want is None or gradient is None:
+                assert gradient is want
+            else:
+                torch.testing.assert_close(gradient, want * factor, rtol=1e-12, atol=0)
+
+
+def only_the_last_rank() -> Tensor:
+    (param,) = params_of([Given((6,), LINES[3], ROWS)])
+    if dist.get_rank() < 2:
+        param.grad = None
+    return clip_grad_norm_([param], 0.1)
+
+
+def test_a_rank_without_any_gradient_takes_part(world3: World) -> None:
+    (param,) = params_of([Given((6,))])
+    expected = param.grad[4:].norm()
+    for norm in world3.run(only_the_last_rank):
+        torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+
+
+# --- what comes back ------------------------------------------------------------------------------
+
+
+def norms_in_float32(kinds: list[Any]) -> list[Tensor]:
+    sharded = [Given((n, 7), LINES[3], ROWS, torch.float32) for n in (10, 3, 200, 1)]
+    plain = Given((5,), None, (), torch.float32)
+    return [clip_grad_norm_(params_of([*sharded, plain]), 0.1, kind) for kind in kinds]
+
+
+def test_the_norm_has_the_same_bits_on_every_rank(world3: World) -> None:
+    first, *others = world3.run(norms_in_float32, [0.5, 1, 2, 3.5, 40, INF])
+    for other in others:
+        assert [norm.view(torch.int32).item() for norm in other] == [
+            norm.view(torch.int32).item() for norm in first
+        ]
+
+
+def norms_by_order(orders: list[list[int]]) -> tuple[list[float], list[Any]]:
+    """Parameters in a set come in an order of their own on each rank."""
+    params = params_of(MIXED)
+    with Wire() as wire:
+        norm = clip_grad_norm_([params[index] for index in orders[dist.get_rank()]], 0.1)
+    return norm.item(), wire.calls
+
+
+def test_the_order_of_parameters_may_differ_by_rank(world4: World) -> None:
+    straight = list(range(len(MIXED)))
+    orders = [straight, straight[::-1], straight[3:] + straight[:3], straight[1::2] + straight[::2]]
+    (norm, calls), *others = world4.run(norms_by_order, orders)
+    assert norm == pytest.approx(clipped_given(MIXED, [2], is_sharded=False)["norm 2"].item(), rel=1e-12)
+    for other_norm, other_calls in others:
+        assert other_norm == pytest.approx(norm, rel=1e-15)
+        assert other_calls == calls
+
+
+def clipped_and_not(limits: list[float]) -> list[tuple[float, float, bool]]:
+    found = []
+    for limit in limits:
+        params = params_of([Given((5, 3), LINES[2], ROWS), Given((2,))])
+        before = [dtensor.plain(param.grad).clone() for param in params]
+        norm = clip_grad_norm_(params, limit)
+        after = clip_grad_norm_(params, INF)
+        same = all(torch.equal(dtensor.plain(p.grad), b) for p, b in zip(params, before, strict=True))
+        found.append((norm.item(), after.item(), same))
+    return found
+
+
+def test_only_what_is_above_the_limit_is_scaled(world2: World) -> None:
+    for below, above, zero, unlimited in world2.run(clipped_and_not, [100.0, 1.5, 0.0, INF]):
+        for norm, after, same in (below, unlimited):
+            assert norm == after
+            assert same
+        assert above[1] == pytest.approx(1.5, rel=1e-6)
+        assert above[0] == below[0] > 1.5
+        assert zero[1:] == (0.0, False)
+
+
+def both_ways(kinds: list[Any]) -> list[list[Tensor]]:
+    dtypes = (torch.bfloat16, torch.float32, torch.float64)
+    givens = [*(Given((9, 5), LINES[2], ROWS, dtype) for dtype in dtypes), Given((3,))]
+    found = []
+    for foreach in (None, True, False):
+        results = []
+        for kind in kinds:
+            params = params_of(givens)
+            results.append(clip_grad_norm_(params, 0.1, kind, foreach=foreach))
+            results += [dtensor.plain(param.grad) for param in params]
+        found.append(results)
+    return found
+
+
+def test_lists_and_loops_give_equal_results(world2: World) -> None:
+    for default, lists, loops in world2.run(both_ways, [0.5, 1, 2, 3.5, 40, INF]):
+        for one, other, another in zip(default, lists, loops, strict=True):
+            assert torch.equal(one, other)
+            assert torch.equal(one, another)
+
+
+# --- the wire -------------------------------------------------------------------------------------
+
+
+class Wire(TorchDispatchMode):
+    """Records each collective: its name, and how many numbers it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            self.calls.append((func._schema.name.split("::")[1], sum(t.numel() for t in tensors)))
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of_tower(layout: Layout) -> list[tuple[str, int]]:
+    model = tower(layout, uneven_tower)
+    mean_of_squares(model, layout_inputs(layout, 0, 7)).backward()
+    return calls_of(model)
+
+
+def calls_in_two_dimensions(plan: str) -> list[tuple[str, int]]:
+    model = made(TWO_D, Run(plan=plan))
+    loss_of(model, layout_inputs(TWO_D, 0)).backward()
+    return calls_of(model)
+
+
+def calls_of(model: nn.Module) -> list[tuple[str, int]]:
+    with Wire() as wire:
+        clip_grad_norm_(model, 0.1)
+    return wire.calls
+
+
+def calls_of_given(givens: list[Given]) -> list[tuple[str, int]]:
+    params = params_of(givens)
+    with Wire() as wire:
+        clip_grad_norm_(params, 0.1)
+    return wire.calls
+
+
+PLAIN = Given((3,))
+WIRES: dict[str, tuple[Any, Any, list[int]]] = {
+    # Numbers of each all-reduce: ranks of the dimension times kinds of placement that it concerns.
+    "sharded": (calls_of_tower, LINES[4], [4]),
+    "hybrid": (calls_of_tower, SQUARE, [2]),
+    "replicated": (calls_of_tower, COPIES, []),
+    "hybrid_of_one_shard": (calls_of_tower, TALL, []),
+    "hybrid_of_one_replica": (calls_of_tower, Layout((1, 4)), [4]),
+    "mlps": (calls_in_two_dimensions, "mlps", [4, 6]),  # biases of `down` are on both, but sharded over dp
+    "all_on_both": (calls_in_two_dimensions, "everything", [4, 2]),
+    "only_plain": (calls_of_given, [PLAIN, PLAIN], []),
+    "plain_beside_sharded": (calls_of_given, [PLAIN, Given((4,), LINES[4], ROWS), PLAIN], [8]),
+    "plain_beside_replicated": (calls_of_given, [PLAIN, Given((4,), COPIES, (Replicate(),))], [4]),
+    "same_ranks": (calls_of_given, [Given((4,), LINES[4], ROWS), Given((4,), COPIES, ROWS)], [4]),
+    "two_meshes": (calls_of_given, [Given((4,), LINES[4], ROWS), Given((4,), SQUARE, (Shard(0),) * 2)], [4, 2, 2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WIRES)
+def test_there_is_one_small_all_reduce_for_each_dimension_that_matters(world4: World, name: str) -> None:
+    program, argument, numels = WIRES[name]
+    for calls in world4.run(program, argument):
+        assert sorted(calls) == sorted(("allreduce_", numel) for numel in numels)
+
+
+# --- accuracy -------------------------------------------------------------------------------------
+
+
+def norms_of(value: Tensor, kinds: list[Any]) -> list[float]:
+    size = dist.get_world_size()
+    param = nn.Parameter(torch.zeros_like(value))
+    param = nn.Parameter(distribute_tensor(param.data, LINES[size].mesh(), ROWS, src_data_rank=None))
+    param.grad = distribute_tensor(value, LINES[size].mesh(), ROWS, src_data_rank=None)
+    return [clip_grad_norm_(param, INF, kind).item() for kind in kinds]
+
+
+def test_gradients_of_low_precision_have_precise_norms(world2: World) -> None:
+    value = torch.randn(10_000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = value.double().norm().item()
+    param = nn.Parameter(torch.zeros_like(value))
+    param.grad = value
+    assert abs(nn.utils.clip_grad_norm_(param, INF).item() / exact - 1) > 1e-4  # torch's is bfloat16 itself
+    for (norm,) in world2.run(norms_of, value, [2]):
+        assert norm == pytest.approx(exact, rel=1e-6)
+
+
+def test_many_numbers_in_float32_have_precise_norms(world1: World) -> None:
+    value = torch.randn(4_000_000, generator=torch.Generator().manual_seed(0))
+    exact = [torch.linalg.vector_norm(value.double(), kind).item() for kind in (1, 2)]
+    (norms,) = world1.run(norms_of, value, [1, 2])
+    assert norms == pytest.approx(exact, rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1e30])
+def test_powers_that_leave_the_range_of_numbers_do_no_harm(world2: World, scale: float) -> None:
+    value = torch.tensor([1.0, 2.0, 0.0, 3.0, 3.0]) * scale
+    expected = [(sum(n**kind for n in (1, 2, 3, 3))) ** (1 / kind) * scale for kind in (3.5, 50, 500)]
+    for norms in world2.run(norms_of, value, [3.5, 50, 500]):
+        assert norms == pytest.approx(expected, rel=1e-6)
+
+
+# --- what is not finite ---------------------------------------------------------------------------
+
+
+def infected(layout: Layout, rank: int, names: list[str], value: float, **how: Any) -> tuple[str, bool]:
+    """On one rank some numbers are `value`."""
+    model = tower(layout, even_tower)
+    mean_of_squares(model, layout_inputs(layout, 0)).backward()
+    if dist.get_rank() == rank:
+        for name in names:
+            dtensor.local_tensor(model.get_parameter(name).grad)[0] = value
+    before = [dtensor.plain(param.grad).clone() for param in model.parameters()]
+    try:
+        norm = clip_grad_norm_(model, 1.0, **how)
+    except RuntimeError as error:
+        text = str(error)
+    else:
+        return repr(norm), False
+    after = [dtensor.plain(param.grad) for param in model.parameters()]
+    same = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(after, before, strict=True))
+    return text, same
+
+
+BAD = ["inlet.bias", *(f"blocks.{i}.{name}.weight" for i in (0, 1) for name in ("norm", "up", "down"))]
+
+
+def test_a_norm_that_is_not_finite_is_refused_on_all_ranks(world2: World) -> None:
+    (clean, is_unchanged), (infectious, is_unchanged_too) = world2.run(
+        infected, LINES[2], 1, BAD, math.nan, error_if_nonfinite=True
+    )
+    assert is_unchanged
+    assert is_unchanged_too
+    assert_expected_inline(
+        clean,
+        """clip_grad_norm_: the norm of the gradients (norm_type=2.0) is nan; scaling by it would leave zeros and NaN. No gradient on this rank is to blame: other ranks name theirs. All ranks raise this, and gradients are as they were: skip the step, or pass error_if_nonfinite=False to scale all the same.""",
+    )
+    assert_expected_inline(
+        infectious,
+        """clip_grad_norm_: the norm of the gradients (norm_type=2.0) is nan; scaling by it would leave zeros and NaN. On this rank it comes from inlet.bias, blocks.0.norm.weight, blocks.0.up.weight, blocks.0.down.weight and 3 more. All ranks raise this, and gradients are as they were: skip the step, or pass error_if_nonfinite=False to scale all the same.""",
+    )
+
+
+def test_few_names_are_all_told(world2: World) -> None:
+    _, (text, _) = world2.run(infected, LINES[2], 1, BAD[:2], -INF, norm_type=INF, error_if_nonfinite=True)
+    assert_expected_inline(
+        text,
+        """clip_grad_norm_: the norm of the gradients (norm_type=inf) is inf; scaling by it would leave zeros and NaN. On this rank it comes from inlet.bias, blocks.0.norm.weight. All ranks raise this, and gradients are as they were: skip the step, or pass error_if_nonfinite=False to scale all the same.""",
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, INF])
+@pytest.mark.parametrize("kind", [0.5, 1, 2, 50, INF])
+def test_what_is_not_finite_reaches_the_norm_of_all_ranks(world2: World, kind: float, value: float) -> None:
+    """gloo's maximum keeps or loses a NaN by its place."""
+    for rank in (0, 1):
+        for norm, _ in world2.run(infected, LINES[2], rank, BAD[:1], value, norm_type=kind):
+            assert norm == f"tensor({value}, dtype=torch.float64)"
+
+
+def nameless() -> str:
+    params = params_of([Given((4,), LINES[1], ROWS), PLAIN])
+    params[1].grad[0] = INF
+    return refusal(clip_grad_norm_, params, 1.0, error_if_nonfinite=True)
+
+
+def named_by_their_shards() -> str:
+    model = tower(LINES[1], even_tower)
+    mean_of_squares(model, layout_inputs(LINES[1], 0)).backward()
+    dtensor.local_tensor(model.blocks[1].up.weight.grad)[0] = INF
+    return refusal(clip_grad_norm_, model.parameters(), 1.0, error_if_nonfinite=True)
+
+
+def test_parameters_of_a_list_are_named_as_well_as_can_be(world1: World) -> None:
+    assert "On this rank it comes from parameter 1." in world1.run(nameless)[0]
+    assert "On this rank it comes from blocks.1.up.weight." in world1.run(named_by_their_shards)[0]
+
+
+# --- what is refused, and what is not ---------------------------------------------------------------
+
+
+def deferred(layout: Layout, setter: str) -> dict[str, Any]:
+    model = tower(layout, even_tower)
+    found: dict[str, Any] = {}
+    getattr(model, setter)(False)
+    mean_of_squares(model, layout_inputs(layout, 0)).backward()
+    found["clip"] = refusal(clip_grad_norm_, model.parameters(), 1.0)
+    found["by_module"] = refusal(grad_norms_by_module, model)
+    model.zero_grad(set_to_none=False)  # nothing waits any more
+    found["zeroed"] = clip_grad_norm_(model, 1.0).item()
+    mean_of_squares(model, layout_inputs(layout, 0)).backward()
+    getattr(model, setter)(True)
+    mean_of_squares(model, layout_inputs(layout, 1)).backward()
+    found["synchronised"] = clip_grad_norm_(model, 1.0).item()
+    return found
+
+
+@pytest.mark.parametrize("setter", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+def test_gradients_that_wait_to_be_reduced_are_not_overlooked(world4: World, setter: str) -> None:
+    plain = tower(None, even_tower)
+    for step in (0, 1):
+        mean_of_squares(plain, layout_inputs(None, step)).backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item()
+    first, *others = world4.run(deferred, SQUARE, setter)
+    assert others == [first] * 3
+    assert first["zeroed"] == 0.0
+    assert first["synchronised"] == pytest.approx(norm, rel=1e-12)
+    assert first["by_module"] == first["clip"].replace("clip_grad_norm_", "grad_norms_by_module")
+    if setter == "set_requires_gradient_sync":
+        assert_expected_inline(
+            first["clip"],
+            """RuntimeError: clip_grad_norm_: inlet.weight: gradients of backward passes without synchronisation (no_sync, set_requires_gradient_sync(False), set_requires_all_reduce(False)) wait to be reduced; .grad does not contain them yet, so that they would escape the norm. Clip after the synchronised backward.""",
+        )
+
+
+def of_the_wrong_kind(kind: str) -> str:
+    (param,) = params_of([Given((4, 2), LINES[2], ROWS)])
+    if kind == "plain":
+        param.grad = torch.zeros(4, 2, dtype=torch.float64)
+    else:
+        (other,) = params_of([Given((4, 2), Layout((1, 2)), (Replicate(), Shard(0)))])
+        param.grad = other.grad
+    return refusal(clip_grad_norm_, param, 1.0)
+
+
+def test_a_gradient_off_the_mesh_of_its_parameter_is_refused(world2: World) -> None:
+    for kind, what in (("plain", "a plain tensor"), ("other", "on DeviceMesh")):
+        for text in world2.run(of_the_wrong_kind, kind):
+            assert text.startswith(f"RuntimeError: clip_grad_norm_: parameter 0: .grad is {what}")
+
+
+def clipped_before_sharding() -> str:
+    model = even_tower()
+    params = list(model.parameters())
+    for module in [*model.blocks, model]:
+        fully_shard(module, mesh=LINES[1].mesh())
+    return refusal(clip_grad_norm_, params, 1.0)
+
+
+def test_parameters_from_before_fully_shard_are_refused(world1: World) -> None:
+    assert "inlet.weight: this is the" in world1.run(clipped_before_sharding)[0]
+
+
+PARAM = nn.Parameter(torch.zeros(2))
+WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+    ((3, 1.0), {}, "TypeError: clip_grad_norm_: expected a module, a parameter or an iterable of parameters"),
+    ((None, 1.0), {}, "TypeError: clip_grad_norm_: expected a module"),
+    (([PARAM, "x"], 1.0), {}, "TypeError: clip_grad_norm_: at [1] of the iterable is a str"),
+    (({"w": PARAM}, 1.0), {}, "TypeError: clip_grad_norm_: at [0] of the iterable is a str"),
+    ((nn.Linear(1, 1).named_parameters(), 1.0), {}, "TypeError: clip_grad_norm_: at [0] of the iterable is a"),
+    (([PARAM], "1"), {}, "TypeError: clip_grad_norm_: max_norm is '1', a str"),
+    (([PARAM], None), {}, "TypeError: clip_grad_norm_: max_norm is None"),
+    (([PARAM], True), {}, "TypeError: clip_grad_norm_: max_norm is True"),
+    (([PARAM], -1.0), {}, "ValueError: clip_grad_norm_: max_norm is -1.0"),
+    (([PARAM], math.nan), {}, "ValueError: clip_grad_norm_: max_norm is nan"),
+    (([PARAM], torch.tensor(math.nan)), {}, "ValueError: clip_grad_norm_: max_norm is nan"),
+    (([PARAM], torch.ones(2)), {}, "ValueError: clip_grad_norm_: max_norm is a tensor of shape (2,)"),
+    (([PARAM], 1.0, 0), {}, "ValueError: clip_grad_norm_: norm_type is 0"),
+    (([PARAM], 1.0, -INF), {}, "ValueError: clip_grad_norm_: norm_type is -inf"),
+    (([PARAM], 1.0, math.nan), {}, "ValueError: clip_grad_norm_: norm_type is nan"),
+    (([PARAM], 1.0, "fro"), {}, "ValueError: clip_grad_norm_: norm_type is 'fro'"),
+    (([PARAM], 1.0, None), {}, "ValueError: clip_grad_norm_: norm_type is None"),
+    (([PARAM], 1.0, True), {}, "ValueError: clip_grad_norm_: norm_type is True"),
+    (([PARAM], 1.0), {"foreach": 1}, "TypeError: clip_grad_norm_: foreach is 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("args", "kwargs", "text"), WRONG, ids=[text for *_, text in WRONG])
+def test_arguments_that_cannot_be_meant_are_refused(args: Any, kwargs: Any, text: str) -> None:
+    assert refusal(clip_grad_norm_, *args, **kwargs).startswith(text)
+
+
+def test_norms_by_module_refuse_the_same() -> None:
+    assert refusal(grad_norms_by_module, [PARAM]).startswith(
+        "TypeError: grad_norms_by_module: model is a list"
+    )
+    assert refusal(grad_norms_by_module, nn.Linear(1, 1), norm_type=-1).startswith(
+        "ValueError: grad_norms_by_module: norm"
+    )
+
+
+def with_gradients(*values: float | None) -> list[nn.Parameter]:
+    params = [nn.Parameter(torch.zeros(1)) for _ in values]
+    for param, value in zip(params, values, strict=True):
+        param.grad = None if value is None else torch.tensor([value])
+    return params
+
+
+def test_whatever_holds_parameters_is_taken() -> None:
+    """A tensor, iterables, those that can be read once, repeated parameters, ones without gradients."""
+    a, b, lacks = with_gradients(3.0, 4.0, None)
+    assert clip_grad_norm_(a, INF) == 3
+    assert clip_grad_norm_([a, b, a, lacks, b], INF) == 5
+    assert clip_grad_norm_((param for param in (a, b)), torch.tensor([2.5]), norm_type="2") == 5
+    assert a.grad.item() == pytest.approx(1.5)
+    assert b.grad.item() == pytest.approx(2.0)
+    for nothing in ([], (), iter([]), [lacks], nn.Identity(), nn.Linear(1, 1).requires_grad_(False)):
+        norm = clip_grad_norm_(nothing, 1.0, error_if_nonfinite=True)
+        assert torch.equal(norm, torch.tensor(0.0))
+        assert norm.dtype == torch.float32
+    assert grad_norms_by_module(nn.Linear(1, 1).requires_grad_(False)) == {}
+
+
+def test_inf_as_limit_measures_and_changes_nothing() -> None:
+    params = with_gradients(INF, 1.0)
+    assert clip_grad_norm_(params, INF) == INF
+    assert [param.grad.item() for param in params] == [INF, 1.0]
+
+
+def embedded(is_sharded: bool, kind: Any) -> dict[str, Any]:
+    torch.manual_seed(1234)
+    embed = nn.Embedding(9, 4, sparse=is_sharded).double()
+    embed(torch.tensor([1, 5, 1, 1])).pow(2).sum().backward()
+    (other,) = params_of([Given((5, 3), LINES[2], ROWS)], is_sharded)
+    clip = clip_grad_norm_ if is_sharded else nn.utils.clip_grad_norm_
+    norm = clip([embed.weight, other], 0.5, kind)
+    gradient = embed.weight.grad
+    assert gradient.is_sparse == is_sharded
+    return {"norm": norm, "embed": gradient.to_dense(), "other": full(other.grad)}
+
+
+@pytest.mark.parametrize("kind", [1, 2.0, INF])
+def test_sparse_gradients_are_clipped_as_dense_ones(world2: World, kind: Any) -> None:
+    """Row 1 has three terms, which only their sum has the norm of."""
+    assert_all_same(world2.run(embedded, True, kind), embedded(False, kind))
+
+
+# --- norms by module ------------------------------------------------------------------------------
+
+
+def by_module(layout: Layout | None, build: Callable[[], nn.Module]) -> list[dict[str, float]]:
+    model = tower(layout, build)
+    model.blocks[0].up.requires_grad_(False)
+    mean_of_squares(model, layout_inputs(layout, 0)).backward()
+    return [sharded_by_module(model, kind) if layout else plainly_by_module(model, kind) for kind in KINDS]
+
+
+def sharded_by_module(model: nn.Module, kind: Any) -> dict[str, float]:
+    with Wire() as wire:
+        norms = grad_norms_by_module(model, norm_type=kind)
+    assert len(wire.calls) == 1
+    assert norms[""] == pytest.approx(clip_grad_norm_(model, INF, kind).item(), rel=1e-14)
+    return norms
+
+
+def plainly_by_module(model: nn.Module, kind: Any) -> dict[str, float]:
+    found = {}
+    for name, module in model.named_modules():
+        gradients = [p.grad.flatten() for p in module.parameters() if p.grad is not None]  # each once
+        if gradients:
+            found[name] = torch.linalg.vector_norm(torch.cat(gradients), float(kind)).item()
+    return found
+
+
+@pytest.mark.parametrize(("layout", "build"), [(LINES[4], even_tower), (SQUARE, Tied)], ids=str)
+def test_each_module_has_the_norm_of_what_is_inside(
+    world4: World, layout: Layout, build: Callable[[], nn.Module]
+) -> None:
+    expected = by_module(None, build)
+    first, *others = world4.run(by_module, layout, build)
+    assert others == [first] * 3
+    for found, wanted in zip(first, expected, strict=True):
+        assert list(found) == list(wanted)
+        assert found == pytest.approx(wanted, rel=1e-12)
+        assert "blocks.0.up" not in found
+        assert build is even_tower or found["embed"] == found["head"] > 0
+
+
+def everything_by_module(layout: Layout | None) -> dict[str, float]:
+    model = everything(layout)
+    mean_of_squares(model, layout_inputs(layout, 0)).backward()
+    if layout is not None:
+        return grad_norms_by_module(model)
+    return plainly_by_module(model, 2)
+
+
+def test_modules_on_different_meshes_have_their_norms(world4: World) -> None:
+    expected = everything_by_module(None)
+    first, *others = world4.run(everything_by_module, TWO_D)
+    assert others == [first] * 3
+    assert first == pytest.approx(expected, rel=1e-10)
+
+
+def test_modules_without_gradients_have_norm_zero() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Tanh())
+    model[1](torch.ones(1)).backward()
+    norms = grad_norms_by_module(model)
+    assert norms == pytest.approx({"": math.sqrt(2), "0": 0.0, "1": math.sqrt(2)})
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+def clipped_on_the_gpu() -> dict[str, Any]:
+    dist.destroy_process_group()
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
+    torch.manual_seed(1234)
+    model = even_tower().double().cuda()
+    mesh = dist.device_mesh.init_device_mesh("cuda", (1,))
+    fully_shard(model.blocks[0], mesh=mesh, offload_policy=shardwise.CPUOffloadPolicy())
+    fully_shard(model, mesh=mesh)
+    mean_of_squares(model, random_batch(0, 12).cuda()).backward()
+    norm = clip_grad_norm_(model, 0.1)
+    assert norm.device.type == "cuda"
+    assert model.blocks[0].up.weight.grad.to_local().device.type == "cpu"
+    return {"norm": norm.cpu()} | {name: value.cpu() for name, value in gradients_of(model).items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_f38_gradients_on_device_and_host_are_clipped_together(world1: World) -> None:
+    plain = tower(None, even_tower)
+    mean_of_squares(plain, random_batch(0, 12)).backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    ranks = world1.run(clipped_on_the_gpu, timeout=120)
+    world1.close()
+    assert_all_same(ranks, {"norm": norm} | gradients_of(plain))

@@ -1,0 +1,247 @@
+"""Ranks begin with one model: what they cut is compared at the first forward, or made equal before.
+
+The reference is plain PyTorch with the weights of the first rank.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from harness import World
+from meshed import Layout, device_mesh, refusal
+from models import Tower, random_batch
+from reference import mean_of_squares
+from refusals import wrapped
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise import fully_shard, load_full_state_dict, shard_model
+from shardwise.init.initialise import materialize
+
+SQUARE = Layout((2, 2))
+
+
+def tower(seed: int) -> Any:
+    torch.manual_seed(seed)
+    return Tower().double()
+
+
+def sharded(model: Any, **options: Any) -> Any:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def step(model: nn.Module) -> None:
+    mean_of_squares(model, random_batch(0, 4)).backward()
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value.detach().clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+def assert_values(ranks: list[dict[str, Tensor]], want: dict[str, Tensor]) -> None:
+    for found in ranks:
+        assert found.keys() == want.keys()
+        for name, value in want.items():
+            assert torch.equal(found[name], value), name
+
+
+# --- compared -------------------------------------------------------------------------------------
+
+
+def apart(seeds: tuple[int, ...], shape: tuple[int, ...], strategy: str | None) -> list[str]:
+    """What is told where ranks draw from their own seeds; and that each forward says so again."""
+    model = tower(seeds[dist.get_rank()])
+    mesh = device_mesh(shape, ("replicate", "shard")[-len(shape) :])
+    if strategy is None:
+        sharded(model, mesh=mesh)
+    else:
+        shard_model(model, strategy=strategy, mesh=mesh)
+    told = [refusal(step, model), refusal(step, model)]
+    with torch.no_grad():
+        model(random_batch(0, 4))  # nothing is compared, and nothing raised
+    return told
+
+
+def test_f16_weights_of_one_rank_alone_are_refused_at_the_first_forward(world2: World) -> None:
+    first, second = world2.run(apart, (0, 1), (2,), None)
+    assert first == second
+    assert first[0] == first[1]
+    assert_expected_inline(
+        wrapped(first[0]),
+        """\
+RuntimeError: inlet.weight and 13 more: the values on ranks [1]
+differed from those on ranks [0] when fully_shard cut them. Each rank
+keeps its own part, so the parameter would be put together from
+different models. Seed or load all ranks alike before fully_shard; or
+pass it (or shard_model) sync_module_states=True, which sends around
+the values of the first rank; or give all ranks their values between
+fully_shard and the first forward (load_full_state_dict,
+load_checkpoint). check_equal_weights=False compares nothing.""",
+    )
+    for strategy in ("zero1", "zero2"):
+        assert world2.run(apart, (0, 1), (2,), strategy) == [first, first]
+
+
+@pytest.mark.parametrize("seeds", [(0, 1, 0, 1), (0, 0, 0, 3)], ids=str)
+def test_f16_hybrid_meshes_name_the_ranks_on_either_side(world4: World, seeds: tuple[int, ...]) -> None:
+    ranks = world4.run(apart, seeds, (2, 2), None)
+    assert ranks == [ranks[0]] * 4
+    unlike = [rank for rank, seed in enumerate(seeds) if seed]
+    alike = [rank for rank, seed in enumerate(seeds) if not seed]
+    expected = f": the values on ranks {unlike} differed from those on ranks {alike} when"
+    assert ranks[0][0].startswith("RuntimeError: inlet.weight and ")
+    assert expected in ranks[0][0]
+
+
+def one_element() -> list[str]:
+    """A difference that only one rank keeps, in one bias."""
+    found = []
+    for holder in range(dist.get_world_size()):
+        model = tower(0)
+        with torch.no_grad():
+            if dist.get_rank() == 0:
+                model.blocks[1].up.bias[-1 if holder else 0] += 1e-9
+        found.append(refusal(step, sharded(model)))
+    return found
+
+
+def test_one_element_is_found_whoever_keeps_it(world2: World) -> None:
+    first, second = world2.run(one_element)
+    assert first == second
+    for text in first:
+        assert text.startswith(
+            "RuntimeError: blocks.1.up.bias: the values on ranks [1] differed from those on"
+        )
+
+
+def given_values_later(how: str) -> dict[str, Tensor]:
+    """Other values on every rank before sharding, the same on all after it: as checkpoints are loaded."""
+    wanted = tower(7).state_dict()
+    model = sharded(tower(dist.get_rank()))
+    if how == "load_state_dict":
+        model.load_state_dict(wanted)
+    elif how == "assign":
+        model.load_state_dict(wanted, assign=True)
+    elif how == "load_full_state_dict":
+        load_full_state_dict(model, wanted if dist.get_rank() == 0 else {})
+    else:
+        for name, param in model.named_parameters():
+            local = param.to_local()
+            rows = torch.chunk(wanted[name], dist.get_world_size())
+            mine = rows[dist.get_rank()] if dist.get_rank() < len(rows) else wanted[name][:0]
+            if how == "data":
+                local.data.copy_(mine)
+            else:
+                with torch.no_grad():
+                    local.copy_(mine)
+    step(model)
+    return values(model)
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "assign", "load_full_state_dict", "data", "copy"])
+def test_weights_that_are_loaded_after_sharding_may_have_begun_apart(world4: World, how: str) -> None:
+    assert_values(world4.run(given_values_later, how), tower(7).state_dict())
+
+
+def not_compared() -> list[str]:
+    """Where nothing is to be compared: the flag, no values yet, and values that one rank had right."""
+    rank = dist.get_rank()
+    step(sharded(tower(rank), check_equal_weights=False))
+    step(shard_model(tower(rank), strategy="ddp", check_equal_weights=False))
+    with torch.device("meta"):
+        model = sharded(Tower().double())
+    torch.manual_seed(rank)
+    step(materialize(model))
+    # Loaded where rank 0 had these values already, and parts of it are constant or empty.
+    model = nn.Sequential(nn.Linear(8, 2), nn.LayerNorm(2), nn.Linear(2, 1)).double()
+    torch.manual_seed(7 if rank == 0 else rank)
+    for param in model.parameters():
+        nn.init.normal_(param)
+    torch.manual_seed(7)
+    wanted = {name: nn.init.normal_(torch.empty_like(p)) for name, p in model.named_parameters()}
+    fully_shard(model)
+    model.load_state_dict(wanted)
+    model(random_batch(0, 4)).sum().backward()
+    return [refusal(fully_shard, nn.Linear(2, 2), check_equal_weights=1)]
+
+
+def test_what_is_not_to_be_compared_is_not(world4: World) -> None:
+    assert (
+        world4.run(not_compared)
+        == [["TypeError: fully_shard: check_equal_weights is 1, a int; pass True or False."]] * 4
+    )
+
+
+def what_stays() -> list[Any]:
+    model = sharded(tower(0))
+    params = [
+        p for m in model.modules() if (g := vars(m).get("_shardwise_member")) for p in g.group.shards.params
+    ]
+    before = sum(param.initial_checksums is not None for param in params)
+    step(model)
+    return [before == len(params), sum(param.initial_checksums is not None for param in params)]
+
+
+def test_checksums_are_dropped_once_they_were_equal(world2: World) -> None:
+    assert world2.run(what_stays) == [[True, 0]] * 2
+
+
+# --- made equal -----------------------------------------------------------------------------------
+
+
+class WithBuffer(Tower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.randn(3))
+
+
+def synced(shape: tuple[int, ...], strategy: str | None, others_on_meta: bool) -> dict[str, Tensor]:
+    torch.manual_seed(dist.get_rank())
+    with torch.device("meta" if others_on_meta and dist.get_rank() else "cpu"):
+        model: Any = WithBuffer().double()
+    mesh = device_mesh(shape, ("replicate", "shard")[-len(shape) :])
+    if strategy is None:
+        sharded(model, mesh=mesh, sync_module_states=True)
+    else:
+        shard_model(model, strategy=strategy, mesh=mesh, sync_module_states=True)
+    step(model)
+    return values(model)
+
+
+def of_rank_0() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return WithBuffer().double().state_dict()
+
+
+@pytest.mark.parametrize("others_on_meta", [False, True])
+def test_sync_module_states_spreads_what_the_first_rank_has(world2: World, others_on_meta: bool) -> None:
+    for strategy in (None, "ddp", "zero2"):
+        assert_values(world2.run(synced, (2,), strategy, others_on_meta), of_rank_0())
+
+
+def test_sync_module_states_reaches_all_of_a_hybrid_mesh(world4: World) -> None:
+    assert_values(world4.run(synced, (2, 2), None, True), of_rank_0())
+
+
+def unlike_models() -> list[str]:
+    narrow = nn.Linear(2, 2 + dist.get_rank())
+    with torch.device("meta" if dist.get_rank() == 0 else "cpu"):
+        empty = nn.Linear(2, 2)
+    return [refusal(fully_shard, m, sync_module_states=True) for m in (narrow, empty)]
+
+
+def test_sync_module_states_refuses_models_that_do_not_fit(world2: World) -> None:
+    first, second = world2.run(unlike_models)
+    assert first == second
+    assert (
+        "sync_module_states=True: rank 1 has 2 tensors to shard and the first rank 2; they differ at"
+        in first[0]
+    )
+    assert "weight is on the meta device on the first rank of the mesh, which is to send it" in first[1]

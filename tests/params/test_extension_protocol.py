@@ -1,0 +1,331 @@
+"""What tensor subclasses may rely on while they gather themselves.
+
+Classes that were written for torch's fully_shard keep a scale beside the bytes that travel and refresh it in
+place, pad uneven shards, ask the mesh how many ranks share a weight, begin on the meta device, or are no
+classes at all but methods put on single tensors. The reference is plain training with the same rounding.
+"""
+
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from harness import World
+from models import WIDTH, random_batch
+from reference import mean_of_squares
+from scenario import Side, assert_same
+from tensor_subclasses import Wrapper
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from shardwise import DataParallelMeshDims, fully_shard, materialize
+
+# --- the classes ----------------------------------------------------------------------------------
+
+
+def scale_of(highest: Tensor) -> Tensor:
+    return highest / 127
+
+
+class Coded(Wrapper):
+    """A full weight: int8 codes that travelled, and a scale beside them that did not."""
+
+    inner = ("_codes",)
+    scale: Tensor
+
+    @classmethod
+    def of(cls, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> "Coded":
+        made = cls(codes, dtype=dtype)
+        made.scale = scale
+        return made
+
+    def values(self) -> Tensor:  # type: ignore[override]
+        return self._codes.to(self.dtype) * self.scale
+
+    def keeping_class(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = super().keeping_class(func, args, kwargs)
+        for each in out if isinstance(out, list) else [out]:
+            each.scale = self.scale
+        return out
+
+
+class Scaled(Wrapper):
+    """Trained in full precision; travels as int8 with one scale, which all ranks that share it agree on."""
+
+    inner = ("_master",)
+    pads = False
+    asked: list[tuple[int, int]] = []  # noqa: RUF012 (size and dims of the mesh, one list a process)
+
+    def values(self) -> Tensor:  # type: ignore[override]
+        return self._master
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        return args[0] if func._schema.name.endswith("_") and isinstance(args[0], cls) else result
+
+    def keeping_class(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch.ops.aten.copy_.default and type(args[1]) is Tensor:
+            self._master.copy_(args[1])
+            return self
+        return super().keeping_class(func, args, kwargs)
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        Scaled.asked.append((mesh.size(), mesh.ndim))
+        highest = self._master.abs().amax() if self._master.numel() else self._master.new_zeros(())
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=mesh.get_group())
+        codes = (self._master / scale_of(highest)).round().to(torch.int8)
+        if self.pads:
+            chunk = -(-outer_size[0] // mesh.size())
+            codes = F.pad(codes, (0, 0, 0, chunk - len(codes)))
+        return (codes,), (scale_of(highest),)
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        ((codes,), (scale,)) = outputs, metadata
+        if out is not None:
+            out.scale = scale
+            return None
+        return Coded.of(codes, scale, param_dtype), (codes,)
+
+
+class Padded(Scaled):
+    pads = True
+
+
+class _RoundAsCoded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        scale = scale_of(weight.abs().amax())
+        return (weight / scale).round() * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0]
+
+
+class CodedLinear(nn.Linear):
+    """A linear layer that computes with what has travelled; plainly, with the same rounding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight if rounds_itself(self.weight) else _RoundAsCoded.apply(self.weight)
+        return F.linear(x, weight, self.bias)
+
+
+def rounds_itself(weight: Any) -> bool:
+    return isinstance(weight, Coded)
+
+
+def model_of(side: Side, kind: type[Scaled], rows: int, device: str = "cpu") -> nn.Module:
+    with torch.device(device):
+        torch.manual_seed(1)
+        model = nn.Sequential(
+            CodedLinear(WIDTH, rows, dtype=torch.float64),
+            nn.Tanh(),
+            CodedLinear(rows, rows, dtype=torch.float64),
+            nn.Linear(rows, 1, dtype=torch.float64),
+        )
+    for layer in (model[0], model[2]) if side.is_sharded else ():
+        layer.weight = nn.Parameter(kind(layer.weight.detach()))
+    return model
+
+
+def train(side: Side, model: nn.Module) -> None:
+    """Large steps, so that scales change from one to the next."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = mean_of_squares(model, side.inputs(step))
+        loss.backward()
+        side.note_mean("loss", loss)
+        side.note_gradients(model)
+        optimizer.step()
+        with torch.inference_mode():
+            side.note_rows("evaluation", model(side.inputs(9 + step)))
+
+
+# --- what it carries beside its data --------------------------------------------------------------
+
+
+def refreshed(side: Side, reshard: bool) -> None:
+    model = model_of(side, Scaled, 6)
+    side.shard(model[2], model, reshard_after_forward=reshard)
+    train(side, model)
+
+
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_scale_that_each_gather_refreshes_is_what_the_module_computes_with(
+    world: World, reshard: bool
+) -> None:
+    assert_same(world, refreshed, reshard)
+
+
+# --- padding, and meshes --------------------------------------------------------------------------
+
+MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...] | None, Any, int]] = {
+    "hybrid": ((2, 2), ("dp_r", "dp_s"), None, 2),
+    "hybrid without names": ((2, 2), None, None, 2),
+    "sharded over both": ((2, 2), ("a", "b"), DataParallelMeshDims(shard=("a", "b")), 4),
+    "only replicated": ((4,), ("dp",), DataParallelMeshDims(replicate="dp"), 1),
+}
+
+
+def over_meshes(side: Side, rows: int) -> None:
+    for shape, names, dims, sharing in MESHES.values():
+        model = model_of(side, Padded, rows)
+        if side.is_sharded:
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            Scaled.asked.clear()
+            side.shard(model[2], model, mesh=mesh, dp_mesh_dims=dims)
+        train(side, model)
+        if side.is_sharded:
+            assert set(Scaled.asked) == {(sharing, 1)}
+
+
+@pytest.mark.parametrize("rows", [5, 8])
+def test_the_padding_is_cut_and_the_mesh_is_of_the_ranks_that_share(world4: World, rows: int) -> None:
+    assert_same(world4, over_meshes, rows)
+
+
+def wrong_shape() -> str:
+    model = model_of(Side(is_sharded=True), Scaled, 6)
+    fully_shard(model, shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    with pytest.raises(RuntimeError) as caught:
+        model(random_batch(0, 4))
+    return str(caught.value)
+
+
+def test_a_result_of_another_shape_is_refused(world2: World) -> None:
+    first, second = world2.run(wrong_shape)
+    assert first == second
+    assert_expected_inline(
+        first,
+        """0.weight: Scaled.fsdp_post_all_gather returned shape (12, 4), where a tensor of shape (6, 8) is expected, or one with more rows, which are cut off. Shards are parts along dim 1; outputs are those along dim 0. Return a tensor of the shape of the whole parameter.""",
+    )
+
+
+# --- values that come late ------------------------------------------------------------------------
+
+
+def materialized(side: Side) -> None:
+    model = model_of(side, Padded, 5, "meta")
+    side.shard(model[2], model)
+    torch.manual_seed(3)
+    if side.is_sharded:
+        materialize(model)
+    else:
+        model.to_empty(device="cpu")
+        for layer in (model[0], model[2], model[3]):
+            layer.reset_parameters()
+    train(side, model)
+
+
+def emptied_and_loaded(side: Side) -> None:
+    model = model_of(side, Padded, 5, "meta")
+    side.shard(model[2], model)
+    source = side.shard(model_of(side, Padded, 5))
+    model.to_empty(device="cpu")
+    model.load_state_dict(source.state_dict())
+    train(side, model)
+
+
+@pytest.mark.parametrize("begin", [materialized, emptied_and_loaded])
+def test_weights_that_gather_themselves_may_begin_on_the_meta_device(world2: World, begin: Any) -> None:
+    assert_same(world2, begin)
+
+
+# --- methods of single tensors --------------------------------------------------------------------
+
+
+def pre(self: Tensor, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+    assert type(self) is Tensor
+    return (self.bfloat16(),), tuple(outer_size)
+
+
+def post(self: Tensor, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+    (low,) = outputs
+    if out is None:
+        full = low.to(param_dtype)
+        return full, (low, full)
+    assert out.shape == metadata
+    out.copy_(low)
+    return None
+
+
+class _Round(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.bfloat16().to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0]
+
+
+class LowLinear(nn.Linear):
+    """Rounded by whoever gathers it; plainly, by itself."""
+
+    rounds = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, _Round.apply(self.weight) if self.rounds else self.weight, self.bias)
+
+
+def give_methods(tensor: Any) -> None:
+    tensor.fsdp_pre_all_gather = MethodType(pre, tensor)
+    tensor.fsdp_post_all_gather = MethodType(post, tensor)
+
+
+def low_model(side: Side) -> nn.Module:
+    torch.manual_seed(1)
+    model = nn.Sequential(LowLinear(WIDTH, 5), nn.Tanh(), LowLinear(5, 5), nn.Linear(5, 1)).double()
+    for layer in (model[0], model[2]):
+        layer.rounds = not side.is_sharded
+    return model
+
+
+def told_after_sharding(side: Side) -> None:
+    model = low_model(side)
+    side.shard(model[2], model, reshard_after_forward=True)
+    for layer in (model[0], model[2]) if side.is_sharded else ():
+        give_methods(layer.weight._local_tensor)
+    train(side, model)
+
+
+def test_methods_put_on_local_tensors_are_called(world2: World) -> None:
+    assert_same(world2, told_after_sharding)
+
+
+def told_wrongly() -> tuple[str, str]:
+    side = Side(is_sharded=True)
+    model = side.shard(low_model(side))
+    local: Any = model[0].weight._local_tensor
+    local.fsdp_pre_all_gather = MethodType(pre, local)
+    with pytest.raises(TypeError) as half:
+        model(random_batch(0, 4))
+    give_methods(local)
+    model(random_batch(0, 4))
+    model.load_state_dict(model.state_dict(), assign=True)
+    with pytest.raises(RuntimeError) as lost:  # once another bucket's gather was issued
+        model(random_batch(0, 4))
+    dist.all_reduce(torch.ones(1))
+    return str(half.value), str(lost.value)
+
+
+def test_half_of_the_methods_or_lost_ones_are_an_error(world2: World) -> None:
+    first, second = world2.run(told_wrongly)
+    assert first == second
+    assert_expected_inline(
+        "\n".join(first),
+        """\
+0.weight holds a Tensor, which has fsdp_pre_all_gather but no fsdp_post_all_gather; a gather needs both. Add it to the class, or to the tensor that has the other.
+0.weight: its shard was replaced by a Tensor without fsdp_pre_all_gather and fsdp_post_all_gather, by which its group gathers it. Methods that were put on a tensor stay with that tensor: put them on the new local tensor as well, or on its class.""",
+    )

@@ -1,0 +1,265 @@
+"""Weights that travel in a form of their own: the protocol of tensor subclasses.
+
+A subclass says what of its shard is gathered (`fsdp_pre_all_gather`) and makes the full weight out of what
+came (`fsdp_post_all_gather`), into the same memory from the second time on. The three here are what
+quantisation libraries have: bytes with a scale for each row, a float32 weight that travels in low precision,
+and one that wants to know all about its surroundings.
+
+Rows divide by the number of ranks, or do not; what arrives has the rows of the whole weight, no padding.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from harness import World
+from models import WIDTH, random_batch
+from reference import mean_of_squares
+from scenario import Side, assert_same
+from tensor_subclasses import Journal, KnowsAll, RowScaled, Stack, TravelsLow, Wrapper
+from torch import Tensor, nn
+
+from shardwise import MixedPrecisionPolicy, fully_shard
+from shardwise.comm import buffers
+
+any_world = pytest.mark.parametrize("world", [1, 2, 4], indirect=True)
+any_rows = pytest.mark.parametrize(
+    "rows", [8, 5], ids=["even", "uneven"]
+)  # 5 rows leave the last of 4 ranks none
+any_reshard = pytest.mark.parametrize("reshard", [True, False])
+
+
+def stack(side: Side, kind: type[Wrapper], rows: int) -> nn.Module:
+    torch.manual_seed(1)
+    return Stack(kind, rows, side.is_sharded)
+
+
+def plain_of(value: Any) -> Any:
+    """The values of a special weight, sharded or not."""
+    if hasattr(value, "to_local"):
+        local = value.to_local()
+        if isinstance(local, Wrapper):
+            return local.values()
+    return value
+
+
+def note_all(side: Side, model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if name.endswith("0.weight"):
+            side.note_rows(name, plain_of(param).detach())
+        else:
+            side.note(name, param)
+
+
+def train(side: Side, kind: type[Wrapper], rows: int, reshard: bool) -> None:
+    Journal.entries.clear()
+    model = stack(side, kind, rows)
+    side.shard_tower(model, reshard_after_forward=reshard)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        for microbatch in range(2):
+            side.sync(model, microbatch == 1)
+            loss = mean_of_squares(model, side.inputs(2 * step + microbatch))
+            loss.backward()
+            side.note_mean("loss", loss)
+        side.note_gradients(model)
+        optimizer.step()
+        note_all(side, model)
+    with torch.no_grad():
+        side.note_rows("evaluation", model(side.inputs(9)))
+    if side.is_sharded and kind is not KnowsAll:
+        check_journal(side, rows)
+
+
+def check_journal(side: Side, rows: int) -> None:
+    pre, post = Journal.of("pre"), Journal.of("post")
+    chunk = -(-rows // side.world)
+    mine = max(0, min(chunk, rows - side.rank * chunk))
+    assert pre
+    assert post
+    assert {(entry["size"], entry["ndim"]) for entry in pre} == {(side.world, 1)}
+    assert {entry["rows"] for entry in pre} <= {mine, chunk}, "the shard comes as it is, or padded"
+    assert all(set(entry["rows"]) == {rows} for entry in post), "what arrives has the rows of the whole"
+    assert [entry["again"] for entry in post].count(False) == 2, "each weight is made once"
+
+
+@pytest.mark.thin(3)
+@any_reshard
+@any_rows
+@any_world
+def test_frozen_bytes_and_scales_are_gathered_together(world: World, rows: int, reshard: bool) -> None:
+    assert_same(world, train, RowScaled, rows, reshard)
+
+
+@pytest.mark.thin(3)
+@any_reshard
+@any_rows
+@any_world
+def test_a_weight_that_travels_in_low_precision_is_trained_in_full(
+    world: World, rows: int, reshard: bool
+) -> None:
+    assert_same(world, train, TravelsLow, rows, reshard)
+
+
+@pytest.mark.thin(3)
+@any_reshard
+@any_rows
+@any_world
+def test_a_weight_that_knows_its_surroundings_is_trained(world: World, rows: int, reshard: bool) -> None:
+    assert_same(world, train, KnowsAll, rows, reshard)
+
+
+def what_it_knows(rows: int) -> tuple[list[Any], list[Any], str]:
+    Journal.entries.clear()
+    torch.manual_seed(1)
+    model: Any = Stack(KnowsAll, rows, True)
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    mean_of_squares(model, random_batch(0, 4).float()).backward()
+    grad = model.blocks[0][0].weight.grad.to_local()
+    facts = [(e["outer"], e["module"], e["policy"]) for e in Journal.of("pre")]
+    return facts, [e["dtype"] for e in Journal.of("post")], f"{grad.dtype} {tuple(grad.shape)}"
+
+
+@any_rows
+def test_the_long_protocol_is_told_size_module_and_policy(world2: World, rows: int) -> None:
+    for rank, (facts, dtypes, grad) in enumerate(world2.run(what_it_knows, rows)):
+        policy = (torch.float32, torch.float64)
+        assert {fact[0] for fact in facts} == {((rows, WIDTH), (WIDTH, 1))}
+        assert {fact[1] for fact in facts} == {("Layer", "layer 0"), ("Layer", "layer 1")}
+        assert {fact[2] for fact in facts} == {policy}
+        assert set(dtypes) == {torch.float32}
+        chunk = -(-rows // 2)
+        assert grad == f"torch.float64 ({(chunk, rows - chunk)[rank]}, {WIDTH})"
+
+
+def memory_between_passes(kind: type[Wrapper], rows: int) -> tuple[list[int], int]:
+    """Bytes of the gathered tensors inside of the full weights, in forward and after backward."""
+    Journal.entries.clear()
+    torch.manual_seed(1)
+    model: Any = Stack(kind, rows, True)
+    seen: list[Tensor] = []
+    sizes: list[int] = []
+
+    def look(module: nn.Module, args: Any) -> None:
+        seen.extend(module.weight.parts)
+        sizes.extend(part.untyped_storage().nbytes() for part in module.weight.parts)
+
+    for block in model.blocks:
+        block[0].register_forward_pre_hook(look)
+        fully_shard(block, reshard_after_forward=True)
+    fully_shard(model)
+    for step in range(2):
+        mean_of_squares(model, random_batch(step, 4)).backward()
+    return sizes, sum(part.untyped_storage().nbytes() for part in seen)
+
+
+@pytest.mark.parametrize("kind", [RowScaled, TravelsLow])
+def test_what_was_gathered_for_a_special_weight_is_freed(world2: World, kind: type[Wrapper]) -> None:
+    with_memory = world2.run(memory_between_passes_as_if_large, kind, 512)
+    for sizes, left in with_memory:
+        assert all(size > 0 for size in sizes)
+        assert left == 0
+
+
+def memory_between_passes_as_if_large(kind: type[Wrapper], rows: int) -> tuple[list[int], int]:
+    with mock.patch.object(buffers, "KEPT_ON_HOST_BYTES", 0):  # small buffers may be kept otherwise
+        return memory_between_passes(kind, rows)
+
+
+# --- a state dict, a copy and a change of dtype ---------------------------------------------------
+
+
+def loaded(side: Side, kind: type[Wrapper], rows: int) -> None:
+    """A sharded state dict of special weights goes into another model."""
+    model = side.shard_tower(stack(side, kind, rows))
+    torch.manual_seed(2)
+    other = side.shard_tower(Stack(kind, rows, side.is_sharded))
+    other.load_state_dict(model.state_dict())
+    note_all(side, other)
+    with torch.no_grad():
+        side.note_rows("output", other(side.inputs(0)))
+
+
+@any_rows
+@pytest.mark.parametrize("kind", [RowScaled, TravelsLow])
+def test_special_weights_go_through_a_state_dict(world2: World, kind: type[Wrapper], rows: int) -> None:
+    assert_same(world2, loaded, kind, rows)
+
+
+# --- half a protocol ------------------------------------------------------------------------------
+
+
+class OnlyPre(Wrapper):
+    inner = ("_data",)
+
+    def values(self) -> Tensor:  # type: ignore[override]
+        return self._data
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self._data,), None
+
+
+class OnlyPost(OnlyPre):
+    fsdp_pre_all_gather = None  # type: ignore[assignment]
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        return None
+
+
+class WrongArguments(OnlyPost):
+    def fsdp_pre_all_gather(self, mesh: Any, something: Any) -> Any:  # type: ignore[override]
+        return (self._data,), None
+
+
+def refusal_of(kind: type[Wrapper]) -> str:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = nn.Parameter(kind(torch.ones(4, 4)))
+    before = dict(model.named_parameters())
+    with pytest.raises((TypeError, ValueError)) as caught:
+        fully_shard(model)
+    assert type(model) is nn.Sequential
+    assert all(param is before[name] for name, param in model.named_parameters())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [OnlyPre, OnlyPost, WrongArguments])
+def test_half_a_protocol_is_refused_with_the_parameter(world2: World, kind: type[Wrapper]) -> None:
+    for text in world2.run(refusal_of, kind):
+        for word in ("1.weight", kind.__name__, "fsdp_pre_all_gather"):
+            assert word in text
+
+
+def gather_nothing(self: Any, mesh: Any) -> Any:
+    return (), None
+
+
+def gather_no_tensor(self: Any, mesh: Any) -> Any:
+    return ([1, 2],), None
+
+
+def gather_no_tuple(self: Any, mesh: Any) -> Any:
+    return self._master
+
+
+def error_of_gathering(gather: Callable[..., Any]) -> str:
+    torch.manual_seed(1)
+    model: Any = Stack(type("Strange", (TravelsLow,), {"fsdp_pre_all_gather": gather}), 8, True)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        model(random_batch(0, 4))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("gather", [gather_nothing, gather_no_tensor, gather_no_tuple])
+def test_what_cannot_be_gathered_is_an_error_with_the_parameter(world2: World, gather: Any) -> None:
+    for text in world2.run(error_of_gathering, gather):
+        for word in ("0.weight", "fsdp_pre_all_gather"):
+            assert word in text

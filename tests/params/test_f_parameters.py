@@ -1,0 +1,719 @@
+"""FAILURES.md, the rows about parameters: what they carry, what replaces them, what they turn into.
+
+Scripts run plainly and sharded (scenario.py). Where computing in low precision, every rank works on
+the whole batch: the mean of equal numbers is exact, so that even bfloat16 agrees to the bit.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from failure_models import Chain, Constrained, LoraLinear, MixedBlock, Recurrent, Tied, block, built
+from harness import World
+from models import even_tower, random_batch, uneven_tower
+from reference import adamw, mean_of_squares
+from scenario import BATCH_SIZE, Side, assert_same
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from shardwise import CommPolicy, fully_shard
+
+RESHARD = [None, True, False]
+
+
+def like(param: Tensor, value: Tensor) -> Tensor:
+    """`value`, sharded as `param` is."""
+    if isinstance(param, DTensor):
+        return distribute_tensor(value.to(param.dtype), param.device_mesh, param.placements)
+    return value.to(param.dtype)
+
+
+def values_for(param: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(param.shape, generator=generator, dtype=torch.float64) / 3
+
+
+# --- F08 ------------------------------------------------------------------------------------------
+
+
+class SeesAttributes(nn.Module):
+    """Its forward acts on what the parameter carries, as sequence parallelism does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.weight.factor = 3.0  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight) * self.weight.factor  # type: ignore[attr-defined]
+
+
+def attributes(side: Side, convert: bool) -> None:
+    model = built(Chain, SeesAttributes, block)
+    marked = {"inlet.bias", "blocks.1.norm.weight", "outlet.bias"}
+    for name, param in model.named_parameters():
+        param.no_weight_decay = name in marked  # type: ignore[attr-defined]
+    side.shard_tower(model)
+    if convert:
+        model(side.inputs(0))
+        model.to(torch.float32)
+        side.note("converted", model(side.inputs(0).float()).dtype)
+        model.to(torch.float64)
+    found = {name for name, param in model.named_parameters() if param.no_weight_decay}
+    side.note("marked", sorted(found))
+    decay = [p for p in model.parameters() if not p.no_weight_decay]
+    rest = [p for p in model.parameters() if p.no_weight_decay]
+    groups = [{"params": decay, "weight_decay": 0.5}, {"params": rest, "weight_decay": 0.0}]
+    side.steps(model, torch.optim.AdamW(groups, lr=1e-2), range(3))
+    side.note("marked", sorted(n for n, p in model.named_parameters() if p.no_weight_decay))
+
+
+def test_f08_attributes_stay_on_shards_and_full_parameters(world2: World) -> None:
+    assert_same(world2, attributes, False)
+
+
+def test_f08_attributes_survive_a_change_of_dtype(world2: World) -> None:
+    assert_same(world2, attributes, True, atol=1e-6)  # it went through float32
+
+
+def gradient_hooks(side: Side, convert: bool, late: bool) -> None:
+    """Hooks that scale gradients, put on before sharding or after."""
+    model = built(uneven_tower)
+    seen: list[str] = []
+
+    def hook_all() -> None:
+        model.inlet.weight.register_hook(lambda g: g * 2)
+        model.blocks[0].up.bias.register_hook(lambda g: seen.append("hook"))
+        model.blocks[1].down.weight.register_post_accumulate_grad_hook(halve)
+        model.blocks[2].norm.weight.requires_grad_(False)
+
+    def halve(param: Tensor) -> None:
+        seen.append("post")
+        assert param.grad is not None
+        param.grad.mul_(0.5)
+
+    if not late:
+        hook_all()
+    side.shard_tower(model)
+    if late:
+        hook_all()
+    if convert:
+        model.to(torch.float32)
+        model(side.inputs(0, 7).float())
+        model.to(torch.float64)
+    optimizer = adamw(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        seen.clear()
+        mean_of_squares(model, side.inputs(step, 7)).backward()
+        side.note_gradients(model)
+        side.note("calls", sorted(seen))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before_sharding", "after_sharding"])
+@pytest.mark.parametrize("world", [2, 3], indirect=True)
+def test_f08_gradient_hooks_run_once_a_backward(world: World, late: bool) -> None:
+    assert_same(world, gradient_hooks, False, late)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before_sharding", "after_sharding"])
+def test_f08_gradient_hooks_survive_a_change_of_dtype(world2: World, late: bool) -> None:
+    assert_same(world2, gradient_hooks, True, late, atol=1e-6)  # it went through float32
+
+
+def hooks_on_frozen(side: Side) -> None:
+    """A hook on a parameter that is trained later only."""
+    model = built(even_tower)
+    weight = model.blocks[0].up.weight
+    weight.register_hook(lambda g: g * 2)
+    weight.requires_grad_(False)
+    side.shard_tower(model)
+    mean_of_squares(model, side.inputs(0)).backward()
+    model.blocks[0].up.weight.requires_grad_(True)
+    for step in range(2):
+        mean_of_squares(model, side.inputs(step)).backward()
+    side.note_gradients(model)
+
+
+def test_f08_hooks_wait_while_the_parameter_is_frozen(world2: World) -> None:
+    assert_same(world2, hooks_on_frozen)
+
+
+def removed_hook(side: Side) -> None:
+    model = built(even_tower)
+    handles = [model.inlet.weight.register_hook(lambda g: g * 2)]
+    side.shard_tower(model)
+    handles.append(model.blocks[0].up.weight.register_hook(lambda g: g * 2))
+    mean_of_squares(model, side.inputs(0)).backward()
+    for handle in handles:
+        handle.remove()
+    mean_of_squares(model, side.inputs(1)).backward()
+    side.note_gradients(model)
+
+
+def test_f08_a_removed_hook_runs_no_more(world2: World) -> None:
+    assert_same(world2, removed_hook)
+
+
+def optimizer_in_backward(side: Side) -> None:
+    """Each parameter is stepped as soon as its gradient is there, and the gradient dropped."""
+    model = side.shard_tower(built(even_tower))
+    optimizers = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
+
+    def step(param: Tensor) -> None:
+        optimizers[param].step()  # type: ignore[index]
+        optimizers[param].zero_grad()  # type: ignore[index]
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    for index in range(3):
+        loss = mean_of_squares(model, side.inputs(index))
+        loss.backward()
+        side.note_mean("loss", loss)
+        side.note("gradients left", sum(p.grad is not None for p in model.parameters()))
+        side.assert_settled(model)
+    side.note_parameters(model)
+
+
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+def test_f08_an_optimizer_may_step_inside_backward(world: World) -> None:
+    assert_same(world, optimizer_in_backward)
+
+
+# --- F09 ------------------------------------------------------------------------------------------
+
+
+def replace_parameters(side: Side, early: bool, reshard: bool | None) -> None:
+    """module.weight = new, with a parameter sharded alike."""
+    model = side.shard_tower(built(uneven_tower), reshard_after_forward=reshard)
+    if not early:
+        side.note_rows("first", model(side.inputs(0, 7)))
+        mean_of_squares(model, side.inputs(0, 7)).backward()
+    for index, module in enumerate([model.inlet, model.blocks[0].up, model.blocks[1].norm]):
+        old = dict(module.named_parameters())["weight"]
+        module.weight = nn.Parameter(like(old, values_for(old, index)))
+    side.note_rows("replaced", model(side.inputs(1, 7)))
+    optimizer = adamw(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        mean_of_squares(model, side.inputs(step, 7)).backward()
+        side.note_gradients(model)
+        optimizer.step()
+        side.assert_settled(model)
+    side.note_parameters(model)
+
+
+@pytest.mark.thin(5)
+@pytest.mark.parametrize("world", [2, 3], indirect=True)
+@pytest.mark.parametrize("reshard", RESHARD)
+@pytest.mark.parametrize("early", [True, False], ids=["before_forward", "after_backward"])
+def test_f09_a_parameter_put_in_place_of_another_is_used(
+    world: World, early: bool, reshard: bool | None
+) -> None:
+    assert_same(world, replace_parameters, early, reshard)
+
+
+def load_by_assignment(side: Side, make: Any, whole: bool, frozen: bool, again: bool) -> None:
+    model = side.shard_tower(built(make))
+    if frozen:
+        model.inlet.weight.requires_grad_(False)
+    width = 7 if make is uneven_tower else 8
+    if again:
+        mean_of_squares(model, side.inputs(5, width)).backward()
+        model.zero_grad()
+    values = {n: values_for(value, index) for index, (n, value) in enumerate(model.state_dict().items())}
+    sharded = {name: like(value, values[name]) for name, value in model.state_dict().items()}
+    model.load_state_dict(values if whole else sharded, assign=True)
+    side.steps(model, adamw(model), range(2), width=width)
+
+
+@pytest.mark.thin(5)
+@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "one_frozen"])
+@pytest.mark.parametrize("again", [False, True], ids=["before_forward", "after_backward"])
+@pytest.mark.parametrize("whole", [False, True], ids=["sharded", "whole"])
+def test_f09_loading_by_assignment_is_used(world: World, whole: bool, frozen: bool, again: bool) -> None:
+    """A state dict like the model's own, or the full one of an unsharded model."""
+    assert_same(world, load_by_assignment, uneven_tower, whole, frozen, again)
+
+
+def load_tied_by_assignment(side: Side, whole: bool) -> None:
+    model = side.shard_tower(built(Tied))
+    state = {name: values_for(value, 3) for name, value in model.state_dict().items()}
+    if not whole:
+        state = {name: like(value, state[name]) for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    mean_of_squares(model, side.inputs(0)).backward()
+    assert model.embed.weight is model.head.weight or not side.is_sharded
+    optimizer = adamw(model)
+    optimizer.step()
+    side.note_rows("output", model(side.inputs(1)))
+
+
+def plain_tied(side: Side) -> None:
+    """What the former has to equal: torch itself unties on assignment."""
+    model = built(Tied)
+    for name, value in model.state_dict().items():
+        value.copy_(values_for(value, 3).to(value.dtype))
+        assert name
+    mean_of_squares(model, side.inputs(0)).backward()
+    adamw(model).step()
+    side.note_rows("output", model(side.inputs(1)))
+
+
+def tied_after_assignment(side: Side, whole: bool) -> None:
+    if side.is_sharded:
+        load_tied_by_assignment(side, whole)
+    else:
+        plain_tied(side)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["sharded", "whole"])
+@pytest.mark.parametrize("world", [2, 3], indirect=True)
+def test_f09_tied_weights_stay_tied_through_assignment(world: World, whole: bool) -> None:
+    assert_same(world, tied_after_assignment, whole)
+
+
+def set_data_in_place(side: Side) -> None:
+    model = side.shard_tower(built(even_tower))
+    side.step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
+    for index, param in enumerate(model.parameters()):
+        param.data.copy_(like(param, values_for(param, index)))
+    side.note_rows("output", model(side.inputs(1)))
+    side.note_parameters(model)
+    model.zero_grad()
+    side.steps(model, adamw(model), range(2))
+
+
+def test_f09_data_changed_in_place_is_used(world2: World) -> None:
+    assert_same(world2, set_data_in_place)
+
+
+def refusal_after(change: str) -> str:
+    torch.manual_seed(1)
+    model = Tied().double()
+    fully_shard(model.blocks[0])
+    fully_shard(model)
+    inputs = random_batch(0, 4)
+    model(inputs).sum().backward()
+    if change == "plain":
+        model.blocks[0].up.weight = nn.Parameter(torch.ones(13, 7, dtype=torch.float64))
+    elif change == "shape":
+        weight = model.blocks[0].up.weight
+        wide = distribute_tensor(torch.ones(13, 9), weight.device_mesh, weight.placements)
+        model.blocks[0].up.weight = nn.Parameter(wide)
+    elif change == "none":
+        model.blocks[0].up.bias = None
+    elif change == "deleted":
+        del model.blocks[0].up.bias
+    elif change == "one_of_tied":
+        weight = model.embed.weight
+        model.embed.weight = nn.Parameter(like(weight, torch.ones(weight.shape)))
+    try:
+        model(inputs)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def refusal(world: World, change: str) -> str:
+    first, *others = world.run(refusal_after, change)
+    assert all(other == first for other in others)
+    return first
+
+
+def test_f09_a_plain_parameter_in_place_of_a_sharded_one_is_refused(world2: World) -> None:
+    assert_expected_inline(
+        refusal(world2, "plain"),
+        """blocks.0.up.weight: the parameter was replaced after fully_shard by a plain Parameter of shape (13, 7), where a parameter sharded like the old one is expected: a DTensor of shape (13, 7) with placements (Shard(dim=0),) on a mesh of shape (2,). The group gathers shards and cannot use it. Copy values into the sharded parameter instead (under torch.no_grad(), param.copy_(torch.distributed.tensor.distribute_tensor(value, param.device_mesh, param.placements))), or replace parameters before fully_shard. torch.func.functional_call replaces them as well: it does not work on a sharded module.""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "texts"),
+    [
+        ("shape", ["blocks.0.up.weight: ", "replaced", "shape (13, 9)", "shape (13, 7)"]),
+        ("none", ["blocks.0.up.bias: ", "removed"]),
+        ("deleted", ["blocks.0.up.bias: ", "removed"]),
+        ("one_of_tied", ["embed.weight and head.weight are tied", "embed.weight alone was replaced"]),
+    ],
+)
+def test_f09_what_cannot_be_used_is_refused_with_names(world2: World, change: str, texts: list[str]) -> None:
+    message = refusal(world2, change)
+    for text in texts:
+        assert text in message
+
+
+def add_parameter(side: Side) -> None:
+    """A parameter added after sharding, as adapters are: used, or refused."""
+    model = side.shard_tower(built(even_tower))
+    model.blocks[1].bonus = nn.Parameter(torch.full((8,), 0.5, dtype=torch.float64))
+    model.blocks[1].register_forward_hook(lambda module, args, output: output * module.bonus)
+    mean_of_squares(model, side.inputs(0)).backward()
+    side.note("gradient", model.blocks[1].bonus.grad)
+
+
+def test_f12_a_parameter_added_after_sharding_is_reduced_or_refused(world2: World) -> None:
+    try:
+        assert_same(world2, add_parameter)
+    except AssertionError as error:
+        if "blocks.1.bonus" not in str(error):
+            raise
+
+
+# --- F15 ------------------------------------------------------------------------------------------
+
+
+def early_state_dict(side: Side, make: Any, before: str) -> None:
+    """A state dict taken at the start shows the weights of later, as it does without sharding."""
+    model = side.shard_tower(built(make))
+    if before == "assign":
+        state = {n: like(v, values_for(v, i)) for i, (n, v) in enumerate(model.state_dict().items())}
+        model.load_state_dict(state, assign=True)
+    if before == "to_float32":
+        model.to(torch.float32)
+    state = model.state_dict()
+    optimizer = adamw(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        inputs = side.inputs(step, 8 if make is Tied else 7)
+        mean_of_squares(model, inputs.to(next(model.parameters()).dtype)).backward()
+        optimizer.step()
+    for name, value in state.items():
+        side.note(name, value)
+    side.note_parameters(model)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4], indirect=True)
+@pytest.mark.parametrize("make", [uneven_tower, Tied])
+def test_f15_a_state_dict_taken_before_the_first_forward_stays_live(world: World, make: Any) -> None:
+    assert_same(world, early_state_dict, make, "nothing")
+
+
+@pytest.mark.parametrize("before", ["assign", "to_float32"])
+def test_f15_a_state_dict_taken_before_the_next_forward_stays_live(world2: World, before: str) -> None:
+    atol = 1e-10 if before == "assign" else 1e-4
+    assert_same(world2, early_state_dict, uneven_tower, before, atol=atol)
+
+
+def tied_on_the_last_rank(side: Side) -> None:
+    model = side.shard_tower(built(Tied))
+    side.steps(model, adamw(model), range(3))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4], indirect=True)
+def test_f15_tied_weights_are_trained_on_the_last_rank_too(world: World) -> None:
+    assert_same(world, tied_on_the_last_rank)
+
+
+# --- F22 ------------------------------------------------------------------------------------------
+
+
+def whole(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return random_batch(step, 6).to(dtype)
+
+
+def adapters(side: Side, packing_limit_bytes: int | None, reshard: bool | None) -> None:
+    torch.manual_seed(1234)
+    model = Chain(LoraLinear, LoraLinear, LoraLinear)
+    policy = CommPolicy(packing_limit_bytes=packing_limit_bytes)
+    side.shard_tower(model, comm_policy=policy, reshard_after_forward=reshard)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    for step in range(3):
+        optimizer.zero_grad()
+        mean_of_squares(model, whole(step, torch.float32)).backward()
+        side.note_gradients(model)
+        optimizer.step()
+        side.assert_settled(model)
+    side.note_parameters(model)
+
+
+@pytest.mark.parametrize("packing_limit_bytes", [None, 0])
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_f22_float32_adapters_on_a_frozen_bfloat16_base_train_exactly(
+    world2: World, packing_limit_bytes: int | None, reshard: bool | None
+) -> None:
+    assert_same(world2, adapters, packing_limit_bytes, reshard, atol=0.0)
+
+
+def three_dtypes(side: Side, packing_limit_bytes: int | None) -> None:
+    torch.manual_seed(1234)
+    model = Chain(MixedBlock, MixedBlock)
+    model.inlet.double()
+    model.outlet.double()
+    policy = CommPolicy(packing_limit_bytes=packing_limit_bytes)
+    side.shard_tower(model, comm_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        mean_of_squares(model, whole(step)).backward()
+        side.note_gradients(model)
+        optimizer.step()
+        side.assert_settled(model)
+    side.note_parameters(model)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4], indirect=True)  # powers of two: the mean is exact
+@pytest.mark.parametrize("packing_limit_bytes", [None, 0, 40])
+def test_f22_parameters_of_three_dtypes_train_exactly(world: World, packing_limit_bytes: int | None) -> None:
+    assert_same(world, three_dtypes, packing_limit_bytes, atol=0.0)
+
+
+class ComplexBlock(nn.Module):
+    """Complex weights, as in Fourier operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.complex128))
+        self.gain = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh((x.to(self.weight.dtype) @ self.weight).abs() * self.gain)
+
+
+def complex_numbers(side: Side, packing_limit_bytes: int | None) -> None:
+    torch.manual_seed(1234)
+    model = Chain(ComplexBlock)
+    model.inlet.double()
+    model.outlet.double()
+    model.blocks[0].gain.data = model.blocks[0].gain.data.double()
+    side.shard_tower(model, comm_policy=CommPolicy(packing_limit_bytes=packing_limit_bytes))
+    side.steps(model, torch.optim.SGD(model.parameters(), lr=0.1), range(2))
+
+
+@pytest.mark.parametrize("packing_limit_bytes", [None, 0])
+def test_f22_complex_parameters_train_beside_real_ones(
+    world2: World, packing_limit_bytes: int | None
+) -> None:
+    assert_same(world2, complex_numbers, packing_limit_bytes)
+
+
+class Filters(nn.Module):
+    """Complex weights whose rows do not come out even, are fewer than the ranks, or are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = [(5,), (1,), (1, 5), (3, 5), ()]
+        self.blocks = nn.ModuleList()
+        self.weights = nn.ParameterList(torch.randn(shape, dtype=torch.complex128) for shape in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(torch.complex128)[:, :5]
+        for weight in self.weights:
+            x = x * (weight.sum(0) if weight.dim() > 1 else weight)
+        return torch.view_as_real(x).flatten(1).sum(1, keepdim=True)
+
+
+COMPLEX_OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
+    lambda params: torch.optim.Adam(params, lr=1e-2, weight_decay=0.1, foreach=True),
+    lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True, foreach=False),
+    lambda params: torch.optim.Adagrad(params, lr=1e-2),
+    lambda params: torch.optim.RMSprop(params, lr=1e-2, momentum=0.5),
+    lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.5),
+]
+
+
+def complex_steps(side: Side) -> None:
+    for optimizer in COMPLEX_OPTIMIZERS:
+        torch.manual_seed(0)
+        model = side.shard_tower(Filters())
+        side.steps(model, optimizer(model.parameters()), range(3))
+
+
+@pytest.mark.parametrize("world", [2, 3], indirect=True)
+def test_f22_optimizers_update_complex_parameters_with_uneven_rows(world: World) -> None:
+    assert_same(world, complex_steps)
+
+
+# --- F30 ------------------------------------------------------------------------------------------
+
+
+def converted(side: Side, dtype: torch.dtype, how: str, reshard: bool | None) -> None:
+    """Forward in float32, convert, go on training in `dtype`; every rank works on the whole batch."""
+    torch.manual_seed(1234)
+    model = side.shard_tower(uneven_tower(), reshard_after_forward=reshard)
+    inputs = random_batch(0, 6, 7)
+    if how == "after_forward":
+        model(inputs.float())
+    if how == "after_step":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+        mean_of_squares(model, inputs.float()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if how == "with_gradients":
+        mean_of_squares(model, inputs.float()).backward()
+    model.to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    for step in range(2):
+        mean_of_squares(model, random_batch(step, 6, 7).to(dtype)).backward()
+        side.note_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        side.assert_settled(model)
+    side.note_parameters(model)
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("how", ["before_forward", "after_forward", "after_step", "with_gradients"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_f30_training_goes_on_in_another_dtype(
+    world2: World, dtype: torch.dtype, how: str, reshard: bool | None
+) -> None:
+    assert_same(world2, converted, dtype, how, reshard, atol=0.0)
+
+
+def same_in_another_form(side: Side, how: str) -> None:
+    """Calls that leave values and dtypes as they are."""
+    model = side.shard_tower(built(uneven_tower))
+    optimizer = adamw(model)
+    actions = {
+        "to_cpu": lambda: model.to("cpu"),
+        "cpu": lambda: model.cpu(),
+        "double": lambda: model.double(),
+        "there_and_back": lambda: model.float().double(),
+        "only_a_block": lambda: model.blocks[1].float().double(),
+        "requires_grad": lambda: model.requires_grad_(True),
+        "train": lambda: model.eval().train(),
+    }
+    for step in range(3):
+        optimizer.zero_grad()
+        mean_of_squares(model, side.inputs(step, 7)).backward()
+        side.note_gradients(model)
+        optimizer.step()
+        side.assert_settled(model)
+        actions[how]()
+    side.note_parameters(model)
+
+
+@pytest.mark.parametrize(
+    "how", ["to_cpu", "cpu", "double", "there_and_back", "only_a_block", "requires_grad", "train"]
+)
+def test_f30_moving_between_steps_changes_no_number(world2: World, how: str) -> None:
+    assert_same(world2, same_in_another_form, how)
+
+
+def halved(side: Side) -> None:
+    torch.manual_seed(1234)
+    model = side.shard_tower(even_tower())
+    model(random_batch(0, 6).float())
+    model.half()
+    side.note("output", model(random_batch(1, 6).half()))
+    model.bfloat16()
+    side.note("output", model(random_batch(1, 6).bfloat16()))
+    model.float()
+    side.note("output", model(random_batch(1, 6).float()))
+    side.note_parameters(model)
+
+
+def test_f30_half_and_back(world2: World) -> None:
+    assert_same(world2, halved, atol=0.0)
+
+
+def tied_and_recurrent(side: Side) -> None:
+    torch.manual_seed(1234)
+    for model in (Tied(), Chain(lambda: Recurrent(nn.LSTM), lambda: Recurrent(nn.GRU))):
+        side.shard_tower(model)
+        model(random_batch(0, BATCH_SIZE).float())
+        model.double()
+        side.steps(model, adamw(model), range(2))
+
+
+def test_f30_tied_and_recurrent_weights_follow_a_change_of_dtype(world2: World) -> None:
+    assert_same(world2, tied_and_recurrent)
+
+
+def constrained(side: Side, how: str) -> None:
+    model = side.shard_tower(built(Chain, lambda: Constrained(how), block))
+    side.steps(model, adamw(model), range(3))
+    with torch.no_grad():
+        side.note_rows("evaluation", model(side.inputs(9)))
+
+
+# Not "data_in_place": what .data does to a gathered copy is counted nowhere.
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+@pytest.mark.parametrize("how", ["data", "no_grad"])
+def test_f09_a_weight_changed_in_forward_is_kept_or_refused(world: World, how: str) -> None:
+    try:
+        assert_same(world, constrained, how)
+    except AssertionError as error:
+        if "blocks.0.linear.weight: " not in str(error) or "hanged in" not in str(error):
+            raise
+
+
+def converted_with_waiting_gradients(side: Side) -> None:
+    model = side.shard_tower(built(even_tower))
+    side.sync(model, False)
+    mean_of_squares(model, side.inputs(0)).backward()
+    model.float()
+    side.sync(model, True)
+    mean_of_squares(model, side.inputs(1).float()).backward()
+    side.note_gradients(model)
+
+
+def test_f30_unsynchronised_gradients_are_converted_as_well(world2: World) -> None:
+    assert_same(world2, converted_with_waiting_gradients, atol=1e-5)
+
+
+def one_half_converted(side: Side) -> None:
+    """A conversion while unsynchronised gradients wait."""
+    model = side.shard_tower(built(even_tower))
+    side.sync(model, False)
+    mean_of_squares(model, side.inputs(0)).backward()
+    model.float().double()
+    side.sync(model, True)
+    mean_of_squares(model, side.inputs(1)).backward()
+    side.note_gradients(model)
+
+
+def test_f30_a_conversion_loses_no_unsynchronised_gradient(world2: World) -> None:
+    assert_same(world2, one_half_converted, atol=1e-6)
+
+
+# --- containers, parametrizations, kept weights ---------------------------------------------------
+
+
+class Containers(nn.Module):
+    """Parameters in ParameterList and ParameterDict, and under a parametrization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.several = nn.ParameterList(torch.randn(8, 8) / 3 for _ in range(2))
+        self.named = nn.ParameterDict({"gain": torch.randn(8), "shift": torch.randn(8)})
+        self.normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.several:
+            x = torch.tanh(x @ weight)
+        x = self.normed(x) * self.named["gain"] + self.named["shift"]
+        x = x.unsqueeze(1).expand(-1, 3, -1)
+        return self.attention(x, x, x)[0][:, 0]
+
+
+def containers(side: Side) -> None:
+    model = side.shard_tower(built(Chain, Containers, Containers))
+    side.steps(model, adamw(model), range(2))
+    model.eval()
+    with torch.no_grad():
+        side.note_rows("evaluation", model(side.inputs(9)))
+
+
+def test_f08_lists_dicts_and_parametrizations_of_parameters_are_found(world2: World) -> None:
+    assert_same(world2, containers)
+
+
+def no_parameters(side: Side) -> None:
+    """Blocks without any parameter, or with frozen ones only."""
+    model = built(Chain, nn.Tanh, block, nn.Identity)
+    model.blocks[1].requires_grad_(False)
+    side.shard_tower(model)
+    side.steps(model, adamw(model), range(2))
+
+
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+def test_f20_blocks_without_trainable_parameters_are_sharded_too(world: World) -> None:
+    assert_same(world, no_parameters)

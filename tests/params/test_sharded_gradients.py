@@ -1,0 +1,463 @@
+"""Sharded gradients are the same objects from step to step, and nobody who kept one sees it change."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import World
+from models import even_tower, random_batch, uneven_tower
+from reference import mean_of_squares
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from shardwise import FlatOptimizer, FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from shardwise.params.sharded_gradients import _LARGEST_KEPT_BYTES, ShardedGradients
+
+by_world = pytest.mark.parametrize("world", [1, 2], indirect=True)
+
+
+def sharded(make: Callable[[], nn.Module] = even_tower, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """A plain model, and the same one sharded."""
+    torch.manual_seed(7)
+    plain = make().double()
+    model = copy.deepcopy(plain)
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return plain, model
+
+
+def backward(model: nn.Module, step: int, width: int = 8) -> None:
+    mean_of_squares(model, random_batch(step, 4, width)).backward()
+
+
+def gradients(model: nn.Module) -> list[DTensor]:
+    return [param.grad for param in model.parameters()]
+
+
+def assert_equal_gradients(model: nn.Module, plain: nn.Module) -> None:
+    for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (own.grad is None) == (expected.grad is None)
+        if expected.grad is not None:
+            torch.testing.assert_close(own.grad.full_tensor(), expected.grad, rtol=0, atol=1e-12)
+
+
+def sharded_gradients_of(model: nn.Module) -> list[ShardedGradients]:
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [bucket.sharded_gradients for m in modules for bucket in m._shardwise_member.group.buckets]
+
+
+def same_as_before(of_steps: list[list[int]]) -> list[bool]:
+    """For each step, whether its objects are those of the step before."""
+    return [before == own for before, own in pairwise([[], *of_steps])]
+
+
+def train_and_compare_objects() -> list[bool]:
+    plain, model = sharded()
+    of_steps = []
+    for step in range(4):
+        for each in (plain, model):
+            each.zero_grad()
+            backward(each, step)
+        assert_equal_gradients(model, plain)
+        of_steps.append(list(map(id, gradients(model))))
+    return same_as_before(of_steps)
+
+
+@by_world
+def test_cleared_gradients_are_the_same_objects_again(world: World) -> None:
+    assert set(map(tuple, world.run(train_and_compare_objects))) == {(False, True, True, True)}
+
+
+KEPT: dict[str, Callable[[Tensor], Any]] = {
+    "the gradient": lambda g: g,
+    "its local tensor": lambda g: g.to_local(),
+    "the local tensor itself": torch.no_grad()(lambda g: g.to_local()),
+    "a view of it": lambda g: g.to_local()[:1],
+    "detached": lambda g: g.detach(),
+    "its data": lambda g: g.data,
+    "an array": lambda g: g.to_local().numpy(),
+    "its storage": lambda g: g.to_local().untyped_storage(),
+    "another's gradient": lambda g: _with_gradient(g),
+}
+
+
+def _with_gradient(gradient: Tensor) -> nn.Parameter:
+    other = nn.Parameter(torch.zeros_like(gradient))
+    other.grad = gradient
+    return other
+
+
+def numbers_of(kept: Any) -> list[float]:
+    if isinstance(kept, nn.Parameter):
+        kept = kept.grad
+    if isinstance(kept, DTensor):
+        kept = kept.to_local()
+    if isinstance(kept, torch.UntypedStorage):
+        kept = torch.tensor([], dtype=torch.float64).set_(kept)
+    return torch.as_tensor(kept).flatten().tolist()
+
+
+def keep_over_steps(what: str, when: str) -> None:
+    plain, model = sharded()
+    backward(model, 0)
+    kept = [KEPT[what](gradient) for gradient in gradients(model)]
+    then = list(map(numbers_of, kept))
+    for step in range(1, 3):
+        for each in (plain, model):
+            if when == "before forward":
+                each.zero_grad()
+            loss = mean_of_squares(each, random_batch(step, 4))
+            if when == "before backward":
+                each.zero_grad()
+            loss.backward()
+        assert_equal_gradients(model, plain)
+        assert list(map(numbers_of, kept)) == then
+
+
+@pytest.mark.thin(5)
+@pytest.mark.parametrize("when", ["before forward", "before backward"])
+@pytest.mark.parametrize("what", KEPT)
+@by_world
+def test_what_was_kept_of_a_gradient_stays_as_it_was(world: World, what: str, when: str) -> None:
+    world.run(keep_over_steps, what, when)
+
+
+def mark(gradient: Tensor) -> None:
+    gradient.mark = True  # type: ignore[attr-defined]
+
+
+MARKS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], bool]]] = {
+    "an attribute": (mark, lambda g: hasattr(g, "mark")),
+    "requires_grad": (lambda g: g.requires_grad_(), lambda g: g.requires_grad),
+    "a hook": (lambda g: g.requires_grad_().register_hook(mark), lambda g: bool(g._backward_hooks)),
+}
+
+
+def mark_a_gradient(what: str) -> list[bool]:
+    _, model = sharded()
+    put, is_there = MARKS[what]
+    seen = []
+    for step in range(3):
+        model.zero_grad()
+        backward(model, step)
+        seen.append(is_there(model.outlet.weight.grad))
+        put(model.outlet.weight.grad)
+    return seen
+
+
+@pytest.mark.parametrize("what", MARKS)
+@by_world
+def test_what_was_noted_on_a_gradient_is_not_on_the_next(world: World, what: str) -> None:
+    assert world.run(mark_a_gradient, what)[0] == [False, False, False]
+
+
+def keep_what_a_hook_sees() -> None:
+    torch.manual_seed(7)
+    model = fully_shard(
+        nn.Linear(8, 8).double(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    )
+    kept = []
+    model.set_all_reduce_hook(lambda part: kept.append(part.untyped_storage()))
+    for step in range(3):
+        model.zero_grad()
+        backward(model, step)
+        if step == 0:
+            then = kept[0].tolist()
+    assert kept[0].tolist() == then
+
+
+def test_memory_that_a_hook_has_kept_stays_as_it_was(world2: World) -> None:
+    world2.run(keep_what_a_hook_sees)
+
+
+def accumulate(make: Callable[[], nn.Module], width: int, keeps_zeros: bool) -> bool:
+    plain, model = sharded(make)
+    is_same = []
+    for step in range(3):
+        for each in (plain, model):
+            each.zero_grad(set_to_none=not keeps_zeros)
+            backward(each, 2 * step, width)
+        first = list(map(id, gradients(model)))
+        for each in (plain, model):
+            backward(each, 2 * step + 1, width)
+        assert_equal_gradients(model, plain)
+        is_same.append(first == list(map(id, gradients(model))))
+    return all(is_same)
+
+
+@pytest.mark.parametrize("keeps_zeros", [False, True])
+@pytest.mark.parametrize(("make", "width"), [(even_tower, 8), (uneven_tower, 7)])
+@by_world
+def test_backwards_without_clearing_add_up(world: World, make: Any, width: int, keeps_zeros: bool) -> None:
+    assert all(world.run(accumulate, make, width, keeps_zeros))
+
+
+def accumulate_over_steps() -> list[bool]:
+    _, model = sharded()
+    of_steps = []
+    for step in range(4):
+        model.zero_grad()
+        backward(model, 2 * step)
+        backward(model, 2 * step + 1)
+        of_steps.append([id(block.up.weight.grad) for block in model.blocks])
+    return same_as_before(of_steps)
+
+
+@by_world
+def test_accumulated_gradients_stay_the_same_objects(world: World) -> None:
+    assert world.run(accumulate_over_steps)[0] == [False, True, True, True]
+
+
+def replace_a_gradient(what: str) -> None:
+    plain, model = sharded()
+    for step in range(3):
+        for each in (plain, model):
+            each.zero_grad()
+            backward(each, step)
+            for param in (each.blocks[1].up.weight, each.blocks[1].norm.bias):
+                param.grad = 2 * param.grad if what == "another" else None
+        if what == "another":
+            total, expected = clip_grad_norm_(model, 0.01), plain_clip(plain, 0.01)
+            torch.testing.assert_close(total, expected, rtol=0, atol=1e-12)
+        for each in (plain, model):
+            backward(each, step + 1)
+        assert_equal_gradients(model, plain)
+
+
+def plain_clip(model: nn.Module, limit: float) -> Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+
+@pytest.mark.parametrize("what", ["another", "none"])
+@by_world
+def test_gradients_that_were_replaced_are_clipped_and_added_to(world: World, what: str) -> None:
+    world.run(replace_a_gradient, what)
+
+
+def freeze_after_forward(name: str) -> None:
+    plain, model = sharded()
+    for step in range(3):
+        for each in (plain, model):
+            each.zero_grad()
+            loss = mean_of_squares(each, random_batch(step, 4))
+            each.get_parameter(name).requires_grad_(step == 2)
+            loss.backward()
+        assert_equal_gradients(model, plain)
+
+
+@pytest.mark.parametrize("name", ["blocks.1.up.weight", "outlet.bias"])
+@by_world
+def test_what_was_frozen_after_forward_gets_no_gradient(world: World, name: str) -> None:
+    world.run(freeze_after_forward, name)
+
+
+def objects_after_clearing(width: int) -> tuple[int, list[bool]]:
+    """The bytes of a shard, and whether its gradient and the local tensor of it live on."""
+    model = fully_shard(nn.Linear(width, width, bias=False))
+    model(torch.ones(2, width)).sum().backward()
+    gradient = model.weight.grad
+    refs = [weakref.ref(gradient), weakref.ref(gradient._local_tensor)]
+    num_bytes = gradient.to_local().nbytes
+    del gradient
+    model.zero_grad()
+    return num_bytes, [ref() is not None for ref in refs]
+
+
+@pytest.mark.parametrize(("width", "is_kept"), [(32, True), (512, False)])
+@by_world
+def test_clearing_frees_all_but_small_gradients_at_once(world: World, width: int, is_kept: bool) -> None:
+    for num_bytes, live_on in world.run(objects_after_clearing, width):
+        assert (num_bytes <= _LARGEST_KEPT_BYTES) == is_kept
+        assert live_on == [is_kept] * 2
+
+
+def clip_as_one(width: int) -> tuple[bool, Tensor, float]:
+    model = fully_shard(nn.Linear(width, width, bias=False).double())
+    model(random_batch(0, 4, width)).pow(2).sum().backward()
+    (sharded_gradients,) = sharded_gradients_of(model)
+    whole = sharded_gradients.flat_gradient_of(sharded_gradients.shards)
+    norm = model.weight.grad.full_tensor().norm()
+    total = clip_grad_norm_(model, 0.5)
+    torch.testing.assert_close(total, norm, rtol=0, atol=1e-10)
+    return whole is not None, total, model.weight.grad.full_tensor().norm().item()
+
+
+@pytest.mark.parametrize("width", [32, 512])
+@by_world
+def test_small_and_large_gradients_are_clipped_as_the_one_tensor_they_are(world: World, width: int) -> None:
+    for is_one, total, after in world.run(clip_as_one, width):
+        assert is_one
+        assert total > 0.5
+        assert after == pytest.approx(0.5, abs=1e-5)
+
+
+def fail_in_backward() -> None:
+    plain, model = sharded()
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("on purpose")
+
+    backward(model, 0)
+    model.zero_grad()
+    handle = model.blocks[0].up.weight.register_hook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        backward(model, 1)
+    handle.remove()
+    for step in range(2, 4):
+        for each in (plain, model):
+            each.zero_grad()
+            backward(each, step)
+        assert_equal_gradients(model, plain)
+
+
+@by_world
+def test_gradients_are_right_after_a_backward_that_failed(world: World) -> None:
+    world.run(fail_in_backward)
+
+
+def reduce_in_another_dtype() -> list[bool]:
+    torch.manual_seed(3)
+    model = fully_shard(
+        nn.Linear(8, 8),
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+    )
+    of_steps = []
+    for step in range(3):
+        model.zero_grad()
+        backward(model, step)
+        assert {gradient.dtype for gradient in gradients(model)} == {torch.float32}
+        of_steps.append(list(map(id, gradients(model))))
+    return same_as_before(of_steps)
+
+
+@by_world
+def test_gradients_that_are_cast_are_the_same_objects_again(world: World) -> None:
+    assert world.run(reduce_in_another_dtype)[0] == [False, True, True]
+
+
+def give_other_memory(name: str) -> None:
+    """A gradient is given other contents through ``.data`` of its local tensor."""
+    plain, model = sharded()
+    optimizers = [
+        torch.optim.SGD(plain.parameters(), 0.1),
+        FlatOptimizer(torch.optim.SGD(model.parameters(), 0.1)),
+    ]
+    for step in range(3):
+        for each in (plain, model):
+            each.zero_grad()
+            backward(each, step)
+            gradient = each.get_parameter(name).grad
+            local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+            local.data = 3 * local
+        total, expected = clip_grad_norm_(model, 0.01), plain_clip(plain, 0.01)
+        torch.testing.assert_close(total, expected, rtol=0, atol=1e-12)
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            backward(each, step + 1)
+            optimizer.step()
+        assert_equal_gradients(model, plain)
+        for own, param in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own.full_tensor(), param, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["blocks.0.norm.weight", "blocks.0.up.bias"])
+@by_world
+def test_gradients_that_were_given_other_memory_count_with_that(world: World, name: str) -> None:
+    world.run(give_other_memory, name)
+
+
+class OnTwoMeshes(nn.Module):
+    """A parameter on one mesh of tensor parallelism, and one on another."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        value = torch.arange(16.0, dtype=torch.float64).view(4, 4)
+        self.a = nn.Parameter(distribute_tensor(value, mesh["a"], [Shard(0)]))
+        self.b = nn.Parameter(distribute_tensor(3 * value, mesh["b"], [Shard(0)]))
+
+    def forward(self) -> Tensor:
+        return self.a.to_local().pow(2).sum() + self.b.to_local().pow(2).sum()
+
+
+def clip_on_two_meshes() -> tuple[float, float]:
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "a", "b"))
+    model = fully_shard(OnTwoMeshes(mesh), mesh=mesh["dp"])
+    model().backward()
+    fulls = [gradient.full_tensor().flatten() for gradient in gradients(model)]
+    return clip_grad_norm_(model, 1.0).item(), torch.cat(fulls).norm().item()
+
+
+def test_parameters_on_several_meshes_are_measured_on_their_own(world4: World) -> None:
+    for total, expected in world4.run(clip_on_two_meshes):
+        assert total == pytest.approx(expected, abs=1e-9)
+
+
+class Reticent(nn.Sequential):
+    """Says itself which parameters it has."""
+
+    def named_parameters(self, *args: Any, **options: Any) -> Any:
+        return [(name, p) for name, p in super().named_parameters(*args, **options) if "0" in name]
+
+
+def test_a_module_says_itself_which_parameters_are_clipped() -> None:
+    model = Reticent(nn.Linear(4, 4), nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    first = torch.cat([param.grad.flatten() for param in model[0].parameters()])
+    assert clip_grad_norm_(model, 100.0).item() == pytest.approx(first.norm().item())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_models_with_scripted_modules_are_clipped() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    model(torch.ones(2, 4)).sum().backward()
+    expected = torch.cat([param.grad.flatten() for param in model.parameters()]).norm()
+    assert clip_grad_norm_(model, 100.0).item() == pytest.approx(expected.item())
+
+
+def drop_while_gathering() -> None:
+    _, model = sharded()
+    if dist.get_rank() == 0:
+        model.unshard(async_op=True)
+        del model
+        gc.collect()
+    dist.barrier()  # the other rank sends when nobody waits any more
+    if dist.get_rank() == 1:
+        model.unshard(async_op=True)
+        del model
+        gc.collect()
+    plain, model = sharded()
+    for each in (plain, model):
+        backward(each, 0)
+    assert_equal_gradients(model, plain)
+
+
+def test_a_model_may_die_while_it_is_gathered(world2: World) -> None:
+    world2.run(drop_while_gathering, timeout=30)
+
+
+def modules_that_live_on(last: str) -> list[bool]:
+    """Whether a model and its blocks survive ``del model``, while an optimizer over their shards is there."""
+    _, model = sharded()
+    optimizer = FlatOptimizer(torch.optim.AdamW(model.parameters()))
+    for step in range(3):
+        backward(model, step)
+        optimizer.step()
+    if last == "forward":
+        mean_of_squares(model, random_batch(3, 4))
+    refs = [weakref.ref(module) for module in (model, *model.blocks)]
+    del model
+    gc.collect()
+    return [ref() is not None for ref in refs]
+
+
+@pytest.mark.parametrize("last", ["forward", "backward"])
+@by_world
+def test_a_model_that_nobody_has_any_more_dies(world: World, last: str) -> None:
+    assert all(result == [False] * 4 for result in world.run(modules_that_live_on, last))

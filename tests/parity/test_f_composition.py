@@ -1,0 +1,1054 @@
+"""FAILURES.md, the rows about what people combine: optimizers, ties, clipping, several meshes, other calls.
+
+Every test runs one script plainly and sharded (scenario.py) in float64, or asks for the words of a refusal.
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from failure_models import Branching, Chain, PartlyUsed, block, built
+from harness import World
+from models import (
+    WIDTH,
+    Block,
+    LanguageModel,
+    even_tower,
+    next_token_loss,
+    odd_model,
+    random_batch,
+    token_batch,
+    uneven_tower,
+)
+from reference import adamw, full, mean_of_squares
+from refusals import assert_says
+from scenario import BATCH_SIZE, Side, assert_same
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+import shardwise
+from shardwise import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+RESHARD = [None, True, False]
+
+
+def shard_tower(model: nn.Module, **options: Any) -> Any:
+    for each in model.blocks:
+        fully_shard(each, **options)
+    return fully_shard(model, **options)
+
+
+# --- F04 ------------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
+    "groups": lambda params: torch.optim.SGD([{"params": [p], "lr": 0.1} for p in params]),
+}
+
+
+def optimizer_made_first(kind: str, clears_first: bool, is_sharded: bool) -> dict[str, Tensor] | str:
+    """The parameters after two steps, or what the first step of an optimizer without gradients said."""
+    model = built(even_tower)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    if is_sharded:
+        shard_tower(model)
+    try:
+        for step in range(2):
+            if clears_first:
+                optimizer.zero_grad()
+            mean_of_squares(model, random_batch(step, 4)).backward()
+            optimizer.step()
+            if not clears_first:
+                optimizer.zero_grad()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return {name: full(param) for name, param in model.named_parameters()}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("clears_first", [True, False], ids=["zero_grad_first", "step_first"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_f04_an_optimizer_made_before_sharding_trains_or_says_why_not(
+    world2: World, kind: str, clears_first: bool
+) -> None:
+    expected = optimizer_made_first(kind, clears_first, is_sharded=False)
+    assert isinstance(expected, dict)
+    for got in world2.run(optimizer_made_first, kind, clears_first, is_sharded=True):
+        if isinstance(got, str):
+            assert_says(got, "optimizer", "fully_shard")
+            continue
+        for name, value in expected.items():
+            torch.testing.assert_close(got[name], value, rtol=0, atol=1e-10, msg=f"{name} was not trained")
+
+
+class KeepsWeights(nn.Module):
+    """Its forward finds weights in a list, a dict or an attribute that nobody has registered."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        tower = even_tower()
+        self.inlet, self.blocks, self.outlet = tower.inlet, tower.blocks, tower.outlet
+        weight: Any = self.blocks[1].down.weight
+        self.place = place
+        self.listed, self.named = [weight], {"weight": weight}
+        self.__dict__["alone"] = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.blocks:
+            x = each(self.inlet(x))
+        weights = {"list": self.listed[0], "dict": self.named["weight"], "attribute": self.alone}
+        if self.place == "stack":
+            return self.outlet(x) + torch.stack([self.listed[0], torch.zeros(8, 16).double()]).sum()
+        if self.place == "method":
+            return self.outlet(x) + self.listed[0].unbind()[0].sum()
+        return self.outlet(torch.tanh(F.linear(x, weights[self.place].t())) @ weights[self.place].t())
+
+
+def weights_kept_elsewhere() -> tuple[list[str], list[bool]]:
+    texts, are_same = [], []
+    for place in ("list", "dict", "attribute", "stack", "method"):
+        model = built(KeepsWeights, place)
+        plain = [param.detach().clone() for param in model.parameters()]
+        kept = model.listed[0]
+        shard_tower(model)
+        try:
+            model(random_batch(0, 4))
+        except RuntimeError as error:
+            texts.append(str(error))
+        with torch.no_grad():
+            model(random_batch(0, 4))
+            are_same.append(torch.equal(kept + 0, next(p for p in plain if torch.equal(p, kept))))
+        model.zero_grad()
+        are_same.append(bool((kept.detach() * 2).isfinite().all()))
+    return texts, are_same
+
+
+def test_f04_weights_that_are_kept_in_a_list_are_not_computed_with_untrained(world2: World) -> None:
+    for texts, are_same in world2.run(weights_kept_elsewhere):
+        assert len(texts) == 5
+        for text in texts:
+            assert_says(text, "blocks.1.down.weight", "plain list, dict or attribute", "detach()")
+        assert all(are_same)
+
+
+# --- F07 ------------------------------------------------------------------------------------------
+
+
+def divided_on_a_plane(shape: tuple[int, int], factor: float, reduces_late: bool) -> dict[str, Tensor | None]:
+    """All ranks have the same batch: the sum over ranks is their number times the plain gradient."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    model = shard_tower(built(uneven_tower), mesh=mesh)
+    model.set_gradient_divide_factor(factor)
+    if reduces_late:  # replicas agree once, at the end
+        model.set_requires_all_reduce(False)
+        mean_of_squares(model, random_batch(0, 4, 7)).backward()
+        model.set_requires_all_reduce(True)
+    mean_of_squares(model, random_batch(1, 4, 7)).backward()
+    return {name: full(param.grad) for name, param in model.named_parameters()}
+
+
+@pytest.mark.thin(5)
+@pytest.mark.parametrize("reduces_late", [False, True])
+@pytest.mark.parametrize("factor", [1.0, 3.0, 4.0])
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)], ids=str)
+def test_f07_with_replicas_the_sum_over_all_ranks_is_divided_once(
+    world4: World, shape: tuple[int, int], factor: float, reduces_late: bool
+) -> None:
+    plain = built(uneven_tower)
+    for step in (0, 1) if reduces_late else (1,):
+        mean_of_squares(plain, random_batch(step, 4, 7)).backward()
+    for got in world4.run(divided_on_a_plane, shape, factor, reduces_late):
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(got[name], param.grad * 4 / factor, rtol=0, atol=1e-10, msg=name)
+
+
+# --- F08 ------------------------------------------------------------------------------------------
+
+
+class Tagged(nn.Parameter):
+    """A subclass with a method, as quantisation and parallelism libraries have them."""
+
+    def doubled(self) -> Tensor:
+        return self * 2
+
+
+class UsesTagged(nn.Module):
+    """Its forward needs the class and an attribute of its weight."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.weight = Tagged(torch.randn(rows, WIDTH))
+        self.weight.tag = {"axis": 1}  # type: ignore[attr-defined]
+        self.back = nn.Linear(rows, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert type(self.weight) is Tagged, type(self.weight)
+        assert self.weight.tag == {"axis": 1}  # type: ignore[attr-defined]
+        return self.back(torch.tanh(x @ self.weight.doubled().t()))
+
+
+class Packed(nn.Parameter):
+    """Bytes of which a forward makes weights, as 4-bit quantisation for adapters stores them."""
+
+    quant_state: Any
+
+    def __new__(cls, data: Tensor, requires_grad: bool = False, quant_state: Any = None) -> "Packed":
+        self = torch.Tensor._make_subclass(cls, data, requires_grad)
+        self.quant_state = quant_state
+        return self
+
+
+class PackedLinear(nn.Module):
+    """A frozen packed weight and an adapter beside it."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        packed = torch.randint(0, 256, (rows, WIDTH), dtype=torch.uint8)
+        self.weight = Packed(packed, quant_state={"scale": 1 / 256, "zero": 128, "sum": int(packed.sum())})
+        self.down = nn.Linear(WIDTH, 3, bias=False)
+        self.up = nn.Linear(3, rows, bias=False)
+        self.back = nn.Linear(rows, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert type(self.weight) is Packed, type(self.weight)
+        assert self.weight.dtype is torch.uint8
+        state = self.weight.quant_state
+        assert int(self.weight.sum(dtype=torch.int64)) == state["sum"], "bytes have changed"
+        dense = (self.weight.to(x.dtype) - state["zero"]) * state["scale"]
+        return self.back(torch.tanh(x @ dense.t() + self.up(self.down(x))))
+
+
+def subclassed(side: Side, make: Any, rows: int, options: dict[str, Any]) -> None:
+    model = built(Chain, partial(make, rows), block, partial(make, rows))
+    side.shard_tower(model, **options)
+    weight = model.blocks[0].weight
+    side.note("attributes", sorted(vars(weight).keys() & {"tag", "quant_state"}))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    side.steps(model, optimizer, range(3))
+    side.note("bytes", model.blocks[0].weight)
+
+
+@pytest.mark.thin(5)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("rows", [8, 5])
+@pytest.mark.parametrize("make", [UsesTagged, PackedLinear])
+@pytest.mark.parametrize("world", [1, 2, 4], indirect=True)
+def test_f08_forward_sees_the_subclass_and_what_it_carries(
+    world: World, make: Any, rows: int, reshard: bool
+) -> None:
+    assert_same(world, subclassed, make, rows, {"reshard_after_forward": reshard})
+
+
+def packed_under_mixed_precision() -> list[str]:
+    model = built(Chain, partial(PackedLinear, 5)).float()
+    before = model.blocks[0].weight.detach().clone()
+    shard_tower(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    seen: list[str] = []
+    model.blocks[0].register_forward_pre_hook(
+        lambda module, args: seen.append(f"{module.weight.dtype} {module.down.weight.dtype} {args[0].dtype}")
+    )
+    mean_of_squares(model, random_batch(0, 4, dtype=torch.float32)).backward()
+    assert torch.equal(full(model.blocks[0].weight), before)
+    return seen
+
+
+def test_f08_packed_bytes_are_not_cast_under_mixed_precision(world2: World) -> None:
+    assert world2.run(packed_under_mixed_precision) == [["torch.uint8 torch.bfloat16 torch.bfloat16"]] * 2
+
+
+# --- F10 ------------------------------------------------------------------------------------------
+
+
+def resharded_to_two(side: Side) -> None:
+    """No dim 0 divides by 2 or 4; what is visible between forward and backward is right."""
+    model = side.shard_tower(built(uneven_tower), reshard_after_forward=2)
+    optimizer = adamw(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = mean_of_squares(model, side.inputs(step, 7))
+        side.note_parameters(model)
+        for name, value in model.state_dict().items():
+            side.note(f"state of {name}", value)
+        loss.backward()
+        side.note_gradients(model)
+        optimizer.step()
+        side.assert_settled(model)
+    side.note_parameters(model)
+
+
+def test_f10_after_resharding_to_a_smaller_world_the_visible_shards_are_right(world4: World) -> None:
+    assert_same(world4, resharded_to_two)
+
+
+def resharded_and_used_otherwise(side: Side, checkpointed: bool) -> None:
+    model = side.shard_tower(built(uneven_tower), reshard_after_forward=2)
+    optimizer = adamw(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        for microbatch in range(2):
+            side.sync(model, microbatch == 1)
+            x = side.inputs(2 * step + microbatch, 7)
+            if checkpointed:
+                output = checkpoint(model, x.requires_grad_(), use_reentrant=False)
+                output.pow(2).mean().backward()
+            else:
+                first, second = model(x), model(x * 0.5)
+                (first - second).pow(2).mean().backward()
+        with torch.no_grad():
+            side.note_rows("evaluation", model(side.inputs(7, 7)))
+        side.note_gradients(model)
+        optimizer.step()
+    side.note_parameters(model)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_f10_a_smaller_world_loses_nothing_in_unusual_orders(world4: World, checkpointed: bool) -> None:
+    assert_same(world4, resharded_and_used_otherwise, checkpointed)
+
+
+# --- F12 ------------------------------------------------------------------------------------------
+
+
+def with_ignored(side: Side, synced: list[bool], reduces: bool) -> None:
+    """One trainable parameter of the root and one of a block are left out."""
+    model = built(uneven_tower)
+    left_out = [model.inlet.weight, model.blocks[1].up.bias]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        side.shard_tower(model, ignored_params=set(left_out))
+    if side.is_sharded:
+        assert [type(param) for param in left_out] == [nn.Parameter] * 2
+        assert model.inlet.weight is left_out[0]
+        model.set_reduce_ignored_params(reduces)
+    for microbatch, is_synced in enumerate(synced):
+        side.sync(model, is_synced)
+        mean_of_squares(model, side.inputs(microbatch, 7)).backward()
+    side.note_gradients(model)
+
+
+@pytest.mark.parametrize(
+    "synced", [[True], [False, True], [True, True]], ids=["one", "accumulated", "both synchronised"]
+)
+@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
+def test_f12_gradients_of_ignored_parameters_are_averaged_on_request(
+    world: World, synced: list[bool]
+) -> None:
+    assert_same(world, with_ignored, synced, True)
+
+
+def gradient_left_alone() -> bool:
+    model, plain = built(even_tower), built(even_tower)
+    ignored = model.inlet.weight
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        shard_tower(model, ignored_params={ignored})
+    batch = random_batch(dist.get_rank(), 4)
+    for each in (model, plain):
+        mean_of_squares(each, batch).backward()
+    return torch.allclose(ignored.grad, plain.inlet.weight.grad, rtol=0, atol=1e-12)  # type: ignore
+
+
+def test_f12_without_the_request_an_ignored_gradient_is_the_ranks_own(world2: World) -> None:
+    assert world2.run(gradient_left_alone) == [True, True]
+
+
+def warnings_about_ignored(which: str) -> list[str]:
+    model = built(even_tower)
+    ignored = {model.inlet.weight, model.blocks[1].up.bias}
+    if which == "frozen":
+        for param in ignored:
+            param.requires_grad_(False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for each in model.blocks:
+            fully_shard(each, ignored_params=ignored)
+        fully_shard(model, ignored_params=ignored)
+        mean_of_squares(model, random_batch(0, 4)).backward()
+        mean_of_squares(model, random_batch(1, 4)).backward()
+    return [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+
+
+def test_f12_each_trainable_parameter_that_is_ignored_is_warned_of_once(world2: World) -> None:
+    for texts in world2.run(warnings_about_ignored, "trainable"):
+        text = "\n".join(texts)
+        for name in ("inlet.weight", "up.bias"):
+            assert text.count(name) == 1, text
+        assert_says(text, "ignored_params", "set_reduce_ignored_params")
+
+
+def test_f12_frozen_parameters_are_ignored_without_a_word(world2: World) -> None:
+    assert world2.run(warnings_about_ignored, "frozen") == [[], []]
+
+
+# --- F20 ------------------------------------------------------------------------------------------
+# Ranks do different things here, so the plain side plays them one after the other.
+
+Configure = Callable[[nn.Module, int, int], None]  # (model, rank, step)
+
+
+def played(
+    model: nn.Module, configure: Configure, steps: int, is_sharded: bool, world: int, **how: Any
+) -> Any:
+    """SGD steps; every rank on its own batch, in its own way. Missing gradients count as zero."""
+    ranks = [dist.get_rank()] if is_sharded else list(range(world))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for microbatch in range(how.get("microbatches", 1)):
+            if is_sharded:
+                model.set_requires_gradient_sync(microbatch == how.get("microbatches", 1) - 1)
+            for rank in ranks:
+                configure(model, rank, step + microbatch)
+                inputs = random_batch(100 * step + 10 * microbatch + rank, 4)
+                if how.get("evaluates") and is_sharded:
+                    with torch.no_grad():
+                        model(inputs)
+                (mean_of_squares(model, inputs) / len(ranks)).backward()
+        grads = {
+            n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in model.named_parameters()
+        }
+        seen.append({name: full(grad) for name, grad in grads.items()})
+        optimizer.step()
+    seen.append({name: full(param) for name, param in model.named_parameters()})
+    return seen
+
+
+def assert_played_alike(world: World, run: Callable[..., Any], *args: Any) -> None:
+    expected = run(*args, is_sharded=False, world=world.size)
+    for got in world.run(run, *args, is_sharded=True, world=world.size, timeout=20):
+        for index, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+            for name, value in theirs.items():
+                text = f"{name} at step {index}"
+                torch.testing.assert_close(mine[name], value, rtol=0, atol=1e-10, msg=text)
+
+
+def uses_extra_on_some(model: nn.Module, rank: int, step: int) -> None:
+    for index, each in enumerate(model.blocks):
+        each.uses_extra = (rank + step + index) % 2 == 0
+
+
+def uses_extra_on_none(model: nn.Module, rank: int, step: int) -> None:
+    for each in model.blocks:
+        each.uses_extra = False
+
+
+def parameter_unused_on_some(configure: Configure, how: dict[str, Any], is_sharded: bool, world: int) -> Any:
+    model = built(Chain, PartlyUsed, PartlyUsed)
+    if is_sharded:
+        shard_tower(model)
+        model.set_reduce_scatter_unused_params(True)
+    return played(model, configure, 3, is_sharded, world, **how)
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("how", [{}, {"microbatches": 2}], ids=["each", "accumulated"])
+@pytest.mark.parametrize("configure", [uses_extra_on_some, uses_extra_on_none])
+@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
+def test_f20_a_parameter_may_be_unused_on_some_ranks(world: World, configure: Configure, how: Any) -> None:
+    assert_played_alike(world, parameter_unused_on_some, configure, how)
+
+
+def zeros_for_what_is_unused() -> list[Any]:
+    model = shard_tower(built(Chain, PartlyUsed))
+    seen = []
+    for enabled in (True, False):
+        model.zero_grad()
+        model.set_reduce_scatter_unused_params(enabled)
+        mean_of_squares(model, random_batch(0, 4)).backward()
+        grad = model.blocks[0].extra.grad
+        seen.append(None if grad is None else full(grad).abs().max().item())  # type: ignore[union-attr]
+    return seen
+
+
+def test_f20_what_no_rank_uses_gets_zeros_only_on_request(world2: World) -> None:
+    assert world2.run(zeros_for_what_is_unused) == [[0.0, None]] * 2
+
+
+def one_block_for_each(model: nn.Module, rank: int, step: int) -> None:
+    model.used = (0, 1 + (rank + step) % 2)
+
+
+def one_block_for_the_first_rank(model: nn.Module, rank: int, step: int) -> None:
+    model.used = (0, 1, 2) if rank == 0 else (0,)
+
+
+def no_block_at_first(model: nn.Module, rank: int, step: int) -> None:
+    model.used = (0,) if step == 0 else (0, 2, 1) if rank == 0 else (0, 1, 2)
+
+
+class CheckpointedBranching(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for index in self.used:
+            x = checkpoint(self.blocks[index], x, use_reentrant=False)  # type: ignore[assignment]
+        return self.outlet(x)
+
+
+def block_used_on_some(
+    make: Any, configure: Configure, options: Any, how: Any, is_sharded: bool, world: int
+) -> Any:
+    model = built(make)
+    if is_sharded:
+        shard_tower(model, **options)
+        model.set_reduce_scatter_unused_params(True)  # `spare` of the root is used by nobody
+        for each in list(model.blocks)[1:]:
+            each.set_may_be_unused(True)
+    return played(model, configure, 3, is_sharded, world, **how)
+
+
+@pytest.mark.thin(5)
+@pytest.mark.parametrize(
+    "configure",
+    [one_block_for_each, one_block_for_the_first_rank, no_block_at_first],
+    ids=lambda f: f.__name__,
+)
+@pytest.mark.parametrize("reshard", RESHARD)
+@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
+def test_f20_a_block_may_be_used_on_some_ranks_only(
+    world: World, configure: Configure, reshard: bool | None
+) -> None:
+    options = {"reshard_after_forward": reshard}
+    assert_played_alike(world, block_used_on_some, Branching, configure, options, {})
+
+
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [
+        (CheckpointedBranching, {}),
+        (Branching, {"microbatches": 2}),
+        (Branching, {"evaluates": True}),
+    ],
+    ids=["checkpointed", "accumulated", "evaluated"],
+)
+def test_f20_a_block_may_be_used_on_some_ranks_in_other_loops(world2: World, make: Any, how: Any) -> None:
+    assert_played_alike(world2, block_used_on_some, make, one_block_for_each, {}, how)
+
+
+class WithTower(nn.Module):
+    """A language side and a tower of sharded layers, which sees only some batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.outlet = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList([block(), block()])
+        self.vision = nn.Sequential(block(), block(), nn.Linear(WIDTH, WIDTH))
+        self.sees = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.inlet(x))
+        if self.sees:
+            x = x + self.vision(x)
+        return self.outlet(self.blocks[1](x))
+
+
+def sees_on_some(model: nn.Module, rank: int, step: int) -> None:
+    model.sees = rank == step % 2
+
+
+def tower_used_on_some(is_sharded: bool, world: int) -> Any:
+    model = built(WithTower)
+    if is_sharded:
+        for each in (*model.blocks, model.vision[0], model.vision[1], model.vision, model):
+            fully_shard(each)
+        for each in model.vision.modules():
+            if isinstance(each, FSDPModule):
+                each.set_may_be_unused(True)
+    return played(model, sees_on_some, 4, is_sharded, world)
+
+
+@pytest.mark.parametrize("world", [2, 3], indirect=True)
+def test_f20_a_tower_of_sharded_layers_may_be_used_on_some_ranks_only(world: World) -> None:
+    assert_played_alike(world, tower_used_on_some)
+
+
+# --- F23 ------------------------------------------------------------------------------------------
+
+
+class TiedLanguageModel(LanguageModel):
+    """Embedding and head are one parameter; on request a third place uses it too."""
+
+    def __init__(self, ties_three: bool = False) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+        self.reader = nn.Linear(12, 29, bias=False)
+        if ties_three:
+            self.reader.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + 0.1 * self.reader(self.embed(tokens))
+
+
+# Which modules get a group of their own, bottom-up; the root follows.
+GROUPS: dict[str, list[str]] = {
+    "all in the root": [],
+    "embedding apart": ["embed"],
+    "head apart": ["head"],
+    "both apart": ["embed", "head"],
+    "head first": ["head", "embed"],
+    "all apart": ["embed", "norm", "reader", "head"],
+}
+
+
+def tied_across_groups(side: Side, groups: list[str], ties_three: bool, options: dict[str, Any]) -> None:
+    model = built(TiedLanguageModel, ties_three)
+    side.shard(*model.blocks, *(getattr(model, name) for name in groups), model, **options)
+    assert model.embed.weight is model.head.weight
+    assert (model.embed.weight is model.reader.weight) == ties_three
+    side.note("names", [name for name, _ in model.named_parameters()])
+    side.note("keys", list(model.state_dict()))
+    optimizer = adamw(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        for microbatch in range(2):
+            side.sync(model, microbatch == 1)
+            loss = next_token_loss(model, side.part(token_batch(2 * step + microbatch, BATCH_SIZE)))
+            loss.backward()
+            side.note_mean("loss", loss)
+        side.note_gradients(model)
+        optimizer.step()
+        side.assert_settled(model)
+        assert model.embed.weight is model.head.weight
+    side.note_parameters(model)
+    for name, value in model.state_dict().items():
+        side.note(f"state of {name}", value)
+
+
+@pytest.mark.thin(5)
+@pytest.mark.parametrize("ties_three", [False, True], ids=["two", "three"])
+@pytest.mark.parametrize("which", GROUPS)
+@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
+def test_f23_weights_tied_across_groups_are_one_parameter_with_one_gradient(
+    world: World, which: str, ties_three: bool
+) -> None:
+    assert_same(world, tied_across_groups, GROUPS[which], ties_three, {})
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_f23_tied_weights_train_whatever_is_freed(world2: World, reshard: bool) -> None:
+    assert_same(world2, tied_across_groups, ["embed", "head"], True, {"reshard_after_forward": reshard})
+
+
+class TiedBlocks(nn.Module):
+    """Weights shared between blocks, and between a block and a layer that is sharded inside another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.outlet = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList([block(), block(), block()])
+        first, second, third = self.blocks
+        second.up.weight = first.up.weight
+        third.down.weight, third.norm.bias = first.down.weight, second.norm.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for each in self.blocks:
+            x = each(x)
+        return self.outlet(x)
+
+
+class TiedStages(nn.Module):
+    """The lowest common group of the tie is a stage, not the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.outlet = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList([nn.Sequential(block(), block()), nn.Sequential(block(), block())])
+        for stage in self.blocks:
+            stage[1].up.weight = stage[0].up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for stage in self.blocks:
+            x = checkpoint(stage, x, use_reentrant=False)  # type: ignore[assignment]
+        return self.outlet(x)
+
+
+def tied_blocks(side: Side, make: Any) -> None:
+    model = built(make)
+    if make is TiedStages:
+        side.shard(*(inner for stage in model.blocks for inner in stage))
+    side.shard_tower(model)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        side.note(f"first name of {name}", next(n for n, p in model.named_parameters() if p is param))
+    side.steps(model, adamw(model), range(3))
+    with torch.no_grad():
+        side.note_rows("evaluation", model(side.inputs(9)))
+    side.assert_settled(model)
+
+
+@pytest.mark.parametrize("make", [TiedBlocks, TiedStages])
+@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
+def test_f23_blocks_may_share_weights(world: World, make: Any) -> None:
+    assert_same(world, tied_blocks, make)
+
+
+def tied_and_frozen(side: Side) -> None:
+    model = built(TiedLanguageModel, True)
+    model.embed.weight.requires_grad_(False)
+    side.shard(*model.blocks, model.embed, model.head, model)
+    side.note("trainable", [name for name, param in model.named_parameters() if param.requires_grad])
+    optimizer = adamw(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        if step == 1:
+            model.head.weight.requires_grad_(True)
+        next_token_loss(model, side.part(token_batch(step, BATCH_SIZE))).backward()
+        side.note_gradients(model)
+        optimizer.step()
+        side.assert_settled(model)
+
+
+def test_f23_tied_weights_may_be_frozen_and_thawed(world2: World) -> None:
+    assert_same(world2, tied_and_frozen)
+
+
+# --- F31 ------------------------------------------------------------------------------------------
+
+
+def actor_and_critic(side: Side) -> None:
+    """Three roots that share what they see, a frozen one among them, trained apart and together."""
+    actor, critic, judge = built(even_tower), built(Chain, block), built(even_tower)
+    judge.requires_grad_(False)
+    side.shard_tower(actor, reshard_after_forward=True)
+    side.shard_tower(critic, reshard_after_forward=False)
+    side.shard_tower(judge)
+    optimizers = [adamw(actor), adamw(critic)]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        inputs = side.inputs(step)
+        with torch.no_grad():
+            target = judge(inputs)
+        value = critic(inputs)
+        (value - target).pow(2).mean().backward()
+        gain = (actor(inputs) * (target - critic(inputs))).mean() + actor(inputs * 0.5).pow(2).mean()
+        gain.backward()
+        side.note_mean("gain", gain)
+        for model in (actor, critic):
+            side.note_gradients(model)
+        for optimizer in optimizers:
+            optimizer.step()
+        for model in (actor, critic, judge):
+            side.assert_settled(model)
+    side.note_parameters(actor)
+    side.note_parameters(critic)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
+def test_f31_roots_may_be_trained_apart_and_together(world: World) -> None:
+    assert_same(world, actor_and_critic)
+
+
+# --- F33 ------------------------------------------------------------------------------------------
+
+
+def on_the_last_dimension(param: nn.Parameter) -> Shard | None:
+    return Shard(param.ndim - 1) if param.ndim else None
+
+
+def on_dimension_1(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if param.ndim > 1 else None
+
+
+def on_a_mixture(param: nn.Parameter) -> Shard | None:
+    return Shard(param.numel() % param.ndim) if param.ndim else None
+
+
+def odd_parameters(side: Side, make: Any, place: Any, reshard: Any) -> None:
+    model = built(make)
+    side.shard_tower(model, shard_placement_fn=place, reshard_after_forward=reshard)
+    width = 7 if make is uneven_tower else 8
+    side.steps(model, adamw(model), range(3), width=width)
+    side.note("shapes", [tuple(param.shape) for param in model.parameters()])
+
+
+@pytest.mark.thin(7)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("place", [None, on_the_last_dimension, on_dimension_1, on_a_mixture])
+@pytest.mark.parametrize("make", [odd_model, uneven_tower])
+@pytest.mark.parametrize("world", [1, 2, 3, 4], indirect=True)
+def test_f33_any_parameter_may_be_sharded_on_any_dimension(
+    world: World, make: Any, place: Any, reshard: bool
+) -> None:
+    assert_same(world, odd_parameters, make, place, reshard)
+
+
+def strides_seen(place: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Of the full parameters in forward, beside those of the plain ones."""
+    model, plain = built(odd_model), built(odd_model)
+    shard_tower(model, shard_placement_fn=place)
+    seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    model.blocks[0].register_forward_pre_hook(
+        lambda module, args: seen.extend(
+            (getattr_path(module, name).stride(), param.stride())
+            for name, param in plain.blocks[0].named_parameters()
+        )
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(model(random_batch(0, 4)), plain(random_batch(0, 4)), rtol=0, atol=1e-12)
+    return seen
+
+
+def getattr_path(module: Any, name: str) -> Any:
+    for part in name.split("."):
+        module = getattr(module, part)
+    return module
+
+
+@pytest.mark.parametrize("place", [None, on_the_last_dimension])
+def test_f33_forward_sees_the_memory_format_it_was_given_or_a_contiguous_one(
+    world2: World, place: Any
+) -> None:
+    for pairs in world2.run(strides_seen, place):
+        assert pairs
+        for mine, theirs in pairs:
+            dense = sorted(mine, reverse=True) == list(mine)
+            assert mine == theirs or dense, f"strides {mine} where {theirs} were given"
+
+
+# --- F35 ------------------------------------------------------------------------------------------
+
+
+def load_plain_state(how: str) -> tuple[dict[str, Tensor], str]:
+    """The weights after loading a full state dict of another seed, or what was said; buffers included."""
+    model = built(odd_model)
+    place = on_the_last_dimension if how == "last dimension" else None
+    shard_tower(model, shard_placement_fn=place)
+    if how == "after a step":
+        mean_of_squares(model, random_batch(0, 4)).backward()
+        model.zero_grad()
+    state = plain_state()
+    if how == "some":
+        state = {name: value for name, value in state.items() if "blocks.1." in name}
+    text = ""
+    try:
+        model.load_state_dict(state, strict=how != "some", assign=how == "assign")
+        model(random_batch(1, 4))
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    return {name: full(value) for name, value in model.state_dict().items()}, text  # type: ignore[misc]
+
+
+def plain_state() -> dict[str, Tensor]:
+    torch.manual_seed(7)
+    return odd_model().double().state_dict()
+
+
+@pytest.mark.parametrize("how", ["all", "some", "after a step", "last dimension"])
+@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
+def test_f35_a_plain_full_state_dict_is_loaded_or_the_way_is_told(world: World, how: str) -> None:
+    given, before = plain_state(), built(odd_model).state_dict()
+    for got, text in world.run(load_plain_state, how):
+        if text:
+            assert "set_model_state_dict" in text or "distribute_tensor" in text, text
+            continue
+        assert got.keys() == before.keys()
+        for name, value in got.items():
+            expected = before[name] if how == "some" and "blocks.1." not in name else given[name]
+            torch.testing.assert_close(value, expected, rtol=0, atol=0, msg=name)
+
+
+# --- F36 ------------------------------------------------------------------------------------------
+
+
+def called_with_other_weights(kind: str, on: str) -> tuple[str, Any, Any, Any]:
+    """The output with twice the weights, or what was said; then the gradient of an ordinary step."""
+    model = shard_tower(built(even_tower))
+    target = model.get_submodule(on)
+    given: dict[str, Tensor] = {}
+    for name, param in target.named_parameters():
+        value = full(param)
+        assert value is not None
+        value = 2 * value
+        if kind == "sharded":
+            value = distribute_tensor(value, param.device_mesh, param.placements)
+        given[name] = value.requires_grad_()
+    text, output, gradient = "", None, None
+    try:
+        output = functional_call(target, given, (random_batch(0, 4),))
+        output.pow(2).mean().backward()
+        gradient = {name: full(value.grad) for name, value in given.items()}
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    model.zero_grad()
+    mean_of_squares(model, random_batch(1, 4)).backward()
+    after = {name: full(param.grad) for name, param in model.named_parameters()}
+    return text, output if output is None else output.detach(), gradient, after
+
+
+@pytest.mark.parametrize("on", ["", "blocks.1"])
+@pytest.mark.parametrize("kind", ["plain", "sharded"])
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+def test_f36_functional_call_uses_what_it_is_given_or_refuses(world: World, kind: str, on: str) -> None:
+    plain = built(even_tower)
+    target = plain.get_submodule(on)
+    given = {name: (2 * param.detach()).requires_grad_() for name, param in target.named_parameters()}
+    expected = functional_call(target, given, (random_batch(0, 4),))
+    expected.pow(2).mean().backward()
+    mean_of_squares(plain, random_batch(1, 4)).backward()
+    for text, output, gradient, after in world.run(called_with_other_weights, kind, on):
+        if text:
+            assert_says(text, "functional_call")
+        else:
+            torch.testing.assert_close(output, expected.detach(), rtol=0, atol=1e-10)
+            for name, value in given.items():
+                torch.testing.assert_close(gradient[name], value.grad, rtol=0, atol=1e-10, msg=name)
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(after[name], param.grad, rtol=0, atol=1e-10, msg=f"{name} afterwards")
+
+
+# --- F38 ------------------------------------------------------------------------------------------
+
+
+def clipped(side: Side, kind: float, offloads: bool) -> None:
+    """On one mesh, torch's clipping sees the whole norm."""
+    options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offloads else {}
+    model = side.shard_tower(built(uneven_tower), **options)
+    optimizer = adamw(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        mean_of_squares(model, side.inputs(step, 7)).backward()
+        side.note("norm", torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type=kind))
+        side.note_gradients(model)
+        optimizer.step()
+    side.note_parameters(model)
+
+
+@pytest.mark.thin(5)
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize("kind", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
+def test_f38_torchs_clipping_sees_the_norm_over_all_ranks(world: World, kind: float, offloads: bool) -> None:
+    assert_same(world, clipped, kind, offloads)
+
+
+def clipped_by_kind(side: Side) -> None:
+    """DTensors and plain parameters: a norm of each, put together by hand."""
+    model = built(uneven_tower)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        side.shard_tower(model, ignored_params={model.inlet.weight, model.outlet.bias})
+    if side.is_sharded:
+        model.set_reduce_ignored_params(True)
+    mean_of_squares(model, side.inputs(0, 7)).backward()
+    grads = [param.grad for param in model.parameters()]
+    norms = []
+    for is_sharded in (True, False):
+        chosen = [grad for grad in grads if isinstance(grad, DTensor) is is_sharded]
+        if chosen:
+            norms.append(full(torch.nn.utils.get_total_norm(chosen)))
+    total = torch.linalg.vector_norm(torch.stack(norms))  # type: ignore[arg-type]
+    for is_sharded in (True, False):  # torch scales no mixture of the two
+        chosen_params = [p for p in model.parameters() if isinstance(p, DTensor) is is_sharded]
+        torch.nn.utils.clip_grads_with_norm_(chosen_params, 0.05, total)
+    side.note("norm", total)
+    side.note_gradients(model)
+
+
+def test_f38_norms_of_sharded_and_plain_gradients_can_be_put_together(world2: World) -> None:
+    assert_same(world2, clipped_by_kind)
+
+
+# --- F40 ------------------------------------------------------------------------------------------
+
+
+class Generating(nn.Module):
+    """Has ways in besides forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.outlet = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList([Block(WIDTH, 13), Holds()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for each in self.blocks:
+            x = each(x)
+        return self.outlet(x)
+
+    def generate(self, x: Tensor) -> Tensor:
+        return self.outlet(torch.tanh(self.inlet(x)))
+
+
+class Holds(nn.Module):
+    """Uses a weight that no layer wraps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight)
+
+
+WAYS: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[str]]] = {
+    "a layer of a block": (lambda model, x: model.blocks[0].up(x), ["up.weight", "blocks.0"]),
+    "a norm of a block": (lambda model, x: model.blocks[0].norm(x), ["norm.weight", "blocks.0"]),
+    "a layer of the root": (lambda model, x: model.outlet(x), ["outlet.weight", "Generating"]),
+    "forward of a block": (lambda model, x: model.blocks[0].forward(x), ["norm.weight", "blocks.0"]),
+    "forward of the root": (lambda model, x: model.forward(x), ["inlet.weight", "Generating"]),
+    "generate": (lambda model, x: model.generate(x), ["inlet.weight", "Generating"]),
+}
+
+
+def called_outside(way: str, used_before: bool) -> tuple[str, dict[str, Tensor | None]]:
+    model = shard_tower(built(Generating))
+    if used_before:
+        mean_of_squares(model, random_batch(5, 4)).backward()
+        model.zero_grad()
+    try:
+        WAYS[way][0](model, random_batch(0, 4))
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    else:
+        text = "accepted"
+    mean_of_squares(model, random_batch(1, 4)).backward()
+    return text, {name: full(param.grad) for name, param in model.named_parameters()}
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("used_before", [False, True], ids=["first", "later"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+def test_f40_a_call_past_forward_says_which_parameter_and_what_to_call(
+    world: World, way: str, used_before: bool
+) -> None:
+    plain = built(Generating)
+    mean_of_squares(plain, random_batch(1, 4)).backward()
+    for text, after in world.run(called_outside, way, used_before):
+        assert_says(text, *WAYS[way][1])
+        assert "unshard()" in text or "register_fsdp_forward_method" in text, text
+        assert "aten." not in text, text
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(after[name], param.grad, rtol=0, atol=1e-10, msg=f"{name} afterwards")
+
+
+def called_outside_after_unshard(side: Side) -> None:
+    """The remedies of the message."""
+    model = side.shard_tower(built(Generating))
+    if side.is_sharded:
+        model.blocks[0].unshard()
+        model.unshard()
+    with torch.no_grad():
+        side.note_rows("layer", model.blocks[0].up(side.inputs(0)))
+        side.note_rows("outlet", model.outlet(side.inputs(0)))
+    if side.is_sharded:
+        model.blocks[0].reshard()
+        model.reshard()
+        shardwise.register_fsdp_forward_method(model, "generate")
+    side.note_rows("generated", model.generate(side.inputs(1)).detach())
+    side.steps(model, adamw(model), range(2))
+
+
+def test_f40_after_unshard_or_registering_the_same_calls_work(world2: World) -> None:
+    assert_same(world2, called_outside_after_unshard)

@@ -1,0 +1,879 @@
+"""What other code hands in: its classes, wrappers, policies, meshes, and the loops that run a model.
+
+Scripts run plainly and sharded (scenario.py). Numbers in low precision come from the same casts written by
+hand; there every rank works on the whole batch, so that the mean over ranks is exact.
+"""
+
+import copy
+import warnings
+from abc import ABC, abstractmethod
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as peer
+from custom_comms import Comms
+from dynamo import forget_graphs, quiet_dynamo
+from failure_models import Tied, block, built
+from harness import World
+from models import WIDTH, Block, even_tower, odd_model, random_batch, uneven_tower
+from reference import adamw, full, mean_of_squares
+from scenario import BATCH_SIZE, Side, assert_same
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+
+import shardwise
+from shardwise import FSDPModule, fully_shard
+
+both_worlds = pytest.mark.parametrize("world", [2, 3], indirect=True)
+
+# --- classes and wrappers -------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+class Layer(ABC):
+    """What some framework asks of every layer."""
+
+    @property
+    @abstractmethod
+    def width(self) -> int: ...
+
+
+class AbstractFirst(Layer, Block):
+    @property
+    def width(self) -> int:
+        return WIDTH
+
+
+class GenericFirst(Generic[T], Block):
+    """A typed block."""
+
+
+class SlottedMixin:
+    __slots__ = ("cache",)
+
+
+class SlottedFirst(SlottedMixin, Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache = super().forward(x)  # kept until the next forward, as some caches are
+        return self.cache
+
+
+class ForbidsAttributes(Block):
+    """Lets only known attributes be set from outside, as configuration classes do."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if vars(self).get("is_done") and name not in self._parameters and not name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        super().__setattr__(name, value)
+        if name == "down":
+            vars(self)["is_done"] = True
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """An OptimizedModule."""
+
+    make: Callable[[], nn.Module]
+
+    def __call__(self) -> Any:
+        return torch.compile(self.make(), backend="eager")
+
+
+def abstract_first() -> nn.Module:
+    return AbstractFirst(WIDTH, 13)
+
+
+def generic_first() -> nn.Module:
+    return GenericFirst[int](WIDTH, 13)
+
+
+def slotted_first() -> nn.Module:
+    return SlottedFirst(WIDTH, 13)
+
+
+def forbids_attributes() -> nn.Module:
+    return ForbidsAttributes(WIDTH, 13)
+
+
+def wrapped_for_checkpointing() -> nn.Module:
+    return checkpoint_wrapper(block())
+
+
+def compiled_inside_a_checkpoint() -> nn.Module:
+    return checkpoint_wrapper(Compiled(block)())
+
+
+def compiled_checkpoint() -> nn.Module:
+    return Compiled(wrapped_for_checkpointing)()
+
+
+def compiled_by_method() -> nn.Module:
+    made = block()
+    made.compile(backend="eager")
+    return made
+
+
+def scripted_names() -> nn.Module:
+    """Parameter names that look like ours, and a child with a dotted class name."""
+    made = block()
+    made.register_parameter("_shard", nn.Parameter(torch.zeros(3)))
+    return made
+
+
+BLOCKS = [
+    abstract_first,
+    generic_first,
+    slotted_first,
+    forbids_attributes,
+    wrapped_for_checkpointing,
+    compiled_inside_a_checkpoint,
+    compiled_checkpoint,
+    compiled_by_method,
+    scripted_names,
+]
+
+
+class Model(nn.Module):
+    """Blocks of whatever kind between two layers."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.inlet, self.outlet = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(make() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for each in self.blocks:
+            x = each(x)
+        return self.outlet(x)
+
+
+def train_foreign(side: Side, make: Callable[[], nn.Module], order: str) -> None:
+    """order: what is given to fully_shard, and when the block is made what it is."""
+    with warnings.catch_warnings():
+        quiet_dynamo()
+        model = built(Model, make)
+        if order == "inside":  # the module inside the wrapper
+            inner = [innermost(each) for each in model.blocks]
+            side.shard(*inner, model)
+        elif order == "as a list":
+            side.shard(list(model.blocks), model)
+        else:
+            side.shard_tower(model)
+        side.note("names", [name for name, _ in model.named_parameters()])
+        side.note("state", list(model.state_dict()))
+        optimizer = adamw(model)
+        for step in range(2):
+            side.step(model, optimizer, step)
+            model.load_state_dict(model.state_dict())
+        side.note_parameters(model)
+
+
+def innermost(module: nn.Module) -> nn.Module:
+    for name in ("_orig_mod", "_checkpoint_wrapped_module"):
+        if name in module._modules:
+            return innermost(module._modules[name])  # type: ignore[arg-type]
+    return module
+
+
+@pytest.mark.thin(4)
+@pytest.mark.parametrize("order", ["outside", "as a list", "inside"])
+@pytest.mark.parametrize("make", BLOCKS, ids=lambda make: make.__name__)
+def test_blocks_of_any_make_are_sharded_and_trained(world2: World, make: Any, order: str) -> None:
+    assert_same(world2, train_foreign, make, order)
+
+
+def compiled_after_sharding(side: Side, how: str) -> None:
+    with warnings.catch_warnings():
+        forget_graphs()
+        model = side.shard_tower(built(even_tower))
+        if how == "block.compile":
+            for each in model.blocks:
+                each.compile(backend="eager")
+        elif how == "wrapped block":
+            model.blocks = nn.ModuleList(torch.compile(each, backend="eager") for each in model.blocks)
+        elif how == "model.compile":
+            model.compile(backend="eager")
+        run = torch.compile(model, backend="eager") if how == "wrapped model" else model
+        optimizer = adamw(model)
+        side.steps(model, optimizer, range(2), lambda _, inputs: mean_of_squares(run, inputs))
+
+
+@pytest.mark.parametrize("how", ["block.compile", "wrapped block", "model.compile", "wrapped model"])
+def test_what_is_sharded_may_be_compiled(world2: World, how: str) -> None:
+    assert_same(world2, compiled_after_sharding, how)
+
+
+# --- policies and meshes --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LikeAPolicy:
+    """Some other library's policy: the fields are what counts."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+POLICIES: dict[str, Callable[[], Any]] = {
+    "ours": lambda: shardwise.MixedPrecisionPolicy(**LOW),
+    "torch's": lambda: peer.MixedPrecisionPolicy(**LOW),
+    "like one": lambda: LikeAPolicy(**LOW),
+}
+
+
+def plane(*shape: int) -> Any:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+MESHES: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "line": lambda: init_device_mesh("cpu", (dist.get_world_size(),)),
+    "alone": lambda: plane(dist.get_world_size(), 1)["shard"],
+    "replicas of one": lambda: plane(dist.get_world_size(), 1),
+    "one replica": lambda: plane(1, dist.get_world_size()),
+}
+
+
+def low_precision_by_hand(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Forward with copies of the weights in bfloat16, so that gradients arrive in float32."""
+    low = {name: param.to(torch.bfloat16) for name, param in model.named_parameters()}
+    return torch.func.functional_call(model, low, (inputs.to(torch.bfloat16),))
+
+
+def mixed_precision(side: Side, policy: str, mesh: str) -> None:
+    model = built(uneven_tower).float()
+    options = {"mesh": MESHES[mesh](), "mp_policy": POLICIES[policy]()} if side.is_sharded else {}
+    side.shard_tower(model, **options)
+    optimizer = adamw(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        inputs = random_batch(step, BATCH_SIZE, 7, torch.float32)  # the whole batch, on every rank
+        output = model(inputs) if side.is_sharded else low_precision_by_hand(model, inputs)
+        side.note("dtype", output.dtype)
+        loss = output.float().pow(2).mean()
+        loss.backward()
+        side.note("loss", loss.detach())
+        for name, param in model.named_parameters():
+            side.note(f"gradient of {name}", full(param.grad))  # whole: the mesh need not be a line
+        optimizer.step()
+    for name, param in model.named_parameters():
+        side.note(name, full(param))
+
+
+@pytest.mark.thin(7)
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+def test_policies_are_read_by_their_fields_on_meshes_of_any_size(
+    world: World, policy: str, mesh: str
+) -> None:
+    assert_same(world, mixed_precision, policy, mesh, atol=0.0)
+
+
+NOTHING: dict[str, Callable[[], dict[str, Any]]] = {
+    "none": lambda: {"mp_policy": None, "offload_policy": None, "ignored_params": None, "mesh": None},
+    "torch's": lambda: {"mp_policy": peer.MixedPrecisionPolicy(), "offload_policy": peer.OffloadPolicy()},
+    "torch's offload": lambda: {"offload_policy": peer.CPUOffloadPolicy()},
+    "torch's offload, not pinned": lambda: {"offload_policy": peer.CPUOffloadPolicy(pin_memory=False)},
+    "our offload": lambda: {"offload_policy": shardwise.CPUOffloadPolicy()},
+    "frozen set": lambda: {"ignored_params": frozenset()},
+}
+
+
+def policies_that_change_nothing(side: Side, what: str) -> None:
+    model = built(Tied)
+    side.shard_tower(model, **NOTHING[what]())
+    side.steps(model, adamw(model), range(2))
+
+
+@pytest.mark.parametrize("what", NOTHING)
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+def test_policies_of_torch_and_none_are_taken(world: World, what: str) -> None:
+    assert_same(world, policies_that_change_nothing, what)
+
+
+# --- values that come later -----------------------------------------------------------------------
+
+
+class Filled(nn.Linear):
+    """Initialises itself the same wherever its rows lie."""
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 0.125)
+        nn.init.zeros_(self.bias)
+
+
+class Scaled(nn.Module):
+    """A block with a buffer, which no state dict brings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Filled(WIDTH, 13), Filled(13, WIDTH)
+        self.register_buffer("scale", torch.full((3,), 2.0), persistent=False)
+        self.register_buffer("seen", torch.ones(1))
+
+    def reset_parameters(self) -> None:
+        self.scale.fill_(2.0)
+        self.seen.fill_(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x))) * self.scale.sum() * self.seen
+
+
+class LateModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.outlet = Filled(WIDTH, WIDTH), Filled(WIDTH, 1)
+        self.blocks = nn.ModuleList([Scaled(), Scaled()])
+        self.tied = Filled(WIDTH, WIDTH)
+        self.tied.weight = self.inlet.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tied(self.inlet(x))
+        for each in self.blocks:
+            x = each(x)
+        return self.outlet(x)
+
+
+def late_model(side: Side) -> nn.Module:
+    if not side.is_sharded:
+        return LateModel().double()
+    with torch.device("meta"):
+        model = LateModel().double()
+    for param in model.parameters():
+        assert param.is_meta
+    return side.shard_tower(model)
+
+
+def varied_state() -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    state = LateModel().double().state_dict()
+    for name, value in state.items():
+        if name != "tied.weight":
+            value.copy_(torch.randn(value.shape, dtype=torch.float64) / 3)
+    return state
+
+
+def give_values(model: Any, how: str, is_sharded: bool) -> None:
+    if how == "reset_parameters":
+        model.to_empty(device="cpu")
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        return
+    state = varied_state()
+    if is_sharded:
+        if how != "assign":
+            model.to_empty(device="cpu")
+        params = dict(model.named_parameters(remove_duplicate=False))
+        for name, param in params.items():
+            state[name] = distribute_tensor(state[name], param.device_mesh, param.placements)
+        for each in model.blocks:  # not in a state dict: the caller's to make
+            each.scale = torch.full((3,), 2.0, dtype=torch.float64)
+    model.load_state_dict(state, assign=is_sharded and how == "assign")
+
+
+def train_late(side: Side, how: str) -> None:
+    model = late_model(side)
+    give_values(model, how, side.is_sharded)
+    side.note("scale", model.blocks[1].scale)
+    assert model.tied.weight is model.inlet.weight
+    side.steps(model, adamw(model), range(3))
+    give_values(model, "load" if how == "assign" else how, side.is_sharded)  # and once more, when in use
+    side.note_rows("output", model(side.inputs(5)).detach())
+
+
+@pytest.mark.parametrize("how", ["reset_parameters", "load", "assign"])
+@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
+def test_a_model_of_the_meta_device_gets_its_values_after_sharding(world: World, how: str) -> None:
+    assert_same(world, train_late, how)
+
+
+# --- moving about ---------------------------------------------------------------------------------
+
+MOVES: dict[str, Callable[[nn.Module], Any]] = {
+    "cpu": lambda model: model.cpu(),
+    "to cpu": lambda model: model.to("cpu"),
+    "to dtype and device": lambda model: model.to(torch.device("cpu"), torch.float64),
+    "double": lambda model: model.double(),
+    "there and back": lambda model: model.float().double(),
+    "type": lambda model: model.type(torch.float64),
+    "requires_grad_": lambda model: model.requires_grad_(False).requires_grad_(True),
+    "apply": lambda model: model.apply(lambda module: None),
+}
+
+
+def move_between_steps(side: Side, how: str) -> None:
+    """Whatever moves the model, the optimizer that was made before goes on training it."""
+    model = built(uneven_tower)
+    side.shard_tower(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    before = list(model.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        for microbatch in range(2):
+            side.sync(model, microbatch == 1)
+            mean_of_squares(model, side.inputs(2 * step + microbatch, 7)).backward()
+            if how != "there and back":  # would round the gradients
+                MOVES[how](model)
+        optimizer.step()
+        assert MOVES[how](model) is model
+        assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+    side.note_rows("output", model(side.inputs(9, 7)).detach())
+    side.note_parameters(model)
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("how", MOVES)
+@both_worlds
+def test_moving_a_model_keeps_its_parameters_in_the_optimizer(world: World, how: str) -> None:
+    # A last bit may round to another float32.
+    assert_same(world, move_between_steps, how, atol=1e-6 if how == "there and back" else 1e-10)
+
+
+# --- copies ---------------------------------------------------------------------------------------
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "even": even_tower,
+    "uneven": uneven_tower,
+    "odd": odd_model,
+    "tied": Tied,
+}
+
+
+def width_of(make: str) -> int:
+    return 7 if make == "uneven" else 8
+
+
+def copy_and_train_both(side: Side, make: str, when: str, options: dict[str, Any]) -> None:
+    """The copy trains as the original does; neither feels the other."""
+    model = side.shard_tower(built(MODELS[make]), **options)
+    optimizer = adamw(model)
+    width = width_of(make)
+
+    def train(each: nn.Module, its: torch.optim.Optimizer, steps: Any) -> None:
+        for step in steps:
+            its.zero_grad()
+            loss = mean_of_squares(each, side.inputs(step, width))
+            loss.backward()
+            side.note_mean("loss", loss)
+            side.note_gradients(each)
+            its.step()
+            side.assert_settled(each)
+
+    if when != "before use":
+        train(model, optimizer, [0])
+    if when == "after an evaluation":
+        with torch.no_grad():
+            model(side.inputs(8, width))
+    if when == "with gradients":
+        mean_of_squares(model, side.inputs(7, width)).backward()
+    other = copy.deepcopy(model)
+    side.note("copied gradients", [p.grad is not None for p in other.parameters()])
+    if when == "with gradients":
+        side.note_gradients(other)
+    assert_apart(model, other)
+    assert type(other) is type(model)
+    train(other, adamw(other), [1, 2])
+    side.note_parameters(model)  # as it was
+    train(model, adamw(model), [1, 2])
+    for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(full(mine), full(theirs)), name  # type: ignore[arg-type]
+    side.note_parameters(other)
+
+
+def assert_apart(model: nn.Module, other: nn.Module) -> None:
+    """No parameter, gradient, buffer or module belongs to both; the mesh does."""
+    assert not set(model.modules()) & set(other.modules())
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        if hasattr(mine, "device_mesh"):
+            assert mine.device_mesh == theirs.device_mesh
+            assert mine.placements == theirs.placements
+            assert mine.device_mesh.get_group() is theirs.device_mesh.get_group()
+    shared = storages(model) & storages(other)
+    assert not shared, f"{len(shared)} storages are shared"
+
+
+def storages(model: nn.Module) -> set[int]:
+    tensors = [
+        *model.parameters(),
+        *model.buffers(),
+        *(p.grad for p in model.parameters() if p.grad is not None),
+    ]
+    locals_ = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+    return {t.untyped_storage().data_ptr() for t in locals_ if t.untyped_storage().nbytes()}
+
+
+WHEN = ["before use", "after a step", "after an evaluation", "with gradients"]
+
+
+@pytest.mark.thin(5)
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
+def test_f34_a_copy_trains_as_the_original_and_shares_nothing(world: World, make: str, when: str) -> None:
+    assert_same(world, copy_and_train_both, make, when, {})
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_f34_a_copy_keeps_how_it_was_sharded(world2: World, reshard: bool) -> None:
+    options = {"reshard_after_forward": reshard}
+    assert_same(world2, copy_and_train_both, "uneven", "after an evaluation", options)
+
+
+def moving_average(side: Side) -> None:
+    """An EMA copy: never trained, always evaluated."""
+    model = side.shard_tower(built(uneven_tower))
+    average = copy.deepcopy(model).requires_grad_(False).eval()
+    optimizer = adamw(model)
+    for step in range(3):
+        side_step(side, model, optimizer, step)
+        with torch.no_grad():
+            for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
+                slow.lerp_(fast, 0.25)
+            side.note_rows("evaluation", average(side.inputs(9, 7)))
+        side.assert_settled(average)
+    side.note_parameters(average)
+
+
+def side_step(side: Side, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    mean_of_squares(model, side.inputs(step, 7)).backward()
+    side.note_gradients(model)
+    optimizer.step()
+
+
+@both_worlds
+def test_f34_an_average_of_the_weights_lives_in_a_copy(world: World) -> None:
+    assert_same(world, moving_average)
+
+
+def average_of_torch(side: Side) -> None:
+    """torch.optim.swa_utils makes its copy by itself."""
+    model = side.shard_tower(built(uneven_tower))
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = adamw(model)
+    for step in range(3):
+        side_step(side, model, optimizer, step)
+        average.update_parameters(model)
+    with torch.no_grad():
+        side.note_rows("evaluation", average(side.inputs(9, 7)))
+    side.note_parameters(average.module)
+
+
+def test_f34_torchs_own_average_of_the_weights_works(world2: World) -> None:
+    assert_same(world2, average_of_torch)
+
+
+def copy_with_its_optimizer(side: Side) -> None:
+    model = side.shard_tower(built(uneven_tower))
+    optimizer = adamw(model)
+    side_step(side, model, optimizer, 0)
+    other, its = copy.deepcopy([model, optimizer])
+    for step in (1, 2):
+        side_step(side, other, its, step)
+    side.note_parameters(other)
+    side.note_parameters(model)
+
+
+def test_f34_a_model_may_be_copied_together_with_its_optimizer(world2: World) -> None:
+    assert_same(world2, copy_with_its_optimizer)
+
+
+def copy_a_part(side: Side, on: str) -> None:
+    """A block, or the list of all blocks, becomes part of a model that is sharded in turn."""
+    model = side.shard_tower(built(even_tower))
+    side_loss = mean_of_squares(model, side.inputs(0))
+    side_loss.backward()
+    part = copy.deepcopy(model.get_submodule(on))
+    assert not storages(model) & storages(part)
+    blocks = list(part) if isinstance(part, nn.ModuleList) else [part]
+    other = nn.Sequential(*blocks, nn.Linear(8, 1).double())
+    with torch.no_grad():
+        other[-1].weight.fill_(0.5)
+        other[-1].bias.fill_(0.5)
+    side.shard(other)
+    other.zero_grad()
+    side.steps(other, adamw(other), [1, 2])
+    side.note_gradients(model)
+
+
+@pytest.mark.parametrize("on", ["blocks.1", "blocks"])
+def test_f34_a_part_may_be_copied_alone(world2: World, on: str) -> None:
+    assert_same(world2, copy_a_part, on)
+
+
+def settings_of_a_copy() -> list[Any]:
+    """What was set on the original holds for the copy, and is changed there alone."""
+    model = built(even_tower)
+    for each in model.blocks:
+        fully_shard(each)
+    fully_shard(model)
+    model.set_gradient_divide_factor(1.0)
+    model.set_requires_gradient_sync(False)
+    other = copy.deepcopy(model)
+    other.set_requires_gradient_sync(True)
+    plain = built(even_tower)
+    for each in (model, other, plain):
+        mean_of_squares(each, random_batch(0, 4)).backward()
+    ratio = full(other.outlet.bias.grad) / plain.outlet.bias.grad
+    unreduced = full(model.outlet.bias.grad)
+    return [unreduced is None or not unreduced.any().item(), round(ratio.item(), 9)]
+
+
+def test_f34_settings_are_copied_and_then_independent(world2: World) -> None:
+    assert world2.run(settings_of_a_copy) == [[True, 2.0]] * 2
+
+
+# --- containers -----------------------------------------------------------------------------------
+
+
+def flat_sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), block(), nn.Tanh(), block(), nn.Linear(8, 1))
+
+
+def named_sequential() -> nn.Module:
+    parts = {"inlet": nn.Linear(8, 8), "first": block(), "second": block(), "outlet": nn.Linear(8, 1)}
+    return nn.Sequential(OrderedDict(parts))
+
+
+def nested_sequential() -> nn.Module:
+    return nn.Sequential(nn.Sequential(block(), block()), nn.Sequential(block(), nn.Linear(8, 1)))
+
+
+def shared_sequential() -> nn.Module:
+    """One block in two places."""
+    shared = block()
+    return nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(8, 1))
+
+
+def containers(side: Side, make: Any, as_list: bool) -> None:
+    model = built(make)
+    inner = list(dict.fromkeys(each for each in model if any(True for _ in each.parameters())))
+    side.shard(inner if as_list else inner[0], *([] if as_list else inner[1:]), model)
+    side.note("length", len(model))
+    side.step(model, adamw(model), 0)
+    side.note_rows("a slice", model[1:](model[:1](side.inputs(1))).detach())
+    side.note("kinds", [isinstance(model, nn.Sequential), isinstance(model[1:], nn.Sequential)])
+    side.steps(model, adamw(model), [1, 2])
+    side.note("keys", list(model.state_dict()))
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+@pytest.mark.parametrize("make", [flat_sequential, named_sequential, nested_sequential, shared_sequential])
+def test_containers_stay_containers(world2: World, make: Any, as_list: bool) -> None:
+    assert_same(world2, containers, make, as_list)
+
+
+class Routed(nn.Module):
+    """Lists and dicts of blocks, run in an order of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleDict({"b": block(), "a": block()})
+        self.layers = nn.ModuleList([nn.ModuleList([block(), block()]), nn.ModuleList([block()])])
+        self.scales = nn.ParameterList([torch.ones(8), torch.full((8,), 0.5)])
+        self.outlet = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stages["a"](self.stages["b"](x)) * self.scales[1]
+        for layer in reversed(self.layers):
+            for each in layer:
+                x = each(x) * self.scales[0]
+        return self.outlet(x)
+
+
+def routed(side: Side, depth: str) -> None:
+    model = built(Routed)
+    inner = [*model.stages.values(), *(each for layer in model.layers for each in layer)]
+    if depth == "lists":
+        inner = [list(model.stages.values()), list(model.layers[0]), model.layers[1][0]]
+    side.shard(*inner, model)
+    side.steps(model, adamw(model), range(3))
+
+
+@pytest.mark.parametrize("depth", ["blocks", "lists"])
+def test_blocks_in_lists_and_dicts_are_sharded(world2: World, depth: str) -> None:
+    assert_same(world2, routed, depth)
+
+
+# --- pipelines ------------------------------------------------------------------------------------
+
+STAGES, MICROBATCHES = 2, 4
+
+# What is run in turn on a rank that holds both stages: F forward, B backward, of (stage, microbatch).
+SCHEDULES: dict[str, str] = {
+    "all forwards first": "F00 F10 F01 F11 F02 F12 F03 F13 B10 B00 B11 B01 B12 B02 B13 B03",
+    "one forward, one backward": "F00 F10 F01 B10 F11 B00 F02 B11 F12 B01 F03 B12 F13 B02 B13 B03",
+    "interleaved": "F00 F01 F10 F11 F02 F03 B10 B11 B00 B01 F12 F13 B12 B13 B02 B03",
+    "backwards reversed": "F00 F10 F01 F11 F02 F12 F03 F13 B13 B03 B12 B02 B11 B01 B10 B00",
+}
+
+
+def run_pipeline(side: Side, stages: list[Any], schedule: str, setting: str, step: int) -> None:
+    """Activations are cut between the stages, as sending them does."""
+    inputs: dict[tuple[int, int], Tensor] = {}
+    outputs: dict[tuple[int, int], Tensor] = {}
+    left = Counter(dict.fromkeys(range(STAGES), MICROBATCHES))
+    for entry in schedule.split():
+        kind, stage, microbatch = entry[0], int(entry[1]), int(entry[2])
+        if kind == "F":
+            x = outputs[0, microbatch].detach() if stage else side.inputs(10 * step + microbatch)
+            inputs[stage, microbatch] = x.requires_grad_(stage > 0)
+            outputs[stage, microbatch] = stages[stage](inputs[stage, microbatch])
+            continue
+        left[stage] -= 1
+        if side.is_sharded:
+            set_for_backward(stages[stage], setting, is_last=left[stage] == 0)
+        output = outputs.pop((stage, microbatch))
+        if stage == STAGES - 1:
+            loss = output.pow(2).mean() / MICROBATCHES
+            side.note_mean("loss", loss)
+            loss.backward()
+        else:
+            output.backward(inputs.pop((stage + 1, microbatch)).grad)
+
+
+def set_for_backward(stage: Any, setting: str, is_last: bool) -> None:
+    if "sync" in setting:
+        stage.set_requires_gradient_sync(is_last)
+    if "keep" in setting:
+        stage.set_reshard_after_backward(is_last)
+    stage.set_is_last_backward(is_last)
+
+
+def pipeline(side: Side, schedule: str, setting: str, options: dict[str, Any]) -> None:
+    first, second = built(even_tower), built(even_tower)
+    first.outlet = nn.Linear(8, 8).double()
+    with torch.no_grad():
+        for param in first.outlet.parameters():
+            param.copy_(torch.linspace(-1, 1, param.numel()).view_as(param))
+    stages = [first, second]
+    for stage in stages:
+        side.shard_tower(stage, **options)
+    if side.is_sharded and "share" in setting:
+        shardwise.share_comm_ctx(stages)
+    comms = [Comms(stage) for stage in stages] if side.is_sharded and side.world > 1 else []
+    optimizer = torch.optim.AdamW([p for stage in stages for p in stage.parameters()], lr=1e-2)
+    for step in range(2):
+        optimizer.zero_grad()
+        run_pipeline(side, stages, SCHEDULES[schedule], setting, step)
+        for stage in stages:
+            side.note_gradients(stage)
+        optimizer.step()
+        for comm in comms:
+            reductions = 4 * (1 if "sync" in setting else MICROBATCHES)
+            assert len(comm.reduce.calls) == reductions, "gradients are reduced once, at the end"
+            if "keep" in setting and options.get("reshard_after_forward") is False:
+                assert len(comm.gather.calls) == 4, "each group is gathered once a step"
+            comm.clear()
+    for stage in stages:
+        side.assert_settled(stage)
+        side.note_parameters(stage)
+
+
+@pytest.mark.thin(5)
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("setting", ["sync", "sync keep", "sync keep share", "nothing"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_pipelines_of_microbatches_reduce_once_at_the_end(
+    world2: World, schedule: str, setting: str, reshard: bool | None
+) -> None:
+    assert_same(world2, pipeline, schedule, setting, {"reshard_after_forward": reshard})
+
+
+def stages_on_ranks() -> tuple[dict[str, Tensor], list[float]]:
+    """A real pipeline of two ranks; each stage is sharded over the line of the other dimension."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
+    stage, lane = mesh.get_local_rank("stage"), mesh.get_local_rank("shard")
+    group = mesh.get_group("stage")
+    other = dist.get_process_group_ranks(group)[1 - stage]
+    model = built(even_tower) if stage else cut(built(even_tower))
+    for each in model.blocks:
+        fully_shard(each, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    losses: list[float] = []
+    kept: list[tuple[Any, Tensor]] = []
+    sent: list[Any] = []
+
+    def backward(index: int) -> None:
+        is_last = index == 3
+        model.set_requires_gradient_sync(is_last)
+        model.set_is_last_backward(is_last)
+        received, output = kept.pop(0)
+        if stage:
+            loss = output.pow(2).mean() / 4
+            losses.append(loss.item())
+            loss.backward()
+            sent.append(dist.isend(received.grad, other, group=group))
+        else:
+            gradient = torch.empty(4, 8, dtype=torch.float64)
+            dist.recv(gradient, other, group=group)
+            output.backward(gradient)
+
+    done = 0
+    for index in range(4):
+        if stage:
+            x = torch.empty(4, 8, dtype=torch.float64)
+            dist.recv(x, other, group=group)
+            x.requires_grad_()
+        else:
+            x = random_batch(index, 8).chunk(2)[lane]
+        output = model(x)
+        kept.append((x, output))
+        if not stage:
+            sent.append(dist.isend(output.detach(), other, group=group))
+        if stage or index >= 1:
+            backward(done)
+            done += 1
+    while done < 4:
+        backward(done)
+        done += 1
+    for work in sent:
+        work.wait()
+    return {f"{stage}.{name}": full(param.grad) for name, param in model.named_parameters()}, losses  # type: ignore
+
+
+def cut(model: Any) -> Any:
+    """The first half: what leaves it is as wide as what the second half takes."""
+    model.outlet = nn.Linear(8, 8).double()
+    with torch.no_grad():
+        for param in model.outlet.parameters():
+            param.copy_(torch.linspace(-1, 1, param.numel()).view_as(param))
+    return model
+
+
+def test_a_pipeline_over_ranks_trains_as_the_whole_model(world4: World) -> None:
+    first, second = cut(built(even_tower)), built(even_tower)
+    for index in range(4):
+        (second(first(random_batch(index, 8))).pow(2).mean() / 4).backward()
+    expected = {f"{i}.{n}": p.grad for i, m in enumerate((first, second)) for n, p in m.named_parameters()}
+    for gradients, _ in world4.run(stages_on_ranks):
+        assert gradients
+        for name, value in gradients.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-10, msg=name)
+
+
+def stays_a_module_of_ours() -> list[bool]:
+    model = built(Model, wrapped_for_checkpointing)
+    for each in model.blocks:
+        fully_shard(each)
+    fully_shard(model)
+    return [isinstance(each, FSDPModule) for each in (model, *model.blocks, innermost(model.blocks[0]))]
+
+
+def test_the_wrapper_is_what_is_sharded(world1: World) -> None:
+    assert world1.run(stays_a_module_of_ours) == [[True, True, True, False]]

@@ -1,0 +1,280 @@
+"""Ranks compare their plans before they communicate: all of them hear the first difference, and who is where."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from harness import World
+from meshed import device_mesh, refusal
+from models import Tower, random_batch
+from reference import mean_of_squares
+from refusals import wrapped
+from torch import nn
+
+from shardwise import CommPolicy, MixedPrecisionPolicy, fully_shard, no_sync, shard_model
+from shardwise.features import plan_check
+from shardwise.ranks.comparison import first_difference
+
+
+def tower(hidden: int = 16) -> Any:
+    torch.manual_seed(0)
+    return Tower(hidden=hidden).double()
+
+
+def blocks_first(model: Any, **options: Any) -> Any:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def step(model: nn.Module) -> None:
+    mean_of_squares(model, random_batch(0, 4)).backward()
+
+
+def is_other() -> bool:
+    return dist.get_rank() == 1
+
+
+def frozen() -> Any:
+    model = blocks_first(tower())
+    if is_other():
+        model.blocks[1].up.weight.requires_grad_(False)
+    return model
+
+
+def of_another_width() -> Any:
+    return blocks_first(tower(hidden=24 if is_other() else 16))
+
+
+def wrapped_otherwise() -> Any:
+    return fully_shard(tower()) if is_other() else blocks_first(tower())
+
+
+def of_another_strategy() -> Any:
+    return shard_model(tower(), strategy="ddp" if is_other() else "zero3")
+
+
+def zero1_and_zero2() -> Any:
+    return shard_model(tower(), strategy="zero1" if is_other() else "zero2")
+
+
+def of_another_dtype() -> Any:
+    return blocks_first(tower().float() if is_other() else tower())
+
+
+def of_another_precision() -> Any:
+    return blocks_first(tower(), mp_policy=MixedPrecisionPolicy(torch.bfloat16 if is_other() else None))
+
+
+def sent_otherwise() -> Any:
+    return blocks_first(tower(), comm_policy=CommPolicy(prefetch=2 if is_other() else 1))
+
+
+def kept_otherwise() -> Any:
+    model = blocks_first(tower())
+    if is_other():
+        model.set_reshard_after_forward(False)
+    return model
+
+
+def deeper() -> Any:
+    model = tower()
+    if is_other():
+        model.blocks.append(tower().blocks[0])
+    return blocks_first(model)
+
+
+UNLIKE: tuple[Callable[[], Any], ...] = (
+    *(frozen, of_another_width, wrapped_otherwise, of_another_strategy, zero1_and_zero2, of_another_dtype),
+    *(of_another_precision, sent_otherwise, kept_otherwise, deeper),
+)
+
+
+def plans_apart() -> list[str]:
+    told = []
+    for make in UNLIKE:
+        model = make()
+        told.append(refusal(step, model))
+        assert refusal(step, model) == told[-1]
+    step(blocks_first(tower()))  # nothing is left of it all
+    return told
+
+
+def first_differences(texts: list[str]) -> str:
+    return "\n".join(text.split("fit together. ")[1].split(" Build, shard")[0] for text in texts)
+
+
+def test_f17_ranks_with_different_plans_all_hear_the_first_difference(world2: World) -> None:
+    first, second = world2.run(plans_apart)
+    assert first == second
+    assert_expected_inline(
+        first_differences(first),
+        """\
+blocks.1.up.weight: requires_grad is True on rank 0, False on rank 1.
+blocks.0.up.weight: shape is (16, 8) on rank 0, (24, 8) on rank 1 (8 more differences follow).
+blocks.0.norm.weight: its group is 'blocks.0' on rank 0, 'Tower' on rank 1 (75 more differences follow).
+inlet.weight: mesh is (shard=2) on rank 0, (replicate=2) on rank 1 (47 more differences follow).
+Tower: reshard_after_backward is True on rank 0, False on rank 1 (3 more differences follow).
+inlet.weight: dtype is float64 on rank 0, float32 on rank 1 (87 more differences follow).
+inlet.weight: dtype of computation is float64 on rank 0, bfloat16 on rank 1 (43 more differences follow).
+Tower: comm_policy is CommPolicy(packing_limit_bytes=None, prefetch=1, backward_prefetch='before', max_gathers=None, quantized_gather=None, part_bytes=None) on rank 0, CommPolicy(packing_limit_bytes=None, prefetch=2, backward_prefetch='before', max_gathers=None, quantized_gather=None, part_bytes=None) on rank 1 (3 more differences follow).
+Tower: reshard_after_forward is None on rank 0, False on rank 1 (3 more differences follow).
+the model: the order of its groups is Tower, blocks.0, blocks.1, blocks.2 on rank 0, Tower, blocks.0, blocks.1, blocks.2, blocks.3 on rank 1 (85 more differences follow).""",
+    )
+    assert_expected_inline(
+        wrapped(first[0]),
+        """\
+RuntimeError: The ranks have different plans for the model, so that
+they would communicate what does not fit together. blocks.1.up.weight:
+requires_grad is True on rank 0, False on rank 1. Build, shard, freeze
+and configure the model alike on all ranks.""",
+    )
+
+
+def apart_on_a_square() -> list[str]:
+    """One rank of four: on a mesh of its own shape, and frozen."""
+    other = dist.get_rank() == 2
+    square = device_mesh((2, 2), ("replicate", "shard"))
+    line = device_mesh((4,), ("shard",))
+    told = [refusal(step, blocks_first(tower(), mesh=line if other else square))]
+    model = blocks_first(tower(), mesh=square)
+    if other:
+        model.outlet.bias.requires_grad_(False)
+    return [*told, refusal(step, model)]
+
+
+def test_f17_meshes_of_different_shapes_are_named(world4: World) -> None:
+    ranks = world4.run(apart_on_a_square)
+    assert ranks == [ranks[0]] * 4
+    assert_expected_inline(
+        first_differences(ranks[0]),
+        """\
+inlet.weight: mesh is (replicate=2, shard=2) on ranks 0, 1 and 3, (shard=4) on rank 2 (47 more differences follow).
+outlet.bias: requires_grad is True on ranks 0, 1 and 3, False on rank 2.""",
+    )
+
+
+def changes_after_steps() -> list[str]:
+    """What changes later, at once on both ranks and in different ways."""
+    told = []
+    for change in (later_frozen, later_set):
+        model = blocks_first(tower())
+        step(model)
+        change(model, is_other())
+        told.append(refusal(step, model))
+    return told
+
+
+def later_frozen(model: Any, other: bool) -> None:
+    (model.blocks[1].up if other else model.blocks[1].down).bias.requires_grad_(False)
+
+
+def later_set(model: Any, other: bool) -> None:
+    model.set_gradient_divide_factor(4.0 if other else 2.0)
+
+
+def test_f17_plans_that_come_apart_later_are_refused(world2: World) -> None:
+    first, second = world2.run(changes_after_steps)
+    assert [text.split("On rank")[0] for text in first] == [text.split("On rank")[0] for text in second]
+    assert_expected_inline(
+        "\n".join(wrapped(text.split("fit together. ")[1].split(" Build")[0]) for text in first),
+        """\
+blocks.1.up.bias: requires_grad is True on rank 0, False on rank 1 (1
+more differences follow). On rank 0 the plan has changed since the
+ranks last agreed on it (blocks.1.down.bias: requires_grad was True
+and is False).
+Tower: divide_factor is 2.0 on rank 0, 4.0 on rank 1 (3 more
+differences follow). On rank 0 the plan has changed since the ranks
+last agreed on it (Tower: divide_factor was None and is 2.0, and 3
+more changes).""",
+    )
+
+
+def changes_on_one_rank_alone(change: Callable[[Any], None]) -> list[str]:
+    model = blocks_first(tower())
+    step(model)
+    change(model)
+    return [refusal(step, model)]
+
+
+def freeze(model: Any) -> None:
+    model.blocks[1].down.bias.requires_grad_(not is_other())
+
+
+def freeze_elsewhere(model: Any) -> None:
+    """Noticed by the other rank later, which it never comes to."""
+    model.blocks[1 if is_other() else 2].down.bias.requires_grad_(False)
+
+
+def set_divisor(model: Any) -> None:
+    if is_other():
+        model.set_gradient_divide_factor(3.0)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("change", [freeze, freeze_elsewhere, set_divisor])
+def test_f17_a_plan_that_changes_on_one_rank_alone_ends_in_an_error_on_all(change: Any) -> None:
+    world = World(2)  # its connections are closed
+    try:
+        first, second = world.run(changes_on_one_rank_alone, change)
+    finally:
+        world.close()
+    alone = "on rank 1 the plan has changed since the ranks last agreed on it ("
+    what = {
+        freeze: alone + "blocks.1.down.bias: requires_grad was True and is False)",
+        freeze_elsewhere: "blocks.1.down.bias: requires_grad is True on rank 0, False on rank 1",
+        set_divisor: alone + "Tower: divide_factor was None and is 3.0, and 3 more changes)",
+    }[change]
+    for text in (first[0], second[0]):
+        assert what in text, text
+        assert "configure the model alike on all ranks." in text
+
+
+def comparisons() -> list[int]:
+    """How often the store is asked: at first, and where plans change alike."""
+    model = blocks_first(tower())
+    found = []
+    with mock.patch.object(plan_check, "Comparison", wraps=plan_check.Comparison) as made:
+
+        def note() -> None:
+            found.append(made.call_count)
+            made.reset_mock()
+
+        with torch.no_grad():
+            model(random_batch(0, 4))
+        note()
+        step(model)
+        note()
+        for _ in range(2):
+            with no_sync(model):
+                step(model)
+            step(model)
+            model.set_reshard_after_backward(False)
+            model.set_gradient_divide_factor(2.0)
+            step(model)
+        note()
+        model.requires_grad_(False)
+        model.outlet.requires_grad_(True)
+        step(model)
+        note()
+        model.requires_grad_(True)
+        with torch.no_grad():
+            model(random_batch(0, 4))
+        note()
+        step(model)
+        step(model)
+        note()
+    return found
+
+
+def test_a_steady_step_compares_nothing_and_a_change_is_compared_once(world2: World) -> None:
+    assert world2.run(comparisons) == [[0, 1, 1, 1, 0, 1]] * 2
+
+
+def test_first_difference_names_ranks_with_and_without_a_fact() -> None:
+    told = [([0, 2], {("w", "shape"): "(2,)"}), ([1], {("w", "shape"): "(3,)"}), ([3], {})]
+    assert first_difference(told) == "w: shape is (2,) on ranks 0 and 2, (3,) on rank 1, missing on rank 3"

@@ -1,0 +1,190 @@
+"""register_fsdp_forward_method: other methods than forward gather and free as forward does."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from events import counts, events_of
+from harness import World
+from models import Block, Tower, random_batch
+from torch import Tensor, nn
+from towers import ROOT, assert_close, backward, gradients, names_of_dtensors, shard
+
+from shardwise import register_fsdp_forward_method
+
+# --- register_fsdp_forward_method -----------------------------------------------------------------
+
+
+class Encoder(Tower):
+    """Runs through a method that is not forward."""
+
+    def encode(self, x: Tensor, *, scale: float = 1.0, fail: bool = False) -> dict[str, Tensor]:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x)
+        if fail:
+            raise LookupError("inside of encode")
+        return {"features": self.outlet(x) * scale}
+
+
+def plain_encoder() -> Encoder:
+    torch.manual_seed(0)
+    return Encoder().double()
+
+
+def encode_and_go_back(model: Encoder) -> None:
+    model.encode(random_batch(0, 4), scale=2.0)["features"].pow(2).mean().backward()
+
+
+def encoder_in_training(times_registered: int) -> list[tuple[dict[str, Tensor | None], list[str]]]:
+    model = shard(plain_encoder())
+    for _ in range(times_registered):
+        register_fsdp_forward_method(model, "encode")
+    steps = []
+    for _ in range(2):
+        model.zero_grad()
+        events = events_of(model)
+        encode_and_go_back(model)
+        assert names_of_dtensors(model) == [name for name, _ in model.named_parameters()]
+        steps.append((gradients(model), sorted(counts(events, "reduce"))))
+    return steps
+
+
+@pytest.mark.parametrize("times_registered", [1, 2])
+@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
+def test_a_registered_method_trains_as_forward_does(world: World, times_registered: int) -> None:
+    plain = plain_encoder()
+    encode_and_go_back(plain)
+    for steps in world.run(encoder_in_training, times_registered):
+        for got, reduced in steps:
+            assert_close(got, gradients(plain))
+            assert reduced == ["Encoder", "blocks.0", "blocks.1", "blocks.2"]
+
+
+def encoder_after_a_failure() -> tuple[str, list[str], dict[str, Tensor | None]]:
+    model = shard(plain_encoder())
+    register_fsdp_forward_method(model, "encode")
+    with pytest.raises(LookupError) as caught:
+        model.encode(random_batch(0, 4), fail=True)
+    seen = names_of_dtensors(model)
+    encode_and_go_back(model)
+    return str(caught.value), seen, gradients(model)
+
+
+def test_f41_after_an_exception_in_a_registered_method_the_next_call_is_sound(world2: World) -> None:
+    plain = plain_encoder()
+    encode_and_go_back(plain)
+    for message, sharded, got in world2.run(encoder_after_a_failure):
+        assert message == "inside of encode"
+        assert set(ROOT) <= set(sharded)
+        assert_close(got, gradients(plain))
+
+
+class RunsItsBlocksByMethod(Tower):
+    """Calls no block as a module: each is run by a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(RunByMethod(8, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x, twice = block.run(x)
+            x = x + twice
+        return self.outlet(x)
+
+
+class RunByMethod(Block):
+    def run(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Uses its weights before, after and inside of its own forward."""
+        x = self.norm(x)
+        return self.down(self.up(self(x))), 2 * self(x)
+
+
+def runs_by_method(is_sharded: bool) -> tuple[dict[str, Tensor | None], dict[str, int]]:
+    torch.manual_seed(0)
+    model = RunsItsBlocksByMethod().double()
+    events: list[str] = []
+    if is_sharded:
+        shard(model)
+        for block in model.blocks:
+            register_fsdp_forward_method(block, "run")
+        events = events_of(model)
+    backward(model)
+    return gradients(model), counts(events, "reduce")
+
+
+def test_blocks_that_are_run_by_a_registered_method_train(world2: World) -> None:
+    expected, _ = runs_by_method(is_sharded=False)
+    for got, reduced in world2.run(runs_by_method, is_sharded=True):
+        assert_close(got, expected)
+        assert set(reduced.values()) == {1}
+        assert len(reduced) == 4
+
+
+def facts_of_registered_methods() -> dict[str, Any]:
+    model, other, unsharded = shard(plain_encoder()), shard(plain_encoder()), plain_encoder()
+    before = dict(vars(unsharded))
+    register_fsdp_forward_method(model, "encode")
+    register_fsdp_forward_method(unsharded, "encode")
+    return {
+        "name": model.encode.__name__,
+        "other instance": "encode" in vars(other),
+        "unsharded": vars(unsharded) == before,
+        "result": type(model.encode(random_batch(0, 4))),
+        "forward still works": torch.equal(
+            model(random_batch(0, 4)), model.encode(random_batch(0, 4))["features"]
+        ),
+    }
+
+
+def test_registering_a_method_changes_this_module_only(world1: World) -> None:
+    assert world1.run(facts_of_registered_methods) == [
+        {
+            "name": "encode",
+            "other instance": False,
+            "unsharded": True,
+            "result": dict,
+            "forward still works": True,
+        }
+    ]
+
+
+class Streaming(Tower):
+    """Yields its results one by one, as text generation does."""
+
+    def stream(self, x: Tensor) -> Iterator[Tensor]:
+        for row in x.split(1):
+            yield self(row)
+        yield self.inlet(x)
+
+
+def streamed() -> list[Tensor]:
+    torch.manual_seed(0)
+    model = shard(Streaming().double())
+    register_fsdp_forward_method(model, "stream")
+    with torch.no_grad():
+        return list(model.stream(random_batch(0, 3)))
+
+
+def test_a_generator_can_be_registered_too_or_is_refused(world2: World) -> None:
+    """Its body runs after the call has returned."""
+    torch.manual_seed(0)
+    plain = Streaming().double()
+    with torch.no_grad():
+        expected = list(plain.stream(random_batch(0, 3)))
+    for got in world2.run(streamed_or_refused):
+        if isinstance(got, str):
+            assert "stream" in got
+            assert "generator" in got
+        else:
+            torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def streamed_or_refused() -> list[Tensor] | str:
+    try:
+        return streamed()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"

@@ -1,0 +1,588 @@
+"""What a sharded module still is: its class, a container, an nn.Module."""
+
+import pickle
+from typing import Any, Generic, TypeVar
+
+import pytest
+import torch
+from dynamo import quiet_dynamo
+from events import counts, events_of
+from harness import World
+from models import Block, Tower, random_batch
+from torch import Tensor, nn
+from towers import assert_close, backward, gradients, plain_gradients, plain_tower, shard, sharded_tower
+
+from shardwise import FSDPModule, fully_shard
+
+# --- the class ------------------------------------------------------------------------------------
+
+
+def facts_of_the_class() -> dict[str, Any]:
+    plain, one, other = plain_tower(), sharded_tower(), sharded_tower()
+    before = type(plain)
+    return {
+        "returned": fully_shard(plain) is plain,
+        "name": type(one).__name__,
+        "doc": type(one).__doc__ == Tower.__doc__,
+        "is both": isinstance(one, Tower) and isinstance(one, FSDPModule),
+        "one class for all instances": type(one) is type(other) is type(plain),
+        "blocks share a class": len({type(block) for block in one.blocks}) == 1,
+        "original is untouched": before is Tower and not issubclass(Tower, FSDPModule),
+        "container is untouched": type(one.blocks) is nn.ModuleList,
+        "layer is untouched": type(one.inlet) is nn.Linear,
+        "new instances are plain": type(type(one)(depth=1)) is Tower,
+        "a class of one's own": type(fully_shard(nn.Linear(2, 2))).__name__,
+    }
+
+
+def test_the_class_is_mixed_once_and_is_both(world1: World) -> None:
+    (facts,) = world1.run(facts_of_the_class)
+    assert facts == {
+        "returned": True,
+        "name": "FSDPTower",
+        "doc": True,
+        "is both": True,
+        "one class for all instances": True,
+        "blocks share a class": True,
+        "original is untouched": True,
+        "container is untouched": True,
+        "layer is untouched": True,
+        "new instances are plain": True,
+        "a class of one's own": "FSDPLinear",
+    }
+
+
+def test_a_sharded_model_prints_as_before_but_for_the_class_names(world1: World) -> None:
+    expected = str(plain_tower()).replace("Tower(", "FSDPTower(").replace(" Block(", " FSDPBlock(")
+    assert "(0-2): 3 x FSDPBlock(" in expected
+    assert world1.run(print_of_a_tower) == [expected]
+
+
+def print_of_a_tower() -> str:
+    return str(sharded_tower())
+
+
+def returned_is_given(as_tuple: bool) -> list[bool]:
+    model = plain_tower()
+    blocks: Any = tuple(model.blocks) if as_tuple else list(model.blocks)
+    returned = fully_shard(blocks)
+    return [
+        returned is blocks,
+        all(block is mine for block, mine in zip(blocks, model.blocks, strict=True)),
+        all(isinstance(block, FSDPModule) for block in blocks),
+        fully_shard(model) is model,
+    ]
+
+
+@pytest.mark.parametrize("as_tuple", [False, True])
+def test_what_is_given_is_returned(world1: World, as_tuple: bool) -> None:
+    assert world1.run(returned_is_given, as_tuple) == [[True] * 4]
+
+
+T = TypeVar("T")
+
+
+class GenericFirst(Generic[T], Block):
+    pass
+
+
+class GenericOfInt(GenericFirst[int]):
+    pass
+
+
+class Slots:
+    __slots__ = ("left", "right")
+
+
+class SlottedFirst(Slots, Block):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__(width, hidden)
+        self.left, self.right = 2.0, "kept"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.left
+
+
+class SlottedItself(Block):
+    __slots__ = ("extra",)
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__(width, hidden)
+        self.extra = "kept"
+
+
+class CallsSuper(Block):
+    """Every method that we mix in code around is overridden and calls its parent's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 1 + super().forward(x)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return 2 * super().__call__(x)
+
+    def train(self, mode: bool = True) -> "CallsSuper":
+        self.was_told = mode
+        return super().train(mode)
+
+    def extra_repr(self) -> str:
+        return f"extra of {super().extra_repr()!r}"
+
+
+class OwnNew(Block):
+    """Made by a ``__new__`` of its own."""
+
+    def __new__(cls, *args: Any) -> "OwnNew":
+        self = super().__new__(cls)
+        self.__dict__["born"] = True
+        return self
+
+
+class Guarded(Block):
+    """Looks attributes up in its own way."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "alias":
+            return self.up
+        return super().__getattr__(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.alias(x).sum()
+
+
+class Registry(Block):
+    """Counts the classes made of it, as plug-in systems do."""
+
+    made: list[str] = []  # noqa: RUF012
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Registry.made.append(cls.__name__)
+
+
+ODD_CLASSES = [
+    GenericOfInt,
+    SlottedFirst,
+    SlottedItself,
+    CallsSuper,
+    OwnNew,
+    Guarded,
+    Registry,
+]
+
+
+def tower_of(cls: type[nn.Module]) -> Tower:
+    torch.manual_seed(0)
+    model = Tower()
+    model.blocks = nn.ModuleList(cls(8, 16) for _ in range(2))
+    return model.double()
+
+
+def gradients_of_tower_of(cls: type[nn.Module], is_sharded: bool) -> dict[str, Tensor | None]:
+    model = tower_of(cls)
+    if is_sharded:
+        shard(model)
+        assert isinstance(model.blocks[0], cls)
+        assert isinstance(model.blocks[0], FSDPModule)
+        assert type(model.blocks[0]).__name__ == f"FSDP{cls.__name__}"
+    backward(model.train())
+    return gradients(model)
+
+
+@pytest.mark.parametrize("cls", ODD_CLASSES)
+def test_blocks_of_any_class_train_as_plain_ones(world2: World, cls: type[nn.Module]) -> None:
+    expected = gradients_of_tower_of(cls, is_sharded=False)
+    for got in world2.run(gradients_of_tower_of, cls, is_sharded=True):
+        assert_close(got, expected)
+
+
+def attributes_of_odd_blocks() -> list[Any]:
+    slotted, itself = SlottedFirst(8, 16), SlottedItself(8, 16)
+    calls, own = CallsSuper(8, 16), OwnNew(8, 16)
+    for block in (slotted, itself, calls, own):
+        fully_shard(block)
+    calls.eval()
+    return [slotted.left, slotted.right, itself.extra, calls.was_told, calls.extra_repr(), own.born]
+
+
+def test_attributes_and_overridden_methods_stay(world1: World) -> None:
+    assert world1.run(attributes_of_odd_blocks) == [[2.0, "kept", "kept", False, "extra of ''", True]]
+
+
+def gradients_of_compiled_blocks() -> dict[str, Tensor | None]:
+    quiet_dynamo()
+    model = plain_tower()
+    model.blocks = nn.ModuleList(torch.compile(block, backend="eager") for block in model.blocks)
+    shard(model)
+    backward(model)
+    return {name.replace("_orig_mod.", ""): grad for name, grad in gradients(model).items()}
+
+
+def test_compiled_blocks_can_be_sharded(world2: World) -> None:
+    """What ``torch.compile(block)`` returns has its forward on the instance, not in its class."""
+    for got in world2.run(gradients_of_compiled_blocks):
+        assert_close(got, plain_gradients(0))
+
+
+def gradients_with_forward_on_the_instance(is_sharded: bool) -> dict[str, Tensor | None]:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 1)}).double()
+    model.forward = lambda x: model["down"](torch.tanh(model["up"](x)))
+    if is_sharded:
+        fully_shard(model)
+    backward(model)
+    return gradients(model)
+
+
+def test_a_forward_set_on_the_instance_is_one(world2: World) -> None:
+    expected = gradients_with_forward_on_the_instance(is_sharded=False)
+    for got in world2.run(gradients_with_forward_on_the_instance, is_sharded=True):
+        assert_close(got, expected)
+
+
+class HasItsOwnReshard(Block):
+    """Uses a name for its own ends that FSDPModule has as well."""
+
+    def reshard(self, x: Tensor) -> Tensor:
+        return x * 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.reshard(super().forward(x))
+
+
+def gradients_with_a_name_taken() -> dict[str, Tensor | None] | str:
+    model = tower_of(HasItsOwnReshard)
+    try:
+        shard(model)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    backward(model)
+    return gradients(model)
+
+
+def test_a_class_that_uses_one_of_our_names_works_or_is_refused_at_once(world2: World) -> None:
+    expected = gradients_of_tower_of(HasItsOwnReshard, is_sharded=False)
+    for got in world2.run(gradients_with_a_name_taken):
+        if isinstance(got, str):
+            assert "HasItsOwnReshard" in got
+            assert "reshard" in got
+        else:
+            assert_close(got, expected)
+
+
+def class_through_pickle() -> tuple[bool, str]:
+    cls = type(sharded_tower().blocks[0])
+    try:
+        return pickle.loads(pickle.dumps(cls)) is cls, ""
+    except Exception as error:
+        return False, f"{type(error).__name__}: {error}"
+
+
+def test_f34_the_class_of_a_sharded_module_survives_pickling(world1: World) -> None:
+    assert world1.run(class_through_pickle) == [(True, "")]
+
+
+# --- containers -----------------------------------------------------------------------------------
+
+
+def plain_sequence() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def sharded_sequence() -> nn.Sequential:
+    model = plain_sequence()
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    return fully_shard(model)
+
+
+def facts_of_a_sequence() -> dict[str, Any]:
+    model, x = sharded_sequence(), random_batch(0, 4)
+    part = model[1:4]
+    facts = {
+        "class": type(model).__name__,
+        "len": len(model),
+        "index": [type(model[i]).__name__ for i in (0, 1, -1)],
+        "iteration": [layer is model[i] for i, layer in enumerate(model)],
+        "slice": (type(part) is nn.Sequential, len(part), part[1] is model[2]),
+        "slice of all": torch.equal(model[:](x), model(x)),
+        "slice runs": torch.equal(part(x), torch.tanh(model[2](torch.tanh(x)))),
+        "contains": model[2] in model,
+    }
+    model.append(nn.Softplus())
+    facts["appended"] = len(model), torch.equal(model(x), nn.functional.softplus(model[:-1](x)))
+    model.insert(1, nn.Identity())
+    model.pop(-1)
+    facts["inserted and popped"] = len(model), torch.equal(model(x), sharded_sequence()(x))
+    return facts
+
+
+def test_a_sharded_sequential_is_still_a_sequential(world2: World) -> None:
+    for facts in world2.run(facts_of_a_sequence):
+        assert facts == {
+            "class": "FSDPSequential",
+            "len": 5,
+            "index": ["FSDPLinear", "Tanh", "FSDPLinear"],
+            "iteration": [True] * 5,
+            "slice": (True, 3, True),
+            "slice of all": True,
+            "slice runs": True,
+            "contains": True,
+            "appended": (6, True),
+            "inserted and popped": (6, True),
+        }
+
+
+def sequence_in_training(is_sharded: bool) -> dict[str, Tensor | None]:
+    model = sharded_sequence() if is_sharded else plain_sequence()
+    backward(model)
+    backward(model[:5], 1)
+    return gradients(model)
+
+
+def test_a_slice_of_a_sharded_sequential_trains(world2: World) -> None:
+    for got in world2.run(sequence_in_training, is_sharded=True):
+        assert_close(got, sequence_in_training(is_sharded=False))
+
+
+def facts_of_a_list() -> dict[str, Any]:
+    model = sharded_tower()
+    blocks = model.blocks
+    rest = blocks[1:]
+    return {
+        "class": type(blocks) is nn.ModuleList,
+        "len": len(blocks),
+        "all sharded": all(isinstance(block, FSDPModule) for block in blocks),
+        "slice": type(rest) is nn.ModuleList
+        and [b is c for b, c in zip(rest, list(blocks)[1:], strict=True)],
+        "index": blocks[-1] is model.get_submodule("blocks.2"),
+    }
+
+
+def test_a_list_of_sharded_blocks_is_still_a_list(world1: World) -> None:
+    assert world1.run(facts_of_a_list) == [
+        {"class": True, "len": 3, "all sharded": True, "slice": [True, True], "index": True}
+    ]
+
+
+class Collected(nn.Module):
+    """Keeps parameters in torch's own containers for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ParameterList(nn.Parameter(torch.randn(8)) for _ in range(2))
+        self.named = nn.ParameterDict({"scale": nn.Parameter(torch.randn(8)), "shift": torch.randn(8)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in self.steps:
+            x = torch.tanh(x + step)
+        for value in self.named.values():
+            x = x * value
+        return x + self.steps[1] - self.named["shift"]
+
+
+def collected_gradients(is_sharded: bool) -> dict[str, Tensor | None]:
+    torch.manual_seed(0)
+    model = Collected().double()
+    if is_sharded:
+        fully_shard(model)
+    backward(model)
+    return gradients(model)
+
+
+def test_parameter_lists_and_dicts_show_full_parameters_in_forward(world2: World) -> None:
+    for got in world2.run(collected_gradients, is_sharded=True):
+        assert_close(got, collected_gradients(is_sharded=False))
+
+
+def tower_of_parametrized_layers() -> Tower:
+    model = plain_tower()
+    for block in model.blocks:
+        nn.utils.parametrizations.weight_norm(block.up)
+        nn.utils.parametrizations.orthogonal(block.down)
+    return model
+
+
+def parametrized_gradients(is_sharded: bool) -> dict[str, Tensor | None]:
+    model = tower_of_parametrized_layers()
+    if is_sharded:
+        shard(model)
+    backward(model)
+    return gradients(model)
+
+
+def test_parametrized_layers_train_as_plain_ones(world2: World) -> None:
+    """Their weight is a property of a class that torch makes for each of them."""
+    for got in world2.run(parametrized_gradients, is_sharded=True):
+        assert_close(got, parametrized_gradients(is_sharded=False))
+
+
+# --- what nn.Module offers ------------------------------------------------------------------------
+
+
+class WithBuffers(Tower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.normalise = nn.BatchNorm1d(8)
+        self.register_buffer("table", torch.arange(6.0))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.normalise(x)) + self.table.sum()
+
+
+def plain_with_buffers() -> WithBuffers:
+    torch.manual_seed(0)
+    return WithBuffers().double()
+
+
+def facts_of_buffers() -> dict[str, Any]:
+    model = plain_with_buffers()
+    before = dict(model.named_buffers())
+    shard(model)
+    same = [name for name, buffer in model.named_buffers() if before[name] is buffer]
+    backward(model)
+    return {
+        "same objects": same,
+        "plain tensors": all(type(buffer) is Tensor for buffer in model.buffers()),
+        "values": {name: buffer.clone() for name, buffer in model.named_buffers()},
+    }
+
+
+def test_buffers_are_left_alone(world2: World) -> None:
+    plain = plain_with_buffers()
+    backward(plain)
+    for facts in world2.run(facts_of_buffers):
+        assert facts["same objects"] == [name for name, _ in plain.named_buffers()]
+        assert facts["plain tensors"]
+        for name, buffer in plain.named_buffers():
+            assert torch.equal(facts["values"][name], buffer), name
+
+
+def names_and_shapes(model: nn.Module) -> dict[str, Any]:
+    return {
+        "parameters": [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()],
+        "buffers": [(name, tuple(b.shape)) for name, b in model.named_buffers()],
+        "modules": [name for name, _ in model.named_modules()],
+        "children": [name for name, _ in model.named_children()],
+        "state": [(name, tuple(t.shape), t.dtype) for name, t in model.state_dict().items()],
+        "numel": sum(p.numel() for p in model.parameters()),
+    }
+
+
+def names_before_gathered_and_after() -> list[dict[str, Any]]:
+    model = shard(plain_with_buffers())
+    model.blocks[0].norm.bias.requires_grad_(False)
+    names = [names_and_shapes(model)]
+    model.unshard()
+    model.blocks[0].unshard()
+    names.append(names_and_shapes(model))
+    backward(model)
+    return [*names, names_and_shapes(model)]
+
+
+def test_names_order_and_shapes_are_those_of_the_plain_model_at_any_moment(world2: World) -> None:
+    plain = plain_with_buffers()
+    plain.blocks[0].norm.bias.requires_grad_(False)
+    for names in world2.run(names_before_gathered_and_after):
+        assert names == [names_and_shapes(plain)] * 3
+
+
+def parameters_in_the_state_are_the_registered_ones() -> bool:
+    model = sharded_tower()
+    model.unshard()
+    state = model.state_dict(keep_vars=True)
+    return all(state[name] is param for name, param in model.named_parameters())
+
+
+def test_the_state_dict_holds_the_sharded_parameters(world2: World) -> None:
+    assert world2.run(parameters_in_the_state_are_the_registered_ones) == [True, True]
+
+
+def set_to_eighths(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        with torch.no_grad():
+            module.weight.fill_(0.125)
+            module.bias.zero_()
+
+
+def output_after_apply(is_sharded: bool) -> tuple[Tensor, bool]:
+    model = sharded_tower() if is_sharded else plain_tower()
+    if is_sharded:
+        model(random_batch(1, 2))  # what was gathered before must not be what is used afterwards
+    returned = model.apply(set_to_eighths)
+    return model(random_batch(0, 4)).detach(), returned is model
+
+
+def test_apply_reaches_the_shards_and_forward_sees_it(world2: World) -> None:
+    expected, _ = output_after_apply(is_sharded=False)
+    for output, returns_itself in world2.run(output_after_apply, is_sharded=True):
+        assert returns_itself
+        torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+
+
+def frozen_and_thawed() -> tuple[list[str], list[str], dict[str, Tensor | None]]:
+    model = sharded_tower()
+    returned = model.requires_grad_(False)
+    assert returned is model
+    assert not model(random_batch(0, 4)).requires_grad
+    model.blocks[1].requires_grad_(True)
+    events = events_of(model)
+    backward(model)
+    with_gradients = [name for name, grad in gradients(model).items() if grad is not None]
+    reduced = list(counts(events, "reduce"))
+    model.requires_grad_(True)
+    model.zero_grad()
+    backward(model)
+    return with_gradients, reduced, gradients(model)
+
+
+def test_f29_requires_grad_freezes_and_thaws(world2: World) -> None:
+    names = [f"blocks.1.{name}" for name, _ in plain_tower().blocks[1].named_parameters()]
+    for with_gradients, reduced, got in world2.run(frozen_and_thawed):
+        assert with_gradients == names
+        assert reduced == ["blocks.1"]
+        assert_close(got, plain_gradients(0))
+
+
+class WithDropout(Tower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.dropout(x))
+
+
+def modes() -> list[Any]:
+    torch.manual_seed(0)
+    model = shard(WithDropout().double())
+    x = random_batch(0, 4)
+    facts: list[Any] = [torch.equal(model(x), model(x))]
+    facts += [model.eval() is model, {module.training for module in model.modules()}]
+    facts += [torch.equal(model(x), model(x))]
+    facts += [model.train() is model, {module.training for module in model.modules()}]
+    return facts
+
+
+def test_train_and_eval_reach_every_module(world1: World) -> None:
+    assert world1.run(modes) == [[False, True, {False}, True, True, {True}]]
+
+
+def optimizer_sees_one_object_for_ever() -> list[bool]:
+    model = sharded_tower()
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    same = []
+    for step in range(2):
+        backward(model, step)
+        same.append(all(a is b for a, b in zip(params, model.parameters(), strict=True)))
+        optimizer.step()
+        optimizer.zero_grad()
+        same.append(all(param.grad is None for param in model.parameters()))
+    return same
+
+
+def test_the_registered_parameters_are_the_same_objects_for_ever(world2: World) -> None:
+    assert world2.run(optimizer_sees_one_object_for_ever) == [[True] * 4] * 2

@@ -1,0 +1,308 @@
+"""check_replicas: copies that differ are found and named, on all ranks alike, before the first step.
+
+What one rank changes is one bit of one element. The check must find it wherever it is, and nothing else.
+"""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from harness import World
+from meshed import Layout, device_mesh, refusal
+from models import OddModel, Tower, odd_model, random_batch
+from refusals import wrapped
+from strategies import FOUR, Plan, Wire
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.testing._internal.common_distributed import MultiThreadedTestCase
+
+from shardwise import CPUOffloadPolicy, fully_shard
+from shardwise.init.initialise import check_replicas, sync_module_states
+from shardwise.params import initial_values
+from shardwise.ranks import replicas
+
+SQUARE = Layout((2, 2))
+
+
+def built(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return Tower().double()
+
+
+def shard(model: Any, **options: Any) -> Any:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def flip(param: Tensor, bit: int = 0) -> None:
+    """Change one bit of the last element that this rank holds, and nothing that PyTorch counts."""
+    local = param.to_local().data.view(-1)
+    if local.numel():
+        word = local[-1:].view(torch.int64 if local.itemsize == 8 else torch.int32)
+        word ^= 1 << bit
+
+
+def forward(model: nn.Module) -> None:
+    model(random_batch(0, 4))
+
+
+# --- at the first forward -------------------------------------------------------------------------
+
+
+def first_forward(seeds: tuple[int, ...], mesh: Layout) -> list[str]:
+    model = shard(built(seeds[dist.get_rank()]), mesh=mesh.mesh())
+    twice = [refusal(forward, model), refusal(forward, model)]
+    assert twice[0] == twice[1]
+    sync_module_states(model)
+    forward(model)
+    return twice
+
+
+def test_f05_replicas_of_other_seeds_are_refused_at_the_first_forward(world4: World) -> None:
+    ranks = world4.run(first_forward, (0, 0, 1, 1), SQUARE)
+    assert ranks == [ranks[0]] * 4
+    assert_expected_inline(
+        wrapped(ranks[0][0]),
+        """\
+RuntimeError: inlet.weight and 15 more: the values on ranks [2, 3]
+differed from those on ranks [0, 1] when fully_shard cut them. Each
+rank keeps its own part, so the parameter would be put together from
+different models. Seed or load all ranks alike before fully_shard; or
+pass it (or shard_model) sync_module_states=True, which sends around
+the values of the first rank; or give all ranks their values between
+fully_shard and the first forward (load_full_state_dict,
+load_checkpoint). check_equal_weights=False compares nothing.""",
+    )
+
+
+def one_bit(rank: int, bit: int, plan: Plan) -> list[str]:
+    model = plan.shard(built())
+    check_replicas(model)
+    if dist.get_rank() == rank:
+        flip(model.blocks[1].up.weight, bit)
+    return [refusal(check_replicas, model)]
+
+
+@pytest.mark.parametrize("bit", [0, 31, 52, 62])
+@pytest.mark.parametrize("plan", [plan for plan in FOUR if plan.strategy in ("ddp", "hybrid")], ids=str)
+def test_one_bit_on_one_rank_is_found_and_told_on_all(world4: World, plan: Plan, bit: int) -> None:
+    ranks = world4.run(one_bit, 3, bit, plan)
+    assert ranks == [ranks[0]] * 4
+    others = [1] if plan.strategy == "hybrid" else [0, 1, 2]
+    expected = f"blocks.1.up.weight: the copies on ranks [3] differ from those on ranks {others}."
+    assert ranks[0][0].startswith(f"RuntimeError: {expected}")
+
+
+def exchanged_elements() -> str:
+    model = fully_shard(built(), mesh=device_mesh((2, 1), ("replicate", "shard")))
+    if dist.get_rank() == 1:
+        local = model.inlet.weight.to_local().data.view(-1)
+        local[[3, 40]] = local[[40, 3]]
+    return refusal(check_replicas, model)
+
+
+def test_two_elements_that_have_changed_places_are_found(world2: World) -> None:
+    assert all("inlet.weight: the copies" in text for text in world2.run(exchanged_elements))
+
+
+def scalars_apart() -> list[str]:
+    torch.manual_seed(0)
+    model = fully_shard(odd_model().double())
+    if dist.get_rank() == 2:
+        for block in model.blocks:
+            block.scale.to_local().data.add_(1)
+    return [refusal(forward, model)]
+
+
+def test_scalars_that_every_rank_keeps_are_compared(world4: World) -> None:
+    ranks = world4.run(scalars_apart)
+    assert ranks == [ranks[0]] * 4
+    assert ranks[0][0].startswith(
+        "RuntimeError: blocks.0.scale and 1 more: the copies on ranks [2] differ from those on ranks [0, 1, 3]."
+    )
+
+
+def equal_models() -> None:
+    for model in (built(), OddModel().double()):
+        with torch.no_grad():
+            for param in model.parameters():
+                if param.is_floating_point() and param.numel():
+                    param[(0,) * param.dim()] = float("nan")
+        options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+        fully_shard(model, mesh=SQUARE.mesh(), **options)
+        check_replicas(model)
+        forward(model)
+    check_replicas(nn.Linear(2, 2))
+
+
+def test_equal_copies_pass_with_nans_and_on_the_host(world4: World) -> None:
+    torch.manual_seed(0)
+    world4.run(equal_models)
+
+
+def tensor_parallel_replicas() -> str:
+    mesh = device_mesh((2,), ("tp",))
+    model = nn.LayerNorm(4)
+    weight = torch.full((4,), float(dist.get_rank()))
+    model.weight = nn.Parameter(DTensor.from_local(weight, mesh, [Replicate()], run_check=False))
+    return refusal(check_replicas, model)
+
+
+def test_what_tensor_parallelism_replicates_is_compared(world2: World) -> None:
+    assert all(text.startswith("RuntimeError: weight: ") for text in world2.run(tensor_parallel_replicas))
+
+
+def unlike_where_they_may_be() -> None:
+    """Ignored and plain parameters, and shards that no other rank has."""
+    model = built(dist.get_rank())
+    ignored = {model.inlet.weight.requires_grad_(False)}
+    fully_shard(model.blocks[0], check_equal_weights=False)
+    fully_shard(model.outlet, ignored_params=ignored, check_equal_weights=False)
+    check_replicas(model)
+    forward(model)
+
+
+def test_what_is_nobodys_copy_is_not_compared(world2: World) -> None:
+    world2.run(unlike_where_they_may_be)
+
+
+# --- what it costs --------------------------------------------------------------------------------
+
+
+def num_checks() -> list[int]:
+    model = shard(built(), mesh=SQUARE.mesh())
+    found = []
+    with mock.patch.object(initial_values, "differing", wraps=initial_values.differing) as numbers:
+        with torch.no_grad():
+            forward(model)
+        found.append(numbers.call_count)
+        for _ in range(2):
+            forward(model)
+        model.set_requires_all_reduce(True)
+        model._shardwise_member.root.prepare_anew()
+        forward(model)
+        found.append(numbers.call_count)
+    return found
+
+
+def test_the_first_forward_with_gradients_compares_and_no_other(world4: World) -> None:
+    assert world4.run(num_checks) == [[0, 2]] * 4  # what was cut, and copies
+
+
+def agreements(layout: Layout) -> tuple[int, float]:
+    model = shard(built(), mesh=layout.mesh())
+    with Wire() as wire:
+        check_replicas(model)
+    return wire.agreements, wire.bytes
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"), [(SQUARE, 7), (Layout((4, 1)), 2), (Layout((1, 4)), 1)], ids=str
+)
+def test_it_reduces_a_few_numbers_whatever_the_model(world4: World, layout: Layout, expected: int) -> None:
+    assert world4.run(agreements, layout) == [(expected, 0.0)] * 4
+
+
+def test_numbers_of_tensors_depend_on_every_bit_and_its_place() -> None:
+    torch.manual_seed(0)
+    pad = replicas._ChecksumBuffers(torch.device("cpu"))
+    tensor = torch.randint(0, 256, (203,), dtype=torch.uint8)
+    before = pad.number_of(tensor).item()
+    seen = {before}
+    for index in range(203):
+        for bit in range(8):
+            tensor[index] ^= 1 << bit
+            seen.add(pad.number_of(tensor).item())
+            tensor[index] ^= 1 << bit
+    assert len(seen) == 1 + 203 * 8
+    assert pad.number_of(tensor[torch.randperm(203)]).item() not in seen
+    assert pad.number_of(tensor).item() == before
+
+
+def test_numbers_depend_on_the_order_of_pieces_and_not_on_where_they_lie() -> None:
+    pad = replicas._ChecksumBuffers(torch.device("cpu"))
+    pieces = torch.randn(3, 2 * replicas.PIECE_WORDS)
+    swapped = pieces[[1, 0, 2]]
+    assert pad.number_of(pieces).item() != pad.number_of(swapped).item()
+    unaligned = torch.cat([pieces.new_zeros(1), pieces.flatten(), pieces.new_ones(1)])
+    assert pad.number_of(unaligned[1:]).item() == pad.number_of(unaligned[1:].clone()).item()
+    assert pad.number_of(pieces.flatten()).item() == pad.number_of(pieces).item()
+
+
+def test_numbers_differ_where_signs_of_pairs_do() -> None:
+    pad = replicas._ChecksumBuffers(torch.device("cpu"))
+    values = torch.arange(1.0, 65.0, dtype=torch.float64)
+    seen = {pad.number_of(values).item()}
+    for first in range(64):
+        for second in range(first):
+            changed = values.clone()
+            changed[[first, second]] *= -1
+            seen.add(pad.number_of(changed).item())
+    assert len(seen) == 1 + 64 * 63 // 2
+
+
+# --- where it runs --------------------------------------------------------------------------------
+
+
+def wrong_moments() -> list[str]:
+    with torch.device("meta"):
+        bare = fully_shard(nn.Linear(2, 2))
+    return [refusal(check_replicas, bare), refusal(check_replicas, 3)]
+
+
+def without_values_on_one_rank() -> str:
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        model = Tower().double()
+    for param in model.parameters():
+        if not param.is_meta:
+            nn.init.zeros_(param)
+    shard(model, mesh=device_mesh((2, 1), ("replicate", "shard")))
+    told = refusal(check_replicas, model)
+    check_replicas(shard(built(), mesh=device_mesh((2, 1), ("replicate", "shard"))))
+    return told
+
+
+def test_what_one_rank_cannot_compare_is_refused_on_all(world2: World) -> None:
+    first, second = world2.run(without_values_on_one_rank)
+    assert first == second
+    assert "check_replicas: 22 parameters are still on the meta device" in first
+
+
+def test_what_cannot_be_compared_is_refused(world1: World) -> None:
+    assert_expected_inline(
+        "\n".join(map(wrapped, world1.run(wrong_moments)[0])),
+        """\
+RuntimeError: check_replicas: 2 parameters are still on the meta
+device: weight, bias. Nothing has given them values. Call
+shardwise.materialize(model), or load a checkpoint, first.
+TypeError: check_replicas: int is not an nn.Module.""",
+    )
+
+
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11"), reason="2.11 crashes when several threads enter a FakeTensorMode"
+)
+class RanksAsThreads(MultiThreadedTestCase):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._spawn_threads()
+
+    def test_copies_are_compared(self) -> None:
+        mesh = torch.distributed.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        model = nn.Linear(2, 2)
+        nn.init.ones_(model.weight)
+        nn.init.ones_(model.bias)
+        fully_shard(model, mesh=mesh)
+        check_replicas(model)
+        if dist.get_rank() == 1:
+            model.bias.to_local().data.zero_()
+        text = refusal(model, torch.ones(1, 2))
+        assert text.startswith("RuntimeError: bias: the copies on ranks [1] differ from those on ranks [0].")

@@ -1,0 +1,509 @@
+"""Full state out of a sharded model and into one: what a model that is not sharded has, bit for bit."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from arrangements import WAYS, Way, built, same
+from common import peak_bytes
+from expecttest import assert_expected_inline
+from harness import World
+from meshed import device_mesh, refusal
+from reference import mean_of_squares
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor import Shard
+
+import shardwise
+from shardwise import full_state_dict, fully_shard, iter_full_parameters, load_full_state_dict
+from shardwise.comm import full_tensors
+
+over_all_ways = pytest.mark.parametrize("way", WAYS, ids=str)
+
+
+def world_of(way: Way, request: pytest.FixtureRequest) -> World:
+    return request.getfixturevalue(f"world{way.ranks}")
+
+
+def plain_state(way: Way, seed: int = 0) -> dict[str, Tensor]:
+    return built(way.build, seed).state_dict()
+
+
+# --- out ------------------------------------------------------------------------------------------
+
+
+def states_of(way: Way) -> dict[str, Any]:
+    model = way.model()
+    return {
+        "first": full_state_dict(model),
+        "all": full_state_dict(model, rank0_only=False),
+        "parameters": dict(iter_full_parameters(model, bucket_bytes=300)),
+    }
+
+
+@pytest.mark.sample(3)
+@over_all_ways
+def test_the_full_state_is_that_of_the_plain_model(way: Way, request: pytest.FixtureRequest) -> None:
+    want = plain_state(way)
+    parameters = {name: param.detach() for name, param in built(way.build).named_parameters()}
+    first, *others = world_of(way, request).run(states_of, way)
+    assert same(first["first"], want)
+    assert all(other["first"] == {} for other in others)
+    for found in (first, *others):
+        assert same(found["all"], want)
+        assert list(found["parameters"]) == list(parameters)
+        assert same(found["parameters"], parameters)
+
+
+def a_model_loads(way: Way) -> bool:
+    """F35: a full state loads into the model by its own method."""
+    model, other = way.model(seed=0), way.model(seed=1)
+    other.load_state_dict(full_state_dict(model, rank0_only=False))
+    return same(full_state_dict(other, rank0_only=False), full_state_dict(model, rank0_only=False))
+
+
+@pytest.mark.parametrize("way", [w for w in WAYS if w.kind != "compiled"], ids=str)
+def test_f35_a_model_loads_the_full_state_itself(way: Way, request: pytest.FixtureRequest) -> None:
+    assert all(world_of(way, request).run(a_model_loads, way))
+
+
+def changed_afterwards() -> bool:
+    model = Way(2, build="tied").model()
+    state = full_state_dict(model, rank0_only=False)
+    before = {name: value.clone() for name, value in state.items()}
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
+    return same(state, before)
+
+
+def test_a_full_state_is_a_copy(world2: World) -> None:
+    assert all(world2.run(changed_afterwards))
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (
+            checkpoint_wrapper(nn.Linear(4, 4)),
+            torch.compile(nn.Linear(4, 3), backend="eager"),
+        )
+
+    def get_extra_state(self) -> Any:
+        return {"version": 7}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.version = state["version"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x))
+
+
+def names_of_wrapped() -> Any:
+    model = Wrapped()
+    fully_shard(model.one)
+    fully_shard(model)
+    state = full_state_dict(model, rank0_only=False)
+    other = Wrapped()
+    fully_shard(other)
+    load_full_state_dict(other, state)
+    names = [name for name, _ in iter_full_parameters(other)]
+    return list(state), names, other.version, same(full_state_dict(other, rank0_only=False), state)
+
+
+def test_wrappers_leave_no_trace_in_names_and_extra_state_comes_along(world2: World) -> None:
+    tensors = ["one.weight", "one.bias", "two.weight", "two.bias"]
+    for names, parameters, version, is_same in world2.run(names_of_wrapped):
+        assert sorted(names) == sorted([*tensors, "_extra_state"])
+        assert parameters == tensors
+        assert version == 7
+        assert is_same
+
+
+def chosen_parameters() -> Any:
+    model = Way(2, build="tied").model()
+    pairs = list(iter_full_parameters(model, dtype=torch.bfloat16, names=["head.weight", "blocks.0.bias"]))
+    return [(name, value.dtype, value.shape) for name, value in pairs]
+
+
+def test_parameters_are_chosen_by_name_and_converted(world2: World) -> None:
+    want = [("blocks.0.bias", torch.bfloat16, (6,)), ("head.weight", torch.bfloat16, (11, 6))]
+    assert world2.run(chosen_parameters) == [want] * 2
+
+
+def refusals_of_out() -> list[str]:
+    model = Way(2, build="tied").model()
+    on_meta = Way(2, build="tied").model(device="meta")
+    with shardwise.unsharded(model):
+        inside = refusal(full_state_dict, model)
+    return [
+        refusal(iter_full_parameters, model, names=["nope", "head.weight"]),
+        refusal(iter_full_parameters, model, bucket_bytes=0),
+        refusal(iter_full_parameters, model, dtype=torch.int8),
+        refusal(full_state_dict, on_meta),
+        refusal(full_state_dict, {}),
+        inside,
+    ]
+
+
+def test_what_cannot_be_taken_out_is_refused_at_the_call(world2: World) -> None:
+    first, second = world2.run(refusals_of_out)
+    assert first == second
+    assert_expected_inline(
+        "\n".join(first),
+        """\
+ValueError: iter_full_parameters: the model has no parameter named nope.
+ValueError: iter_full_parameters: bucket_bytes is 0; pass a number above 0.
+ValueError: iter_full_parameters: dtype is torch.int8; pass a floating-point dtype, or None.
+RuntimeError: full_state_dict: 8 parameters are still on the meta device: embed.weight, norm.weight, norm.bias, blocks.0.weight, blocks.0.bias, blocks.1.weight, blocks.1.bias, head.weight. Nothing has given them values. Call shardwise.materialize(model), or load a checkpoint, first.
+TypeError: full_state_dict: model is a dict, not an nn.Module.
+RuntimeError: Tied: full_state_dict is not possible inside unsharded(), which has put full parameters in place of the shards that its group works with. Leave the context first.""",
+    )
+
+
+# --- in -------------------------------------------------------------------------------------------
+
+SOURCES: dict[str, Callable[[dict[str, Tensor]], tuple[Any, int | None]]] = {
+    "a dict on rank 0": lambda state: (state if dist.get_rank() == 0 else None, 0),
+    "a dict on the last rank": lambda state: (
+        (state if dist.get_rank() == dist.get_world_size() - 1 else None),
+        dist.get_world_size() - 1,
+    ),
+    "an iterator on rank 0": lambda state: (iter(state.items()) if dist.get_rank() == 0 else None, 0),
+    "a dict on every rank": lambda state: (state, None),
+    "an iterator on every rank": lambda state: (iter(state.items()), None),
+}
+
+
+def loaded_from(way: Way, source: str, bucket_bytes: int, device: str) -> Any:
+    model = way.model(seed=1, device=device)
+    if device == "meta":
+        for module in model.modules():
+            if "passing" in module._buffers:  # which no state has
+                module._buffers["passing"] = torch.ones(3)
+    given, src_rank = SOURCES[source](plain_state(way))
+    shardwise.state.full_load.BUCKET_BYTES = bucket_bytes
+    try:
+        report = load_full_state_dict(model, given, src_rank=src_rank)
+    finally:
+        shardwise.state.full_load.BUCKET_BYTES = full_tensors.BUCKET_BYTES
+    assert report == shardwise.LoadReport()
+    return full_state_dict(model, rank0_only=False)
+
+
+@pytest.mark.sample(3)
+@over_all_ways
+def test_any_way_loads_what_one_rank_has(way: Way, request: pytest.FixtureRequest) -> None:
+    for source, device in [("a dict on rank 0", "cpu"), ("a dict on every rank", "meta")]:
+        for state in world_of(way, request).run(loaded_from, way, source, 200, device):
+            assert same(state, plain_state(way))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("way", [Way(4, "hybrid", "odd"), Way(4, "tp"), Way(3, build="tied")], ids=str)
+def test_it_is_loaded_from_wherever_it_is(way: Way, source: str, request: pytest.FixtureRequest) -> None:
+    for state in world_of(way, request).run(loaded_from, way, source, 64 << 20, "cpu"):
+        assert same(state, plain_state(way))
+
+
+def trained_after_loading(way: Way) -> list[Tensor]:
+    """Losses, with weights loaded between the steps; kept and prefetched weights must not be old ones."""
+    model, losses = way.model(), []
+    x = torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    for seed in (1, 2):
+        loss = mean_of_squares(model, x)
+        loss.backward()
+        losses.append(loss.detach())
+        load_full_state_dict(model, built(way.build, seed).state_dict() if dist.get_rank() == 0 else None)
+    with torch.no_grad():
+        losses.append(mean_of_squares(model, x))
+    return losses
+
+
+@pytest.mark.parametrize("way", [Way(2), Way(2, "zero2"), Way(2, "ddp"), Way(4, "hybrid")], ids=str)
+def test_the_next_forward_uses_what_was_loaded(way: Way, request: pytest.FixtureRequest) -> None:
+    x = torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    want = [mean_of_squares(built(way.build, seed), x).detach() for seed in (0, 1, 2)]
+    for losses in world_of(way, request).run(trained_after_loading, way):
+        torch.testing.assert_close(losses, want, rtol=0, atol=1e-10)
+
+
+# --- what does not fit ----------------------------------------------------------------------------
+
+
+def broken_iterator(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    yield from itertools.islice(state.items(), 2)
+    raise OSError("the network is gone")
+
+
+def loads_of_what_does_not_fit() -> dict[str, Any]:
+    way = Way(2, build="tied")
+    model, good = way.model(), plain_state(way, seed=1)
+    tokens = torch.tensor([1, 2, 3])
+    before = full_state_dict(model, rank0_only=False)
+    bad: dict[str, Any] = {
+        "other names": {"encoder.weight": torch.ones(3)},
+        "too many": good | {"extra": torch.ones(1)},
+        "other shapes": good | {"blocks.0.weight": torch.ones(5, 6), "scale": torch.ones(2)},
+        "another dtype": {name: value.float() for name, value in good.items()},
+        "different ties": good | {"head.weight": good["embed.weight"] + 1},
+        "no tensor": good | {"scale": 2.0},
+        "not a state": 7,
+    }
+    told = {}
+    for what, source in bad.items():
+        told[what] = refusal(load_full_state_dict, model, source if dist.get_rank() == 0 else None)
+        assert same(full_state_dict(model, rank0_only=False), before), what
+    model(tokens)
+    told["no such rank"] = refusal(load_full_state_dict, model, good, src_rank=5)
+    failing = broken_iterator(good) if dist.get_rank() == 0 else None
+    told["a reader that fails"] = refusal(load_full_state_dict, model, failing)
+    told["forward"] = refusal(model, tokens)
+    load_full_state_dict(model, good if dist.get_rank() == 0 else None)
+    model(tokens)
+    return told
+
+
+def test_what_does_not_fit_is_refused_by_name_on_all_ranks(world2: World) -> None:
+    first, second = world2.run(loads_of_what_does_not_fit)
+    first.pop("no such rank"), second.pop("no such rank")  # tells the own rank
+    assert first == second
+    assert_expected_inline(
+        "\n".join(f"{what}: {text}" for what, text in first.items()),
+        """\
+other names: RuntimeError: load_full_state_dict: unexpected in the source: encoder.weight, which this model does not have (pass strict=False to pass over them).
+too many: RuntimeError: load_full_state_dict: unexpected in the source: extra, which this model does not have (pass strict=False to pass over them).
+other shapes: RuntimeError: load_full_state_dict: scale has shape (2,) in the source, where the model has (1,); blocks.0.weight has shape (5, 6) in the source, where the model has (6, 6).
+another dtype: RuntimeError: load_full_state_dict: scale is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); embed.weight is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.weight is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.bias is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.running_mean is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.running_var is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.num_batches_tracked is of torch.float32 in the source, where the model has torch.int64 (pass convert_dtype=True to convert floating-point values); blocks.0.weight is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); and 4 more.
+different ties: RuntimeError: rank 0: load_full_state_dict: embed.weight and head.weight are tied in the model, but differ in the source.
+no tensor: RuntimeError: load_full_state_dict: scale is a tensor on one side only.
+not a state: RuntimeError: load_full_state_dict: source is of type int on the rank it is read from; pass a dict of full tensors, an iterable of (name, tensor), or the path of safetensors files.
+a reader that fails: SourceError: OSError: the network is gone
+forward: RuntimeError: Tied: the model is partly loaded, for a load failed half-way (OSError: the network is gone). Load a complete checkpoint before the next forward.""",
+    )
+
+
+def ties_that_differ() -> list[str]:
+    """However they come; a model on meta is still on meta after the refusal, where all is known before."""
+    way = Way(2, build="tied")
+    good = plain_state(way, seed=1)
+    bad = good | {"head.weight": good["embed.weight"] + 1}
+    on_meta = way.model(device="meta")
+    on_meta._buffers["passing"] = torch.ones(3)
+    told = []
+    for source, src_rank in [(bad if dist.get_rank() == 0 else None, 0), (bad, None)]:
+        told.append(refusal(load_full_state_dict, on_meta, source, src_rank=src_rank))
+        assert all(param.is_meta for param in on_meta.parameters())
+    pairs = iter(bad.items()) if dist.get_rank() == 0 else None
+    told.append(refusal(load_full_state_dict, way.model(), pairs))
+    return [text.partition(": ")[2] for text in told]
+
+
+def test_tied_names_have_one_value(world2: World) -> None:
+    for told in world2.run(ties_that_differ):
+        assert len(told) == 3
+        assert all("embed.weight and head.weight are tied in the model" in text for text in told)
+
+
+def integers_are_not_converted() -> str:
+    model = Way(2, build="odd").model()
+    state = plain_state(Way(2, build="odd"))
+    state["blocks.0.counts"] = state["blocks.0.counts"].to(torch.int16)
+    return refusal(load_full_state_dict, model, state, src_rank=None, convert_dtype=True)
+
+
+def test_only_floating_point_values_are_converted(world2: World) -> None:
+    for told in world2.run(integers_are_not_converted):
+        assert "blocks.0.counts is of torch.int16 in the source, where the model has torch.int64" in told
+
+
+class Unreadable(dict):  # type: ignore[type-arg]
+    def items(self) -> Any:
+        raise OSError("the disk is gone")
+
+
+def wrong_on_one_rank() -> dict[str, str]:
+    """What only one rank does wrong, all of them are told."""
+    way = Way(2)
+    model, good = way.model(), plain_state(way)
+    is_first = dist.get_rank() == 0
+    fewer = dict(list(good.items())[1:])
+    return {
+        "a path on one rank": refusal(load_full_state_dict, model, "nowhere" if is_first else None),
+        "a dict that lacks a name": refusal(
+            load_full_state_dict, model, good if is_first else fewer, src_rank=None
+        ),
+        "keys that are no names": refusal(
+            load_full_state_dict, model, {1: torch.ones(1)} if is_first else None
+        ),
+        "a dict that fails": refusal(load_full_state_dict, model, Unreadable(good) if is_first else None),
+        "no dict on one rank": refusal(
+            load_full_state_dict, model, good if is_first else None, src_rank=None
+        ),
+        "two sources": refusal(load_full_state_dict, model, good, src_rank=dist.get_rank()),
+        "no values": refusal(
+            load_full_state_dict,
+            model,
+            Way(2, "none").model(device="meta").state_dict() if is_first else None,
+        ),
+        "two states at once": refusal(load_full_state_dict, model, (good, {}) if is_first else None),
+        "a shard": refusal(load_full_state_dict, model, model.state_dict() if is_first else None),
+        "junk beside": str(load_full_state_dict(model, good if is_first else 17)),
+    }
+
+
+def test_what_one_rank_does_wrong_is_told_by_all(world2: World) -> None:
+    first, second = world2.run(wrong_on_one_rank)
+    assert first.keys() == second.keys()
+    assert "ranks disagree on src_rank: rank 0 has 0, rank 1 has 1" in first.pop("two sources")
+    for what in first:
+        assert first[what].partition(": ")[2] == second[what].partition(": ")[2], what
+    assert "nowhere does not exist" in first["a path on one rank"]
+    assert "inlet.weight" in first["a dict that lacks a name"]
+    assert "the disk is gone" in first["a dict that fails"]
+    assert "DTensor" in first["a shard"]
+    assert "inlet.weight is on the meta device in the source" in first["no values"]
+    assert "not (name, tensor)" in first["two states at once"]
+    assert first["junk beside"] == "LoadReport(missing=(), unexpected=(), converted=())"
+
+
+class Grows(nn.Module):
+    """As modules of Transformer Engine do, its extra state is a tensor of no fixed length."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.linear, self.length = nn.Linear(4, 4), length
+
+    def get_extra_state(self) -> Tensor:
+        return torch.arange(self.length)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.length = len(state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def extra_state_that_grows(src_rank: int | None) -> int:
+    model, source = Grows(2), Grows(5).state_dict()
+    fully_shard(model)
+    given = source if src_rank is None or dist.get_rank() == 0 else None
+    load_full_state_dict(model, given, src_rank=src_rank)
+    return model.length
+
+
+@pytest.mark.parametrize("src_rank", [0, None])
+def test_extra_state_may_be_a_tensor_of_any_length(world2: World, src_rank: int | None) -> None:
+    assert world2.run(extra_state_that_grows, src_rank) == [5, 5]
+
+
+def loaded_leniently() -> Any:
+    model = Way(2, build="tied").model()
+    before = full_state_dict(model, rank0_only=False)
+    state = {"embed.weight": torch.zeros(11, 6), "other": torch.ones(2)}
+    source = state if dist.get_rank() == 0 else None
+    report = load_full_state_dict(model, source, strict=False, convert_dtype=True)
+    after = full_state_dict(model, rank0_only=False)
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    return changed, report
+
+
+def test_a_lenient_load_reports_what_it_passed_over(world2: World) -> None:
+    for changed, report in world2.run(loaded_leniently):
+        assert changed == ["embed.weight", "head.weight"]
+        assert report.unexpected == ("other",)
+        assert report.converted == ("embed.weight",)
+        assert "head.weight" not in report.missing  # it is the embedding
+        assert "norm.running_mean" in report.missing
+        assert len(report.missing) == 10
+
+
+def missing_on_meta() -> list[str]:
+    way = Way(2, build="tied")
+    lenient = refusal(load_full_state_dict, way.model(device="meta"), {}, src_rank=None, strict=False)
+    lost = refusal(load_full_state_dict, way.model(device="meta"), plain_state(way), src_rank=None)
+    return [lenient, lost]
+
+
+def test_nothing_is_left_without_values(world2: World) -> None:
+    first, second = world2.run(missing_on_meta)
+    assert first == second
+    assert_expected_inline(
+        "\n".join(first),
+        """\
+RuntimeError: load_full_state_dict: missing in the source, and without values in the model: scale, embed.weight, norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked, blocks.0.weight and 4 more.
+RuntimeError: load_full_state_dict: passing is on the meta device, without values, and will not be loaded (buffers with persistent=False are in no state). Call shardwise.materialize(model) first.""",
+    )
+
+
+def loaded_before_backward() -> str:
+    """The weights are large enough to go straight into the shards, which nothing but we can count."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
+    state = {name: value + 1 for name, value in model.state_dict().items()}
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    loss = model(torch.ones(2, 256)).sum()
+    load_full_state_dict(model, state if dist.get_rank() == 0 else None)
+    return refusal(loss.backward)
+
+
+def test_a_backward_after_a_load_is_refused_as_in_plain_pytorch(world2: World) -> None:
+    sent, received = world2.run(loaded_before_backward)
+    assert "modified by an inplace operation" in sent
+    assert "modified by an inplace operation" in received
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+WIDTH, DEPTH = 256, 8
+LAYER = WIDTH * WIDTH * 4
+
+
+def deep(shape: tuple[int, ...], dim: int = 0) -> nn.Module:
+    mesh = device_mesh(shape, tuple(f"memory {i}" for i in range(len(shape))))
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, shard_placement_fn=lambda _: Shard(dim))
+    return fully_shard(model, mesh=mesh)
+
+
+def peaks(shape: tuple[int, ...], dim: int = 0) -> dict[str, float]:
+    """In units of a layer's full weight."""
+    model, bucket = deep(shape, dim), 2 * LAYER
+    state = full_state_dict(model, rank0_only=False)
+    source = state if dist.get_rank() == 0 else None
+
+    def walk() -> None:
+        pairs = iter_full_parameters(model, bucket_bytes=bucket)
+        while next(pairs, None) is not None:  # a loop variable would hold on to the last one
+            pass
+
+    shardwise.state.full_load.BUCKET_BYTES = full_tensors.BUCKET_BYTES = bucket
+    try:
+        return {
+            "iterating": peak_bytes(walk) / LAYER,
+            "out": peak_bytes(lambda: full_state_dict(model)) / LAYER,
+            "in": peak_bytes(lambda: load_full_state_dict(model, source)) / LAYER,
+            "rows": peak_bytes(lambda: load_full_state_dict(model, state, src_rank=None)) / LAYER,
+        }
+    finally:
+        shardwise.state.full_load.BUCKET_BYTES = full_tensors.BUCKET_BYTES = 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((4,), 0), ((2, 2), 0), ((4,), 1)], ids=["sharded", "hybrid", "columns"]
+)
+def test_f51_f52_f53_memory_is_one_bucket(world4: World, shape: tuple[int, ...], dim: int) -> None:
+    first, *others = world4.run(peaks, shape, dim)
+    for peak in (first, *others):
+        assert 1 <= peak["iterating"] <= 2.1  # the bucket is two layers
+        assert peak["rows"] < 0.1
+        # Along one axis, rows go straight to where they belong.
+        assert peak["in"] < 0.1 if (shape, dim) == ((4,), 0) else 1 <= peak["in"] <= 2.1
+    assert DEPTH <= first["out"] <= DEPTH + 2.6  # what is returned, a bucket, and what is sent of it
+    for peak in others:
+        assert peak["out"] < 1

@@ -1,0 +1,379 @@
+"""sync_module_states: all ranks begin with what one of them has.
+
+Every rank builds the model from a seed of its own, so that nothing is equal before. Afterwards every tensor must
+be what the source built, to the last bit; of shards that only their own ranks have, what the replica of the
+source has.
+"""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from harness import World
+from meshed import device_mesh, refusal
+from models import LanguageModel, OddBlock, Tower, random_batch
+from refusals import wrapped
+from strategies import ALWAYS, Plan
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+
+from shardwise import CPUOffloadPolicy, fully_shard, unsharded
+from shardwise.init.initialise import check_replicas, sync_module_states
+from shardwise.ranks import replicas
+
+
+class Everything(nn.Module):
+    """Parameters and buffers of many shapes, dtypes and layouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([OddBlock(), OddBlock()])
+        self.norm = nn.BatchNorm1d(8)
+        self.outlet = nn.Linear(8, 1)
+        self.outlet_again = self.outlet
+        self.register_buffer("mask", torch.zeros(3, dtype=torch.bool), persistent=False)
+        self.register_buffer("strided", torch.zeros(4, 3).t(), persistent=False)
+        with torch.no_grad():
+            for tensor in [*self.parameters(), *self.buffers()]:
+                kind = torch.float64 if tensor.is_floating_point() else torch.int64
+                drawn = torch.randint(0, 100, tensor.shape).to(kind)
+                tensor.copy_(drawn > 50 if tensor.dtype == torch.bool else drawn)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.outlet(self.norm(x))
+
+
+def built(seed: int) -> Everything:
+    torch.manual_seed(seed)
+    return Everything().double()
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: t.detach() for name, t in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def in_full(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        n: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for n, t in tensors_of(model).items()
+    }
+
+
+def assert_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert got[name].dtype == value.dtype
+        assert torch.equal(got[name], value), name
+
+
+# --- before sharding ------------------------------------------------------------------------------
+
+
+def spread_plain(src: int) -> dict[str, Tensor]:
+    model = built(dist.get_rank())
+    sync_module_states(model, src=src)
+    assert model.strided.stride() == (1, 3)
+    return in_full(model)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
+def test_f05_a_model_that_is_not_sharded_comes_from_the_source(world: World) -> None:
+    src = world.size - 1
+    for got in world.run(spread_plain, src):
+        assert_bits(got, in_full(built(src)))
+
+
+def loaded_on_one_rank_then_sharded() -> list[Any]:
+    model = built(dist.get_rank())
+    sync_module_states(model, src=1)
+    fully_shard(model)
+    return [in_full(model), model(random_batch(0, 12)).detach()]
+
+
+def test_f05_a_model_that_one_rank_has_loaded_is_sharded_everywhere(world2: World) -> None:
+    model = built(1)
+    want = in_full(model)
+    output = model(random_batch(0, 12)).detach()
+    for got, its_output in world2.run(loaded_on_one_rank_then_sharded):
+        assert_bits(got, want)
+        torch.testing.assert_close(its_output, output, rtol=0, atol=1e-10)
+
+
+# --- after sharding -------------------------------------------------------------------------------
+
+
+def spread_by_plan(plan: Plan, src: int) -> list[Any]:
+    model = plan.shard(built(dist.get_rank()))
+    mesh = plan.layout.mesh()
+    before = {n: t.to_local().clone() for n, t in model.named_parameters()}
+    theirs: list[Any] = [None] * plan.ranks
+    dist.all_gather_object(theirs, before)
+    sync_module_states(model, src=src)
+    check_replicas(model)
+    where = {r: tuple((mesh.mesh == r).nonzero()[0].tolist()) for r in range(plan.ranks)}
+    own = where[dist.get_rank()]
+    differing = []
+    for name, param in model.named_parameters():
+        # Of a scalar all ranks hold the same; of others, those that differ in a replicated dim.
+        place = tuple(
+            where[src][dim] if placement.is_replicate() else own[dim]
+            for dim, placement in enumerate(param.placements)
+        )
+        source = next(rank for rank, coordinate in where.items() if coordinate == place)
+        if not torch.equal(param.to_local(), theirs[source][name]):
+            differing.append(name)
+    return [differing, dict(model.named_buffers())]
+
+
+@pytest.mark.parametrize(
+    ("plan", "world"), [(plan, plan.ranks) for plan in ALWAYS], indirect=["world"], ids=str
+)
+def test_f05_shards_come_from_the_replica_of_the_source(world: World, plan: Plan) -> None:
+    src = plan.ranks - 1
+    for differing, buffers in world.run(spread_by_plan, plan, src):
+        assert differing == []
+        assert_bits(buffers, dict(built(src).named_buffers()))
+
+
+def drifted_buffers() -> list[Any]:
+    model = fully_shard(built(0))
+    for step in range(3):  # batches of their own, of other sizes even
+        model(random_batch(10 * dist.get_rank() + step, 4 + dist.get_rank()))
+    drifted = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    sync_module_states(model)
+    return [drifted, dict(model.named_buffers())]
+
+
+def test_f06_buffers_that_drifted_apart_are_made_equal(world2: World) -> None:
+    (first, _), (second, _) = ranks = world2.run(drifted_buffers)
+    assert not torch.equal(first["norm.running_mean"], second["norm.running_mean"])
+    for _, synchronised in ranks:
+        assert_bits(synchronised, first)
+
+
+def after_a_forward(option: str) -> list[Any]:
+    """Full parameters that are kept gathered, or shards on the host, show the new values."""
+    model = Tower().double()
+    torch.manual_seed(dist.get_rank())
+    for param in model.parameters():
+        nn.init.uniform_(param)
+    options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if option == "offloaded" else {}
+    mesh = device_mesh((2, 1), ("replicate", "shard"))
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, **options)
+    with torch.no_grad():
+        before = model(random_batch(0, 4))
+    sync_module_states(model, src=1)
+    return [before, model(random_batch(0, 4)).detach(), in_full(model)]
+
+
+@pytest.mark.parametrize("option", ["kept", "offloaded"])
+def test_the_next_forward_computes_with_what_came(world2: World, option: str) -> None:
+    (_, first, values), (wanted, second, _) = world2.run(after_a_forward, option)
+    torch.testing.assert_close(first, wanted)
+    torch.testing.assert_close(second, wanted)
+    model = Tower().double()
+    model.load_state_dict(values)
+    torch.testing.assert_close(model(random_batch(0, 4)).detach(), wanted)
+
+
+def tensor_parallel(src: int) -> list[Any]:
+    """Shards over tp alone, replicas of them over dp, and a norm that tp replicates."""
+    mesh = device_mesh((2, 2), ("dp", "tp"))
+    model = built_pair(0)
+
+    def place(_: str, module: nn.Module, tp: Any) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), tp, [Shard(0)]))
+
+    distribute_module(model, mesh["tp"], place)
+    fully_shard(model, mesh=mesh["dp"])
+    rank = dist.get_rank()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.to_local().fill_(rank)
+    sync_module_states(model, src=src)
+    return [
+        {n: sorted(set(p.to_local().flatten().tolist())) for n, p in model.named_parameters()},
+        [str(p.placements) for p in model.parameters()],
+    ]
+
+
+def built_pair(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6))
+
+
+def test_what_tensor_parallelism_replicates_comes_from_the_row_of_the_source(world4: World) -> None:
+    # rank = 2 * dp + tp; the source is (1, 0). Shards over dp stay with their dp rank.
+    ranks = world4.run(tensor_parallel, 2)
+    assert [found["0.weight"] for found, _ in ranks] == [[0.0], [1.0], [2.0], [3.0]]
+    assert [found["1.weight"] for found, _ in ranks] == [[0.0], [0.0], [2.0], [2.0]]
+
+
+def num_broadcasts() -> tuple[int, int]:
+    model = built(dist.get_rank())
+    with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast:
+        sync_module_states(model)
+        packed = broadcast.call_count
+    with (
+        mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast,
+        mock.patch.object(replicas, "PACKED_BYTES", 64),
+    ):
+        sync_module_states(model)
+    return packed, broadcast.call_count
+
+
+def test_small_tensors_share_broadcasts_and_large_ones_take_several(world2: World) -> None:
+    for packed, pieces in world2.run(num_broadcasts):
+        # Those that are not contiguous go alone.
+        assert packed < 10
+        assert pieces > 30
+
+
+def in_small_pieces() -> dict[str, Tensor]:
+    with mock.patch.object(replicas, "PACKED_BYTES", 20):
+        return spread_plain(1)
+
+
+def test_pieces_of_any_size_arrive_in_their_places(world2: World) -> None:
+    for got in world2.run(in_small_pieces):
+        assert_bits(got, in_full(built(1)))
+
+
+# --- ranks without values -------------------------------------------------------------------------
+
+
+def with_values_on_one_rank(src: int) -> list[Any]:
+    """One rank loads, the others have built on the meta device, and have an optimizer already."""
+    if dist.get_rank() == src:
+        model = built(src)
+    else:
+        with torch.device("meta"):
+            model = built(src)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync_module_states(model, src=src)
+    owned = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    assert owned == {id(param) for param in model.parameters()}
+    assert model.outlet.weight is model.outlet_again.weight
+    assert model.strided.stride() == (1, 3)
+    values = in_full(model)
+    fully_shard(model)
+    return [values, in_full(model)]
+
+
+@pytest.mark.parametrize("src", [0, 1])
+def test_ranks_without_values_get_those_of_the_source(world2: World, src: int) -> None:
+    for before, after in world2.run(with_values_on_one_rank, src):
+        assert_bits(before, in_full(built(src)))
+        assert_bits(after, in_full(built(src)))
+
+
+def replicas_without_values(rank_without: int) -> Any:
+    """Two replicas of two shards each; the ranks of one replica, or one rank of the source's, have none."""
+    mesh = device_mesh((2, 2), ("replicate", "shard"))
+    is_empty = dist.get_rank() // 2 == 1 if rank_without < 0 else dist.get_rank() == rank_without
+    with torch.device("meta" if is_empty else "cpu"):
+        model = built(7)
+    fully_shard(model, mesh=mesh)
+    if rank_without >= 0:
+        return refusal(sync_module_states, model)
+    sync_module_states(model)
+    check_replicas(model)
+    return in_full(model)
+
+
+def test_replicas_without_values_get_shards_from_that_of_the_source(world4: World) -> None:
+    for got in world4.run(replicas_without_values, -1):
+        assert_bits(got, in_full(built(7)))
+
+
+def test_shards_that_nobody_else_has_must_be_there(world4: World) -> None:
+    first, *others = world4.run(replicas_without_values, 1)
+    assert others == [first] * 3
+    assert "sync_module_states: rank 1 is to send them, or has nobody to take them from: " in first
+    assert "blocks.0" in first
+
+
+def other_models() -> list[str]:
+    one = nn.Linear(2, 2 + dist.get_rank())
+    seeded = [
+        refusal(sync_module_states, one),
+        refusal(sync_module_states, nn.Linear(2, 2), src=dist.get_rank() or "0"),
+    ]
+    sync_module_states(nn.Linear(2, 2))
+    return seeded
+
+
+def test_what_one_rank_is_refused_all_are(world2: World) -> None:
+    first, second = world2.run(other_models)
+    assert first == second
+    assert_expected_inline(
+        "\n".join(map(wrapped, first)),
+        """\
+RuntimeError: rank 1: sync_module_states: this rank (1) has 2 tensors,
+and rank 0 2; they differ in shape or dtype at: weight, bias. Build
+the same model on all ranks.
+TypeError: rank 0: sync_module_states: src is '0', a str; pass a
+global rank.""",
+    )
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def refusals() -> list[str]:
+    with torch.device("meta"):
+        bare = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model = fully_shard(nn.Sequential(LanguageModel()))
+    found = [
+        refusal(sync_module_states, model, src=7),
+        refusal(sync_module_states, model, src="0"),
+        refusal(sync_module_states, None),
+        refusal(sync_module_states, bare),
+    ]
+    with unsharded(model):
+        found.append(refusal(sync_module_states, model))
+    model[0].register_forward_hook(lambda *_: found.append(refusal(sync_module_states, model)))
+    model(torch.zeros(1, 3, dtype=torch.int64))
+    return found
+
+
+def test_wrong_arguments_and_moments_are_refused(world1: World) -> None:
+    assert_expected_inline(
+        "\n".join(map(wrapped, world1.run(refusals)[0])),
+        """\
+ValueError: rank 7 does not hold this model: this rank (0) shares it
+with [0], and those with others perhaps. Name one of the ranks that
+were given the model, by its global rank.
+TypeError: sync_module_states: src is '0', a str; pass a global rank.
+TypeError: sync_module_states: NoneType is not an nn.Module.
+RuntimeError: sync_module_states: 7 parameters are still on the meta
+device: 0.weight, 0.bias, 1.weight, 1.bias, 1.running_mean,
+1.running_var, 1.num_batches_tracked. Nothing has given them values.
+Call shardwise.materialize(model), or load a checkpoint, first.
+RuntimeError: Sequential: sync_module_states() is not possible inside
+unsharded(), which has put full parameters in place of the shards that
+its group works with. Leave the context first.
+RuntimeError: sync_module_states: Sequential is part of a model whose
+forward is running, and that needs its parameters and gradients as
+they are. Call it before.""",
+    )
+
+
+def replicated_tensor() -> list[float]:
+    """A DTensor that nobody has sharded."""
+    mesh = device_mesh((2,), ("tp",))
+    model = nn.Linear(2, 2)
+    weight = torch.full((2, 2), float(dist.get_rank()))
+    model.weight = nn.Parameter(DTensor.from_local(weight, mesh, [Replicate()], run_check=False))
+    nn.init.zeros_(model.bias)
+    sync_module_states(model, src=1)
+    return model.weight.to_local().flatten().tolist()
+
+
+def test_replicated_tensors_outside_groups_are_made_equal(world2: World) -> None:
+    assert world2.run(replicated_tensor) == [[1.0] * 4] * 2

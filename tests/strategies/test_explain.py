@@ -1,0 +1,350 @@
+"""What `explain` says of a model, the same on every rank, and that its numbers are those of the memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from harness import World
+from meshed import Layout
+from models import Block, LanguageModel, Tower, uneven_tower
+from refusals import assert_says, assert_says_what_to_do
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from shardwise import DataParallelMeshDims, MixedPrecisionPolicy, ShardPlacementResult, fully_shard
+from shardwise.engine.members import sharded_members
+from shardwise.params.bucket import ShardStorage
+from shardwise.strategies.explain import explain
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+def text_of(build: Callable[..., nn.Module], *args: Any) -> str:
+    """Runs on every rank."""
+    return explain(build(*args))
+
+
+def same(world: World, build: Callable[..., nn.Module], *args: Any) -> str:
+    first, *others = world.run(text_of, build, *args)
+    assert others == [first] * len(others), "ranks say different things"
+    return first
+
+
+def strategies(world: World, build: Callable[..., nn.Module], *args: Any) -> list[str]:
+    """The column, without its header and the total."""
+    lines = same(world, build, *args).splitlines()
+    start, end = lines[0].index("strategy"), lines[0].index("mesh")
+    rules = [index for index, line in enumerate(lines) if line.startswith("---")]
+    return [line[start:end].strip() for line in lines[rules[0] + 1 : rules[1]]]
+
+
+def sharded(model: nn.Module, blocks: str = "blocks", **options: Any) -> nn.Module:
+    for block in model.get_submodule(blocks).children():
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def tower() -> nn.Module:
+    return sharded(Tower())
+
+
+def test_a_line_for_each_group_and_the_totals(world2: World) -> None:
+    assert_expected_inline(
+        same(world2, tower),
+        """\
+group       class     strategy  mesh     parameters  MB full  MB per rank  dtype
+----------------------------------------------------------------------------------
+Tower       Tower     zero3     shard 2          81   0.0004       0.0002  float32
+  blocks.0  Block     zero3     shard 2         296   0.0012       0.0006  float32
+  blocks.1  Block     zero3     shard 2         296   0.0012       0.0006  float32
+  blocks.2  Block     zero3     shard 2         296   0.0012       0.0006  float32
+----------------------------------------------------------------------------------
+total       4 groups                            969   0.0039       0.0020""",
+    )
+
+
+def tower_of_everything() -> nn.Module:
+    """Groups inside groups, lists, mixed precision, ignored and tied parameters, uneven shards."""
+    model = uneven_tower()
+    model.extra = nn.Linear(7, 7)
+    model.outlet.weight.requires_grad_(False)
+    model.extra.weight = model.inlet.weight
+    fully_shard(model.blocks[0].up)
+    fully_shard(model.blocks[1].up)
+    fully_shard([model.blocks[0], model.blocks[1]], mp_policy=BF16)
+    policy = MixedPrecisionPolicy(torch.bfloat16, full_precision=nn.LayerNorm)
+    fully_shard([model.blocks[2].norm, model.blocks[2].up, model.blocks[2].down], mp_policy=policy)
+    ignored = {model.outlet.weight, model.extra.bias.requires_grad_(False)}
+    return fully_shard(model, ignored_params=ignored)
+
+
+def test_nesting_lists_dtypes_and_what_is_not_managed(world3: World) -> None:
+    assert_expected_inline(
+        same(world3, tower_of_everything),
+        """\
+group                              class                  strategy  mesh     parameters  MB full  MB per rank  dtype
+-------------------------------------------------------------------------------------------------------------------------------------------
+Tower                              Tower                  zero3     shard 3          57   0.0003       0.0001  float32
+  blocks.0, blocks.1               Block x 2              zero3     shard 3         224   0.0007       0.0005  float32 -> bfloat16
+    blocks.0.up                    Linear                 zero3     shard 3         104   0.0005       0.0002  float32
+    blocks.1.up                    Linear                 zero3     shard 3         104   0.0005       0.0002  float32
+  blocks.2.norm ... blocks.2.down  LayerNorm, Linear x 2  zero3     shard 3         216   0.0006       0.0004  float32; float32 -> bfloat16
+-------------------------------------------------------------------------------------------------------------------------------------------
+total                              5 groups                                         705   0.0026       0.0014
+not managed: 14 parameters, 0.0001 MB (outlet.weight, extra.bias)""",
+    )
+
+
+def large(depth: int) -> nn.Module:
+    with torch.device("meta"):
+        model = LanguageModel(vocabulary=50_257, width=1024, heads=16, depth=depth)
+    return sharded(model, mp_policy=BF16)
+
+
+def test_large_numbers_are_readable(world2: World) -> None:
+    assert_expected_inline(
+        same(world2, large, 2),
+        """\
+group          class          strategy  mesh      parameters  MB full  MB per rank  dtype
+-------------------------------------------------------------------------------------------------------
+LanguageModel  LanguageModel  zero3     shard 2  102,928,384    205.9        205.9  float32 -> bfloat16
+  blocks.0     CausalBlock    zero3     shard 2   12,596,224     25.2         25.2  float32 -> bfloat16
+  blocks.1     CausalBlock    zero3     shard 2   12,596,224     25.2         25.2  float32 -> bfloat16
+-------------------------------------------------------------------------------------------------------
+total          3 groups                          128,120,832    256.2        256.2""",
+    )
+
+
+def two_towers() -> nn.Module:
+    return nn.ModuleDict({"left": sharded(Tower()), "right": fully_shard(Tower()), "rest": nn.Linear(3, 3)})
+
+
+def test_a_model_that_only_contains_sharded_modules(world2: World) -> None:
+    assert_expected_inline(
+        same(world2, two_towers),
+        """\
+group            class     strategy  mesh     parameters  MB full  MB per rank  dtype
+---------------------------------------------------------------------------------------
+left             Tower     zero3     shard 2          81   0.0004       0.0002  float32
+  left.blocks.0  Block     zero3     shard 2         296   0.0012       0.0006  float32
+  left.blocks.1  Block     zero3     shard 2         296   0.0012       0.0006  float32
+  left.blocks.2  Block     zero3     shard 2         296   0.0012       0.0006  float32
+right            Tower     zero3     shard 2         969   0.0039       0.0020  float32
+---------------------------------------------------------------------------------------
+total            5 groups                          1,938   0.0078       0.0039
+not managed: 12 parameters, 0.0000 MB (rest.weight, rest.bias)""",
+    )
+
+
+def a_part() -> nn.Module:
+    model = Tower()
+    fully_shard(model.blocks[1].up)
+    return sharded(model).blocks[1]
+
+
+def test_a_part_of_a_model_keeps_the_names_that_messages_use(world2: World) -> None:
+    assert_expected_inline(
+        same(world2, a_part),
+        """\
+group          class     strategy  mesh     parameters  MB full  MB per rank  dtype
+-------------------------------------------------------------------------------------
+blocks.1       Block     zero3     shard 2         152   0.0006       0.0003  float32
+  blocks.1.up  Linear    zero3     shard 2         144   0.0006       0.0003  float32
+-------------------------------------------------------------------------------------
+total          2 groups                            296   0.0012       0.0006""",
+    )
+
+
+def half_of_a_group(in_a_list: bool) -> nn.Module:
+    model = Tower()
+    for block in model.blocks:
+        fully_shard(block.up)
+    fully_shard([model.blocks[0], model.blocks[1]])
+    half = fully_shard(model).blocks[0]
+    return nn.ModuleList([half]) if in_a_list else half
+
+
+def test_a_part_of_a_group_shows_what_is_inside_that_part(world2: World) -> None:
+    for in_a_list, expected in ((False, ["blocks.0, blocks.1", "  blocks.0.up"]), (True, ["0", "  0.up"])):
+        header, _, *lines = same(world2, half_of_a_group, in_a_list).splitlines()
+        assert [line[: header.index("class")].rstrip() for line in lines[:-2]] == expected
+
+
+# --- meshes ---------------------------------------------------------------------------------------
+
+SQUARE = Layout((2, 2))
+
+
+def on_mesh(roles: dict[str, str] | None) -> nn.Module:
+    dims = None if roles is None else DataParallelMeshDims(**roles)
+    mesh = SQUARE.mesh() if roles is None or len(roles) == 2 else SQUARE.mesh()[next(iter(roles.values()))]
+    return fully_shard(Tower(), mesh=mesh, dp_mesh_dims=dims)
+
+
+def test_meshes_are_shown_by_their_roles(world4: World) -> None:
+    hybrid = same(world4, on_mesh, None)
+    assert same(world4, on_mesh, {"shard": "shard", "replicate": "replicate"}) == hybrid
+    assert_expected_inline(
+        hybrid,
+        """\
+group  class    strategy  mesh                   parameters  MB full  MB per rank  dtype
+------------------------------------------------------------------------------------------
+Tower  Tower    hybrid    replicate 2 x shard 2         969   0.0039       0.0020  float32
+------------------------------------------------------------------------------------------
+total  1 group                                          969   0.0039       0.0020""",
+    )
+    assert_expected_inline(
+        same(world4, on_mesh, {"replicate": "replicate"}),
+        """\
+group  class    strategy  mesh         parameters  MB full  MB per rank  dtype
+--------------------------------------------------------------------------------
+Tower  Tower    ddp       replicate 2         969   0.0039       0.0039  float32
+--------------------------------------------------------------------------------
+total  1 group                                969   0.0039       0.0039""",
+    )
+
+
+def with_tensor_parallelism() -> nn.Module:
+    mesh = Layout((2, 2), ("dp", "tp")).mesh()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model[0], mesh=mesh["dp"])
+    fully_shard(model[2], mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def test_tensor_parallelism_is_named_and_counted_on_all_ranks_once(world4: World) -> None:
+    assert_expected_inline(
+        same(world4, with_tensor_parallelism),
+        """\
+group       class       strategy  mesh                       parameters  MB full  MB per rank  dtype
+------------------------------------------------------------------------------------------------------
+Sequential  Sequential  zero3     shard 2 x tensor parallel         136   0.0003       0.0001  float32
+  0         Linear      zero3     shard 2 x tensor parallel         144   0.0003       0.0001  float32
+  2         LayerNorm   zero3     shard 2                            16   0.0001       0.0000  float32
+------------------------------------------------------------------------------------------------------
+total       3 groups                                                296   0.0006       0.0003""",
+    )
+
+
+def experts_on_another_mesh() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    expert = set(model[1].parameters())
+    inner = SQUARE.mesh()["shard"]
+
+    def place(param: nn.Parameter) -> Any:
+        return ShardPlacementResult(Shard(0), inner) if param in expert else None
+
+    return fully_shard(model, shard_placement_fn=place)
+
+
+def test_a_group_on_several_meshes_shows_them_all(world4: World) -> None:
+    assert "shard 4, shard 2 " in same(world4, experts_on_another_mesh)
+
+
+# --- strategies -----------------------------------------------------------------------------------
+
+
+def with_settings(after_forward: Any, after_backward: bool, is_hybrid: bool, changed: bool) -> nn.Module:
+    mesh = SQUARE.mesh() if is_hybrid else None
+    model = sharded(Tower(depth=1), reshard_after_forward=None if changed else after_forward, mesh=mesh)
+    if changed:
+        model.set_reshard_after_forward(after_forward)
+    model.set_reshard_after_backward(after_backward)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("settings", "flat", "hybrid"),
+    [
+        ((True, True), "zero3", "hybrid"),
+        ((None, True), "zero3", "hybrid"),
+        ((False, True), "zero2", "hybrid_zero2"),
+        ((False, False), "zero1", "hybrid_zero1"),
+        ((True, False), "zero3 (kept after backward)", "hybrid (kept after backward)"),
+    ],
+)
+def test_strategies_are_read_off_the_settings(
+    world4: World, settings: tuple[Any, bool], flat: str, hybrid: str
+) -> None:
+    for changed in {False, settings[0] is not None}:  # None is a choice of fully_shard only
+        assert strategies(world4, with_settings, *settings, False, changed) == [flat] * 2
+        assert strategies(world4, with_settings, *settings, True, changed) == [hybrid] * 2
+
+
+def test_parameters_kept_within_a_few_ranks(world4: World) -> None:
+    assert strategies(world4, with_settings, 2, True, False, False) == ["zero3 (within 2)"] * 2
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def memory(build: Callable[[], nn.Module]) -> tuple[str, int, int, int]:
+    """What explain says in all, then: bytes of shards, of gathered parameters, and parameters."""
+    model = build()
+    groups = [member.group for member in sharded_members(model)]
+    stored = [bucket.shard.bytes.untyped_storage() for group in groups for bucket in group.buckets]
+    numel = sum(p.numel() for p in model.parameters() if isinstance(p, DTensor))
+    total = next(line for line in explain(model).splitlines() if line.startswith("total"))
+    gathered = 0
+    for module in [m for m in model.modules() if hasattr(m, "unshard")]:
+        module.unshard()
+    for group in groups:
+        gathered += sum(bucket.unsharded_buffer.bytes.untyped_storage().nbytes() for bucket in group.buckets)
+    return total, sum(storage.nbytes() for storage in stored), gathered, numel
+
+
+def wide_tower() -> nn.Module:
+    return sharded(Tower(width=701, hidden=1500), mp_policy=BF16)
+
+
+@pytest.mark.parametrize("build", [wide_tower, tower_of_everything])
+def test_the_totals_are_what_is_allocated(world3: World, build: Callable[[], nn.Module]) -> None:
+    for total, stored, gathered, numel in world3.run(memory, build):
+        decimals = 1 if gathered >= 10e6 else 4
+        numbers = [f"{numel:,}", f"{gathered / 1e6:,.{decimals}f}", f"{stored / 1e6:,.{decimals}f}"]
+        assert total.split()[-3:] == numbers
+
+
+def offloaded() -> nn.Module:
+    model = fully_shard(Tower(), mp_policy=BF16)
+    other = torch.device("meta")  # than that of the mesh
+    model._shardwise_member.group.buckets[0].storage = ShardStorage(other)
+    return model
+
+
+def test_shards_on_another_device_are_said_to_be(world1: World) -> None:
+    assert "  float32 on meta -> bfloat16" in same(world1, offloaded)
+
+
+def trained() -> nn.Module:
+    model = tower()
+    before = explain(model)
+    model(torch.randn(2, 8)).sum().backward()
+    model.unshard()
+    assert explain(model) == before
+    return model
+
+
+def test_nothing_changes_while_parameters_are_gathered(world2: World) -> None:
+    same(world2, trained)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def test_what_is_not_sharded_is_refused() -> None:
+    with pytest.raises(ValueError, match="this Tower is not sharded") as error:
+        explain(Tower())
+    assert_says_what_to_do(str(error.value))
+    for wrong, shown in ((Block, "the class Block"), ([Tower()], "a list"), (None, "a NoneType")):
+        with pytest.raises(TypeError) as error:
+            explain(wrong)  # type: ignore[arg-type]
+        assert_says(str(error.value), "explain", shown)

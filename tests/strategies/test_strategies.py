@@ -1,0 +1,1214 @@
+"""shard_model: a strategy by name. All of them train alike; they differ in what travels and what is held.
+
+Training equals plain training on the global batch in float64 to 1e-10. Bytes on the wire and in memory are
+weighed by means that ask nothing of the library (strategies.py) and compared with the formulas of the ZeRO
+paper (Rajbhandari et al. 2020, sections 5 and 7): for psi parameters on N ranks
+
+    strategy   parameters   gradients   Adam   travels a step and rank
+    ddp            4            4         8    2 psi (N - 1) / N
+    zero1          4            4        8/N   2
+    zero2          4           4/N       8/N   2
+    zero3         4/N          4/N       8/N   3
+
+Here the shard lies beside the full parameters that zero1 and zero2 keep: 4/N more.
+"""
+
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from events import events_of
+from harness import World
+from meshed import Layout, assert_all_same, device_mesh, gradients_of, refusal, tensors_of, whole
+from models import (
+    Block,
+    even_tower,
+    language_model,
+    next_token_loss,
+    odd_model,
+    random_batch,
+    token_batch,
+    uneven_tower,
+)
+from reference import adamw, mean_of_squares
+from scenario import one_thread
+from strategies import (
+    ALL_PLANS,
+    ALWAYS,
+    FLAT,
+    FOUR,
+    HYBRID,
+    STRATEGIES,
+    Plan,
+    Wire,
+    groups_of,
+    live_bytes,
+    plans_for,
+)
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import shardwise
+from shardwise import (
+    CommPolicy,
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    shard_model,
+)
+
+by_plan = pytest.mark.parametrize(
+    ("plan", "world"),
+    [pytest.param(plan, plan.ranks, marks=() if plan in ALWAYS else pytest.mark.slow) for plan in ALL_PLANS],
+    indirect=["world"],
+    ids=str,
+)
+by_four = pytest.mark.parametrize("plan", FOUR, ids=str)
+
+
+def built(make: Callable[..., nn.Module], *args: Any) -> Any:
+    torch.manual_seed(1234)
+    return make(*args).double()
+
+
+# --- the same training ----------------------------------------------------------------------------
+
+
+def tied_text_model() -> nn.Module:
+    """The embedding is the output layer as well; some of the rest is frozen."""
+    model = language_model()
+    model.head.weight = model.embed.weight
+    model.blocks[0].qkv.requires_grad_(False)
+    model.blocks[1].norm_1.weight.requires_grad_(False)
+    return model
+
+
+def uneven_batch(seed: int, size: int) -> Tensor:
+    return random_batch(seed, size, 7)
+
+
+MODELS: dict[str, tuple[Any, Any, Any]] = {
+    "uneven": (uneven_tower, uneven_batch, mean_of_squares),
+    "odd": (odd_model, random_batch, mean_of_squares),
+    "text": (tied_text_model, token_batch, next_token_loss),
+}
+
+
+def part(plan: Plan | None, batch: Tensor) -> Tensor:
+    if plan is None:
+        return batch
+    share = len(batch) // plan.ranks
+    return batch[dist.get_rank() * share :][:share].clone()
+
+
+def trained(plan: Plan | None, name: str, microbatches: int, is_quiet: bool, clips: bool) -> dict[str, Any]:
+    make, batch, loss_of = MODELS[name]
+    model = built(make)
+    if plan is not None:
+        assert plan.shard(model) is model
+    optimizer = adamw(model)
+    notes: dict[str, Any] = {}
+    for step in range(2):
+        optimizer.zero_grad()
+        for microbatch in range(microbatches):
+            waits = plan is not None and is_quiet and microbatch < microbatches - 1
+            with shardwise.no_sync(model) if waits else nullcontext():
+                loss_of(model, part(plan, batch(10 * step + microbatch, 12))).backward()
+        if clips:
+            norm = nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.1)
+            notes[f"norm at step {step}"] = whole(norm)
+        optimizer.step()
+        with torch.no_grad():
+            notes[f"output after step {step}"] = model(batch(99, 2))
+    return notes | tensors_of(model)
+
+
+# (model, microbatches, are all but the last quiet, is it clipped)
+TRAININGS = [
+    ("uneven", 2, True, True),
+    ("odd", 1, False, False),
+    ("text", 2, False, True),
+    ("text", 3, True, False),
+]
+
+
+def all_trained(plan: Plan | None) -> dict[str, Any]:
+    return {
+        f"{training}: {what}": value
+        for training in TRAININGS
+        for what, value in trained(plan, *training).items()
+    }
+
+
+@cache
+def plainly(act: Callable[..., Any], *args: Any) -> Any:
+    """What the plain run of `act` finds, once for all tests."""
+    with one_thread():
+        return act(None, *args)
+
+
+@pytest.mark.sample(2)
+@by_plan
+def test_training_equals_plain_training(world: World, plan: Plan) -> None:
+    assert_all_same(world.run(all_trained, plan), plainly(all_trained))
+
+
+def placed(plan: Plan) -> dict[str, Any]:
+    model = plan.shard(built(uneven_tower))
+    assert all(isinstance(module, FSDPModule) for module in (model, *model.blocks))
+    assert not any(isinstance(module, FSDPModule) for module in (model.blocks, model.inlet, model.outlet))
+    optimizer = adamw(model)
+    mean_of_squares(model, part(plan, uneven_batch(0, 12))).backward()
+    optimizer.step()
+    found: dict[str, Any] = {}
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor)
+        assert isinstance(param.grad, DTensor)
+        moment = optimizer.state[param]["exp_avg"]
+        assert param.placements == param.grad.placements == moment.placements
+        found[name] = (param.placements, len(param.to_local()), tuple(param.device_mesh.shape))
+    return found
+
+
+@by_four
+def test_each_strategy_has_its_own_placements(world4: World, plan: Plan) -> None:
+    rows = {name: len(param) for name, param in uneven_tower().named_parameters()}
+    want = {
+        **dict.fromkeys(FLAT, (Shard(0),)),
+        **dict.fromkeys(HYBRID, (Replicate(), Shard(0))),
+        "ddp": (Replicate(),),
+    }
+    for rank, found in enumerate(world4.run(placed, plan)):
+        for name, (placements, num_rows, mesh) in found.items():
+            chunk = -(-rows[name] // plan.shards)
+            mine = rank % plan.shards
+            assert placements == want[plan.strategy]
+            assert num_rows == max(0, min(rows[name], (mine + 1) * chunk) - mine * chunk)
+            assert mesh == plan.layout.shape
+
+
+def low_precision(plan: Plan | None, dtype: torch.dtype) -> dict[str, Tensor]:
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    torch.manual_seed(1234)
+    model = uneven_tower()
+    assert plan is not None
+    plan.shard(model, mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(3):
+        optimizer.zero_grad()
+        mean_of_squares(model, part(plan, uneven_batch(step, 12).float())).backward()
+        optimizer.step()
+    return tensors_of(model)  # type: ignore[return-value]
+
+
+def test_strategies_agree_in_low_precision(world4: World) -> None:
+    """All compute the same in bfloat16 and add up in float32, in another order; that may turn the rounding
+    of a weight to bfloat16 in the next forward: a few of its epsilons of the gradient, times the rate."""
+    first, *_ = world4.run(low_precision, FOUR[0], torch.bfloat16)
+    exact, *_ = world4.run(low_precision, FOUR[0], torch.float32)
+    assert all(not torch.equal(first[name], exact[name]) for name in first if "gradient" in name)
+    for plan in FOUR[1:]:
+        for found in world4.run(low_precision, plan, torch.bfloat16):
+            for name, want in first.items():
+                atol = 8 * 2**-8 * 0.05 if "gradient" not in name else 8 * 2**-8 * want.abs().max().item()
+                torch.testing.assert_close(found[name], want, rtol=0.0, atol=atol, msg=name)
+
+
+def edited(plan: Plan | None) -> dict[str, Any]:
+    """Weights that change between forwards, in ways of which nobody tells the library."""
+    model = built(uneven_tower)
+    if plan is not None:
+        plan.shard(model)
+    outputs = []
+    for seed in range(3):
+        mean_of_squares(model, part(plan, uneven_batch(seed, 12))).backward()
+        with torch.no_grad():
+            if seed == 0:
+                model.blocks[1].up.weight.mul_(0.9)
+            elif seed == 1:
+                model.load_state_dict({name: value * 0.8 for name, value in model.state_dict().items()})
+            outputs.append(model(uneven_batch(9, 2)))
+    return {**tensors_of(model), **{f"output {i}": output for i, output in enumerate(outputs)}}
+
+
+@by_four
+def test_weights_that_change_are_gathered_anew_whatever_is_kept(world4: World, plan: Plan) -> None:
+    assert_all_same(world4.run(edited, plan), plainly(edited))
+
+
+# --- the same checkpoint --------------------------------------------------------------------------
+
+
+def checkpointed(folder: str, plans: list[Plan]) -> list[str]:
+    """Save after two steps under each strategy, load under three others, go on: what differs from plain."""
+    want = dict(trained_on(None, built(uneven_tower), range(4)))
+    midway = dict(trained_on(None, built(uneven_tower), range(2)))
+    for plan in plans:
+        model = plan.shard(built(uneven_tower))
+        optimizer = adamw(model)
+        list(trained_on(plan, model, range(2), optimizer))
+        state = {
+            "model": get_model_state_dict(model),
+            "optimizer": get_optimizer_state_dict(model, optimizer),
+        }
+        dcp.save(state, checkpoint_id=f"{folder}/{plan}")
+    wrong = []
+    for index, first in enumerate(plans):
+        for second in (plans[index - 1], plans[index - 2], plans[index - 3]):
+            torch.manual_seed(99)
+            model = second.shard(uneven_tower().double())
+            optimizer = adamw(model)
+            state = {
+                "model": get_model_state_dict(model),
+                "optimizer": get_optimizer_state_dict(model, optimizer),
+            }
+            dcp.load(state, checkpoint_id=f"{folder}/{first}")
+            set_model_state_dict(model, state["model"])
+            set_optimizer_state_dict(model, optimizer, state["optimizer"])
+            everything = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+            assert everything.keys() == dict(model.named_parameters()).keys()
+            for name, value in everything.items():
+                if not torch.allclose(value, midway[name], rtol=0.0, atol=1e-10):
+                    wrong.append(f"{first} to {second}: {name} as loaded")
+            for name, value in trained_on(second, model, range(2, 4), optimizer):
+                if not torch.allclose(value, want[name], rtol=0.0, atol=1e-10):
+                    wrong.append(f"{first} to {second}: {name}")
+    return wrong
+
+
+def trained_on(plan: Plan | None, model: nn.Module, steps: Any, optimizer: Any = None) -> Any:
+    optimizer = optimizer or adamw(model)
+    for step in steps:
+        optimizer.zero_grad()
+        mean_of_squares(model, part(plan, uneven_batch(step, 12))).backward()
+        optimizer.step()
+    for name, param in model.named_parameters():
+        yield name, whole(param)
+
+
+def test_any_strategy_loads_what_any_other_has_saved(world2: World, tmp_path: Path) -> None:
+    plans = [plan for plan in plans_for(2) if plan.hosts == (2 if plan.strategy in HYBRID else 1)]
+    assert world2.run(checkpointed, str(tmp_path), plans) == [[], []]
+
+
+def loaded_whole(plan: Plan) -> dict[str, Any]:
+    """A full state dict, as plain PyTorch saves it, is loaded as it is."""
+    model = plan.shard(uneven_tower().double())
+    model.load_state_dict(built(uneven_tower).state_dict())
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+@by_four
+def test_a_plain_checkpoint_is_loaded_by_every_strategy(world4: World, plan: Plan) -> None:
+    assert_all_same(world4.run(loaded_whole, plan), built(uneven_tower).state_dict(), atol=0.0)
+
+
+# --- what travels ---------------------------------------------------------------------------------
+
+WIDTH = 64
+
+
+class Square(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.down = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Squares(nn.Module):
+    """Three blocks of two matrices, and one matrix of the root's own. All even: nothing is padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.blocks = nn.ModuleList(Square() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+IN_BLOCK, IN_ROOT = 2 * WIDTH * WIDTH * 4, WIDTH * WIDTH * 4  # bytes
+
+
+def sent_in_a_step(plan: Plan, microbatches: int, is_quiet: bool) -> list[tuple[float, float]]:
+    """Of two steps, after one to warm up: bytes that travel point to point, and in sums."""
+    torch.manual_seed(0)
+    model = plan.shard(Squares())
+    optimizer = adamw(model)
+    sent = []
+    for _ in range(3):
+        with Wire() as wire:
+            for microbatch in range(microbatches):
+                waits = is_quiet and microbatch < microbatches - 1
+                with shardwise.no_sync(model) if waits else nullcontext():
+                    model(torch.ones(2, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sent.append((wire.messages, wire.sums))
+    return sent[1:]
+
+
+# By strategy and (microbatches, quiet): how many times blocks' bytes travel over the shards, and those of the
+# root and the last block, which are kept after forward; and how many sums over replicas there are.
+ONE, FOUR_TIMES, QUIETLY = (1, False), (4, False), (4, True)
+TRAVELS: dict[str, dict[tuple[int, bool], tuple[int, int, int]]] = {
+    "ddp": {ONE: (0, 0, 1), FOUR_TIMES: (0, 0, 4), QUIETLY: (0, 0, 1)},
+    "zero1": {ONE: (2, 2, 0), FOUR_TIMES: (1 + 4, 1 + 4, 0), QUIETLY: (2, 2, 0)},
+    "zero2": {ONE: (2, 2, 0), FOUR_TIMES: (8, 8, 0), QUIETLY: (2, 2, 0)},
+    "zero3": {ONE: (3, 2, 0), FOUR_TIMES: (12, 8, 0), QUIETLY: (8 + 1, 4 + 1, 0)},
+    "hybrid": {ONE: (3, 2, 1), FOUR_TIMES: (12, 8, 4), QUIETLY: (8 + 1, 4 + 1, 1)},
+    "hybrid_zero2": {ONE: (2, 2, 1), FOUR_TIMES: (8, 8, 4), QUIETLY: (2, 2, 1)},
+}
+
+
+@pytest.mark.parametrize("plan", [Plan("zero1", 2), Plan("zero3", 2), *FOUR], ids=str)
+def test_as_many_bytes_travel_as_the_formulas_say(request: pytest.FixtureRequest, plan: Plan) -> None:
+    """Exactly. zero3's root counts twice where its blocks count three times: it is kept after forward, since
+    backward begins with it, and so is the last block."""
+    world: World = request.getfixturevalue(f"world{plan.ranks}")
+    shards, replicas = plan.shards, plan.ranks // plan.shards
+    for (microbatches, is_quiet), (freed, kept, sums) in TRAVELS[plan.strategy].items():
+        messages = (freed * 2 * IN_BLOCK + kept * (IN_ROOT + IN_BLOCK)) * (shards - 1) / shards
+        # Each replica of a shard of 1 / shards of the gradients.
+        in_sums = sums * 2 * (replicas - 1) / replicas * (3 * IN_BLOCK + IN_ROOT) / shards
+        for steps in world.run(sent_in_a_step, plan, microbatches, is_quiet):
+            assert steps == [(messages, in_sums)] * 2, (microbatches, is_quiet)
+
+
+def agreements(strategy: str) -> list[int]:
+    """How often ranks agree, in each of four microbatches: on whether what is kept still counts, and at first
+    on whether they have cut the same values and replicas are equal."""
+    model = Plan(strategy, 2).shard(Squares())
+    found = []
+    for _ in range(4):
+        with Wire() as wire:
+            model(torch.ones(2, WIDTH)).sum().backward()
+        found.append(wire.agreements)
+    return found
+
+
+def test_only_what_is_kept_needs_an_agreement(world2: World) -> None:
+    for strategy, want in {"zero3": [1, 0, 0, 0], "ddp": [1, 0, 0, 0], "zero1": [1, 1, 1, 1]}.items():
+        for found in world2.run(agreements, strategy):
+            assert found == want, strategy
+
+
+def gathers_of(strategy: str) -> list[list[str]]:
+    """What is gathered in each of five forwards: two microbatches, a step, two more, an evaluation."""
+    model = Plan(strategy, 2).shard(Squares())
+    optimizer = adamw(model)
+    found: list[list[str]] = []
+    events = events_of(model)
+    for index in range(5):
+        with torch.set_grad_enabled(index < 4):
+            output = model(torch.ones(2, WIDTH)).sum()
+        if index < 4:
+            output.backward()
+        if index == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([event.split()[1] for event in events if event.startswith("gather")])
+        events.clear()
+    return found
+
+
+def test_zero1_gathers_once_for_all_forwards_between_two_steps(world2: World) -> None:
+    for found in world2.run(gathers_of, "zero1"):
+        everything = sorted(found[0])
+        assert len(everything) == len(set(everything)) == 4
+        assert [sorted(each) for each in found] == [everything, [], everything, [], []]
+
+
+# --- what is held ---------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """2 MiB, above the 1 MiB up to which gathered buffers in host memory are not given back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1024, 512) / 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight.t()) @ self.weight
+
+
+def held(plan: Plan) -> dict[str, float]:
+    """Bytes a parameter at the end of forward, after microbatches, and after a step with Adam."""
+    before = live_bytes()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Wide() for _ in range(4)))
+    count = sum(param.numel() for param in model.parameters())
+    plan.shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    inputs = torch.ones(1, 512)
+    found: dict[str, float] = {}
+
+    def weigh(when: str) -> None:
+        most = limits(plan)[when][1]
+        for _ in range(500):  # a thread of gloo's may hold on to what it has summed until it runs again
+            found[when] = (live_bytes() - before) / count
+            if found[when] <= most:
+                break
+            os.sched_yield()
+
+    with shardwise.no_sync(model):
+        loss = model(inputs).sum()
+        weigh("forward")
+        loss.backward()
+        del loss
+        weigh("quiet microbatch")
+        model(inputs).sum().backward()
+        weigh("two quiet microbatches")
+    model(inputs).sum().backward()
+    weigh("backward")
+    optimizer.step()
+    weigh("step")
+    optimizer.zero_grad()
+    weigh("zero_grad")
+    return found
+
+
+def limits(plan: Plan) -> dict[str, tuple[float, float]]:
+    """Bytes a parameter, at least and at most: to 0.05, for inputs, outputs and Adam's counters of steps.
+
+    While gradients wait, whole, the shards have a `.grad` of zeros that notices when it is cleared: at most
+    another 4 / N.
+    """
+    placeholder = {when: 4 / plan.shards if "quiet" in when else 0 for when in formulas(plan)}
+    return {w: (want - 0.05, want + placeholder[w] + 0.05) for w, want in formulas(plan).items()}
+
+
+def formulas(plan: Plan) -> dict[str, float]:
+    """Bytes a parameter in float32 with Adam. `keeps`: full parameters beside the shard.
+
+    From forward to backward that is the last of the four blocks where the others are freed.
+    """
+    n = plan.shards
+    shard, gradient, state = 4 / n, 4 / n, 8 / n
+    keeps = {"ddp": 0, "zero1": 4, "zero2": 4, "zero3": 0, "hybrid": 0, "hybrid_zero2": 4}[plan.strategy]
+    # A full copy beside a shard that is everything is none.
+    kept_between = 4 if plan.strategy == "zero1" else 0
+    kept_between, keeps = (0, 0) if n == 1 else (kept_between, keeps)
+    frees = plan.strategy in ("zero3", "hybrid")
+    return {
+        "forward": shard + (4 / 4 if frees else keeps),
+        "quiet microbatch": shard + keeps + 4,
+        "two quiet microbatches": shard + keeps + 4,
+        "backward": shard + kept_between + gradient,
+        "step": shard + kept_between + gradient + state,
+        "zero_grad": shard + kept_between + state,
+    }
+
+
+@pytest.mark.parametrize("plan", [Plan("zero1", 2), Plan("zero3", 2), *FOUR], ids=str)
+def test_as_much_is_held_as_the_formulas_say(request: pytest.FixtureRequest, plan: Plan) -> None:
+    world: World = request.getfixturevalue(f"world{plan.ranks}")
+    for found in world.run(held, plan):
+        for when, (least, most) in limits(plan).items():
+            assert least <= found[when] <= most, (when, least, most, found)
+
+
+# --- meshes ---------------------------------------------------------------------------------------
+
+
+def default_meshes(local: str | None) -> dict[str, Any]:
+    """What mesh and which ranks each strategy takes when it is told nothing."""
+    found: dict[str, Any] = {}
+    with mock.patch.dict(os.environ):
+        os.environ.pop("LOCAL_WORLD_SIZE", None)
+        if local is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = local
+        for strategy in STRATEGIES:
+            if local is None and strategy in HYBRID:
+                continue
+            model = shard_model(built(even_tower), strategy=strategy)
+            weight = model.blocks[0].up.weight
+            found[strategy] = (weight.device_mesh.mesh.tolist(), len(weight.to_local()))
+            mean_of_squares(model, random_batch(0, 12)[dist.get_rank() * 3 :][:3]).backward()
+            found[f"gradient under {strategy}"] = whole(weight.grad)
+    return found
+
+
+@pytest.mark.parametrize("local", [None, "1", "2", "4"])
+def test_hybrids_shard_over_the_ranks_of_a_host_by_default(world4: World, local: str | None) -> None:
+    model = built(even_tower)
+    mean_of_squares(model, random_batch(0, 12)).backward()
+    hosts = {"1": [[0], [1], [2], [3]], "2": [[0, 1], [2, 3]], "4": [[0, 1, 2, 3]]}
+    for found in world4.run(default_meshes, local):
+        assert found["ddp"] == ([0, 1, 2, 3], 16)
+        assert all(found[strategy] == ([0, 1, 2, 3], 4) for strategy in FLAT[1:])
+        if local is not None:
+            want = (hosts[local], 16 // int(local))
+            assert all(found[strategy] == want for strategy in HYBRID)
+        for name, value in found.items():
+            if "gradient" in name:
+                torch.testing.assert_close(value, model.blocks[0].up.weight.grad, rtol=0.0, atol=1e-10)
+
+
+def tensor_parallel(strategy: str | None) -> dict[str, Any]:
+    """Slices of a mesh with a tensor-parallel dimension, whose parameters are DTensors already."""
+    model = built(even_tower)
+    layout = None
+    if strategy is not None:
+        hosts = 2 if strategy in HYBRID else 1
+        layout = Layout((hosts, 2 // hosts, 2), ("replicate", "shard", "tp"), ("replicate", "shard"))
+        for block in model.blocks:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, layout.mesh()["tp"], plan)
+        mesh = layout.data_mesh() if strategy in HYBRID else layout.mesh()["shard"]
+        shard_model(model, strategy=strategy, mesh=mesh)
+    optimizer = adamw(model)
+    for microbatch in range(3):
+        inputs = random_batch(microbatch, 12)
+        if layout is not None:
+            index, count = layout.seat()
+            inputs = inputs[index * (12 // count) :][: 12 // count]
+        waits = layout is not None and microbatch == 0
+        with shardwise.no_sync(model) if waits else nullcontext():
+            mean_of_squares(model, inputs).backward()
+        if microbatch == 1:
+            optimizer.step()
+    return tensors_of(model)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_slice_of_a_mesh_leaves_tensor_parallelism_as_it_is(world4: World, strategy: str) -> None:
+    assert_all_same(world4.run(tensor_parallel, strategy), plainly(tensor_parallel))
+
+
+def by_roles(strategy: str, dims: dict[str, Any], names: tuple[str, ...] | None) -> dict[str, Any]:
+    """Meshes without names, and dimensions by name."""
+    shape = (2, 2) if dims or strategy in HYBRID else (4,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    options = {"dp_mesh_dims": DataParallelMeshDims(**dims)} if dims else {}
+    model = shard_model(built(uneven_tower), strategy=strategy, mesh=mesh, **options)
+    for step in range(2):
+        mean_of_squares(model, part(Plan("zero3", 4), uneven_batch(step, 12))).backward()
+    return {**gradients_of(model), "rows": len(model.inlet.weight.to_local())}
+
+
+ROLES: list[tuple[str, dict[str, Any], tuple[str, ...] | None, int]] = [
+    ("ddp", {}, None, 7),
+    ("zero3", {}, None, 2),
+    ("hybrid", {}, None, 4),
+    ("ddp", {"replicate": ("a", "b")}, ("a", "b"), 7),
+    ("zero2", {"shard": ("a", "b")}, ("a", "b"), 2),
+    ("hybrid", {"replicate": "a", "shard": "b"}, ("a", "b"), 4),
+    ("hybrid_zero2", {"replicate": "b", "shard": "a"}, ("a", "b"), 4),
+]
+
+
+@pytest.mark.parametrize(("strategy", "dims", "names", "rows"), ROLES, ids=str)
+def test_meshes_may_have_no_names_or_roles_by_name(
+    world4: World, strategy: str, dims: dict[str, Any], names: tuple[str, ...] | None, rows: int
+) -> None:
+    model = built(uneven_tower)
+    for step in range(2):
+        mean_of_squares(model, uneven_batch(step, 12)).backward()
+    want = {n: v for n, v in tensors_of(model).items() if n.startswith("gradient")}
+    for found in world4.run(by_roles, strategy, dims, names):
+        local = found.pop("rows")
+        assert local in (rows, 7 % rows or rows)  # the last ranks have what is left
+        assert_all_same([found], want)
+
+
+# --- overrides ------------------------------------------------------------------------------------
+
+
+def described(model: nn.Module) -> dict[str, str]:
+    """Of each group: placements, what is kept after forward and after backward, dtype of computation."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            group = module._shardwise_member.group
+            param = group.shards.params[0]
+            frees = group.settings.reshard_after_forward
+            after = ("freed" if name else "as root") if frees is None else ("freed" if frees else "kept")
+            between = "" if group.settings.reshard_after_backward else ", kept on"
+            dtype = str(param.precision.computed).removeprefix("torch.")
+            found[name] = f"{param.sharded.placements}: {after}{between}, {dtype}"
+    return found
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+FREED, AS_ROOT = "(Shard(dim=0),): freed, float64", "(Shard(dim=0),): as root, float64"
+KEPT, KEPT_ON = "(Shard(dim=0),): kept, float64", "(Shard(dim=0),): kept, kept on, float64"
+ZERO3 = {"": AS_ROOT, "blocks.0": FREED, "blocks.1": FREED, "blocks.2": FREED}
+
+
+def half(dtype: str) -> str:
+    return dtype.replace("float64", "bfloat16")
+
+
+OVERRIDES: dict[str, tuple[dict[Any, Any], dict[str, str]]] = {
+    "a name": ({"blocks.1": "zero2"}, ZERO3 | {"blocks.1": KEPT}),
+    "the root": ({"": "zero1"}, ZERO3 | {"": KEPT_ON}),
+    "a pattern": (
+        {"blocks.[01]": "zero1"},
+        ZERO3 | {"blocks.0": KEPT_ON, "blocks.1": KEPT_ON},
+    ),
+    "everything": ({"*": "zero2"}, dict.fromkeys(ZERO3, KEPT)),
+    "a class": ({Block: "zero2"}, {**dict.fromkeys(ZERO3, KEPT), "": AS_ROOT}),
+    "a dictionary": ({"blocks.2": {"mp_policy": BF16}}, ZERO3 | {"blocks.2": half(FREED)}),
+    "freed or not": (
+        {"": {"reshard_after_forward": True}, "blocks.0": {"reshard_after_forward": False}},
+        ZERO3 | {"": FREED, "blocks.0": KEPT},
+    ),
+    "later wins": (
+        {"blocks.*": "zero2", "blocks.1": "zero1"},
+        ZERO3 | {"blocks.0": KEPT, "blocks.1": KEPT_ON, "blocks.2": KEPT},
+    ),
+    "later wins key by key": (
+        {
+            Block: {"strategy": "zero2", "mp_policy": BF16},
+            "blocks.1": {"mp_policy": MixedPrecisionPolicy()},
+            "blocks.2": "zero1",
+        },
+        {"": AS_ROOT, "blocks.0": half(KEPT), "blocks.1": KEPT, "blocks.2": half(KEPT_ON)},
+    ),
+    "another dim": (
+        {"blocks.1": {"shard_placement_fn": lambda param: Shard(param.dim() - 1)}},
+        ZERO3,  # its first parameter has one dim: see below
+    ),
+    "replicated": (
+        {"blocks.1": "ddp"},
+        ZERO3 | {"blocks.1": "(Replicate(),): freed, float64"},
+    ),
+}
+
+
+def overridden(name: str) -> tuple[dict[str, str], dict[str, Any]]:
+    overrides, _ = OVERRIDES[name]
+    model = shard_model(built(uneven_tower), overrides=overrides)
+    found = described(model)
+    if name == "another dim":
+        assert model.blocks[1].up.weight.placements == (Shard(1),)
+        assert model.blocks[0].up.weight.placements == (Shard(0),)
+    if any("bfloat16" in text for text in found.values()):
+        return found, {}
+    optimizer = adamw(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        for microbatch in range(2):
+            with shardwise.no_sync(model) if microbatch == 0 else nullcontext():
+                mean_of_squares(
+                    model, part(Plan("zero3", 2), uneven_batch(2 * step + microbatch, 12))
+                ).backward()
+        optimizer.step()
+    return found, tensors_of(model)
+
+
+def accumulated_plainly(_: None) -> dict[str, Any]:
+    model = built(uneven_tower)
+    optimizer = adamw(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        for microbatch in range(2):
+            mean_of_squares(model, uneven_batch(2 * step + microbatch, 12)).backward()
+        optimizer.step()
+    return tensors_of(model)
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_overrides_apply_to_what_they_name(world2: World, name: str) -> None:
+    _, want = OVERRIDES[name]
+    for found, tensors in world2.run(overridden, name):
+        if name == "replicated":  # nothing to free: whatever it says of that
+            assert found.pop("blocks.1").startswith("(Replicate(),)")
+            want = {key: text for key, text in want.items() if key != "blocks.1"}
+        assert found == want
+        if tensors:
+            assert_all_same([tensors], plainly(accumulated_plainly))
+
+
+def other_arguments() -> dict[str, Any]:
+    """Overrides of what a group communicates with, where it is stored, and over which mesh."""
+    mesh = device_mesh((2, 2), ("replicate", "shard"))
+    policy = CommPolicy(packing_limit_bytes=7)
+    overrides = {
+        "blocks.0": {"comm_policy": policy},
+        "blocks.1": {"strategy": "hybrid", "mesh": mesh},
+        "blocks.2": {"offload_policy": CPUOffloadPolicy()},
+    }
+    model = shard_model(built(uneven_tower), overrides=overrides)
+    groups = [block._shardwise_member.group for block in model.blocks]
+    assert [group.policy is policy for group in groups] == [True, False, False]
+    assert [block.up.weight.device_mesh.ndim for block in model.blocks] == [1, 2, 1]
+    mean_of_squares(model, part(Plan("zero3", 4), uneven_batch(0, 12))).backward()
+    return gradients_of(model)
+
+
+def test_overrides_may_change_mesh_policies_and_storage(world4: World) -> None:
+    model = built(uneven_tower)
+    mean_of_squares(model, uneven_batch(0, 12)).backward()
+    assert_all_same(world4.run(other_arguments), gradients_of(model))
+
+
+# --- which modules --------------------------------------------------------------------------------
+
+
+def buckets_of(cap: float | None, overrides: dict[str, Any] | None) -> tuple[list[list[str]], dict[str, Any]]:
+    torch.manual_seed(1234)
+    model = nn.ModuleDict({"tower": even_tower(), "second": even_tower()}).double()
+    for tower in model.values():
+        shard_model(tower, bucket_cap_mb=cap, overrides=overrides)
+    for tower in model.values():
+        mean_of_squares(tower, part(Plan("zero3", 2), random_batch(0, 12))).backward()
+    return groups_of(model["tower"]), gradients_of(model)
+
+
+SMALL = 8 + 8 + 8 * 16 + 16 + 16 * 8 + 8  # numbers in a block of the even tower; 8 bytes each
+MB = 1e-6
+
+BUCKETS: dict[str, tuple[float | None, dict[str, Any] | None, list[list[str]]]] = {
+    "no cap": (None, None, [[""], ["blocks.0"], ["blocks.1"], ["blocks.2"]]),
+    "room for one": (SMALL * 8 * MB, None, [[""], ["blocks.0"], ["blocks.1"], ["blocks.2"]]),
+    "room for none": (SMALL * MB, None, [[""], ["blocks.0"], ["blocks.1"], ["blocks.2"]]),
+    "room for two": (2 * SMALL * 8 * MB, None, [[""], ["blocks.0", "blocks.1"], ["blocks.2"]]),
+    "a byte less": ((2 * SMALL * 8 - 1) * MB, None, [[""], ["blocks.0"], ["blocks.1"], ["blocks.2"]]),
+    "room for all": (25, None, [[""], ["blocks.0", "blocks.1", "blocks.2"]]),
+    "one is different": (25, {"blocks.1": "zero2"}, [[""], ["blocks.0"], ["blocks.1"], ["blocks.2"]]),
+    "two are different": (25, {"blocks.[12]": "zero2"}, [[""], ["blocks.0"], ["blocks.1", "blocks.2"]]),
+}
+
+
+@pytest.mark.parametrize("name", BUCKETS)
+def test_neighbours_share_a_group_up_to_the_cap(world2: World, name: str) -> None:
+    cap, overrides, want = BUCKETS[name]
+    torch.manual_seed(1234)
+    model = nn.ModuleDict({"tower": even_tower(), "second": even_tower()}).double()
+    for tower in model.values():
+        mean_of_squares(tower, random_batch(0, 12)).backward()
+    for groups, gradients in world2.run(buckets_of, cap, overrides):
+        assert groups == want
+        assert_all_same([gradients], gradients_of(model))
+
+
+class Branching(nn.Module):
+    """Blocks in two lists: neighbours in the order of the tree, but no siblings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.ModuleList(Block(8, 16) for _ in range(2))
+        self.right = nn.ModuleList(Block(8, 16) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, right in zip(cycle([0, 1]), self.right, strict=False):
+            x = self.left[index](x) + right(x)
+        return x.sum(-1, keepdim=True)
+
+
+def siblings() -> list[list[str]]:
+    return groups_of(shard_model(built(Branching), bucket_cap_mb=25))
+
+
+def test_only_siblings_share_a_group(world2: World) -> None:
+    want = [["left.0", "left.1"], ["right.0", "right.1"]]
+    for groups in world2.run(siblings):
+        assert [group for group in groups if group != [""]] == want
+
+
+def ignoring(trains: bool, microbatches: int) -> tuple[list[str], list[list[str]], dict[str, Any]]:
+    """The second block is left alone: plain parameters, this rank's own gradients."""
+    model = built(uneven_tower)
+    model.blocks[1].requires_grad_(trains)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shard_model(model, ignored_modules=[model.blocks[1]])
+    plain = [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
+    assert all(name.startswith("blocks.1.") for name in plain)
+    assert len(plain) == 6
+    for microbatch in range(microbatches):
+        mean_of_squares(model, part(Plan("zero3", 2), uneven_batch(microbatch, 12))).backward()
+    for param in model.blocks[1].parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad /= 2
+    return [str(each.message) for each in caught], groups_of(model), gradients_of(model)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_ignored_modules_are_left_alone(world2: World, trains: bool) -> None:
+    model = built(uneven_tower)
+    model.blocks[1].requires_grad_(trains)
+    for microbatch in range(2):
+        mean_of_squares(model, uneven_batch(microbatch, 12)).backward()
+    for messages, groups, gradients in world2.run(ignoring, trains, 2):
+        assert groups == [[""], ["blocks.0"], ["blocks.2"]]
+        assert bool(messages) is trains
+        assert all("blocks.1.norm.weight" in text and "ignored" in text for text in messages)
+        assert_all_same([gradients], gradients_of(model))
+
+
+def ignored_inside() -> list[list[str]]:
+    """A part of a block is left alone, and all of what is in it."""
+    model = built(uneven_tower)
+    for block in model.blocks:
+        block.up.requires_grad_(False)
+    shard_model(model, ignored_modules=(block.up for block in model.blocks))
+    assert not any(isinstance(block.up.weight, DTensor) for block in model.blocks)
+    assert all(isinstance(block.down.weight, DTensor) for block in model.blocks)
+    return groups_of(model)
+
+
+def test_a_part_of_a_block_may_be_ignored(world2: World) -> None:
+    assert world2.run(ignored_inside) == [[[""], ["blocks.0"], ["blocks.1"], ["blocks.2"]]] * 2
+
+
+def name_of_replaced(strategy: str, cap: float | None) -> dict[str, Any]:
+    """One block was sharded by hand: it stays as it is."""
+    model = built(uneven_tower)
+    fully_shard(model.blocks[1], reshard_after_forward=False)
+    member = model.blocks[1]._shardwise_member
+    kept = list(model.blocks[1].parameters())
+    shard_model(model, strategy=strategy, bucket_cap_mb=cap)
+    assert model.blocks[1]._shardwise_member is member
+    assert member.group.settings.reshard_after_forward is False
+    assert all(now is then for now, then in zip(model.blocks[1].parameters(), kept, strict=True))
+    mean_of_squares(model, part(Plan("zero3", 2), uneven_batch(0, 12))).backward()
+    return gradients_of(model)
+
+
+@pytest.mark.parametrize("cap", [None, 25])
+def test_a_module_sharded_before_stays_as_it_is(world2: World, cap: float | None) -> None:
+    model = built(uneven_tower)
+    mean_of_squares(model, uneven_batch(0, 12)).backward()
+    for strategy in ("zero3", "zero1", "ddp"):
+        assert_all_same(world2.run(name_of_replaced, strategy, cap), gradients_of(model))
+
+
+# --- the root -------------------------------------------------------------------------------------
+
+
+class TopHeavy(nn.Module):
+    """Most of it is an embedding, which no block contains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1000, 8)
+        self.blocks = nn.ModuleList(Block(8, 16) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def root_warnings(case: str) -> list[str]:
+    model: nn.Module = TopHeavy()
+    options: dict[str, Any] = {}
+    if case == "nothing repeated":
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Conv1d(8, 8, 1))
+    elif case == "chosen":
+        options["wrap"] = (nn.Embedding, Block)
+    elif case == "ignored":
+        model.embed.requires_grad_(False)
+        options["ignored_modules"] = [model.embed]
+    elif case == "balanced":
+        model = even_tower()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shard_model(model, **options)
+    assert all(each.category is UserWarning for each in caught)
+    return [str(each.message) for each in caught]
+
+
+def test_a_root_that_keeps_most_parameters_is_told_of(world2: World) -> None:
+    for case in ("chosen", "ignored", "balanced"):
+        assert world2.run(root_warnings, case) == [[], []], case
+    for (message,) in world2.run(root_warnings, "top heavy"):
+        assert all(word in message for word in ("shard_model", "embed.weight", "wrap="))
+    for (message,) in world2.run(root_warnings, "nothing repeated"):
+        assert all(word in message for word in ("shard_model", "0.weight", "wrap="))
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def refused(cases: dict[str, tuple[dict[str, Any], list[str]]]) -> dict[str, str]:
+    """How each is refused. The model stays as it was and can still be sharded."""
+    messages = {}
+    for name, (options, _) in cases.items():
+        model = built(uneven_tower)
+        before = dict(model.named_parameters())
+        classes = [type(module) for module in model.modules()]
+        made = {key: value() if callable(value) else value for key, value in options.items()}
+        local = made.pop("local", "2")
+        with mock.patch.dict(os.environ):
+            os.environ.pop("LOCAL_WORLD_SIZE", None)
+            if local is not None:
+                os.environ["LOCAL_WORLD_SIZE"] = local[dist.get_rank()] if isinstance(local, list) else local
+            messages[name] = refusal(shard_model, model, **made)
+        assert [type(module) for module in model.modules()] == classes, name
+        after = dict(model.named_parameters())
+        assert after.keys() == before.keys(), name
+        assert all(after[key] is before[key] for key in before), name
+        assert all(type(param) is nn.Parameter for param in after.values()), name
+    mean_of_squares(shard_model(model), uneven_batch(0, 3)).backward()
+    return messages
+
+
+def line() -> Any:
+    return device_mesh((4,), ("data",))
+
+
+def square() -> Any:
+    return device_mesh((2, 2), ("replicate", "shard"))
+
+
+def cube() -> Any:
+    return device_mesh((1, 2, 2), ("a", "b", "c"))
+
+
+def dims(**names: str) -> Callable[[], DataParallelMeshDims]:
+    class Made:
+        def __call__(self) -> DataParallelMeshDims:
+            return DataParallelMeshDims(**names)
+
+    return Made()
+
+
+HOW = "init_device_mesh"
+REFUSALS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "unknown": ({"strategy": "zero4"}, ["ValueError", "'zero4'", *STRATEGIES]),
+    "no string": ({"strategy": 3}, ["TypeError", "strategy", "3", "int"]),
+    "FSDP1's": ({"strategy": "FULL_SHARD"}, ["ValueError", "'FULL_SHARD'", "zero3"]),
+    "zero3 on two dimensions": ({"mesh": square}, ["ValueError", "zero3", "hybrid", "2"]),
+    "zero1 on two dimensions": ({"mesh": square, "strategy": "zero1"}, ["ValueError", "zero1"]),
+    "ddp on two dimensions": ({"mesh": square, "strategy": "ddp"}, ["ValueError", "ddp"]),
+    "hybrid on one dimension": (
+        {"mesh": line, "strategy": "hybrid"},
+        ["ValueError", "hybrid", "replicate", "shard"],
+    ),
+    "hybrid_zero2 on one dimension": (
+        {"mesh": line, "strategy": "hybrid_zero2"},
+        ["ValueError", "hybrid_zero2"],
+    ),
+    "three dimensions": ({"mesh": cube, "strategy": "hybrid"}, ["ValueError", "3"]),
+    "no mesh": ({"mesh": "cpu"}, ["TypeError", "mesh"]),
+    "hosts unknown": ({"strategy": "hybrid", "local": None}, ["LOCAL_WORLD_SIZE", HOW, "replicate"]),
+    "hosts uneven": ({"strategy": "hybrid", "local": "3"}, ["LOCAL_WORLD_SIZE", "3", "4", HOW]),
+    "hosts no number": ({"strategy": "hybrid_zero2", "local": "two"}, ["LOCAL_WORLD_SIZE", "two", HOW]),
+    "hosts zero": ({"strategy": "hybrid", "local": "0"}, ["LOCAL_WORLD_SIZE", "0", HOW]),
+    "hosts unlike": ({"strategy": "hybrid", "local": ["2", "2", "2", "4"]}, ["LOCAL_WORLD_SIZE", HOW]),
+    "ddp cannot shard": (
+        {"strategy": "ddp", "mesh": square, "dp_mesh_dims": dims(shard="shard")},
+        ["ValueError", "ddp", "replicate", "dp_mesh_dims"],
+    ),
+    "ddp cannot do both": (
+        {"strategy": "ddp", "mesh": square, "dp_mesh_dims": dims(shard="shard", replicate="replicate")},
+        ["ValueError", "ddp", "dp_mesh_dims"],
+    ),
+    "zero3 cannot replicate": (
+        {"mesh": square, "dp_mesh_dims": dims(replicate="replicate")},
+        ["ValueError", "zero3", "shard", "dp_mesh_dims"],
+    ),
+    "zero2 cannot do both": (
+        {"strategy": "zero2", "mesh": square, "dp_mesh_dims": dims(shard="shard", replicate="replicate")},
+        ["ValueError", "zero2", "dp_mesh_dims"],
+    ),
+    "hybrid needs both": (
+        {"strategy": "hybrid", "mesh": square, "dp_mesh_dims": dims(shard="shard")},
+        ["ValueError", "hybrid", "replicate", "dp_mesh_dims"],
+    ),
+    "dims without a mesh": ({"dp_mesh_dims": dims(shard="shard")}, ["Error", "mesh"]),
+    "unknown dim": ({"mesh": square, "dp_mesh_dims": dims(shard="rows")}, ["ValueError", "rows"]),
+    "override of nothing": (
+        {"overrides": {"layers.*": "zero2"}},
+        ["ValueError", "override", "layers.*", "blocks.0"],
+    ),
+    "override of what is not chosen": (
+        {"overrides": {"inlet": "zero2"}},
+        ["ValueError", "inlet", "wrap"],
+    ),
+    "override of an absent class": (
+        {"overrides": {nn.LSTM: "zero2"}},
+        ["ValueError", "LSTM", "blocks.0"],
+    ),
+    "override by an unknown strategy": (
+        {"overrides": {"blocks.1": "zero5"}},
+        ["ValueError", "zero5", "blocks.1", *STRATEGIES],
+    ),
+    "override with an unknown key": (
+        {"overrides": {"blocks.1": {"precision": "bf16"}}},
+        ["ValueError", "precision", "blocks.1", "mp_policy"],
+    ),
+    "override by a number": ({"overrides": {"blocks.1": 2}}, ["TypeError", "blocks.1", "int"]),
+    "override of a number": ({"overrides": {1: "zero2"}}, ["TypeError", "overrides", "int"]),
+    "overrides no mapping": ({"overrides": ["blocks.1"]}, ["TypeError", "overrides", "list"]),
+    "override that does not fit its mesh": (
+        {"overrides": lambda: {"blocks.1": {"mesh": square()}}},
+        ["ValueError", "zero3"],
+    ),
+    "cap of nothing": ({"bucket_cap_mb": 0}, ["ValueError", "bucket_cap_mb", "0"]),
+    "cap below nothing": ({"bucket_cap_mb": -1.5}, ["ValueError", "bucket_cap_mb", "-1.5"]),
+    "cap of text": ({"bucket_cap_mb": "25"}, ["TypeError", "bucket_cap_mb", "str"]),
+    "cap of truth": ({"bucket_cap_mb": True}, ["TypeError", "bucket_cap_mb", "bool"]),
+    "ignored no modules": ({"ignored_modules": ["blocks.1"]}, ["TypeError", "ignored_modules", "str"]),
+    "ignored no list": ({"ignored_modules": 3}, ["TypeError", "ignored_modules", "int"]),
+    "mp_policy": ({"mp_policy": "bf16"}, ["TypeError", "mp_policy"]),
+    "comm_policy": ({"comm_policy": 3}, ["TypeError", "comm_policy"]),
+    "placement out of range": (
+        {"shard_placement_fn": lambda: lambda param: Shard(5)},
+        ["ValueError", "5"],
+    ),
+}
+
+
+def all_refused() -> dict[str, str]:
+    return refused(REFUSALS)
+
+
+def test_what_does_not_fit_is_refused_and_nothing_changes(world4: World) -> None:
+    for messages in world4.run(all_refused):
+        wrong = [
+            f"{name}: no {word!r} in {messages[name]!r}"
+            for name, (_, words) in REFUSALS.items()
+            for word in words
+            if word not in messages[name]
+        ]
+        assert not wrong, "\n".join(wrong)
+
+
+LATE: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "placement in the last block": (
+        {"overrides": {"blocks.2": {"shard_placement_fn": lambda param: Shard(5)}}},
+        ["ValueError", "blocks.2", "5"],
+    ),
+    "precision of the root": ({"overrides": {"": {"mp_policy": "bf16"}}}, ["TypeError", "mp_policy"]),
+    "storage of the last block": (
+        {"overrides": {"blocks.2": {"offload_policy": "host"}}},
+        ["TypeError", "offload_policy"],
+    ),
+    "part of the last block": (
+        {"overrides": {"blocks.2": {"reshard_after_forward": 3}}},
+        ["ValueError", "reshard_after_forward", "3"],
+    ),
+}
+
+
+def refused_late() -> dict[str, str]:
+    return {name: refused({name: case})[name] for name, case in LATE.items()}
+
+
+def test_what_does_not_fit_the_last_group_leaves_no_half_sharded_model(world4: World) -> None:
+    for messages in world4.run(refused_late):
+        for name, (_, words) in LATE.items():
+            assert all(word in messages[name] for word in words), messages[name]
+
+
+def sharded_twice() -> list[str]:
+    model = shard_model(built(uneven_tower))
+    kept = [model._shardwise_member, *model.parameters()]
+    messages = [refusal(shard_model, model), refusal(shard_model, model.blocks[1])]
+    assert all(
+        now is then for now, then in zip([model._shardwise_member, *model.parameters()], kept, strict=True)
+    )
+    outer = built(uneven_tower)
+    fully_shard(outer)
+    return [*messages, refusal(shard_model, outer)]
+
+
+def test_a_model_is_sharded_once(world2: World) -> None:
+    for model, block, outer in world2.run(sharded_twice):
+        assert model.startswith("ValueError: ")
+        assert "Tower" in model
+        assert "already" in model
+        assert block.startswith("ValueError: ")
+        assert outer == model
+
+
+def not_a_module() -> list[str]:
+    return [refusal(shard_model, [even_tower()]), refusal(shard_model, nn.ModuleList([even_tower()]))]
+
+
+def test_what_is_sharded_is_one_module_that_runs(world2: World) -> None:
+    for message, container in world2.run(not_a_module):
+        assert message.startswith("TypeError: ")
+        assert "list" in message
+        assert container.startswith("ValueError: ")
+        assert "ModuleList" in container
+        assert "forward" in container
+
+
+def warned_of_as_an_error() -> str:
+    model = TopHeavy()
+    message = refusal(shard_model, model)  # warnings are errors here
+    first = [type(module) for module in model.modules()]
+    assert not any(issubclass(each, FSDPModule) for each in first), "it was sharded, and refused"
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
+    return message
+
+
+def test_a_warning_that_is_an_error_changes_nothing(world2: World) -> None:
+    for message in world2.run(warned_of_as_an_error):
+        assert message.startswith("UserWarning: ")
+
+
+def test_without_a_process_group_it_is_refused() -> None:
+    assert not dist.is_initialized()
+    model = even_tower()
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        shard_model(model)
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    assert not isinstance(model, FSDPModule)
+
+
+# --- ties -----------------------------------------------------------------------------------------
+
+
+class TiedEnds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.middle = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.middle(self.embed(tokens)))
+
+
+def tied_apart() -> list[str]:
+    found = []
+    for overrides in ({"embed": "ddp"}, {"embed": "ddp", "head": "ddp"}):
+        model = TiedEnds()
+        kept = list(model.parameters())
+        found.append(refusal(shard_model, model, wrap={nn.Linear, nn.Embedding}, overrides=overrides))
+        assert all(now is then for now, then in zip(model.parameters(), kept, strict=True))
+    return found
+
+
+def test_tied_parameters_under_strategies_that_do_not_go_together_are_refused(world2: World) -> None:
+    for messages in world2.run(tied_apart):
+        for message in messages:
+            assert message.startswith("ValueError: shard_model: embed.weight and head.weight are tied")

@@ -1,0 +1,234 @@
+"""One program, run twice: plainly in the parent process, and sharded on every rank of a world.
+
+    def train_twice(side):                       # module level: it is sent by name
+        model = side.shard_tower(built(even_tower))
+        optimizer = adamw(model)
+        for step in range(2):
+            side.step(model, optimizer, step)
+
+    def test_it(world2):
+        assert_same(world2, train_twice)
+
+A scenario does what a user's script does; `side.shard` is the only call that differs between the two
+runs. What it notes (losses, gradients, parameters, outputs) must agree on every rank with the plain
+run on the global batch. After every step of a sharded run `side.assert_settled` looks for what a step
+may not leave behind: gathered groups, full gradients, shadows over the sharded parameters.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from harness import World
+from models import random_batch
+from reference import mean_of_squares
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from shardwise import fully_shard
+from shardwise.comm import buffers
+from shardwise.engine.members import sharded_members
+from shardwise.groups.states import GradientState, UnshardState
+
+BATCH_SIZE = 12  # divisible by 1, 2, 3 and 4 ranks
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Side:
+    """Where a scenario runs, and what it noted there."""
+
+    def __init__(self, is_sharded: bool) -> None:
+        self.is_sharded = is_sharded
+        self.rank = dist.get_rank() if is_sharded else 0
+        self.world = dist.get_world_size() if is_sharded else 1
+        self.notes: dict[str, tuple[str, Any]] = {}
+
+    # --- acting -----------------------------------------------------------------------------------
+
+    def shard(self, *modules: Any, **options: Any) -> Any:
+        """Shard each of `modules` in turn; the last one comes back."""
+        for module in modules:
+            if self.is_sharded:
+                fully_shard(module, **options)
+        return modules[-1]
+
+    def shard_tower(self, model: nn.Module, **options: Any) -> nn.Module:
+        return self.shard(*model.blocks, model, **options)
+
+    def sync(self, model: nn.Module, requires_gradient_sync: bool) -> None:
+        if self.is_sharded:
+            model.set_requires_gradient_sync(requires_gradient_sync)
+
+    def part(self, batch: Tensor) -> Tensor:
+        """This rank's rows of a global batch."""
+        share = len(batch) // self.world
+        return batch[self.rank * share : (self.rank + 1) * share].clone()
+
+    def inputs(self, step: int, width: int = 8) -> Tensor:
+        return self.part(random_batch(step, BATCH_SIZE, width))
+
+    def step(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        step: int,
+        loss_of: Loss = mean_of_squares,
+        width: int = 8,
+    ) -> None:
+        """An ordinary training step, noted and checked for leftovers."""
+        optimizer.zero_grad()
+        loss = loss_of(model, self.inputs(step, width))
+        loss.backward()
+        self.note_mean("loss", loss)
+        self.note_gradients(model)
+        optimizer.step()
+        self.assert_settled(model)
+
+    def steps(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        steps: Iterable[int],
+        loss_of: Loss = mean_of_squares,
+        width: int = 8,
+    ) -> None:
+        """Ordinary training steps; the parameters are noted after the last."""
+        for step in steps:
+            self.step(model, optimizer, step, loss_of, width)
+        self.note_parameters(model)
+
+    # --- noting -----------------------------------------------------------------------------------
+    # Ranks send their pieces as they are, and the parent puts them together: no collectives, which
+    # would be slow, and might hide that a rank is out of step.
+
+    def note(self, name: str, value: Any) -> None:
+        """Something that is the same on every rank, or a sharded tensor."""
+        kind = "same"
+        if isinstance(value, DTensor):
+            if value.placements == (Shard(0),):
+                kind, value = "rows", value.to_local()
+            else:
+                value = value.full_tensor()
+        self._note(kind, name, value)
+
+    def note_mean(self, name: str, value: Tensor) -> None:
+        """Something of which each rank has its part's mean."""
+        self._note("mean", name, value)
+
+    def note_rows(self, name: str, rows: Tensor | None) -> None:
+        """Rows that belong to this rank's rows of the batch."""
+        self._note("rows", name, rows)
+
+    def note_input_gradient(self, name: str, gradient: Tensor) -> None:
+        """A gradient of the local mean loss: world times the rows of that of the global one."""
+        self.note_rows(name, gradient / self.world)
+
+    def note_gradients(self, model: nn.Module) -> None:
+        for name, param in model.named_parameters():
+            self.note(f"gradient of {name}", param.grad)
+
+    def note_parameters(self, model: nn.Module) -> None:
+        for name, param in model.named_parameters():
+            self.note(name, param)
+
+    def _note(self, kind: str, name: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            value = value.detach().clone()
+        self.notes[f"{len(self.notes) + 1}: {name}"] = (kind, value)
+
+    # --- checking ---------------------------------------------------------------------------------
+
+    def assert_settled(self, model: nn.Module) -> None:
+        """Nothing is gathered, on its way, unreduced or shadowed."""
+        if not self.is_sharded:
+            return
+        for module in model.modules():
+            for name in module._parameters:
+                assert name not in module.__dict__, f"{name} of {type(module).__name__} is still shadowed"
+        for member in sharded_members(model):
+            group = member.group
+            assert group.unsharded.state is UnshardState.SHARDED, (
+                f"'{group.name}' is still {group.unsharded.state.value}"
+            )
+            assert group.gradients.state is GradientState.EMPTY, (
+                f"gradients of '{group.name}' are still {group.gradients.state.value}"
+            )
+            held = sum(0 if full.grad is None else full.grad.numel() for full in group.unsharded.params)
+            assert held == 0, f"'{group.name}' holds {held} numbers of full gradients"
+            for bucket in group.buckets if self.world > 1 and group.unsharded.params else ():
+                left = (
+                    0 if bucket.unsharded_buffer._keeps_memory else bucket.unsharded_buffer._storage.nbytes()
+                )
+                assert left == 0, f"'{group.name}' holds {left} bytes of full parameters"
+        for name, param in model.named_parameters():
+            assert isinstance(param, DTensor), f"{name} is no DTensor"
+
+
+Scenario = Callable[..., None]
+
+
+def run_sharded(scenario: Scenario, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Runs on every rank of a world."""
+    # Models of these tests are small: have their buffers emptied as those of large ones are.
+    with mock.patch.object(buffers, "KEPT_ON_HOST_BYTES", 0):
+        side = Side(is_sharded=True)
+        scenario(side, *args)
+        return side.notes
+
+
+def assert_same(
+    world: World, scenario: Scenario, *args: Any, atol: float = 1e-10, timeout: float = 60.0
+) -> None:
+    """Run `scenario(side, *args)` plainly here and sharded on `world`; all notes must agree."""
+    plain = Side(is_sharded=False)
+    with one_thread():
+        scenario(plain, *args)
+    assert plain.notes, "the scenario has noted nothing"
+    ranks = world.run(run_sharded, scenario, args, timeout=timeout)
+    for name, (_, want) in plain.notes.items():
+        assert all(name in notes for notes in ranks), f"no rank has noted {name}"
+        kinds, values = zip(*[notes[name] for notes in ranks], strict=True)
+        assert len(set(kinds)) == 1, f"{name}: {kinds}"
+        assert_close(_together(kinds[0], list(values), name), want, name, atol)
+    assert all(len(notes) == len(plain.notes) for notes in ranks)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """As the ranks compute: some kernels add up in an order that depends on the threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _together(kind: str, values: list[Any], name: str) -> Any:
+    """One value out of those of all ranks."""
+    first, *others = values
+    are_tensors = {isinstance(value, Tensor) for value in values}
+    assert len(are_tensors) == 1, f"{name}: the ranks disagree: {values}"
+    if not isinstance(first, Tensor):
+        assert all(other == first for other in others), f"{name}: the ranks disagree: {values}"
+        return first
+    if kind == "rows":
+        return torch.cat(values)
+    if kind == "mean":
+        return torch.stack(values).mean(0)
+    for other in others:
+        assert torch.equal(first, other), f"{name}: the ranks disagree: {values}"
+    return first
+
+
+def assert_close(got: Any, want: Any, what: str, atol: float) -> None:
+    if isinstance(want, Tensor) and isinstance(got, Tensor):
+        torch.testing.assert_close(got, want, rtol=0.0, atol=atol, msg=lambda text: f"{what}: {text}")
+    else:
+        assert not isinstance(want, Tensor), f"{what}: {got} where a tensor is expected"
+        assert not isinstance(got, Tensor), f"{what}: a tensor where {want} is expected"
+        assert got == want, f"{what}: {got} where {want} is expected"
