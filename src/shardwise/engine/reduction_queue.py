@@ -25,7 +25,8 @@ class ReductionQueue:
         if group.gradients.leave_in_parts:
             self._limit(group, part_reductions)
         for earlier in self._reducing:
-            earlier.gradients.advance()
+            if earlier.gradients.state is REDUCING:  # else a nested backward has begun to add to it
+                earlier.gradients.advance()
         self._reducing.append(group)
         while len(self._reducing) > group.max_in_flight:
             self._finish_oldest()
