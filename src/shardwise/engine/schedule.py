@@ -935,7 +935,8 @@ class Schedule:
             self._limit_shipments(group, part_reductions)
         self._reduced.add(group)
         for earlier in self._reducing:
-            earlier.advance_reduce()
+            if earlier.gradient_state is REDUCING:  # else a nested backward has begun to add to it
+                earlier.advance_reduce()
         self._reducing.append(group)
         while len(self._reducing) > group.max_in_flight:
             self._finish_oldest_reduction()
