@@ -53,6 +53,11 @@ class Campaign:
         failure = self.run(worlds, draw, folder)
         assert failure is None, f"{failure}\n\n{self.name}_DRAW of seed {seed}:\n{self.shown(draw)}"
 
+    def check_draw(self, worlds: Worlds, folder: Path, told: Draw) -> None:
+        """Run a draw as ``shown`` tells it."""
+        failure = self.run(worlds, self.settled(self.draws.completed(told)), folder)
+        assert failure is None, failure
+
     def check_many(self, worlds: Worlds, folder: Path, num_draws: int) -> None:
         """Run the draws that the environment asks for, or ``num_draws`` from seed 100 on."""
         start, num_draws = self._asked("SEED", 100), self._asked("DRAWS", num_draws)

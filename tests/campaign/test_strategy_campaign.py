@@ -1001,6 +1001,22 @@ def test_a_draw_of_strategies_trains_as_plainly(worlds: Worlds, tmp_path: Path, 
     CAMPAIGN.check_seed(worlds, tmp_path, seed)
 
 
+def test_a_group_may_get_more_gradients_while_it_reduces(worlds: Worlds, tmp_path: Path) -> None:
+    """In a nested backward, in parts, as another group begins to reduce."""
+    draw = {
+        "strategy": "ddp",
+        "checkpoint": "reentrant",
+        "wrap": "large",
+        "bucket": 1.0,
+        "parts": 100,
+        "prefetch": 2,
+        "ignored": "module",
+        "blocks": ["knobs", "twice", "knobs"],
+        "steps": [{"micro": [{"sync": "no_sync"}, {"kind": "both"}]}],
+    }
+    CAMPAIGN.check_draw(worlds, tmp_path, draw)
+
+
 @pytest.mark.slow
 def test_many_draws_of_strategies_train_as_plainly(worlds: Worlds, tmp_path: Path) -> None:
     CAMPAIGN.check_many(worlds, tmp_path, num_draws=300)
