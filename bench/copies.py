@@ -167,7 +167,7 @@ def _transport_marked(counter: _Counter) -> Iterator[None]:
     except ImportError:
         yield
         return
-    place_own = GlooExchange._place_own
+    place_own = GlooExchange._copy_own
 
     def marked(self: GlooExchange, pairs: Any) -> None:
         counter.is_in_transport = True
@@ -176,11 +176,11 @@ def _transport_marked(counter: _Counter) -> Iterator[None]:
         finally:
             counter.is_in_transport = False
 
-    GlooExchange._place_own = marked  # type: ignore[method-assign]
+    GlooExchange._copy_own = marked  # type: ignore[method-assign]
     try:
         yield
     finally:
-        GlooExchange._place_own = place_own  # type: ignore[method-assign]
+        GlooExchange._copy_own = place_own  # type: ignore[method-assign]
 
 
 def _is_collective(op: str) -> bool:

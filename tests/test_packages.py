@@ -76,7 +76,7 @@ def test_every_package_has_its_arrows() -> None:
 
 # The engine is still being taken apart.
 CROWDED = {"engine": 15}
-LONG = {"fsdp_module.py": 510, "group.py": 1170, "schedule.py": 1231}
+LONG = {"fsdp_module.py": 510, "group.py": 1170, "schedule.py": 1240}
 
 
 def test_no_package_is_crowded() -> None:

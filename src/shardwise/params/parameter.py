@@ -49,7 +49,7 @@ class Site:
 
     def registered(self) -> Tensor | None:
         """The tensor that is registered there now."""
-        return nn_modules.parameters(self.module).get(self.name)
+        return nn_modules.registered(self.module, self.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,12 @@ parameters: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
 ``register_parameter`` refuses a name that stands in ``__dict__``, where the unsharded parameter is.
 """
 
+
+def registered(module: nn.Module, name: str) -> Any:
+    """The parameter that ``module`` has under ``name``, None if it has none. Dynamo can trace this one."""
+    return module._parameters.get(name)
+
+
 buffers: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
 """The module's own buffers, None included, to be read and written."""
 
