@@ -13,7 +13,7 @@ from shardwise.engine.members import sharded_members
 
 def observe(model: nn.Module, look: Callable[[str, str], None]) -> None:
     """Call ``look`` with each event of ``model`` and the group's name from now on."""
-    sharded_members(model)[0].schedule.observe(look)
+    sharded_members(model)[0].root.observe(look)
 
 
 def events_of(model: nn.Module) -> list[str]:
