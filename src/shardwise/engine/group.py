@@ -351,7 +351,7 @@ class Group:
         )
 
     def lend(self) -> None:
-        """Leave the modules to the caller, who puts full parameters there; see lending.py."""
+        """Leave the modules to the caller, who puts full parameters there; see state/summon.py."""
         self._follow_changes()
         self.state = self._next(STATES, self.state, "lend")
 
