@@ -43,6 +43,10 @@ class Campaign:
         """The draw of a seed."""
         return self.settled(self.draws.draw(random.Random(seed)))
 
+    def completed(self, told: Draw) -> Draw:
+        """The draw that ``shown`` tells of."""
+        return self.settled(self.draws.completed(told))
+
     def shown(self, draw: Draw) -> str:
         """The draw without what is simplest anyway."""
         return pprint.pformat(self.draws.told(draw), width=110, sort_dicts=False)
@@ -55,7 +59,7 @@ class Campaign:
 
     def check_draw(self, worlds: Worlds, folder: Path, told: Draw) -> None:
         """Run a draw as ``shown`` tells it."""
-        failure = self.run(worlds, self.settled(self.draws.completed(told)), folder)
+        failure = self.run(worlds, self.completed(told), folder)
         assert failure is None, failure
 
     def check_many(self, worlds: Worlds, folder: Path, num_draws: int) -> None:
@@ -65,7 +69,7 @@ class Campaign:
         if given := os.environ.get(f"{self.name}_DRAW"):
             found = ast.literal_eval(given)
             found = found if isinstance(found, list) else [found]
-            draws = {-1 - i: self.settled(self.draws.completed(draw)) for i, draw in enumerate(found)}
+            draws = {-1 - i: self.completed(draw) for i, draw in enumerate(found)}
         failures = []
         for seed, draw in draws.items():
             failure = self.run(worlds, draw, folder / str(seed))

@@ -50,16 +50,17 @@ def shown(world: World, options: dict[str, Any]) -> str:
 
 
 def test_collectives_run_beside_computation(world2: World) -> None:
+    found = shown(world2, shardwise.compile_options())
     if torch.__version__.startswith("2.15."):  # reductions begin a step earlier
         assert_expected_inline(
-            shown(world2, shardwise.compile_options()),
+            found,
             """\
 gather gather wait mm gather wait mm gather wait mm wait mm
 mm gather gather wait mm reduce gather wait mm reduce wait wait mm reduce wait mm wait reduce wait""",
         )
         return
     assert_expected_inline(
-        shown(world2, shardwise.compile_options()),
+        found,
         """\
 gather gather wait mm gather wait mm gather wait mm wait mm
 mm gather gather wait mm reduce gather wait mm wait reduce wait mm wait reduce mm wait reduce wait""",

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from failure_models import Failure
 from harness import World
-from meshed import Layout, assert_all_same, device_mesh, gradients_of, refusal, tensors_of
+from meshed import Asks, Layout, assert_all_same, device_mesh, gradients_of, refusal, tensors_of
 from models import Block, even_tower, odd_model, random_batch, uneven_tower
 from reference import adamw, mean_of_squares
 from scenario import one_thread
@@ -660,31 +660,11 @@ def test_contexts_that_exclude_each_other_are_refused(world2: World, how: str) -
         assert torch.equal(found, want)
 
 
-class Asks(nn.Module):
-    """Enters the context from inside its own forward, or from a hook in its backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 1)
-        self.when = self.message = ""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.when == "forward":
-            self.ask()
-        output = self.linear(x)
-        if self.when == "backward":
-            output.register_hook(self.ask)
-        return output
-
-    def ask(self, *_: Any) -> None:
-        self.message = refusal(lambda: shardwise.inference(self).__enter__())
-
-
 def asked_inside(when: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
     found = []
     for is_asking in (True, False):
         torch.manual_seed(0)
-        model = Asks()
+        model = Asks(shardwise.inference)
         fully_shard(model)
         model.when = when if is_asking else ""
         for microbatch in range(2):

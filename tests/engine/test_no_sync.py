@@ -15,7 +15,7 @@ import torch
 from events import events_of
 from failure_models import CheckpointedTower, Failure, fragile_tower
 from harness import World
-from meshed import assert_all_same, gradients_of, parameters_of, refusal
+from meshed import Asks, assert_all_same, gradients_of, parameters_of
 from models import even_tower, random_batch, uneven_tower
 from reference import adamw, mean_of_squares
 from scenario import Side, assert_same
@@ -413,34 +413,12 @@ def test_what_is_kept_when_is_as_before(world2: World) -> None:
 # --- refusals -------------------------------------------------------------------------------------
 
 
-class Asks(nn.Module):
-    """Enters the context from inside its own forward, or from a hook in its backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 1)
-        self.about: list[nn.Module] = []
-        self.message = ""
-        self.when = ""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.when == "forward":
-            self.ask()
-        output = self.linear(x)
-        if self.when == "backward":
-            output.register_hook(self.ask)
-        return output
-
-    def ask(self, *_: Any) -> None:
-        self.message = refusal(lambda: shardwise.no_sync(self.about[0]).__enter__())
-
-
 def asked_inside(when: str, outer: bool) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """The refusal, and the gradients afterwards beside those of a model that never asked."""
     found = []
     for is_asking in (True, False):
         torch.manual_seed(0)
-        model = nn.ModuleDict({"inner": nn.Sequential(Asks(), nn.Tanh())})
+        model = nn.ModuleDict({"inner": nn.Sequential(Asks(shardwise.no_sync), nn.Tanh())})
         asking = model["inner"][0]
         for each in (asking, model["inner"]):
             fully_shard(each)

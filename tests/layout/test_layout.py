@@ -1,4 +1,4 @@
-"""layout.py: pure arithmetic, compared with torch's own chunking and checked on random shapes."""
+"""slots.py: pure arithmetic, compared with torch's own chunking and checked on random shapes."""
 
 from itertools import pairwise
 

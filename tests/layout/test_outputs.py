@@ -1,4 +1,4 @@
-"""runtime/outputs.py: tensors are found in, and replaced inside, whatever a forward may return.
+"""layout/nested.py: tensors are found in, and replaced inside, whatever a forward may return.
 
 In this process and without torch.distributed: the file under test knows nothing of sharding.
 """

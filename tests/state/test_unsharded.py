@@ -15,7 +15,16 @@ import torch
 import torch.distributed as dist
 from failure_models import Failure
 from harness import World
-from meshed import Layout, assert_all_same, device_mesh, gradients_of, parameters_of, refusal, tensors_of
+from meshed import (
+    Asks,
+    Layout,
+    assert_all_same,
+    device_mesh,
+    gradients_of,
+    parameters_of,
+    refusal,
+    tensors_of,
+)
 from models import even_tower, language_model, odd_model, random_batch, uneven_tower
 from reference import adamw, full, mean_of_squares
 from scenario import one_thread
@@ -906,31 +915,11 @@ def test_another_model_may_train_meanwhile(world2: World) -> None:
     assert_all_same(world2.run(another_block_runs), tensors_of(model))
 
 
-class Asks(nn.Module):
-    """Enters the context from inside its own forward, or from a hook in its backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 1)
-        self.when = self.message = ""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.when == "forward":
-            self.ask()
-        output = self.linear(x)
-        if self.when == "backward":
-            output.register_hook(self.ask)
-        return output
-
-    def ask(self, *_: Any) -> None:
-        self.message = refusal(lambda: shardwise.unsharded(self).__enter__())
-
-
 def asked_inside(when: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
     found = []
     for is_asking in (True, False):
         torch.manual_seed(0)
-        model = nn.Sequential(Asks(), nn.Tanh())
+        model = nn.Sequential(Asks(shardwise.unsharded), nn.Tanh())
         for each in (model[0], model):
             fully_shard(each)
         model[0].when = when if is_asking else ""

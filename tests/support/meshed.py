@@ -12,7 +12,8 @@ def test_it(world4):
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -114,6 +115,32 @@ def refusal(act: Any, *args: Any, **kwargs: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError("nothing was refused")
+
+
+class Asks(nn.Module):
+    """Enters a context from inside its own forward, or from a hook in its backward, as ``when`` says.
+
+    ``about``: the module to enter it for, in a list, which hides it from ``modules()``; by default this one.
+    """
+
+    def __init__(self, context: Callable[[nn.Module], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 1)
+        self.context = context
+        self.about: list[nn.Module] = []
+        self.when = self.message = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.when == "forward":
+            self.ask()
+        output = self.linear(x)
+        if self.when == "backward":
+            output.register_hook(self.ask)
+        return output
+
+    def ask(self, *_: Any) -> None:
+        (about,) = self.about or [self]
+        self.message = refusal(lambda: self.context(about).__enter__())
 
 
 def assert_all_same(

@@ -1,4 +1,4 @@
-"""The private parts of torch that compat.py stands on, on whatever torch is installed."""
+"""The private parts of torch that torch_compat stands on, on whatever torch is installed."""
 
 import copy
 import pickle

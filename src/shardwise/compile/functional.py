@@ -28,6 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.layout.chunks import chunk_size
+
 _SCHEMA = (
     "(Tensor[] shards, int[] sizes, int[] num_dims, int[] sharded_dims, int[] own_sizes, str[] computed, "
     "str[] reduced, Device device, int world, str? gather_group, str? reduce_group, "
@@ -203,7 +205,7 @@ def _chunk_shape(piece: Piece, world: int) -> tuple[int, ...]:
     if not piece.shape:
         return ()
     shape, dim = piece.shape, piece.dim
-    return (*shape[:dim], -(-shape[dim] // world), *shape[dim + 1 :])
+    return (*shape[:dim], chunk_size(shape[dim], world), *shape[dim + 1 :])
 
 
 def _joined(rows: Tensor, piece: Piece, world: int) -> Tensor:

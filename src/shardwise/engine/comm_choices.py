@@ -40,18 +40,16 @@ def made(kind: Any, comm: Any, pg: Any, device: torch.device) -> Any:
 
 def with_memory(pg: Any, device: torch.device) -> Any:
     """Plain collectives over memory that the process group allocates."""
-    return (
-        make_communicator(pg, device) if pg is None else PooledCollectives(pg, device, ProcessGroupPool(pg))
-    )
+    return _from_pool(ProcessGroupPool, pg, device)
 
 
 def with_symmetric_memory(pg: Any, device: torch.device) -> Any:
     """Plain collectives over symmetric memory."""
-    return (
-        make_communicator(pg, device)
-        if pg is None
-        else PooledCollectives(pg, device, SymmetricMemoryPool(pg))
-    )
+    return _from_pool(SymmetricMemoryPool, pg, device)
+
+
+def _from_pool(kind: Any, pg: Any, device: torch.device) -> Any:
+    return make_communicator(pg, device) if pg is None else PooledCollectives(pg, device, kind(pg))
 
 
 def check_comm(caller: str, comm: Any) -> None:

@@ -6,21 +6,20 @@ for after every forward, in passes that run in C; names are found only when some
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import chain
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, is_
 
 from torch import nn
 
 from shardwise.layout.fqns import clean
+from shardwise.params.changes import is_something
 from shardwise.params.replaced_parameter import name_of_replaced
+from shardwise.torch_compat import nn_modules
 
 PLACE = "_shardwise_place"
-"""An entry of the ``__dict__`` of every module whose parameters a group has taken; see checks.Place."""
+"""An entry of the ``__dict__`` of every module whose parameters a group has taken; see validation.Place."""
 
-_parameters, _children = attrgetter("_parameters"), attrgetter("_modules")
 _wants_gradient = attrgetter("requires_grad")
-_is_something = partial(is_not, None)
 
 
 class ModuleWatch:
@@ -40,7 +39,7 @@ class ModuleWatch:
 
     def is_untouched(self) -> bool:
         """True if no parameter was added, no module put in place, and nothing added earlier was unfrozen."""
-        if self._count_parameters() != self._num_parameters or any(map(_children, self._leaves)):
+        if self._count_parameters() != self._num_parameters or any(map(nn_modules.children, self._leaves)):
             return False
         inside = self._find_children()
         if len(inside) != len(self._inside) or not all(map(is_, inside, self._inside)):
@@ -112,11 +111,11 @@ class ModuleWatch:
         ]
 
     def _count_parameters(self) -> int:
-        values = chain.from_iterable(map(dict.values, map(_parameters, self._modules)))
-        return len(list(filter(_is_something, values)))
+        values = chain.from_iterable(map(dict.values, map(nn_modules.parameters, self._modules)))
+        return len(list(filter(is_something, values)))
 
     def _find_children(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(map(dict.values, map(_children, self._parents))))
+        return list(chain.from_iterable(map(dict.values, map(nn_modules.children, self._parents))))
 
 
 def _names_of(module: nn.Module) -> list[str]:

@@ -17,7 +17,7 @@ def ceil_div(numerator: int, denominator: int) -> int:
 
 def round_up(number: int, multiple: int) -> int:
     """The next multiple of ``multiple`` that is not below ``number``."""
-    return -(-number // multiple) * multiple
+    return ceil_div(number, multiple) * multiple
 
 
 chunk_size = ceil_div
@@ -26,7 +26,7 @@ chunk_size = ceil_div
 
 def chunk_range(size: int, count: int, index: int) -> tuple[int, int]:
     """Chunk ``index`` of a dim of ``size`` cut into ``count``: [start, end), empty past the end."""
-    chunk = -(-size // count)
+    chunk = chunk_size(size, count)
     start = min(index * chunk, size)
     return start, min(start + chunk, size)
 

@@ -86,7 +86,7 @@ def _apply_and_follow(self: Any, fn: Any, recurse: bool = True) -> Any:
 
 
 def _deep_copy(self: Any, memo: dict[int, Any]) -> Any:
-    """A copy with shards and groups of its own, over the same mesh; see runtime/copying.py."""
+    """A copy with shards and groups of its own, over the same mesh; see deepcopy.py."""
     is_outermost = id(member_of(self)) not in memo
     members = sharded_members(self) if is_outermost else []
     for member in members:

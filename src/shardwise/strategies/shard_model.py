@@ -1,6 +1,6 @@
 """``shard_model``: one line chooses among data parallelism and the stages of ZeRO.
 
-A strategy is a mesh and two settings of ``fully_shard``; what it is applied to, wrap.py chooses.
+A strategy is a mesh and two settings of ``fully_shard``; what it is applied to, wrapping.py chooses.
 
                    over a host's ranks   over hosts    full parameters are kept
     ddp            replicated            replicated    for ever
