@@ -113,7 +113,7 @@ def train_gpt(arguments: list[str]) -> Curve:
 @pytest.mark.parametrize("part", ["block", "model"])
 def test_the_gpt_trains_the_same_with_parts_compiled(world2: World, part: str) -> None:
     plain = world2.run(train_gpt, [])
-    for got, want in zip(world2.run(train_gpt, ["--compile", part], timeout=120), plain, strict=True):
+    for got, want in zip(world2.run(train_gpt, ["--compile", part], timeout=300), plain, strict=True):
         for mine, other in zip(got, want, strict=True):
             assert mine == pytest.approx(other, rel=0, abs=1e-5)
 
@@ -124,10 +124,10 @@ def test_a_compiled_gpt_goes_on_with_other_parts_compiled(
 ) -> None:
     plain = world2.run(train_gpt, [])
     keeps = ["--checkpoint-dir", str(tmp_path)]
-    world2.run(train_gpt, [*keeps, "--compile", saved], timeout=120)
+    world2.run(train_gpt, [*keeps, "--compile", saved], timeout=300)
     shutil.rmtree(tmp_path / "step-00000003")  # as if killed in the third step
     for got, want in zip(
-        world2.run(train_gpt, [*keeps, "--resume", "--compile", resumed], timeout=120), plain, strict=True
+        world2.run(train_gpt, [*keeps, "--resume", "--compile", resumed], timeout=300), plain, strict=True
     ):
         assert got[0] == pytest.approx(want[0], rel=0, abs=1e-5)
 

@@ -184,7 +184,7 @@ class Param:
     def make_shard(self, local: Tensor) -> nn.Parameter:
         """The sharded parameter over ``local``; nothing is registered yet."""
         original = self.sharded
-        sharded = nn.Parameter(dtensor.make_dtensor(local, self._spec), original.requires_grad)
+        sharded = dtensor.make_parameter(local, self._spec, original.requires_grad)
         vars(sharded).update(self.attributes)
         self._allow_gradients(sharded)
         return sharded
@@ -328,9 +328,11 @@ class Param:
 
     def make_unsharded_over(self, full: Tensor) -> None:
         """Make the unsharded parameter over a tensor of another class, made by its own protocol."""
+        wants_grad = self.sharded.requires_grad
         if self._inner is not None:
-            full = dtensor.make_dtensor(full, self._inner_spec(full.dtype))
-        self.unsharded = nn.Parameter(full.detach(), requires_grad=self.sharded.requires_grad)
+            self.unsharded = dtensor.make_parameter(full.detach(), self._inner_spec(full.dtype), wants_grad)
+        else:
+            self.unsharded = nn.Parameter(full.detach(), wants_grad)
         for name, value in self.attributes.items():
             vars(self.unsharded).setdefault(name, value)
         if self.precision.accumulated != self.unsharded.dtype and self.unsharded.dtype.is_floating_point:
@@ -340,7 +342,7 @@ class Param:
         """A parameter over ``data`` with the class of the original, or its placements if it is a DTensor."""
         wants_grad = self.sharded.requires_grad
         if self._inner is not None:
-            return nn.Parameter(dtensor.make_dtensor(data, self._inner_spec(data.dtype)), wants_grad)
+            return dtensor.make_parameter(data, self._inner_spec(data.dtype), wants_grad)
         if self._full_class in (nn.Parameter, ReplacedParameter):
             return nn.Parameter(data, wants_grad)
         return tensor_impl.as_subclass_of_parameter(self._full_class, data, wants_grad)

@@ -39,7 +39,7 @@ def prepare_memo(members: Sequence[Member], memo: Memo) -> None:
 def _copy_of(param: Param) -> nn.Parameter:
     old = param.sharded
     local = dtensor.local_tensor(old).detach().clone()
-    new = nn.Parameter(dtensor.make_dtensor(local, old._spec), old.requires_grad)  # type: ignore[attr-defined]
+    new = dtensor.make_parameter(local, dtensor.spec_of(old), old.requires_grad)
     vars(new).update(vars(old))
     return new
 

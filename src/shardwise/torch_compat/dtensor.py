@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -60,6 +60,17 @@ def make_dtensor(local: Tensor, spec: DTensorSpec, cls: type[DTensor] = DTensor)
     Skips its ``__init__``, which only imports all of ``torch._dynamo``, and with it torch's FSDP.
     """
     return DTensor.__new__(cls, local, spec, requires_grad=False)
+
+
+def make_parameter(local: Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
+    """A parameter that is a DTensor over ``local``, on the very mesh of ``spec``.
+
+    ``nn.Parameter`` detaches its tensor, and DTensor's cache of operations then answers with the first mesh of
+    equal ranks that it has seen, whose process groups may be others, or gone. Seen on 2.11 to 2.15.
+    """
+    param = nn.Parameter(make_dtensor(local, spec), requires_grad)
+    param._spec = spec  # type: ignore[attr-defined]
+    return param
 
 
 @cache
