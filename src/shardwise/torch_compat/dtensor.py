@@ -65,8 +65,8 @@ def make_dtensor(local: Tensor, spec: DTensorSpec, cls: type[DTensor] = DTensor)
 def make_parameter(local: Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
     """A parameter that is a DTensor over ``local``, on the very mesh of ``spec``.
 
-    ``nn.Parameter`` detaches its tensor, and DTensor's cache of operations then answers with the first mesh of
-    equal ranks that it has seen, whose process groups may be others, or gone. Seen on 2.11 to 2.15.
+    ``nn.Parameter`` detaches its tensor, and DTensor's cache of operations then answers with the first equal
+    mesh that it has seen, whose process groups may be others, or gone. Seen on 2.11 to 2.15.
     """
     param = nn.Parameter(make_dtensor(local, spec), requires_grad)
     param._spec = spec  # type: ignore[attr-defined]
