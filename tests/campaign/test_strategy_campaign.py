@@ -64,6 +64,7 @@ from shardwise import (
     unsharded,
 )
 from shardwise.engine.members import sharded_members
+from shardwise.engine.memory import Reason
 from shardwise.groups.states import GradientState, UnshardState
 from shardwise.strategies.explain import explain
 from shardwise.strategies.wrap_policies import as_policy
@@ -949,7 +950,7 @@ class StrategyRun(Run):
             return
         for member in sharded_members(self.model):
             group = member.group
-            if group in member.root._kept_by_caller:
+            if member.root.memory.reason(group) is Reason.CALLER:
                 continue
             for param in group.shards.params:
                 assert not any(s.name in s.module.__dict__ for s in param.sites), f"{param.fqn} is shadowed"
