@@ -11,24 +11,13 @@ Buffers of bytes; each parameter sees its own range in its own dtype. Who may fr
   times the copy into it.
 """
 
-import weakref
-from collections.abc import Callable, Sequence
-from threading import Lock
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise.layout.slots import Layout, Slot
-
-_ALIVE: "weakref.WeakSet[FlatShard]" = weakref.WeakSet()
-_ALIVE_LOCK = Lock()  # ranks may be threads
-
-
-def flat_shards() -> list["FlatShard"]:
-    """All flat shards of this process: only its address leads from a sharded parameter to its flat shard."""
-    with _ALIVE_LOCK:
-        return list(_ALIVE)
 
 
 class FlatShard:
@@ -36,13 +25,8 @@ class FlatShard:
 
     def __init__(self, layout: Layout, rank: int, device: torch.device, *, is_pinned: bool = False) -> None:
         self.layout = layout
-        # The sharded gradients of the bucket, which are made above this package. A weak reference: an
-        # optimizer that knows flat shards must not keep modules alive.
-        self.sharded_gradients: Callable[[], Any] = lambda: None
         self.bytes = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)
         self.views = [with_own_storage(view) for view in local_views(self.bytes, layout, rank)]
-        with _ALIVE_LOCK:
-            _ALIVE.add(self)
 
     def fill(self, locals_: Sequence[Tensor]) -> None:
         """Copy the local tensors, one for each parameter, into the buffer."""

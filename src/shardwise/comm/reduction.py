@@ -25,15 +25,11 @@ Hook = Callable[[Tensor], None]
 
 @dataclass(frozen=True)
 class Destination:
-    """Where reduced gradients go: in which layout, on which device, in pinned memory or not.
-
-    ``allocate`` makes memory for them; None: the memory of the sums serves.
-    """
+    """Where reduced gradients go: in which layout, on which device, in pinned memory or not."""
 
     layout: Layout
     device: torch.device
     is_pinned: bool = False
-    allocate: Callable[[], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -218,10 +214,7 @@ class Reduction:
         """Cast to the dtype of ``.grad`` on the device of the sums, then copy to the device of the shards."""
         target, source = self._destination, self.output
         if target.layout is not self._layout:
-            if target.allocate is not None:
-                cast = target.allocate()
-            else:
-                cast = buffer_for(target.layout, source.device, is_filled=True)
+            cast = buffer_for(target.layout, source.device, is_filled=True)
             cast_buffer(source, self._layout, cast, target.layout)
             self._scratch.append(source)
             source = cast

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from operator import is_
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from shardwise.optim.norms import (
     NormPlan,
     gradients_in,
     gradients_of,
-    merged,
     norm_of,
     norms_of_pieces,
     stacked,
@@ -158,24 +156,22 @@ def _clip(
         given = _check_parameters(caller, model_or_parameters)
         name_of = partial(_name_of, given)
         is_module = isinstance(given, nn.Module)
-        gradients = (gradients_in if is_module else gradients_of)(given, caller, name_of)
+        gradients = gradients_in(given, caller, name_of)
         plan = NormPlan(gradients, next(iter(given.parameters() if is_module else given), None))
-        own, runs = [], []
+        own = []
         for column in plan.split(gradients.measured):
-            runs.append(merged(column))
-            norms = norms_of_pieces(runs[-1], power, foreach is not False)
+            norms = norms_of_pieces(column, power, foreach is not False)
             pieces = [norm for of_one in norms for norm in of_one]
             own.append(norm_of(stacked(pieces, plan.device), power).view(1))
         total = plan.over_ranks(own, power)[0].to(_dtype_of_result(gradients))
         if error_if_nonfinite and not total.isfinite():
-            if is_module:  # one by one, to be told apart
-                gradients = gradients_of(list(given.parameters()), caller, name_of)
+            each = list(given.parameters()) if is_module else given
+            gradients = gradients_of(each, caller, name_of)  # one by one, to be told apart
             of_each = norms_of_pieces(gradients.measured, power, foreach is not False)
             raise RuntimeError(_message_about_nonfinite(total, power, gradients, of_each, name_of))
         if limit < math.inf:
-            if not all(map(is_, gradients.locals, gradients.measured)):
-                runs = [merged(gradients.locals)]
-            _scale([tensor for run in runs for tensor in run], limit, total, foreach is not False)
+            present = [local for local in gradients.locals if local is not None]
+            _scale(present, limit, total, foreach is not False)
         return total
 
 

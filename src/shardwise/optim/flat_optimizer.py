@@ -27,11 +27,10 @@ from shardwise.optim.flat_runs import (
     MAX_GAP,
     ParamState,
     RunMember,
-    ShardLocation,
     StateSlice,
     StepPlan,
-    find_locations,
     has_eps,
+    locate,
     make_runs,
     own_copy,
 )
@@ -307,14 +306,10 @@ class FlatOptimizer(Optimizer):
         sharded = [param for param in params if isinstance(param, DTensor)]
         plan.resting += [param for param in sharded if param.grad is None]
         active = [param for param in sharded if param.grad is not None]
-        locations = find_locations([dtensor.local_tensor(param) for param in active])
-        return [
-            _run_member(param, location, apart.get(param))
-            for param, location in zip(active, locations, strict=True)
-        ]
+        return [_run_member(param, apart.get(param)) for param in active]
 
 
-def _run_member(param: DTensor, location: ShardLocation | None, state: ParamState | None) -> RunMember:
+def _run_member(param: DTensor, state: ParamState | None) -> RunMember:
     gradient = param.grad
     if not isinstance(gradient, DTensor):
         raise TypeError(
@@ -325,8 +320,8 @@ def _run_member(param: DTensor, location: ShardLocation | None, state: ParamStat
     is_usual = type(gradient) is DTensor and gradient.placements == param.placements
     if gradient.placements != param.placements or gradient.device_mesh != param.device_mesh:
         gradient = gradient.redistribute(param.device_mesh, param.placements)
-    local = dtensor.local_tensor(gradient)
-    return RunMember(param, dtensor.local_tensor(param), local, is_usual, location, state)
+    local, own = dtensor.local_tensor(param), dtensor.local_tensor(gradient)
+    return RunMember(param, local, own, is_usual, locate(param, local, own), state)
 
 
 def _name(param: Tensor) -> str:

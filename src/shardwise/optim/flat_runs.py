@@ -12,18 +12,20 @@ state. State that is in the right place already is not copied.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress, pairwise, repeat
-from operator import attrgetter, is_, is_not, sub
+from itertools import repeat
+from operator import attrgetter, is_, is_not
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.buffers import FlatShard, flat_shards, typed_range
+from shardwise.comm.buffers import FlatShard, typed_range
 from shardwise.layout.slots import ALIGNMENT
+from shardwise.params.flat_slot import bucket_and_index
+from shardwise.params.sharded_gradients import GradientRange, ShardedGradients
 from shardwise.torch_compat import dtensor, tensor_impl
 
 MAX_GAP = ALIGNMENT - 1
@@ -54,38 +56,36 @@ ParamState = dict[str, Any]
 """The state of one parameter by name: a `StateSlice` for tensors of its shape, anything else as it is."""
 
 
-class ShardLocation(NamedTuple):
-    """The elements [start, end) of a flat shard, padding included, that belong to a sharded parameter."""
+class Location(NamedTuple):
+    """The elements [start, end) of a bucket's flat shard, padding included, that belong to a parameter.
+
+    ``position``: its index in the bucket. ``gradient_start``: where its gradient starts in a buffer of
+    gradients. ``buffer``: the address of that buffer, None if the gradient is somewhere else.
+    """
 
     shard: FlatShard
+    gradients: ShardedGradients
+    position: int
     start: int
     end: int
+    gradient_start: int
+    buffer: int | None
 
 
-def find_locations(locals_: Sequence[Tensor]) -> list[ShardLocation | None]:
-    """Locate local tensors by their addresses; None: in no flat shard."""
-    known = {
-        _address(view): (shard, index)
-        for shard in flat_shards()
-        for index, view in enumerate(shard.views)
-        if _address(view)
-    }
-    return [_locate(local, known) for local in locals_]
-
-
-def _address(tensor: Tensor) -> int:
-    """The address of a tensor; 0 if it has no memory, or is of a subclass."""
-    return tensor.data_ptr() if type(tensor) is Tensor and not tensor.is_meta else 0
-
-
-def _locate(local: Tensor, known: dict[int, tuple[FlatShard, int]]) -> ShardLocation | None:
-    shard, index = known.get(_address(local), (None, 0))
-    if shard is None or not local.numel() or not local.is_contiguous():
+def locate(param: Tensor, local: Tensor, gradient: Tensor) -> Location | None:
+    """Where ``param`` is, given its local tensor and local gradient; None: in no flat shard."""
+    found = bucket_and_index(param)
+    if found is None or not local.numel() or type(local) is not Tensor:
         return None
-    slot, view = shard.layout.slots[index], shard.views[index]
-    is_same = (view.dtype, view.shape) == (local.dtype, local.shape)
-    start = slot.shard_offset // local.itemsize
-    return ShardLocation(shard, start, start + slot.padded_numel) if is_same else None
+    bucket, index = found
+    slot, view = bucket.stored.slots[index], bucket.shard.views[index]
+    is_over_it = (view.dtype, view.shape, view.stride()) == (local.dtype, local.shape, local.stride())
+    if view.is_meta or local.is_meta or not is_over_it or view.data_ptr() != local.data_ptr():
+        return None  # moved, or assigned, and the bucket has yet to follow
+    start, gradients = slot.shard_offset // local.itemsize, bucket.sharded_gradients
+    end, gradient_start = start + slot.padded_numel, gradients.gradient_offset(index)
+    buffer = gradients.buffer_of(index, gradient)
+    return Location(bucket.shard, gradients, index, start, end, gradient_start, buffer)
 
 
 @dataclass(eq=False)
@@ -99,13 +99,13 @@ class RunMember:
     local: Tensor
     gradient: Tensor
     is_usual: bool
-    location: ShardLocation | None
+    location: Location | None
     state: ParamState | None
     signature: Any = None
 
     @property
     def is_plain(self) -> bool:
-        """Whether addresses say where it is: it is of no tensor subclass."""
+        """Whether it is of no tensor subclass."""
         return type(self.local) is Tensor and type(self.gradient) is Tensor
 
     @property
@@ -230,7 +230,11 @@ def _alike(members: Iterable[RunMember]) -> list[list[RunMember]]:
 
 def _neighbours(members: Sequence[RunMember], max_gap: int) -> list[list[RunMember]]:
     found: list[list[RunMember]] = []
-    for member in sorted(members, key=lambda each: each.local.data_ptr()):
+    number_of: dict[int, int] = {}
+    for member in members:
+        assert member.location is not None
+        number_of.setdefault(id(member.location.shard), len(number_of))
+    for member in sorted(members, key=lambda each: (number_of[id(each.location.shard)], _start(each))):  # type: ignore[union-attr]
         if found and _continues(found[-1], member, max_gap):
             found[-1].append(member)
         else:
@@ -249,14 +253,13 @@ def _continues(run: Sequence[RunMember], member: RunMember, max_gap: int) -> boo
     gap = last.location.end - last.location.start - last.local.numel()
     if member.location.start != last.location.end or gap > max_gap:
         return False
-    grad, first_grad = member.gradient, first.gradient
-    if grad.dtype != first_grad.dtype or not (grad.is_contiguous() and first_grad.is_contiguous()):
+    assert first.location is not None
+    if member.location.buffer is None or member.location.buffer != first.location.buffer:
         return False
-    distance = (_start(member) - _start(first)) * grad.itemsize
-    storage = first_grad.untyped_storage()
-    is_beside = grad.data_ptr() - first_grad.data_ptr() == distance
-    reaches = grad.data_ptr() + grad.numel() * grad.itemsize <= storage.data_ptr() + storage.nbytes()
-    return is_beside and reaches and member.signature == first.signature
+    is_beside = member.location.gradient_start - first.location.gradient_start == _start(member) - _start(
+        first
+    )
+    return is_beside and member.gradient.dtype == first.gradient.dtype and member.signature == first.signature
 
 
 # --- signatures -----------------------------------------------------------------------------------
@@ -325,11 +328,9 @@ class StepPlan:
     def finish(self) -> list[tuple[FlatRun, list[RunMember]]]:
         """Lay out what each step compares; returns the runs in their final order."""
         found, self._found = self._found, []
-        found.sort(key=lambda each: not each[1][0].is_plain)
         members = [member for _, some in found for member in some]
         self.runs = [run for run, _ in found]
         self._is_lasting = all(member.is_usual for member in members)
-        self._num_plain = sum(member.is_plain for member in members)
         self._params = [member.param for member in members]
         self._locals = [member.local for member in members]
         self._specs = [
@@ -337,18 +338,13 @@ class StepPlan:
             for member in members
         ]
         self._firsts: list[int] = []
-        # Which gradients must lie how many bytes after the previous one.
-        self._follows: list[bool] = []
-        self._distances: list[int] = []
+        self._ranges: list[_MergedRange] = []
+        count = 0
         for run, some in found:
-            self._firsts.append(len(self._follows))
-            self._follows += [run.is_merged and index > 0 for index in range(len(some))]
+            self._firsts.append(count)
             if run.is_merged:
-                size = some[0].gradient.itemsize
-                self._distances += [(b - a) * size for a, b in pairwise(run.starts)]
-        del self._follows[0:1], self._follows[self._num_plain - 1 :]
-        self._locations = [members[0].location for _, members in found]
-        self._gradient_sources: list[_GradientSource] = []  # of all runs, or none
+                self._ranges.append(_merged_range(some, count))
+            count += len(some)
         return found
 
     def gradients(self, groups: Groups) -> list[Tensor] | None:
@@ -357,49 +353,15 @@ class StepPlan:
             return None
         if not all(map(is_, map(_LOCAL, self._params), self._locals)):
             return None
-        if (wholes := self._wholes()) is not None:
-            return wholes
         gradients = list(map(_GRAD, self._params))
         if not _ONLY_DTENSORS.issuperset(map(type, gradients)):
             return None
         if not all(map(is_, map(_SPEC, gradients), self._specs)):
             return None
-        return self._in_place(list(map(_LOCAL, gradients)))
-
-    def _wholes(self) -> list[Tensor] | None:
-        """The gradients of the runs, where each run is a whole bucket: without a look at each parameter."""
-        if (
-            not self._gradient_sources
-            and self.runs
-            and _gradient_source_of(self.runs[0], self._locations[0]) is not None
-        ):
-            found = [
-                _gradient_source_of(run, location)
-                for run, location in zip(self.runs, self._locations, strict=True)
-            ]
-            self._gradient_sources = [each for each in found if each is not None]
-            if len(self._gradient_sources) < len(found):
-                self._gradient_sources = []
-        wholes: list[Tensor] = []
-        for at in self._gradient_sources:
-            sharded_gradients = at.sharded_gradients()
-            whole = None if sharded_gradients is None else sharded_gradients.flat_gradient_of(at.shards)
-            if whole is None:
-                return None
-            wholes.append(whole)
-        return wholes or None
-
-    def _in_place(self, gradients: list[Tensor]) -> list[Tensor] | None:
-        """The gradients of the runs from local gradients, if those are neighbours."""
-        addresses = list(map(_ADDRESS, gradients[: self._num_plain]))
-        if list(compress(map(sub, addresses[1:], addresses), self._follows)) != self._distances:
+        locals_ = list(map(_LOCAL, gradients))
+        if not all(of.gradients.is_in_place(locals_[of.begin : of.end]) for of in self._ranges):
             return None
-        try:
-            return [
-                run.gradient(gradients[first]) for run, first in zip(self.runs, self._firsts, strict=True)
-            ]
-        except RuntimeError:  # neighbours, but not in one storage
-            return None
+        return [run.gradient(locals_[first]) for run, first in zip(self.runs, self._firsts, strict=True)]
 
     def _has_same(self, groups: Groups) -> bool:
         """Whether param groups have the same parameters, and none outside the runs has a gradient now."""
@@ -412,30 +374,21 @@ class StepPlan:
         return not any(map(is_not, map(_GRAD, self.resting), repeat(None)))
 
 
-class _GradientSource(NamedTuple):
-    """The sharded gradients of a bucket, which form one tensor, and its ``shards``, in order."""
+class _MergedRange(NamedTuple):
+    """The gradients of a merged run, and which of all gradients they are."""
 
-    sharded_gradients: Callable[[], Any]
-    shards: list[Tensor]
+    gradients: GradientRange
+    begin: int
+    end: int
 
 
-def _gradient_source_of(run: FlatRun, location: ShardLocation | None) -> _GradientSource | None:
-    """The sharded gradients that are exactly those of ``run``, and form one tensor."""
-    sharded_gradients = None if location is None else location.shard.sharded_gradients()
-    if location is None or sharded_gradients is None:
-        return None
-    shards = sharded_gradients.shards
-    whole = (
-        sharded_gradients.flat_gradient_of(shards)
-        if set(map(id, shards)) == set(map(id, run.params))
-        else None
-    )
-    is_one = whole is not None and whole.shape == run.flat.shape
-    return _GradientSource(location.shard.sharded_gradients, shards) if is_one else None
+def _merged_range(members: Sequence[RunMember], begin: int) -> _MergedRange:
+    locations = [member.location for member in members if member.location is not None]
+    indices = [location.position for location in locations]
+    return _MergedRange(locations[0].gradients.range_of(indices), begin, begin + len(members))
 
 
 _LOCAL, _GRAD, _SPEC = dtensor.local_tensor, attrgetter("grad"), dtensor.spec_of
-_ADDRESS = Tensor.data_ptr
 _ONLY_DTENSORS = {DTensor}
 
 

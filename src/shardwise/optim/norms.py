@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import add, attrgetter, itemgetter, methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -31,7 +31,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from shardwise.comm.communicators import all_reduce
+from shardwise.params.bucket import Bucket
 from shardwise.params.deferred import DeferredGradient
+from shardwise.params.flat_slot import bucket_and_index
 from shardwise.setup.validation import PLACE
 from shardwise.torch_compat import dtensor, foreach, nn_modules
 
@@ -72,32 +74,45 @@ class Gradients:
         return Gradients(*([*own, *more] for own, more in pairs))
 
 
-def gradients_in(model: nn.Module, caller: str, name_of: Callable[[Tensor], str]) -> Gradients:
+def gradients_in(
+    model: nn.Module | Sequence[Tensor], caller: str, name_of: Callable[[Tensor], str]
+) -> Gradients:
     """Those of all parameters in ``model``, as few tensors; what ``gradients_of`` may raise.
 
-    Which are together follows from the groups, in all common cases: ranks that hold copies come to the same
+    Which are together follows from the buckets, in all common cases: ranks that hold copies come to the same
     bits.
     """
-    kind = type(model)
-    if (kind.parameters, kind.named_parameters) != (nn.Module.parameters, nn.Module.named_parameters):
-        return gradients_of(list(model.parameters()), caller, name_of)  # it says itself which are its own
-    modules = modules_in(model)
-    registered = chain.from_iterable(map(_values, map(_registered, modules)))
-    params = {id(param): param for param in registered if param is not None}
-    groups = dict.fromkeys(module.__dict__[PLACE].group for module in modules if PLACE in module.__dict__)
+    params, buckets = _of_module(model) if isinstance(model, nn.Module) else _of_parameters(model)
     together: list[tuple[Tensor, Tensor, Tensor, GradientPlacement]] = []
-    for sharded_gradients in [bucket.sharded_gradients for group in groups for bucket in group.buckets]:
-        shards = sharded_gradients.shards
+    for bucket in buckets:
+        shards = bucket.sharded_gradients.shards
         keys = list(map(id, shards))
         if (
             all(map(params.__contains__, keys))
-            and (whole := sharded_gradients.flat_gradient_of(shards)) is not None
+            and (flat := bucket.sharded_gradients.flat_gradient()) is not None
         ):
             spec = dtensor.spec_of(shards[0])
-            together.append((shards[0], whole, whole, (spec.mesh, without_sums(spec.placements))))
+            together.append((shards[0], flat, flat, (spec.mesh, without_sums(spec.placements))))
             deque(map(params.pop, keys), maxlen=0)
     columns: Any = zip(*together, strict=True) if together else ((), (), (), ())
     return Gradients(*columns).and_those_of(gradients_of(list(params.values()), caller, name_of))
+
+
+def _of_module(model: nn.Module) -> tuple[dict[int, Tensor], Sequence[Bucket]]:
+    kind = type(model)
+    if (kind.parameters, kind.named_parameters) != (nn.Module.parameters, nn.Module.named_parameters):
+        return _of_parameters(list(model.parameters()))  # it says itself which are its own
+    modules = modules_in(model)
+    registered = chain.from_iterable(map(_values, map(_registered, modules)))
+    params: dict[int, Tensor] = {id(param): param for param in registered if param is not None}
+    groups = dict.fromkeys(module.__dict__[PLACE].group for module in modules if PLACE in module.__dict__)
+    return params, [bucket for group in groups for bucket in group.buckets]
+
+
+def _of_parameters(given: Sequence[Tensor]) -> tuple[dict[int, Tensor], Sequence[Bucket]]:
+    params = {id(param): param for param in given}
+    found = [bucket_and_index(param) for param in params.values()]
+    return params, list(dict.fromkeys(each[0] for each in found if each is not None))
 
 
 def modules_in(model: nn.Module) -> list[nn.Module]:
@@ -199,46 +214,6 @@ def _check_gradient(param: Tensor, gradient: Tensor, caller: str, name_of: Calla
 
 
 # --- norms of what is here ------------------------------------------------------------------------
-
-
-_layout, _nbytes, _dtype = attrgetter("layout"), attrgetter("nbytes"), attrgetter("dtype")
-
-
-def merged(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """``tensors``, neighbours in one buffer as one flat tensor: reduced gradients are such neighbours.
-
-    A norm does not care in how many tensors the numbers are, and the host does. In the order of the
-    parameters, whatever the addresses: ranks that hold copies come to the same bits.
-    """
-    present = [tensor for tensor in tensors if tensor is not None]
-    alone: Iterable[int] = ()
-    dense: Sequence[int] = range(len(present))
-    if set(map(_layout, present)) - {torch.strided} or not all(map(Tensor.is_contiguous, present)):
-        dense = [i for i, t in enumerate(present) if t.layout is torch.strided and t.is_contiguous()]
-        alone = set(range(len(present))).difference(dense)
-    ours = [present[index] for index in dense]
-    starts, dtypes = list(map(Tensor.data_ptr, ours)), list(map(_dtype, ours))
-    ends = list(map(add, starts, map(_nbytes, ours)))
-    runs = [[index] for index in alone]
-    end, dtype = -1, None
-    for at in sorted(range(len(ours)), key=starts.__getitem__):
-        if starts[at] == end and dtypes[at] is dtype:
-            runs[-1].append(dense[at])
-        else:
-            runs.append([dense[at]])
-        end, dtype = ends[at], dtypes[at]
-    together: list[tuple[int, Tensor]] = []
-    for run in runs:
-        together += _as_one(run, [present[index] for index in run])
-    return [tensor for _, tensor in sorted(together, key=itemgetter(0))]
-
-
-def _as_one(indices: list[int], run: list[Tensor]) -> list[tuple[int, Tensor]]:
-    """Tensors that follow each other in memory, as one where that is memory of one buffer; by first index."""
-    if len(run) < 2 or run[0].untyped_storage().data_ptr() != run[-1].untyped_storage().data_ptr():
-        return list(zip(indices, run, strict=True))
-    numel = sum(map(Tensor.numel, run))
-    return [(min(indices), run[0].as_strided((numel,), (1,), run[0].storage_offset()))]
 
 
 def norms_of_pieces(tensors: Sequence[Tensor | None], power: float, is_foreach: bool) -> list[list[Tensor]]:

@@ -7,7 +7,6 @@ Where sharded parameters are stored in another dtype than they are computed in, 
 shard is first copied into a buffer to send from: one cast, one copy, for all parameters together.
 """
 
-import weakref
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import or_
@@ -30,6 +29,7 @@ from shardwise.layout.mesh import ShardMesh
 from shardwise.layout.slots import ALIGNMENT, Layout, SlotSpec, plan_layout
 from shardwise.params.changes import all_start_at
 from shardwise.params.comm_options import CommOptions
+from shardwise.params.flat_slot import FlatSlot
 from shardwise.params.parameter import Param
 from shardwise.params.post_forward import PostForwardShard
 from shardwise.params.sharded_gradients import ShardedGradients
@@ -168,14 +168,8 @@ class Bucket:
         for each in (self._reduce_scatter_comm, self._sum_over_replicas):
             if isinstance(each, (QuantizedExchange, QuantizedSum)):
                 each.plan_for(self.reduced)
-        self.sharded_gradients = ShardedGradients(
-            self.params, self.kept, self.mesh.shard.rank, self.storage.device
-        )
-        self.shard.sharded_gradients = weakref.ref(self.sharded_gradients)
-        allocate = (
-            None if self.is_offloaded else partial(self.sharded_gradients.acquire_buffer, is_filled=True)
-        )
-        self._destination = Destination(self.kept, self.storage.device, self.storage.is_pinned, allocate)
+        self.sharded_gradients = ShardedGradients(self.params, self.kept, self.mesh.shard.rank)
+        self._destination = Destination(self.kept, self.storage.device, self.storage.is_pinned)
         self._has_scalars = any(slot.is_replicated for slot in self.reduced.slots)
         self._all_gather: AllGather | None = None
         self._pieces: list[Tensor] | None = None
@@ -183,8 +177,9 @@ class Bucket:
         self._earlier = None
         self._is_earlier = [False] * len(self.params)
         self.unsharded_params = []
-        for param in self.params:
+        for index, param in enumerate(self.params):
             param.unsharded = None
+            param.stand_at(FlatSlot(self, index))
 
     def _layout(self, form: str, world: int | None = None, slots_serve: int | None = None) -> Layout:
         """The layout of the parameters in one of the dtypes of their Precision; equal layouts are shared."""
@@ -399,10 +394,7 @@ class Bucket:
 
     def open_reduction(self, streams: CommStreams, divisor: float, *, is_filled: bool) -> Reduction:
         """A reduction with nothing sent yet. ``is_filled``: every parameter will have a gradient."""
-        if self.kept is self.reduced and not self.is_offloaded:
-            allocate = partial(self.sharded_gradients.acquire_buffer, is_filled=is_filled)
-        else:
-            allocate = partial(buffer_for, self.reduced, self.mesh.device, is_filled=is_filled)
+        allocate = partial(buffer_for, self.reduced, self.mesh.device, is_filled=is_filled)
         divisor = 1.0 if self.averages_itself else divisor
         return Reduction(self._reduce_scatter, self.reduced, divisor, streams, allocate, is_filled=is_filled)
 

@@ -32,6 +32,7 @@ from shardwise.layout.fqns import clean
 from shardwise.layout.mesh import ShardMesh
 from shardwise.layout.precision import Precision
 from shardwise.params.deferred import DeferredGradient, deferred_gradient
+from shardwise.params.flat_slot import FLAT_SLOT, FlatSlot
 from shardwise.params.replaced_parameter import NAME, ReplacedParameter, describe, have_equal_shards
 from shardwise.torch_compat import autograd, dtensor, nn_modules, tensor_impl
 
@@ -99,6 +100,7 @@ class Param:
         self._spec = self._make_spec(original.shape, original.dtype)
         self.gradient_spec = self._spec
         self._original = weakref.ref(original)
+        self._flat_slot = FlatSlot()
         self.version_base = 0
         # The caller's hooks on the original. They stay in these dicts, so that a handle can remove them.
         self._original_hooks = autograd.gradient_hooks(original)
@@ -156,6 +158,12 @@ class Param:
         for tensor in (self.sharded, *([] if original is None else [original])):
             setattr(tensor, NAME, self.fqn)
 
+    def stand_at(self, slot: FlatSlot) -> None:
+        """Let the sharded parameter say where it is in its bucket."""
+        self._flat_slot = slot
+        if self.sharded is not self._original():
+            setattr(self.sharded, FLAT_SLOT, slot)
+
     # --- the sharded parameter --------------------------------------------------------------------
 
     def take_over(
@@ -195,6 +203,7 @@ class Param:
             nn_modules.parameters(site.module)[site.name] = sharded
         self.sharded, self.local = sharded, dtensor.local_tensor(sharded)
         self._mark_with_name()
+        self.stand_at(self._flat_slot)
         if (original := self._original()) is not None and type(original) is nn.Parameter:
             original.__class__ = ReplacedParameter
 
@@ -303,6 +312,7 @@ class Param:
         for key, value in self.attributes.items():
             vars(self.sharded).setdefault(key, value)
         self._mark_with_name()
+        self.stand_at(self._flat_slot)
 
     def _can_adopt(self, new: Any) -> bool:
         assert isinstance(self.sharded, DTensor)
