@@ -63,13 +63,15 @@ def make_dtensor(local: Tensor, spec: DTensorSpec, cls: type[DTensor] = DTensor)
 
 
 def make_parameter(local: Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
-    """A parameter that is a DTensor over ``local``, on the very mesh of ``spec``.
+    """A parameter that is a DTensor over ``local``, with the process groups of the mesh of ``spec``.
 
     ``nn.Parameter`` detaches its tensor, and DTensor's cache of operations then answers with the first equal
-    mesh that it has seen, whose process groups may be others, or gone. Seen on 2.11 to 2.15.
+    mesh that it has seen, whose process groups may be others, or gone. Seen on 2.11 to 2.15. One with the same
+    process groups stays: compiled graphs are good for one object.
     """
     param = nn.Parameter(make_dtensor(local, spec), requires_grad)
-    param._spec = spec  # type: ignore[attr-defined]
+    if spec_of(param).mesh._dim_group_names != spec.mesh._dim_group_names:
+        param._spec = spec  # type: ignore[attr-defined]
     return param
 
 
