@@ -17,7 +17,7 @@ from shardwise.engine.members import set_member, sharded_members
 from shardwise.engine.root import Member
 from shardwise.features.outside_calls import explain_calls
 from shardwise.features.standard import new_root
-from shardwise.fsdp_module import ShardedModule
+from shardwise.fsdp_module.sharded_module import ShardedModule
 from shardwise.groups.casts import Casts, cast_around
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.mesh import resolve_mesh

@@ -7,7 +7,8 @@ from torch import nn
 
 from shardwise.compile.hooks import wrap_method
 from shardwise.engine.members import member_of
-from shardwise.fsdp_module import FSDPModule, is_sharded, under_compile
+from shardwise.fsdp_module import FSDPModule
+from shardwise.fsdp_module.identity import is_sharded, under_compile
 
 
 def share_comm_ctx(modules: "Sequence[FSDPModule]") -> None:

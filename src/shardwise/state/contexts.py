@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.engine.members import sharded_members
 from shardwise.engine.root import Member, Root
 from shardwise.features.inference import begin_inference, end_inference
-from shardwise.fsdp_module import is_sharded
+from shardwise.fsdp_module.identity import is_sharded
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.mesh import axes_of
 from shardwise.ranks.agreement import run_on_all_ranks
