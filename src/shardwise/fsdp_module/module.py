@@ -43,8 +43,9 @@ class FSDPModule(CommunicationSetters):
 
     A module's own parameter group holds the parameters that its ``fully_shard`` call took; sharded modules
     inside it have groups of their own. Setters with ``recurse`` act on all of these groups by default.
-    Settings stay until they are changed, and must be the same on all ranks: those that decide which
-    collectives run are compared at the next forward with gradients.
+    Settings stay until they are changed. Those that decide which collectives run must be the same on all
+    ranks. The next forward with gradients compares them, except, after the first forward, those that may
+    change with each microbatch (gradient synchronisation, all-reduce, reshard after backward).
     """
 
     # --- unshard and reshard ----------------------------------------------------------------------
@@ -108,7 +109,7 @@ class FSDPModule(CommunicationSetters):
 
         Args:
             reshard_after_forward: True frees the full parameters after forward and unshards them again for
-                backward: least memory, one more all-gather a group. False keeps them until backward.
+                backward: least memory, one more all-gather per group. False keeps them until backward.
             recurse: also set it for all sharded modules inside this one (default True).
 
         Raises:
@@ -116,7 +117,7 @@ class FSDPModule(CommunicationSetters):
 
         Example::
 
-            model.set_reshard_after_forward(False)  # enough memory: save an all-gather a group
+            model.set_reshard_after_forward(False)  # enough memory: save an all-gather per group
             model(batch).sum().backward()
         """
         caller = "set_reshard_after_forward"
@@ -127,7 +128,7 @@ class FSDPModule(CommunicationSetters):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Choose whether parameters are resharded after backward (by default they are).
 
-        While they are kept, each forward begins with an all-reduce of one flag a group, and unshards again
+        While they are kept, each forward begins with an all-reduce of one flag per group, and unshards again
         the groups whose shards have changed on any rank.
 
         Args:
@@ -352,8 +353,8 @@ class FSDPModule(CommunicationSetters):
     def set_reduce_ignored_params(self, reduce_ignored_params: bool, *, recurse: bool = True) -> None:
         """Choose whether the gradients of ``ignored_params`` are averaged over the ranks (by default not).
 
-        Costs one all-reduce a dtype and mesh dimension for each group that ignores parameters, at the end of
-        each backward that synchronises. A trainable parameter without a gradient takes part with zeros.
+        Costs one all-reduce per dtype and mesh dimension for each group that ignores parameters, at the end
+        of each backward that synchronises. A trainable parameter without a gradient takes part with zeros.
 
         Args:
             reduce_ignored_params: True averages them.
@@ -425,7 +426,7 @@ class FSDPModule(CommunicationSetters):
         """Reduce the gradients that earlier backwards left, in groups that synchronise gradients now.
 
         Call it after ``set_manual_backward_finalization(True)``, once for all backwards of an iteration and
-        before gradients are read or cleared. It frees the full gradients. Collective: one reduce-scatter a
+        before gradients are read or cleared. It frees the full gradients. Collective: one reduce-scatter per
         group, which all ranks of the mesh must enter. Before the first forward it does nothing.
 
         Args:

@@ -84,7 +84,7 @@ def unsharded(
     the same shards as before are registered, so an existing optimizer keeps working. They take over changes
     of the full parameters: in place, through ``.data``, by replacing a parameter, or of ``requires_grad``.
 
-    Collective: all ranks must enter it, for one all-gather a group. Costs the memory of the full model (of
+    Collective: all ranks must enter it, for one all-gather per group. Costs the memory of the full model (of
     one group at a time on ranks that do not see it, or on a device from which it is offloaded), and with
     ``writeback`` that of the shards once more. The parameters of a group share memory: clone one to save it
     alone. Forward, backward and an overlapping ``unsharded`` are refused inside.
