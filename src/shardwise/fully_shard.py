@@ -1,7 +1,6 @@
-"""``fully_shard``: check, plan the group, shard, mix in the class, install the hooks.
+"""``fully_shard``: validate, plan the parameter group, shard, mix in the class, install the hooks.
 
-Everything that can fail happens before the first module is touched, so that after an error the model
-is as it was.
+Everything that can fail happens before the first module is touched, so an error leaves the model as it was.
 """
 
 import warnings
@@ -17,7 +16,7 @@ from shardwise.engine.members import set_member, sharded_members
 from shardwise.engine.root import Member
 from shardwise.features.outside_calls import explain_calls
 from shardwise.features.standard import new_root
-from shardwise.fsdp_module import ShardedModule
+from shardwise.fsdp_module.sharded_module import ShardedModule
 from shardwise.groups.casts import Casts, cast_around
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.mesh import resolve_mesh
@@ -111,71 +110,73 @@ def fully_shard(
 ) -> Any:
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
 
-    Every parameter that no sharded module inside ``module`` has taken becomes an ``nn.Parameter``
-    holding a ``DTensor``: sharded on dim 0 in chunks of ``ceil(rows / world)`` rows, the last ranks
-    perhaps with fewer or none; a scalar is replicated. The parameters of one call form one group: they
-    are gathered together before forward and before backward, freed after, and their gradients are
-    averaged over the ranks and scattered together. Call it bottom-up: on the blocks first, then on the
-    model.
+    Every parameter that no sharded module inside ``module`` has taken becomes an ``nn.Parameter`` that
+    holds a ``DTensor``, sharded on dim 0 in chunks of ``ceil(rows / world size)`` rows; the last ranks may
+    have fewer rows, or none. A scalar is replicated. The parameters of one call form one parameter group:
+    they are unsharded together before forward and before backward and resharded after each, and their
+    gradients are averaged over the ranks and reduce-scattered together. Call it bottom-up: on the blocks
+    first, then on the model.
 
-    A parameter that is a DTensor already, of tensor or expert parallelism, becomes one on the joint mesh;
-    modules see it as it was. One that is tied to a parameter of a module sharded before moves to the
-    group of this call, if that module is inside ``module``.
+    A parameter that is already a DTensor, from tensor or expert parallelism, becomes one on the joint mesh;
+    in forward, modules see it as it was. A parameter that is tied to one of a module sharded before moves to
+    the group of this call, if that module is inside ``module``.
+
+    The call itself communicates nothing, unless ``sync_module_states`` asks for it. Each rank then stores
+    1 / world size of every parameter. Each rank keeps its own rows, so all ranks must start from equal
+    weights; parameters on the meta device are not compared. After an error the model is unchanged.
+
+    Forward hooks on ``module`` see full parameters, including hooks registered later; hooks registered with
+    ``prepend=True`` run before ours and see shards. Hooks on a sharded parameter run when its reduced
+    gradient is there. If the loss also uses the sharded parameter itself (a penalty on
+    ``model.parameters()``), autograd adds that gradient separately: hooks of
+    ``register_post_accumulate_grad_hook`` then run twice in one backward, and ``.grad`` is complete the
+    second time.
+
+    In the first forward with gradients, and after the plan has changed (frozen weights, settings), the ranks
+    compare what they are about to do: names, shapes, dtypes, groups, meshes, policies. If they differ, every
+    rank raises, with the first difference.
 
     Args:
-        module: an ``nn.Module`` with a forward, or a list of such, which then form one group.
+        module: an ``nn.Module`` with a forward, or a list of such modules, which then form one group.
         mesh: a ``DeviceMesh`` of one dimension, to shard over, or of two: parameters are replicated over
-            the first and sharded over the second. None: all ranks of the default process group.
-        reshard_after_forward: True frees the full parameters after forward and gathers them again for
-            backward; False keeps them; None frees them except where backward probably needs them at once: in
-            the outermost sharded module, and in the last of those inside it, in the order of ``modules()``
-            (not where the caller says what backward gathers ahead, nor in graphs of a whole model). A number
-            n of ranks, a divisor of the number sharded over: each n neighbours keep them together and gather
-            them again among themselves (1 is as False, all of them as True).
+            the first and sharded over the second. None (default): all ranks of the default process group.
+        reshard_after_forward: True reshards after forward and unshards again for backward: least memory, one
+            more all-gather. False keeps the full parameters until backward. None (default) reshards, except
+            where backward probably begins: in the outermost sharded module, and in the last of those inside
+            it, in the order of ``modules()`` (which is resharded too where the caller chooses what backward
+            prefetches, and in a graph of the whole model). A number n, a divisor of the number of ranks
+            sharded over: n neighbouring ranks keep the parameters together, and unshard again among
+            themselves (1 is the same as False, all of them the same as True).
         shard_placement_fn: called with each parameter; returns the ``Shard(dim)`` to use for it, a
             :class:`ShardPlacementResult` to choose its mesh as well, or None for ``Shard(0)``. Sharding on
-            other dims than 0 costs a copy of the parameter at every gather and reduction.
-        mp_policy: dtypes of computation and reduction; see :class:`MixedPrecisionPolicy`.
-        offload_policy: :class:`CPUOffloadPolicy` keeps the shards in host memory.
-        ignored_params: parameters to leave as they are. They are not moved to the device either, and their
-            gradients are this rank's own, unless ``set_reduce_ignored_params(True)`` says otherwise.
-        dp_mesh_dims: ``mesh`` is the mesh of all dimensions, and this says which of them to shard and to
-            replicate over; parameters may be DTensors on all of it, replicated on these dimensions.
-        comm_policy: how the parameters travel; see :class:`CommPolicy`.
-        sync_module_states: True has all ranks begin with the parameters and buffers that the first rank of
-            the mesh has, for weights that were loaded or drawn there alone. Ranks that receive may have
-            theirs on the meta device. Collective; sends every byte once along each mesh dimension. Ignored
-            parameters stay as they are.
-        check_equal_weights: True has each rank note a checksum of every parameter before it is cut. They are
-            compared at the first forward with gradients, which raises if ranks cut parts of different
-            values, unless the parts were given other values meanwhile. False spares the time, about that
-            of copying the model once, for large models that are known to be equal; copies that replicas
-            keep are then not compared either.
+            another dim than 0 costs a copy of the parameter in every all-gather and reduce-scatter.
+        mp_policy: dtypes of computation and reduction; see :class:`MixedPrecisionPolicy`. By default, and
+            with None, everything runs in the parameters' own dtypes.
+        offload_policy: :class:`CPUOffloadPolicy` keeps the shards in host memory. By default they are on the
+            device of the mesh.
+        ignored_params: parameters to leave as they are (default none). They are not moved to the device, and
+            their gradients are not reduced unless ``set_reduce_ignored_params(True)`` asks for it.
+        dp_mesh_dims: which dimensions of ``mesh`` to shard and to replicate over, if ``mesh`` has others as
+            well. Parameters may be DTensors on all of ``mesh``, replicated on these dimensions.
+        comm_policy: how and when the parameters travel; see :class:`CommPolicy`, whose defaults None takes.
+        sync_module_states: True gives all ranks the parameters and buffers of the first rank of the mesh, for
+            weights that were loaded or drawn there only. The other ranks may have theirs on the meta device.
+            Collective: sends every byte once along each mesh dimension. Ignored parameters stay as they are.
+        check_equal_weights: True (default) records a checksum of every parameter before it is sharded. The
+            first forward with gradients compares them, and raises if ranks sharded different values and
+            nothing has replaced these since. False saves the time, about that of copying the model once, for
+            large models that are known to be equal; replicas are then not compared either.
 
     Returns:
         ``module`` itself. Its class is now a subclass of its former class and of
         :class:`FSDPModule`.
 
     Raises:
-        TypeError: an argument is of the wrong kind.
-        ValueError: a module cannot be sharded as asked: it has no forward, is already sharded, comes
-            after its parent, or the mesh, a dtype or a placement does not fit.
-        RuntimeError: there is no process group.
+        TypeError: an argument is of the wrong type, or a module's class cannot be extended.
+        ValueError: a module cannot be sharded as asked: it has no forward, is already sharded, is sharded
+            after a module around it, or the mesh, a dtype or a placement does not fit.
+        RuntimeError: there is no process group, or a tied parameter belongs to a group that has run.
         NotImplementedError: a parameter is of a kind that is not supported.
-
-    After an error nothing has changed. Costs no communication unless ``sync_module_states``; each rank keeps
-    1 / world of every parameter. Every rank keeps its own rows: ranks must start from equal weights.
-    Parameters on the meta device are not compared.
-
-    Forward hooks on ``module`` see full parameters, also those registered later; what is put before all
-    others (``prepend=True``) sees shards. Hooks on a sharded parameter run when its reduced gradient has
-    come. Where the loss uses the sharded parameter itself as well (a penalty on ``model.parameters()``),
-    autograd adds that gradient apart, and what ``register_post_accumulate_grad_hook`` has registered runs
-    twice in one backward: ``.grad`` is complete the second time.
-
-    At the first forward with gradients, and when the plan has changed since (frozen weights, settings), all
-    ranks compare what they are about to do: names, shapes, dtypes, groups, meshes, policies. Where ranks
-    differ, all of them raise, with the first difference.
 
     Example::
 
@@ -241,7 +242,7 @@ def fully_shard(
 
 
 def _set_going(group: ParameterGroup, modules: list[nn.Module], names: dict[nn.Module, str]) -> None:
-    """Note on the modules whose they are, and have their forwards drive the group."""
+    """Attach the group to its modules, install the hooks, and join the trees of sharded modules inside."""
     member = Member(group, new_root(group.device))
     for module in modules:
         set_member(module, member)
@@ -265,7 +266,7 @@ def _message_about_ignored(group: ParameterGroup, found: Found) -> str:
 
 
 def _mix_in(modules: list[nn.Module], classes: list[type]) -> None:
-    """Give the modules their sharded classes, all or none."""
+    """Give all modules their sharded classes, or none if one of them fails."""
     done: list[nn.Module] = []
     try:
         for module, cls in zip(modules, classes, strict=True):
@@ -291,7 +292,7 @@ def _buffers_of(managed: list[nn.Module], names: dict[nn.Module, str]) -> list[t
 
 
 def _move_buffers(managed: list[nn.Module], device: torch.device, dtype: torch.dtype | None) -> None:
-    """Bring buffers to the device that will compute, and floating-point ones to ``dtype``."""
+    """Move buffers to the device of the computation, and cast floating-point ones to ``dtype``."""
     moved: dict[torch.Tensor, torch.Tensor] = {}  # a buffer may be shared
     for module in managed:
         for name, buffer in module._buffers.items():
@@ -305,7 +306,7 @@ def _move_buffers(managed: list[nn.Module], device: torch.device, dtype: torch.d
 
 
 def _build_tree(modules: list[nn.Module], member: Member) -> None:
-    """Put all groups inside the newly sharded modules under its schedule, and name them by it."""
+    """Let the new root drive all groups inside the newly sharded modules, and name them as it sees them."""
     members = {id(m): m for module in modules for m in sharded_members(module)}
     member.root.adopt(list(members.values()), member)
     for root in modules:

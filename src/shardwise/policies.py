@@ -1,6 +1,6 @@
-"""What a caller may choose about a group: values only, no behaviour of their own.
+"""What a caller may choose for a parameter group: values only, without behaviour of their own.
 
-Policies are read by attribute, never by class, so that torch's own policy objects serve as well.
+The library reads policies by attribute, never by class, so torch's own policy objects work as well.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ FullPrecision = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, n
 
 
 class MixedPrecisionPolicyLike(Protocol):
-    """What serves as a policy of mixed precision: this library's or torch's."""
+    """A mixed-precision policy: this library's or torch's."""
 
     @property
     def param_dtype(self) -> torch.dtype | None: ...  # noqa: D102
@@ -29,14 +29,14 @@ class MixedPrecisionPolicyLike(Protocol):
 
 
 class CPUOffloadPolicyLike(Protocol):
-    """What serves as a policy of CPU offload: this library's or torch's."""
+    """A CPU offload policy: this library's or torch's."""
 
     @property
     def pin_memory(self) -> bool: ...  # noqa: D102
 
 
 class DataParallelMeshDimsLike(Protocol):
-    """What names the data-parallel dimensions of a mesh: this library's class or torch's."""
+    """The data-parallel dimensions of a mesh, by name: this library's class or torch's."""
 
     @property
     def shard(self) -> str | tuple[str, ...] | None: ...  # noqa: D102
@@ -45,7 +45,7 @@ class DataParallelMeshDimsLike(Protocol):
 
 
 class ShardPlacementResultLike(Protocol):
-    """What ``shard_placement_fn`` may return beside a ``Shard``: this library's class or torch's."""
+    """What ``shard_placement_fn`` may return instead of a ``Shard``: this library's class or torch's."""
 
     @property
     def placement(self) -> Shard | None: ...  # noqa: D102
@@ -63,26 +63,37 @@ class MixedPrecisionPolicy:
     Shards, and with them the optimizer, keep the parameters' own dtype.
 
     Args:
-        param_dtype: dtype of the full parameters, hence of the gather and of the computation. None: the
-            parameters' own.
-        reduce_dtype: dtype in which gradients are summed over ranks. None: that of the full gradients.
-        output_dtype: floating-point outputs of forward are cast to it. None: left as they are.
-        cast_forward_inputs: cast floating-point inputs of forward to ``param_dtype``.
-        param_dtype_override_fn: a function of a parameter that returns the parameter's own dtype to compute
-            with it in that, and None or ``param_dtype`` otherwise. Asked once a parameter, by
-            ``fully_shard``; it must answer alike on all ranks. Gradients are reduced as without it, inputs
-            are cast as without it.
-        accumulate_dtype: dtype in which full gradients add up, within a backward and over microbatches
-            without synchronisation. None: ``reduce_dtype``, or the dtype of the full parameter. Costs
-            full gradients of this dtype while they wait.
-        buffer_dtype: ``fully_shard`` casts floating-point buffers to it. None: left as they are.
-        keep_low_precision_grads: leave ``.grad`` of the shards in ``reduce_dtype`` instead of casting it
-            to the parameter's dtype. The optimizer must be able to mix the two.
-        full_precision: what stays in its own dtype inside the same group: a module class or a tuple of
-            them, or a predicate ``(name, module, parameter) -> bool``, ``module`` the one that the
-            parameter is registered in. Modules of a class given have their floating-point inputs cast to
-            their parameters' dtype and their outputs back; with a predicate, the module's own code has
-            to handle the mixture.
+        param_dtype: dtype of the full parameters, and so of the all-gather and the computation. None
+            (default): the parameters' own.
+        reduce_dtype: dtype in which gradients are summed over the ranks. None (default): that of the full
+            gradients.
+        output_dtype: dtype to cast floating-point outputs of forward to. None (default) leaves them.
+        cast_forward_inputs: True (default) casts floating-point inputs of forward to ``param_dtype``.
+        param_dtype_override_fn: a function of a parameter, called once for each by ``fully_shard``. It
+            returns the parameter's own dtype to compute with it in that dtype, and None or ``param_dtype``
+            otherwise, and must return the same on all ranks. It changes neither the dtype in which gradients
+            are reduced nor how inputs are cast.
+        accumulate_dtype: dtype in which full gradients accumulate, within a backward and over microbatches
+            without synchronisation; while they wait they take their memory in this dtype. None (default):
+            ``reduce_dtype``, or else the dtype of the full parameter.
+        buffer_dtype: dtype to which ``fully_shard`` casts floating-point buffers. None (default) leaves them.
+        keep_low_precision_grads: True leaves ``.grad`` of the shards in ``reduce_dtype``, and the optimizer
+            must accept that. False (default) casts it to the parameter's dtype.
+        full_precision: parameters that stay in their own dtype, though in the same group. Either a module
+            class, or a tuple of classes: such modules have their floating-point inputs cast to the dtype of
+            their parameters, and their outputs cast back. Or a predicate ``(name, module, parameter) ->
+            bool``, where ``module`` is the one that registers the parameter: its code then has to handle
+            the mixed dtypes itself.
+
+    Raises:
+        TypeError: from ``fully_shard``: a field is not of the type above.
+        ValueError: from ``fully_shard``: a dtype is not floating-point, or has fewer than 16 bits; or
+            ``param_dtype_override_fn`` returned a dtype that is neither of the two.
+
+    Example::
+
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard(model, mp_policy=policy)
     """
 
     param_dtype: torch.dtype | None = None
@@ -98,19 +109,26 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Where shards live between uses. This base class means: on the device of the mesh."""
+    """Where shards are stored. This base class, the default, stands for the device of the mesh."""
 
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Keep shards, their gradients and so the optimizer's state and work in host memory.
+    """Keep shards and their gradients, and so the optimizer's state and step, in host memory.
 
-    One copy a group brings the shards to the device before a gather, and one takes the reduced gradients
-    back; both run beside the computation.
+    Each group costs one copy of its shards to the device before every all-gather, and one copy of its
+    reduced gradients back; both overlap with the computation.
 
     Args:
-        pin_memory: pin the host memory of shards and gradients, without which copies hold up the
-            computation. Other processes cannot use pinned memory. Without effect on a CPU mesh.
+        pin_memory: True (default) pins the host memory of shards and gradients, which other processes then
+            cannot use. False makes the computation wait for the copies. Changes nothing on a CPU mesh.
+
+    Raises:
+        TypeError: from ``fully_shard``: ``pin_memory`` is not a bool.
+
+    Example::
+
+        fully_shard(model, offload_policy=CPUOffloadPolicy())
     """
 
     pin_memory: bool = True
@@ -118,32 +136,41 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which dimensions of a mesh of all dimensions are data-parallel.
+    """Which dimensions of a mesh are data-parallel, where it has others as well.
 
     Args:
-        shard: name of the dimension to shard over, or a tuple of names, which are flattened into one. The
-            first flattening makes process groups, for which torch needs all ranks of the root mesh: where
-            some of them shard nothing, let all flatten it before (``mesh[names]._flatten()``).
-        replicate: name or names of the dimensions to replicate over; with ``shard=None`` this is pure data
-            parallelism.
+        shard: the name of the dimension to shard over, or a tuple of names, which are flattened into one
+            dimension. The first flattening creates process groups, which is collective over the root mesh:
+            if some of its ranks shard nothing, let all of them call ``mesh[names]._flatten()`` before. None
+            (default) shards over none: plain data parallelism.
+        replicate: the name, or names, of the dimensions to replicate over. None (default) for none.
+
+    Raises:
+        ValueError: both are None.
+
+    Example::
+
+        mesh = init_device_mesh("cuda", (2, 4, 2), mesh_dim_names=("replicate", "shard", "tp"))
+        dims = DataParallelMeshDims(shard="shard", replicate="replicate")
+        fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
     """
 
     shard: str | tuple[str, ...] | None = None
     replicate: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what names nothing."""
+        """Refuse a value that names no dimension."""
         if self.shard is None and self.replicate is None:
             raise ValueError("DataParallelMeshDims: set shard, replicate or both; neither names a dimension.")
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        """The names in ``shard``; none where it is None."""
+        """The names in ``shard``; an empty tuple if it is None."""
         return _as_names(self.shard)
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
-        """The names in ``replicate``; none where it is None."""
+        """The names in ``replicate``; an empty tuple if it is None."""
         return _as_names(self.replicate)
 
 
@@ -157,8 +184,15 @@ class ShardPlacementResult:
 
     Args:
         placement: ``Shard(dim)``; None means ``Shard(0)``.
-        mesh_info: the mesh, as ``fully_shard`` takes it; or an object with an attribute ``mesh``, as
-            torch's ``FSDPMeshInfo``. None means that of the call.
+        mesh_info: the mesh, as ``fully_shard`` takes it, or an object with an attribute ``mesh``, such as
+            torch's ``FSDPMeshInfo``. None (default): the mesh of the call.
+
+    Example::
+
+        def experts_on_their_mesh(param):
+            return ShardPlacementResult(Shard(0), expert_mesh) if param in experts else None
+
+        fully_shard(model, mesh=mesh, shard_placement_fn=experts_on_their_mesh)
     """
 
     placement: Shard | None
@@ -167,31 +201,49 @@ class ShardPlacementResult:
 
 @dataclass(frozen=True)
 class QuantizedGather:
-    """Parameters travel as int8, with a float32 scale for each block of numbers.
+    """All-gather parameters as int8, with a float32 scale for each block of elements.
 
-    A quarter of the bytes of float32, half of those of bfloat16. All ranks compute with the same rounded
-    weights, off by at most half a scale (the largest magnitude in the block / 127); the shards, which the
-    optimizer updates, stay exact. Parameters of fewer than two dims travel as they are. Full parameters that
-    are kept between passes (strategy zero1) are gathered anew in each.
+    Sends a quarter of the bytes of float32, half of those of bfloat16. All ranks compute with the same
+    rounded weights, off by at most half a scale (the largest magnitude in the block / 127); the shards, which
+    the optimizer updates, stay exact. Parameters of fewer than two dims travel as they are. Full parameters
+    that are kept between passes (strategy zero1) are all-gathered again in each.
 
     Args:
-        block_size: numbers in a block. Smaller is more accurate: 4 bytes of scale each.
+        block_size: elements in a block (default 256). Smaller blocks are more accurate, and each costs a
+            scale of 4 bytes.
+
+    Raises:
+        TypeError: ``block_size`` is not an int.
+        ValueError: ``block_size`` is below 1.
+
+    Example::
+
+        fully_shard(model, comm_policy=CommPolicy(quantized_gather=QuantizedGather()))
     """
 
     block_size: int = 256
 
     def __post_init__(self) -> None:
-        """Refuse what is not a size."""
+        """Refuse a ``block_size`` that is not a size."""
         _check_count("QuantizedGather", "block_size", self.block_size, 1)
 
 
 @dataclass(frozen=True)
 class LowPrecisionReduction:
-    """Gradients are cast to ``dtype``, summed over ranks in it, and cast back. For register_comm_hook.
+    """Cast gradients to ``dtype``, sum them over the ranks in it, and cast back. For ``register_comm_hook``.
+
+    Sends half of the bytes of float32.
 
     Args:
-        dtype: ``torch.bfloat16`` or ``torch.float16``: half of the bytes of float32. Gradients above 65504
-            become infinite in float16: scale the loss (``torch.amp.GradScaler``).
+        dtype: ``torch.bfloat16`` (default) or ``torch.float16``, in which gradients above 65504 become
+            infinite: scale the loss (``torch.amp.GradScaler``).
+
+    Raises:
+        ValueError: ``dtype`` is another one.
+
+    Example::
+
+        register_comm_hook(model, None, LowPrecisionReduction(torch.bfloat16))
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -207,23 +259,31 @@ class LowPrecisionReduction:
 
 @dataclass(frozen=True)
 class QuantizedReduction:
-    """Gradients travel as int8 with a scale a block, and are summed in float32. For register_comm_hook.
+    """Send gradients as int8 with a scale for each block, and sum in float32. For ``register_comm_hook``.
 
-    A quarter of the bytes of float32. Rounding is at most half a scale a rank (the largest magnitude in the
-    block / 127). A block with an infinity or NaN comes out as NaN. Gradients of parameters of fewer than two
-    dims travel as they are.
+    Sends a quarter of the bytes of float32. Rounding adds at most half a scale (the largest magnitude in the
+    block / 127) for each rank. A block with an infinity or NaN comes out as NaN. Gradients of parameters of
+    fewer than two dims travel as they are.
 
     Args:
-        block_size: numbers in a block.
-        error_feedback: add to each gradient what rounding has left out of the one before, so that errors
-            do not add up over steps. Costs a bfloat16 copy of the full gradients on each rank.
+        block_size: elements in a block (default 256).
+        error_feedback: True (default) adds to each gradient what rounding lost of the one before, so that
+            errors do not accumulate over steps. Costs a bfloat16 copy of the full gradients on each rank.
+
+    Raises:
+        TypeError: ``block_size`` is not an int, or ``error_feedback`` is not a bool.
+        ValueError: ``block_size`` is below 1.
+
+    Example::
+
+        register_comm_hook(model, None, QuantizedReduction(block_size=128))
     """
 
     block_size: int = 256
     error_feedback: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Refuse what is not a size or a choice."""
+        """Refuse a ``block_size`` that is not a size, and an ``error_feedback`` that is not a bool."""
         _check_count("QuantizedReduction", "block_size", self.block_size, 1)
         if not isinstance(self.error_feedback, bool):
             raise TypeError(
@@ -233,27 +293,38 @@ class QuantizedReduction:
 
 @dataclass(frozen=True, kw_only=True)
 class CommPolicy:
-    """How a group's parameters travel, and when.
+    """How the parameters and gradients of a group travel, and when.
 
     Args:
-        packing_limit_bytes: a parameter whose shard (one rank's part) is smaller than this shares
-            one packed collective with the other small ones of its group, at the price of a copy;
-            a larger one has a collective of its own, straight into its place, without a copy.
-            None takes the default of the back end.
-        prefetch: how many groups are gathered ahead of the one in use, in forward and in backward. At
-            most ``prefetch + 1`` groups are gathered at once, beside those that the caller asked to keep.
-        backward_prefetch: when backward begins the gathers ahead. "before": before it computes the gradients
-            of the group in use, which overlaps them most. "after": when those gradients are complete and are
-            being reduced, and the group in use is freed; takes less memory, and needs a group whose
-            parameters are all trainable and of which no part is recomputed by a nested backward (reentrant
-            checkpointing), which its first backward shows: other groups are freed later. None: not at all.
-        max_gathers: the most groups that may be gathered ahead or on their way at once, whatever else asks
-            for more, ``set_modules_to_forward_prefetch`` too. None: as many as are asked for.
-        quantized_gather: send parameters in fewer bytes; see :class:`QuantizedGather`. None: as they are.
-        part_bytes: large gradients of a group are reduced, and freed, as soon as they are there, in parts of
-            at least so many bytes of full gradients and at least a quarter of the group's. 0: in quarters,
-            whatever their size. None takes the default of the back end, which spares small groups the
-            additional collectives. Where all parameters are packed, they leave together.
+        packing_limit_bytes: a parameter whose shard on one rank is smaller than this shares one packed
+            collective with the other small ones of its group, at the cost of a copy. A larger one has a
+            collective of its own, directly into its place, without a copy. None (default): the default of
+            the back end.
+        prefetch: how many groups are unsharded ahead of the one in use, in forward and in backward (default
+            1). At most ``prefetch + 1`` groups are unsharded at once, beside those that the caller keeps.
+        backward_prefetch: when backward prefetches. "before" (default): before it computes the gradients of
+            the group in use, for the most overlap. "after": when these gradients are complete and being
+            reduced, and the group in use is resharded, for less memory. "after" reshards later where some
+            parameters of a group are frozen, or a nested backward (reentrant checkpointing) recomputes parts
+            of it, which the group's first backward shows. None: never.
+        max_gathers: the largest number of prefetched groups at once, whatever asks for more,
+            ``set_modules_to_forward_prefetch`` included. None (default): no limit.
+        quantized_gather: all-gather parameters in fewer bytes; see :class:`QuantizedGather`. None (default):
+            as they are.
+        part_bytes: large gradients of a group are reduced, and freed, before the others are complete, in
+            parts of at least this many bytes of full gradients and at least a quarter of the group's. 0: in
+            quarters of any size. None (default): the default of the back end, which spares small groups the
+            additional collectives. Packed parameters are reduced together in any case.
+
+    Raises:
+        TypeError: a size or count is not an int, or ``quantized_gather`` is not a :class:`QuantizedGather`.
+        ValueError: a size or ``prefetch`` is below 0, ``max_gathers`` is below 1, or ``backward_prefetch`` is
+            none of the three.
+
+    Example::
+
+        policy = CommPolicy(prefetch=2, backward_prefetch="after")
+        fully_shard(model, comm_policy=policy)
     """
 
     packing_limit_bytes: int | None = None
@@ -264,7 +335,7 @@ class CommPolicy:
     part_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is not a size, a count or a choice."""
+        """Refuse values of a wrong type or range."""
         if self.packing_limit_bytes is not None:
             _check_count("CommPolicy", "packing_limit_bytes", self.packing_limit_bytes, 0)
         if self.part_bytes is not None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import fsdp_module
 from shardwise.comm import streams
+from shardwise.fsdp_module import communication
 
 
 class Event:
@@ -116,7 +116,7 @@ def streams_on_the_host() -> Iterator[Device]:
     """Inside, sharded models of the host communicate on streams, as on a device."""
     with pytest.MonkeyPatch.context() as patch:
         simulated = install(patch)
-        for where in (streams, fsdp_module):
+        for where in (streams, communication):
             patch.setattr(where, "has_streams", lambda _: True)
         simulated.name_streams("gather", "reduce", "replicate")
         yield simulated

@@ -1,21 +1,21 @@
-"""One backward: what is unsharded again and freed as it goes, and when gradients are reduced.
+"""One backward: which groups are unsharded and resharded as it proceeds, and when gradients are reduced.
 
-Freeing. Autograd runs the nodes of a graph from the latest made to the earliest, gradient accumulation aside.
-So when the outputs of one call come up in backward, every call that was *entered after* that call had
-*exited* is over, frozen weights included; its group may be freed. A clock that ticks at every enter and exit
-orders the calls.
+Resharding. Autograd runs the nodes of a graph from the latest created to the earliest, except for gradient
+accumulation. So when backward reaches the outputs of one call, every call that was *entered after* that call
+*exited* is over, frozen weights included, and its group may be resharded. A clock that ticks at every enter
+and exit orders the calls.
 
     forward    [ root [ a ] [ b ] ]         backward   root's outputs, b's outputs, a's outputs
-    clock      1     2   3 4   5   6        a's outputs (exit 3) come up: b (enter 4) is over,
+    clock      1     2   3 4   5   6        at a's outputs (exit 3): b (enter 4) is over,
                                             root (enter 1) is not
 
-Gradients. A group reduces when the gradients of all its trainable parameters are in, one at a time in flight
-beside the group being computed; groups with unused parameters when backward has passed their first call, or
-at its end.
+Gradients. A group reduces as soon as the gradients of all its trainable parameters are there; by default, one
+reduction is in flight beside the group in backward. A group with unused parameters reduces when backward has
+passed its first call, or at the end of backward.
 
-Sessions. One session is one running graph task of autograd; reentrant checkpointing nests them. Autograd
-holds a callback with a token until that task has ended. If it failed, both are gone, but
-the session was never ended: this is how a failure is seen.
+Sessions. A session is one running graph task of autograd; reentrant checkpointing nests them. Autograd holds
+a callback with a token until the task ends. If the task fails, autograd drops both without calling the
+callback, and this shows that the backward failed.
 """
 
 import math
@@ -37,14 +37,14 @@ from shardwise.torch_compat.functorch import outside_transforms
 if TYPE_CHECKING:
     from shardwise.engine.root import Root
 
-RUNNING = -1.0  # a module whose forward is being recomputed: never over
-RECOMPUTED = math.inf  # a module whose forward has been recomputed: over when another begins
+RUNNING = -1.0  # clock of a module whose forward is being recomputed: it is not over
+RECOMPUTED = math.inf  # clock of a module whose forward was recomputed: it is over when another begins
 
 
 class _Token:
-    """Held by autograd alone, through the callback at the end of a backward.
+    """Owned by autograd only, through the callback at the end of a backward.
 
-    Where it goes before that has been called, ``on_failure`` is: the backward has failed.
+    If it dies before that callback has run, the backward has failed, and it calls ``on_failure``.
     """
 
     __slots__ = ("__weakref__", "on_failure")
@@ -58,9 +58,10 @@ class _Token:
 
 
 class Session:
-    """One graph task of autograd. ``active`` holds the groups it uses and the clock of their call.
+    """One graph task of autograd.
 
-    ``notes``: what features remember until it ends.
+    ``active``: the groups that it uses, each with the clock at which its call was entered. ``notes``: what
+    features remember until it ends.
     """
 
     def __init__(self, graph_task_id: int, token: _Token) -> None:
@@ -71,16 +72,15 @@ class Session:
 
     @property
     def is_running(self) -> bool:
-        """False once autograd has dropped the backward, ended or failed.
+        """False once autograd has dropped this graph task, whether it ended or failed.
 
-        Not the session's own life is asked for, but the token's: a traceback that somebody holds keeps
-        sessions alive.
+        Asks whether the token is alive, not the session: a traceback may keep a session alive.
         """
         return self._token() is not None
 
 
 class BackwardPass:
-    """A backward of ``root``, from its first session's beginning to that one's end."""
+    """A backward of ``root``, from the beginning of its outermost session to its end."""
 
     def __init__(self, root: "Root") -> None:
         self._root = root
@@ -90,7 +90,7 @@ class BackwardPass:
     # --- sessions ---------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Have everything in order before the first group is unsharded."""
+        """Check and prepare everything before the first group is unsharded."""
         root = self._root
         relay_of_job().begin()
         if autograd.is_autograd_compiled():
@@ -112,7 +112,7 @@ class BackwardPass:
         root.backward_order.rewind()
 
     def session_of(self, graph_task_id: int) -> Session:
-        """The session of a graph task; a new one at its first event."""
+        """The session of a graph task; creates it at the task's first event."""
         for session in self.sessions:
             if session.graph_task_id == graph_task_id:
                 return session
@@ -124,28 +124,28 @@ class BackwardPass:
 
     @property
     def is_running(self) -> bool:
-        """False once autograd has dropped all of it."""
+        """False once autograd has dropped all its sessions."""
         return any(session.is_running for session in self.sessions)
 
     def forget_failed(self) -> None:
-        """Of nested sessions, those that autograd has dropped."""
+        """Forget nested sessions that failed."""
         self.sessions = [session for session in self.sessions if session.is_running]
 
     @outside_transforms
     def _end_session(self, session: Session, token: _Token) -> None:
         session.notes.clear()
-        if len(self.sessions) > 1:  # a nested backward: the outer one has gradients yet to come
+        if len(self.sessions) > 1:  # a nested backward: the outer one expects more gradients
             for group in list(session.active):
                 if group not in self._root.led:
                     self._free(group)
             self.sessions.remove(session)
         else:
             self._end()
-            self._root.backward = None  # last: if the end has failed, the session tells so
+            self._root.backward = None  # last: if the end fails, the session must still show it
         token.on_failure = None
 
     def _end(self) -> None:
-        """The outermost backward has ended: nothing more will come."""
+        """End the outermost backward: reduce what is left, and reshard."""
         root = self._root
         for group in root.groups:
             self._settle(group)
@@ -156,7 +156,7 @@ class BackwardPass:
             root.average_ignored()
         for ended in root.points.backward_ended:
             ended()
-        running = root.calls.groups()  # a forward may run a backward of its own
+        running = root.calls.groups()  # a forward may run a backward inside
         for group in root.memory:
             if root.memory.reason(group) is not CALLER and group not in running:
                 self._free(group)
@@ -167,7 +167,7 @@ class BackwardPass:
     # --- unshard and reshard ----------------------------------------------------------------------
 
     def enter(self, session: Session, call: Call) -> None:
-        """Gradients of the outputs of ``call`` are there: its group is needed."""
+        """Backward has reached the outputs of ``call``: have the parameters of its group unsharded."""
         root, group = self._root, call.group
         for reached in root.points.node_reached:
             reached(session)
@@ -179,7 +179,7 @@ class BackwardPass:
         root.tell("backward", group)
         around = call.parent
         while around is not None and session.active.get(around.group) is None:
-            # Its own outputs are not part of this backward, but what ran before this call may be.
+            # Its outputs are not part of this backward, but what it ran before this call may be.
             session.active[around.group] = around.enter
             root.unshard(around.group)
             self.use(around.group)
@@ -198,7 +198,7 @@ class BackwardPass:
         return call
 
     def exit_recomputation(self, session: Session, group: ParameterGroup) -> None:
-        """It has run."""
+        """The recomputed module has run."""
         if session.active.get(group) == RUNNING:
             session.active[group] = RECOMPUTED
 
@@ -217,7 +217,7 @@ class BackwardPass:
             group.unsharded.wait()
 
     def use(self, group: ParameterGroup) -> None:
-        """Let autograd find what has changed in a group that was kept, as if it were unsharded anew."""
+        """Let autograd detect changed shards of a group that was kept, as if it were unsharded again."""
         memory, unsharded = self._root.memory, group.unsharded
         reason = memory.reason(group)
         if reason in (FOR_BACKWARD, FOR_EARLIER_BACKWARD):
@@ -229,7 +229,7 @@ class BackwardPass:
             memory.hold(group, IN_USE)
 
     def _leave_those_over(self, session: Session, exit_clock: int, current: ParameterGroup) -> None:
-        """Leave the groups whose calls are over, as a call that exited at ``exit_clock`` comes up."""
+        """Leave the groups whose calls are over, as backward has reached a call that exited at that clock."""
         over = [g for g, clock in session.active.items() if clock > exit_clock and g is not current]
         for group in over:
             self._leave(session, group, exit_clock)
@@ -238,8 +238,8 @@ class BackwardPass:
         root, settings = self._root, group.settings
         del session.active[group]
         if group in root.led:
-            return  # it goes with the group around it
-        # Groups that join with zeros do so at the end of backward, in an order that all ranks have in common.
+            return  # it is resharded with the group around it
+        # Groups that take part with zeros do so at the end of backward, in an order common to all ranks.
         has_gradients = group.gradients.state is PENDING and not settings.zeros_for_unused
         if has_gradients and settings.requires_gradient_sync and group.gradients.are_wanted:
             first = root.first_entries.get(group)
@@ -256,9 +256,9 @@ class BackwardPass:
             self._root.memory.release(group)
 
     def _is_used_around(self, group: ParameterGroup) -> bool:
-        """True if a forward that runs, or a session around the running one, has yet to use ``group``.
+        """True if a running forward, or a session around the innermost one, may still use ``group``.
 
-        A forward may run a backward of its own, also where it is recomputed, and a backward a nested one.
+        A forward may run a backward inside, also when it is recomputed, and a backward a nested one.
         """
         outer = self.sessions[:-1]
         return any(group in s.active for s in outer) or group in self._root.calls.groups()
@@ -266,14 +266,14 @@ class BackwardPass:
     # --- gradients --------------------------------------------------------------------------------
 
     def gradient_came(self, group: ParameterGroup) -> None:
-        """The first gradient of ``group`` is in."""
+        """The first gradient of ``group`` has arrived."""
         if len(self.sessions) > 1:
             group.gradients.come_nested = True
 
     def gradients_complete(self, group: ParameterGroup) -> None:
-        """The gradients of all trainable parameters of ``group`` are in."""
+        """The gradients of all trainable parameters of ``group`` have arrived."""
         settings = group.settings
-        # Where ranks differ in what they use, they reduce at a moment that they have in common.
+        # Ranks that use different parameters reduce at a point common to all of them: the end of backward.
         if settings.requires_gradient_sync and not settings.ranks_may_differ:
             self.reduce(group)
         if settings.backward_prefetch is None and group.policy.backward_prefetch == "after":
@@ -282,22 +282,22 @@ class BackwardPass:
             self._root.prefetch(group, None, in_backward=True)
 
     def _is_over_once_complete(self, group: ParameterGroup) -> bool:
-        """True if nothing will use ``group`` again in this backward, once all its gradients are there.
+        """True if nothing in this backward will use ``group`` again once its gradients are complete.
 
-        Not so where parts inside are recomputed by nested backwards, which add to complete gradients.
-        Nothing announces these: a group's first backward shows whether it has any.
+        Nested backwards that recompute parts of a group add to gradients that were complete. Nothing
+        announces them, so the group's first backward has to show whether there are any.
         """
         gradients = group.gradients
         is_plain = gradients.are_all_wanted and group is not self._root.group and group not in self._root.led
         return is_plain and gradients.were_reduced and not gradients.come_nested
 
     def reduce(self, group: ParameterGroup) -> None:
-        """Begin to reduce what is there of the gradients of ``group``."""
+        """Begin to reduce the gradients of ``group`` that are there."""
         self._root.reductions.reduce(group)
         self._reduced.add(group)
 
     def _settle(self, group: ParameterGroup) -> None:
-        """Reduce what is left of a group's gradients, or leave it for a later backward, or for the caller."""
+        """Reduce the gradients of ``group`` that are left, or defer them to a later backward or a call."""
         gradients = group.gradients
         if not group.settings.requires_gradient_sync or self._root.joins_by_hand(group):
             if gradients.state is PENDING:
@@ -306,7 +306,7 @@ class BackwardPass:
             self.reduce(group)
 
     def _joins_anyway(self, group: ParameterGroup) -> bool:
-        """True if other ranks may have gradients for a group that has none here."""
+        """True if ``group`` has no gradients on this rank, but other ranks may have some."""
         return (
             group.settings.ranks_may_differ
             and group.gradients.are_wanted

@@ -23,17 +23,17 @@ class Call:
     parent: "Call | None"
     exit: int = 0
     given: dict[int, Any] = field(default_factory=dict)  # graph nodes of its inputs, while it runs
-    frame: FrameType | None = None  # of the outermost call: whether it still runs
-    handled: BaseException | None = None  # what was being handled when it was entered
+    frame: FrameType | None = None  # only of the outermost call; shows whether it still runs
+    handled: BaseException | None = None  # the exception that was being handled when it was entered
 
     @property
     def is_outermost(self) -> bool:
-        """True where nothing sharded has called it."""
+        """True if no sharded module called it."""
         return self.parent is None
 
 
 class Outcome(Enum):
-    """How a call ended, as far as its backward is concerned."""
+    """How a call ended, and what that means for its backward."""
 
     FAILED = "raised an exception"
     NO_BACKWARD = "no gradient will flow through it"
@@ -41,7 +41,7 @@ class Outcome(Enum):
     UNANNOUNCED = "gradients may come, but nothing announces them"
 
 
-FAILED, NO_BACKWARD, ANNOUNCED, UNANNOUNCED = Outcome  # quicker than attributes, see groups/states.py
+FAILED, NO_BACKWARD, ANNOUNCED, UNANNOUNCED = Outcome  # faster than attributes, see groups/states.py
 
 
 class CallStack:
@@ -53,7 +53,7 @@ class CallStack:
         self.running: list[Call] = []
 
     def open(self, group: ParameterGroup, module: nn.Module) -> Call:
-        """``module`` is entered."""
+        """Push the call of ``module``, which is entered."""
         self.clock += 1
         parent = self.running[-1] if self.running else None
         call = Call(group, module, self.clock, parent, handled=sys.exc_info()[1])
@@ -63,7 +63,7 @@ class CallStack:
         return call
 
     def close(self, call: Call) -> None:
-        """Its module has run. Calls inside it that never closed had failed."""
+        """Pop ``call``, whose module has run. Calls inside it that are still open have failed."""
         self.clock += 1
         call.exit = self.clock
         while self.running and self.running.pop() is not call:
@@ -72,18 +72,18 @@ class CallStack:
         call.given = {}
 
     def innermost(self, module: nn.Module) -> Call | None:
-        """The innermost running call of ``module``; None if it never got to run."""
+        """The innermost running call of ``module``; None if there is none."""
         for call in reversed(self.running):
             if call.module is module:
                 return call
         return None
 
     def forget_interrupted(self) -> None:
-        """Forget a forward that an interrupt ended, which runs no hooks: its frame no longer runs."""
+        """Forget a forward whose frame no longer runs: an interrupt ended it, without running hooks."""
         frame = self.running[0].frame if self.running else None
         if frame is not None and not interpreter.is_running(frame):
             self.running.clear()
 
     def groups(self) -> Sequence[ParameterGroup]:
-        """Those whose modules are running."""
+        """The groups whose modules are running."""
         return [call.group for call in self.running]

@@ -1,4 +1,4 @@
-"""The caller's own collectives and memory, checked and set."""
+"""The caller's own collectives and communication memory: checked, and set for a group."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,13 +9,14 @@ from shardwise.comm.communicators import make_communicator
 from shardwise.comm.custom import PooledCollectives, ProcessGroupPool, SymmetricMemoryPool
 from shardwise.comm.streams import is_of_device
 from shardwise.engine.members import member_of
+from shardwise.torch_compat import c10d
 
 CUSTOM = ("set_custom_all_gather", "set_custom_reduce_scatter", "register_comm_hook")
 MEMORY = ("set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm")
 
 
 def check_choice(module: Any, method: str, others: Sequence[str]) -> None:
-    """``method`` does not go together with ``others``."""
+    """Refuse ``method`` if one of ``others``, which it cannot be combined with, was called before."""
     group = member_of(module).group
     for other in others:
         if other in group.choices:
@@ -26,20 +27,36 @@ def check_choice(module: Any, method: str, others: Sequence[str]) -> None:
 
 
 def communicate(module: Any, method: str, **choices: Any) -> None:
-    """Have the buckets of a module's group communicate as ``choices`` (of CommOptions) say."""
+    """Give all buckets of a module's own group these ``choices``, fields of CommOptions."""
     member = member_of(module)
     member.group.shards.replan(lambda bucket: bucket.communicate(**choices))
     member.group.choices.add(method)
     member.root.prepare_anew()
 
 
+def allocate_from_process_group(module: Any, method: str, enable: bool) -> None:
+    """Choose whether a module's own group communicates from memory of its process groups' allocators."""
+    group = member_of(module).group
+    if enable:
+        check_choice(module, method, CUSTOM)
+        pgs = [b.mesh.shard.pg for b in group.buckets if b.mesh.shard.pg is not None]
+        if all(c10d.can_allocate(pg, group.device) for pg in pgs):
+            communicate(module, method, make_all_gather=with_memory, make_reduce_scatter=with_memory)
+        group.choices.add(method)
+    elif method in group.choices:
+        comms = group.buckets[0].comms  # alike in all of them
+        chosen = {name: getattr(comms, name) for name in ("make_all_gather", "make_reduce_scatter")}
+        communicate(module, method, **{name: None for name in chosen if chosen[name] is with_memory})
+        group.choices.discard(method)
+
+
 def made(kind: Any, comm: Any, pg: Any, device: torch.device) -> Any:
-    """The caller's own collective, where there is somebody to communicate with."""
+    """The caller's own collective, or a plain one on a rank that is alone."""
     return make_communicator(pg, device) if pg is None or pg.size() == 1 else kind(comm, pg, device)
 
 
 def with_memory(pg: Any, device: torch.device) -> Any:
-    """Plain collectives over memory that the process group allocates."""
+    """Plain collectives over memory from the process group's allocator."""
     return _from_pool(ProcessGroupPool, pg, device)
 
 
@@ -53,7 +70,7 @@ def _from_pool(kind: Any, pg: Any, device: torch.device) -> Any:
 
 
 def check_comm(caller: str, comm: Any) -> None:
-    """Refuse what is no collective of the caller's."""
+    """Refuse an object that cannot serve as a custom collective."""
     if isinstance(comm, type) or not (callable(comm) and callable(getattr(comm, "allocate", None))):
         raise TypeError(
             f"{caller}: comm is {comm!r}; pass an object with a method allocate(size, *, dtype, device) that "
@@ -62,7 +79,7 @@ def check_comm(caller: str, comm: Any) -> None:
 
 
 def check_of_device(caller: str, kind: str, value: Any, device: torch.device, why: str) -> None:
-    """``value`` is a stream or an event, as ``kind`` says, of ``device``; ``why`` that matters."""
+    """Refuse ``value`` unless it is a ``kind`` ("Stream" or "Event") of ``device``; ``why`` is the reason."""
     if not is_of_device(value, kind, device):
         found = f"{value!r} ({type(value).__module__}.{type(value).__qualname__})"
         raise TypeError(

@@ -1,4 +1,4 @@
-"""The named points of a step, where optional parts of the runtime take part."""
+"""The named points of a training step at which optional features are called."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Feature:
-    """An optional part of one root. It overrides the points at which it takes part; others cost nothing."""
+    """An optional part of one root. It overrides the points at which it is called; others cost nothing."""
 
     ranks_run_alike = True
     """False while ranks may run different numbers of forwards."""
@@ -21,25 +21,25 @@ class Feature:
         self.root = root
 
     def tree_changed(self) -> None:
-        """Groups have come, or the caller has configured some."""
+        """Groups were added, or the caller has configured some."""
 
     def plan_changed(self) -> None:
-        """Parameters of a group are others, or trained otherwise, or a setting has changed."""
+        """A group's parameters were replaced, frozen or unfrozen, or a setting has changed."""
 
     def changes_followed(self) -> None:
-        """In a pass, a group has followed what the caller changed; nothing was communicated yet."""
+        """In a pass, a group has adopted changes of the caller, before it communicates."""
 
     def check(self) -> None:
-        """Before anything runs: refuse what cannot run. No communication."""
+        """Before anything runs: refuse a model that cannot run. No communication."""
 
     def agree(self) -> None:
-        """Before a forward, and before anything else is communicated."""
+        """Before a forward, and before any other communication."""
 
     def pass_begins(self, what: str) -> None:
-        """Before a forward or a backward, as ``what`` says: refuse what is out of turn."""
+        """Before ``what``, a forward or a backward: refuse it if it must not run now."""
 
     def connected(self) -> None:
-        """Before a forward, when process groups and streams are there."""
+        """Before a forward, once process groups and streams exist."""
 
     def forward_begins(self) -> None:
         """The outermost forward begins."""
@@ -48,34 +48,34 @@ class Feature:
         """The outermost forward has ended."""
 
     def unsharding(self, group: ParameterGroup) -> None:
-        """``group`` is about to be unsharded, or is already."""
+        """``group`` is about to be unsharded, unless it is already."""
 
     def instead_of_reshard(self, group: ParameterGroup, outcome: "Outcome") -> bool:
-        """After its forward ``group`` is to be freed; True: something of it is kept, and this has done so."""
+        """``group`` is to be resharded after its forward. True: this feature has kept some or all of it."""
         return False
 
     def backward_begins(self) -> None:
         """The outermost backward begins."""
 
     def node_reached(self, session: "Session") -> None:
-        """Backward has come to the outputs of a call."""
+        """Backward has reached the outputs of a call."""
 
     def used_in_backward(self, group: ParameterGroup) -> None:
-        """Backward uses ``group``, which is unsharded or on its way."""
+        """Backward uses ``group``, which is unsharded or about to be."""
 
     def is_needed_later(self, group: ParameterGroup) -> bool:
-        """Whether ``group`` has to stay until the running backward ends."""
+        """Whether ``group`` has to stay unsharded until the running backward ends."""
         return False
 
     def backward_ended(self) -> None:
-        """The outermost backward has ended, and its reductions."""
+        """The outermost backward and its reductions have ended."""
 
     def reset(self) -> None:
-        """All gradients are dropped."""
+        """All gradients are about to be dropped."""
 
 
 class Points:
-    """The methods that the features of a root override, by point."""
+    """For each point, the methods of a root's features that override it."""
 
     def __init__(self, features: "list[Feature]") -> None:
         for name in _POINTS:

@@ -1,9 +1,9 @@
-"""One forward of the outermost module: what is unsharded and freed as its modules are entered and left.
+"""One forward of the outermost module: which groups are unsharded and resharded as modules run.
 
-Order is recorded, then replayed: the groups that a forward enters are written down, and the next forward, on
-entering a group, first begins to unshard the one that came after it. Its all-gather travels during the
-computation. The record is checked at every step; where the order differs, prefetch stops until the next
-forward, and the new order is what counts.
+The order is recorded, then replayed: a forward records the groups that it enters. In the next forward, each
+group that is entered first prefetches the one that came after it, whose all-gather overlaps with the
+computation. Every step checks the record; if the order differs, prefetch stops until the next forward, which
+follows the new order.
 """
 
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ForwardPass:
-    """A forward of ``root``, which lives as long as its outermost module runs."""
+    """A forward of ``root``; lives as long as the outermost module runs."""
 
     def __init__(self, root: "Root") -> None:
         self._root = root
@@ -32,7 +32,7 @@ class ForwardPass:
         self._has_run: dict[ParameterGroup, set[nn.Module]] = {}
 
     def begin(self) -> None:
-        """Have everything in order before the first group is unsharded. All ranks come here alike."""
+        """Check and prepare everything before the first group is unsharded. Collective."""
         root = self._root
         relay_of_job().begin()
         if functorch.is_recorded():
@@ -51,12 +51,12 @@ class ForwardPass:
             root.process_groups.connect()
         for connected in root.points.connected:
             connected()
-        if root.backward is not None:  # none is running now, whatever still holds on to one
+        if root.backward is not None:  # no backward is running now, even if one was never ended
             root.abandon()
         for group in root.groups:
             group.gradients.drop_cleared()
         for group in root.groups:
-            if group.unsharded.state is GATHERING:  # asked for and not used: on some ranks, perhaps
+            if group.unsharded.state is GATHERING:  # unsharded and not used, perhaps on some ranks only
                 group.unsharded.wait()
         for forward_begins in root.points.forward_begins:
             forward_begins()
@@ -81,7 +81,7 @@ class ForwardPass:
         root.tell("forward", group)
 
     def exit(self, call: Call, outcome: Outcome) -> None:
-        """The module of ``call`` has run."""
+        """The module of ``call`` has run: reshard its group, unless it is kept."""
         root, group = self._root, call.group
         is_led = group in root.led
         if not is_led and (outcome is not NO_BACKWARD or not torch.is_grad_enabled()):
@@ -97,7 +97,7 @@ class ForwardPass:
                 root.memory.release(led)
 
     def _is_over(self, call: Call, outcome: Outcome) -> bool:
-        """Whether the group is freed now that ``call`` is over."""
+        """Whether the group is to be resharded now that ``call`` is over."""
         group = call.group
         has_run = self._has_run.setdefault(group, set())
         has_run.add(call.module)
@@ -108,7 +108,7 @@ class ForwardPass:
         return self._root.reshards_after_forward(group)
 
     def end(self, outcome: Outcome) -> None:
-        """The outermost module has run."""
+        """The outermost module has run: record the order, and reshard what no backward will use."""
         root = self._root
         if outcome is not FAILED:
             root.forward_order.plan(self._entered)
@@ -119,7 +119,7 @@ class ForwardPass:
         if outcome in (ANNOUNCED, UNANNOUNCED) and torch.is_grad_enabled():
             unneeded = [*root.memory.held_for(AHEAD), *self._partly_run()]
         else:
-            # No backward will come for whose sake a group could be kept.
+            # No backward will come, so no group need be kept for it.
             unneeded = [g for g in root.memory if root.memory.reason(g) not in (CALLER, FOR_EARLIER_BACKWARD)]
         for group in unneeded:
             root.memory.release(group)
@@ -128,7 +128,7 @@ class ForwardPass:
             root.let_host_write()
 
     def _partly_run(self) -> list[ParameterGroup]:
-        """Groups of several modules of which not all have run, and that need not be kept."""
+        """Groups of several modules, of which only some have run, that are to be resharded after forward."""
         return [
             group
             for group, modules in self._has_run.items()

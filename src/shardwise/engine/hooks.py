@@ -1,9 +1,9 @@
-"""What the hooks around forward do: they tell the schedule, and hook the graph, which tells of backward.
+"""What the hooks around a forward do: they tell the root, and hook the graph, which announces backward.
 
-The beginning of a call's backward is seen by
-hooks on the graph nodes that made its outputs: unlike hooks on tensors, they stay when an output is
-changed in place. Where an output is a view, its base's node carries one as well: an operation in
-place on the view replaces the view's node, and the base's then stands in the graph instead.
+The backward of a call begins when autograd reaches a graph node that made one of its outputs, so these nodes
+get hooks. Unlike hooks on tensors, they survive operations in place on the output. If an output is a view,
+the node of its base gets a hook as well: an operation in place on the view replaces the view's node, and the
+graph then goes through the node of the base.
 """
 
 import sys
@@ -25,9 +25,9 @@ from shardwise.torch_compat.functorch import with_layers
 def before_forward(
     member: Member, after: int | None, module: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Any, Any] | None:
-    """Gather, and bring inputs to the device and dtype of the computation; None: they stay as they are.
+    """Unshard, and move and cast inputs for the computation; None if the inputs stay as they are.
 
-    ``after``: the id of our hook after forward; None for a method of the caller's.
+    ``after``: the id of our hook after forward; None for a method that the caller registered.
     """
     if after is not None:
         nn_modules.put_last(module, after)
@@ -46,15 +46,15 @@ def before_forward(
 
 
 def after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    """Free the group, once the outputs carry what will announce their backward."""
+    """Hook the outputs, which will announce their backward, then reshard."""
     call = member.root.calls.innermost(module)
     if call is None:
         member.root.tell_failed_forward()
-        return None  # the hook before forward had failed
+        return None  # our hook before forward failed
     outcome = FAILED
     try:
         if output is None and sys.exc_info()[1] not in (None, call.handled):
-            return None  # called from the handler of an exception that is new: forward has raised
+            return None  # called while a new exception is handled: forward raised
         output, outcome = _announce(member, call, (*args, *kwargs.values()), output)
         return output
     finally:
@@ -64,9 +64,9 @@ def after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, out
 
 
 def _announce(member: Member, call: Call, inputs: Any, output: Any) -> tuple[Any, Outcome]:
-    """Hook the outputs' nodes; the output, with copies in place of raw parameters, and the outcome.
+    """Hook the outputs' nodes; return the output, with copies in place of raw parameters, and the outcome.
 
-    Tensors that forward has put into what it was given (a list to append to, a cache) are outputs as well.
+    Tensors that forward puts into its inputs (a list to append to, a cache) are outputs as well.
     """
     group = call.group
     member.root.refuse_added(group)
@@ -85,9 +85,9 @@ def _announce(member: Member, call: Call, inputs: Any, output: Any) -> tuple[Any
             tensors = [copies.get(id(t), t) for t in tensors]
     if not torch.is_grad_enabled():
         return output, NO_BACKWARD
-    # Inputs anew: what was changed in place has another node now.
+    # Inputs once more: one that was changed in place has another node now.
     nodes = _nodes_of((*tensors, *group.side_tensors.find(), *given, *inside))
-    for node in call.given:  # handed on: of calls before this one
+    for node in call.given:  # nodes of the inputs belong to earlier calls
         nodes.pop(node, None)
     if nodes:
         announce = partial(_before_backward, member, call)
@@ -105,14 +105,14 @@ def _inside(values: Iterable[Any]) -> list[Tensor]:
 
 
 def _may_be_raw(tensors: Iterable[Tensor]) -> bool:
-    """False if all of ``tensors`` have memory of their own, for an operation has made them."""
+    """False if operations made all of ``tensors``, so that they have memory of their own."""
     return any(t.grad_fn is None or t._is_view() for t in tensors)
 
 
 def _refuse_hidden_parameters(group: ParameterGroup, inside: Iterable[Tensor]) -> None:
-    """No parameter of ``group`` may be in what the caller gave to forward: no copy can take its place."""
+    """Refuse a parameter of ``group`` inside a container of the caller's: no copy can take its place."""
     if len(group.modules) > 1:
-        return  # another module of the group may have handed it over
+        return  # another module of the group may have passed it
     for tensor in inside:
         if group.unsharded.owns(tensor):
             raise TypeError(
@@ -123,7 +123,7 @@ def _refuse_hidden_parameters(group: ParameterGroup, inside: Iterable[Tensor]) -
 
 
 def _nodes_of(values: Iterable[Any]) -> dict[int, Any]:
-    """The graph nodes of the tensors among ``values``, by id: their own as long as they are held."""
+    """The graph nodes of the tensors among ``values``, by id, which is unique as long as the node is held."""
     nodes: dict[int, Any] = {}
     tensors = [value for value in values if isinstance(value, Tensor)]
     for tensor in with_layers(tensors) if functorch.is_in_transform_or_forward_mode() else tensors:

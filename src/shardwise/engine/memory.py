@@ -1,4 +1,4 @@
-"""Which groups are unsharded, or on their way, and why: one reason each."""
+"""Which groups are unsharded or being unsharded, and why: one reason each."""
 
 from collections.abc import Iterator
 from enum import Enum
@@ -11,7 +11,7 @@ class Reason(Enum):
     """Why a group is in memory."""
 
     IN_USE = "a forward or a backward uses it, or the caller has chosen to keep it"
-    AHEAD = "it was unsharded ahead of its turn"
+    AHEAD = "it was prefetched"
     CALLER = "the caller has called unshard()"
     FOR_BACKWARD = "the next backward probably begins with it"
     FOR_EARLIER_BACKWARD = "the same, and another forward has begun since"
@@ -24,7 +24,7 @@ IN_USE, AHEAD, CALLER, FOR_BACKWARD, FOR_EARLIER_BACKWARD, INFERENCE = Reason
 
 
 class Memory:
-    """The groups of one root that are unsharded, on their way, or partly kept."""
+    """The groups of one root that are unsharded, being unsharded, or partly kept."""
 
     def __init__(self) -> None:
         self._reasons: dict[ParameterGroup, Reason] = {}
@@ -41,7 +41,7 @@ class Memory:
         self._reasons[group] = reason
 
     def hold_at_least(self, group: ParameterGroup) -> None:
-        """``group`` is about to be unsharded; the reason for which it is in memory already stays."""
+        """``group`` is about to be unsharded: note that it is in use, unless it has a reason already."""
         self._reasons.setdefault(group, IN_USE)
 
     def held_for(self, *reasons: Reason) -> list[ParameterGroup]:
@@ -49,7 +49,7 @@ class Memory:
         return [group for group, reason in self._reasons.items() if reason in reasons]
 
     def release(self, group: ParameterGroup) -> None:
-        """Free ``group``, wherever its all-gather stands, unless ``inference()`` keeps it."""
+        """Reshard ``group``, after waiting for an all-gather in flight, unless ``inference()`` keeps it."""
         if self._reasons.get(group) is INFERENCE:
             return
         self._reasons.pop(group, None)
@@ -60,7 +60,7 @@ class Memory:
             unsharded.reshard()
 
     def abandon(self) -> None:
-        """After a failure: free everything, whatever state it is in."""
+        """After a failure: reshard everything, whatever state it is in."""
         for group in self:
             group.unsharded.abandon()
         self._reasons.clear()

@@ -1,10 +1,10 @@
-"""Order is recorded, then replayed."""
+"""The order in which groups are expected to be used, and what to prefetch by it."""
 
 from shardwise.groups.group import ParameterGroup
 
 
 class Order:
-    """A planned sequence of groups and how far it was followed."""
+    """A planned sequence of groups, and how far it has been followed."""
 
     def __init__(self) -> None:
         self._planned: list[ParameterGroup] = []
@@ -17,12 +17,12 @@ class Order:
         self.rewind()
 
     def rewind(self) -> None:
-        """Expect the planned sequence from its beginning."""
+        """Expect the planned sequence again, from its beginning."""
         self._cursor = 0
         self._is_followed = True
 
     def enter(self, group: ParameterGroup) -> None:
-        """Note that ``group`` comes up now; stop following if another was planned."""
+        """``group`` is used now: advance, or stop following if another was planned."""
         if not self._is_followed:
             return
         if self._cursor < len(self._planned) and self._planned[self._cursor] is group:
@@ -31,7 +31,7 @@ class Order:
             self._is_followed = False
 
     def find(self, group: ParameterGroup) -> None:
-        """Go on from the next place of ``group`` in the plan, wherever that is."""
+        """If no longer following, resume after the next occurrence of ``group`` in the plan."""
         if not self._is_followed:
             places = [i for i, g in enumerate(self._planned) if g is group]
             if places:
@@ -40,5 +40,5 @@ class Order:
                 self._is_followed = True
 
     def upcoming(self, count: int) -> list[ParameterGroup]:
-        """The next groups of the plan; none if it is not being followed."""
+        """The next ``count`` groups of the plan; none if it is not being followed."""
         return self._planned[self._cursor : self._cursor + count] if self._is_followed else []

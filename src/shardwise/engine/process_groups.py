@@ -1,4 +1,4 @@
-"""Process groups of a root's own: for reductions, and for ranks that keep parameters together."""
+"""The process groups that a root creates: for reductions, and for ranks that keep parameters together."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ from shardwise.torch_compat import c10d
 
 
 class ProcessGroups:
-    """Made when they are first asked for, in an order that all ranks have in common."""
+    """Creates each process group when it is first asked for, in an order common to all ranks."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -20,13 +20,16 @@ class ProcessGroups:
         self._unconnected: list[dist.ProcessGroup] = []
 
     def take_over(self, other: "ProcessGroups") -> None:
-        """Use those of ``other`` as well."""
+        """Take over the process groups of ``other``."""
         self._of_parts.update(other._of_parts)
         self._for_reductions.update(other._for_reductions)
         self._unconnected += [pg for pg in other._unconnected if pg not in self._unconnected]
 
     def for_reductions(self, group: ParameterGroup, pg: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-        """On NCCL, reductions have a process group of their own: else all-gathers wait for them."""
+        """The process group for reductions; None if they share ``pg``, or this rank is alone.
+
+        On NCCL they have their own by default, or else all-gathers would wait for them.
+        """
         wanted = group.settings.separate_reduce_group
         if pg is None or pg.size() == 1 or wanted is False:
             return None
@@ -37,10 +40,10 @@ class ProcessGroups:
         return self._for_reductions[pg]
 
     def of_part(self, axis: Axis, world: int | None) -> Axis | None:
-        """The ``world`` neighbours of this rank on ``axis`` that keep unsharded parameters together.
+        """The ``world`` neighbouring ranks on ``axis`` with which this rank keeps unsharded parameters.
 
-        None where that would be all of them, or none, or they do not come out even: parameters on another
-        mesh than that of the call.
+        None if that would be all ranks of the axis or only this one, or if ``world`` does not divide the
+        axis: the parameters may be on another mesh than that of the ``fully_shard`` call.
         """
         if world is None or axis.pg is None or not 1 < world < axis.world or axis.world % world:
             return None
@@ -56,9 +59,10 @@ class ProcessGroups:
         return made
 
     def connect(self) -> None:
-        """Have new process groups connect before a backward needs them.
+        """Connect new process groups before a backward needs them.
 
-        Not before there is gradient to come: a model that only infers is spared their memory.
+        Called only before forwards with gradients and in backward, so a model that only runs inference does
+        not spend their memory.
         """
         while self._unconnected:
             c10d.connect(self._unconnected.pop(0), self._device)

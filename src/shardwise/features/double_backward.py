@@ -1,16 +1,16 @@
-"""Gathering for graphs that a backward makes: ``create_graph=True``.
+"""Unsharding for graphs that a backward creates: ``create_graph=True``.
 
-Such a backward computes gradients with full parameters and saves them in the nodes that it creates. It
-frees its groups like any other backward. A later backward of those gradients then needs them again:
+Such a backward computes gradients with full parameters, which the nodes that it creates save. Like any other
+backward, it reshards its groups. A later backward through the created nodes then needs them again:
 
     forward            x --[mm W0]--> h --[mm W1]--> y
-    create_graph=True  gx <--[mm W0]-- gh <--[mm W1]-- gy     created: last the nodes that use W0
-    its backward       comes to the created nodes first, in the order of forward: W0, then W1
+    create_graph=True  gx <--[mm W0]-- gh <--[mm W1]-- gy     the nodes that use W0 are created last
+    its backward       runs the created nodes first, in the order of forward: W0, then W1
 
-While a backward makes a graph, each node it runs has a hook after it. The hook marks what that node has
-created with the groups that were gathered then, and hooks the nodes that follow. A marked node has a hook
-before it, which gathers those groups. Marks live in the graph and die with it: nothing is kept in memory
-for its sake, and any number of other passes may come in between.
+While a backward creates a graph, each node that it runs gets a hook after it. The hook marks the nodes that
+were created with the groups that were unsharded then, and hooks the nodes that run next. A marked node has a
+hook before it, which unshards those groups. Marks live in the graph and die with it: they keep nothing
+unsharded, and any number of other passes may run in between.
 """
 
 from collections.abc import Sequence
@@ -32,28 +32,30 @@ from shardwise.torch_compat.functorch import outside_transforms, with_layers
 
 @dataclass(eq=False, frozen=True, slots=True)
 class Mark:
-    """What the nodes computed with that a backward created at one time. ``next`` comes up after it."""
+    """The groups that were unsharded when a backward created some nodes. ``next``: those needed next."""
 
     groups: tuple[ParameterGroup, ...]
     next: "Mark | None"
 
 
 class DoubleBackward(Feature):
-    """Marks what the backwards of a root create, and unshards again what created nodes need."""
+    """Marks the nodes that the backwards of a root create, and unshards what these nodes need later."""
 
     def node_reached(self, session: Session) -> None:
-        """Mark what the running backward creates from its current node on, if it makes a graph."""
+        """Mark what the running backward creates from its current node on, if it creates a graph."""
         if torch.is_grad_enabled():
             _follow(self, autograd.current_node())
 
     def is_needed_later(self, group: ParameterGroup) -> bool:
-        """Where devices have threads of their own, created nodes come in no order that would tell when a
-        group is over."""
+        """True in a backward through created nodes.
+
+        Autograd has a thread for each device, so the order of these nodes does not tell when a group is over.
+        """
         backward = self.root.backward
         return backward is not None and any(_CREATED in session.notes for session in backward.sessions)
 
     def mark(self) -> Mark:
-        """The groups that the running backward computes with, for the nodes that it has just created."""
+        """The mark for nodes that were just created: the groups that the running backward computes with."""
         notes, memory = self.root.session().notes, self.root.memory
         groups = tuple(g for g in memory if g.unsharded.state is UNSHARDED and memory.reason(g) is not AHEAD)
         last: Mark | None = notes.get(_MARK)
@@ -63,8 +65,7 @@ class DoubleBackward(Feature):
 
     @outside_transforms
     def enter_created(self, mark: Mark) -> None:
-        """A node that an earlier backward created comes up: what it was created with is needed, until this
-        backward ends."""
+        """Unshard the groups of a node that an earlier backward created, until this backward ends."""
         session = self.root.session()
         self.node_reached(session)
         if mark is session.notes.get(_CREATED):
@@ -84,12 +85,12 @@ class DoubleBackward(Feature):
             self.root.prefetch(last, ahead[: last.policy.prefetch], in_backward=True)
 
 
-_MARK = object()  # in the notes of a session: of what it creates
-_CREATED = object()  # and of what it came to that an earlier backward has created
+_MARK = object()  # key in a session's notes: the mark of what it creates
+_CREATED = object()  # the same: the mark of the created node that it has reached last
 
 
 def _follow(marker: "DoubleBackward", node: Any) -> None:
-    # What is written on a node lives as long as the node; its Python object may come and go.
+    # Metadata lives as long as the node in C++; its Python object may not.
     if (marker, "followed") not in node.metadata:
         node.metadata[marker, "followed"] = True
         node.register_hook(partial(_has_run, marker))
@@ -97,7 +98,7 @@ def _follow(marker: "DoubleBackward", node: Any) -> None:
 
 def _has_run(marker: "DoubleBackward", gradients: Sequence[Tensor | None], _outputs: Any) -> None:
     if not torch.is_grad_enabled():
-        return  # another backward through a graph that was retained
+        return  # another backward through a retained graph
     made = [gradient for gradient in gradients if gradient is not None]
     if functorch.is_in_transform_or_forward_mode():
         made = with_layers(made)

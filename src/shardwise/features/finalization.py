@@ -1,4 +1,4 @@
-"""The end of a backward that the caller brings about: ``finalize_backward``."""
+"""``finalize_backward``: the caller, instead of autograd, decides when a backward ends."""
 
 from collections.abc import Callable
 
@@ -9,17 +9,29 @@ from shardwise.groups.group import ParameterGroup
 
 
 class GradientReductionHandle:
-    """Returned by ``finalize_backward(async_op=True)``; ``wait`` until gradients may be used."""
+    """Reductions in flight, returned by ``finalize_backward(async_op=True)``."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish: Callable[[], None] | None = finish
         self._is_void = False
 
     def wait(self) -> None:
-        """Wait for the reductions. From then on ``.grad`` of the parameters is complete; once is enough.
+        """Wait for the reductions; from then on ``.grad`` of the parameters is complete.
+
+        Frees the full gradients. A second call does nothing.
 
         Raises:
-            RuntimeError: ``reset_iter_state()`` has dropped the gradients.
+            RuntimeError: ``reset_iter_state()`` has dropped the gradients, or a collective failed, usually
+                because another rank did.
+
+        Example::
+
+            model.set_manual_backward_finalization(True)
+            model(batch).sum().backward()
+            handle = model.finalize_backward(async_op=True)
+            learning_rate = schedule(step)  # the reductions run meanwhile
+            handle.wait()
+            optimizer.step()
         """
         if self._is_void:
             raise RuntimeError(
@@ -32,17 +44,17 @@ class GradientReductionHandle:
 
     @property
     def is_pending(self) -> bool:
-        """True until somebody has waited."""
+        """True until ``wait`` was called."""
         return self._finish is not None
 
     def drop(self) -> None:
-        """What it stands for will not come."""
+        """Make ``wait`` fail from now on, for the gradients were dropped."""
         self._is_void = self.is_pending
         self._finish = None
 
 
 class ManualFinalization(Feature):
-    """Lets the caller of one root end its backwards (``root.ends_by_hand``)."""
+    """Lets the caller end the backwards of one root (``root.ends_by_hand``)."""
 
     def __init__(self, root: Root) -> None:
         super().__init__(root)
@@ -50,7 +62,7 @@ class ManualFinalization(Feature):
         self._handle: GradientReductionHandle | None = None
 
     def end_by_hand(self, group: ParameterGroup, by_hand: bool) -> None:
-        """Whether the caller ends backwards from now on."""
+        """Choose whether the caller ends backwards from now on."""
         caller, root = "set_manual_backward_finalization", self.root
         if by_hand == root.ends_by_hand:
             return
@@ -65,7 +77,7 @@ class ManualFinalization(Feature):
         root.ends_by_hand = by_hand
 
     def finalize(self, group: ParameterGroup) -> GradientReductionHandle:
-        """Begin to reduce what backwards have left to the caller's call."""
+        """Begin to reduce the gradients that earlier backwards left to the caller."""
         root = self.root
         self.pass_begins("finalize_backward()")
         if not root.calls.clock:  # before the first forward
@@ -90,7 +102,7 @@ class ManualFinalization(Feature):
         self.root.average_ignored()
 
     def pass_begins(self, what: str) -> None:
-        """The caller has to wait for the last one before ``what``."""
+        """Refuse ``what`` while nobody has waited for the handle of the last ``finalize_backward``."""
         if self._handle is not None and self._handle.is_pending:
             raise RuntimeError(
                 f"{self.root.name}: {what} while gradients are still being reduced: "
@@ -100,11 +112,11 @@ class ManualFinalization(Feature):
         self._handle = None
 
     def backward_ended(self) -> None:
-        """The caller has one to end."""
+        """Remember that the caller has a backward to end."""
         self._is_due = self.root.ends_by_hand
 
     def reset(self) -> None:
-        """The gradients are dropped."""
+        """Forget the backward to end, and void the handle: the gradients were dropped."""
         self._is_due = False
         if self._handle is not None:
             self._handle.drop()

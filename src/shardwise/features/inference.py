@@ -1,15 +1,15 @@
-"""Which groups stay gathered between the forwards of ``inference()``, and what ranks owe each other then.
+"""Which groups stay unsharded between the forwards of ``inference()``, and how ranks keep in step.
 
-Groups that are kept need no communication. The others are gathered in each forward, by all ranks together; a
-rank that runs fewer forwards has to gather along. So before each forward the ranks tell each other whether
-they run one or have left; while somebody has left, those that run announce each gather before they begin it,
-as they do in their first forward:
+Groups that are kept need no communication. All ranks together unshard the others in each forward, so a rank
+that runs fewer forwards has to take part in the all-gathers of the rest. Before each forward, the ranks tell
+each other whether they run it or have left. Once a rank has left, the others announce each all-gather before
+they begin it, as they also do in their first forward:
 
-    rank 0    runs    runs, announces a, b    has left           all have left
-    rank 1    runs    has left, plays a, b    has left           all have left
+    rank 0    runs    runs, announces a, b       has left    all have left
+    rank 1    runs    has left, joins in a, b    has left    all have left
 
-A forward that fails on one rank, while nobody has left yet, has gathers to come that the others do not
-announce: that rank plays them as the last forward went.
+If a forward fails on one rank before any has left, the other ranks still issue all-gathers that they do not
+announce. The failed rank takes part by replaying those of its last forward.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from shardwise.layout.mesh import highest_over
 
 
 class Inference(Feature):
-    """One ``inference()`` of ``entered``, some groups of a root. Those that are ``kept`` stay."""
+    """One ``inference()`` of some groups of a root (``entered``), of which ``kept`` stay unsharded."""
 
     ranks_run_alike = False
 
@@ -37,22 +37,22 @@ class Inference(Feature):
         self.kept = kept
         self._axes = axes_of(entered)
         self._communicates = any(group not in kept for group in entered)
-        self._plan: list[ParameterGroup] | None = None  # as the last forward went
-        self._issued: list[ParameterGroup] | None = None  # by the forward that runs, or failed
+        self._plan: list[ParameterGroup] | None = None  # what the last forward unsharded, in order
+        self._issued: list[ParameterGroup] | None = None  # the same, of a running or failed one
         self._announces = False
-        self._refusal: str | None = None  # the unsharded parameters are no longer to be used
-        # Ranks may run different numbers of forwards: what they learn from them is forgotten afterwards.
+        self._refusal: str | None = None  # why the unsharded parameters can no longer be used
+        # Ranks may run different numbers of forwards, so the order recorded in them is dropped afterwards.
         self._order_outside, root.forward_order = root.forward_order, Order()
 
     def backward_begins(self) -> None:
-        """Refused."""
+        """Refuse a backward."""
         raise RuntimeError(
             f"{self.root.name}: a backward inside inference(), "
             "which keeps full parameters whose gradients nobody reduces. Train outside of it."
         )
 
     def forward_begins(self) -> None:
-        """Make good what a failed one owes, and tell the other ranks that this one runs another."""
+        """Catch up on a forward that failed, and tell the other ranks that this one runs another."""
         self._make_good()
         self._check_weights()
         self._issued = []
@@ -60,21 +60,21 @@ class Inference(Feature):
             _, self._announces = self._tell(runs=True)
 
     def unsharding(self, group: ParameterGroup) -> None:
-        """Announce it where others may not run the forward."""
+        """Announce the all-gather, if other ranks may not run this forward."""
         if group.unsharded.state is SHARDED and self._issued is not None and group not in self.kept:
             self._issued.append(group)
             if self._announces:
                 self._announce(self.root.groups.index(group) + 1)
 
     def forward_ended(self, outcome: Outcome) -> None:
-        """It tells how the next will go, unless it has failed."""
+        """Expect the next forward to unshard the same groups, unless this one failed."""
         if self._issued is not None and outcome is not FAILED:
             self._plan, self._issued = self._issued, None
             if self._announces:
                 self._announce(0)
 
     def end(self) -> None:
-        """Take part in what other ranks still run, then free everything."""
+        """Take part in the forwards that other ranks still run, then reshard everything."""
         root = self.root
         with ExitStack() as stack:
             for group in self.kept:
@@ -89,10 +89,10 @@ class Inference(Feature):
         self.root.memory.release(group)
 
     def _check_weights(self) -> None:
-        """Refuse to go on with full parameters that are not those of their shards, by their versions."""
+        """Refuse to go on if shards or full parameters were changed, by their versions."""
         for group in self.kept if self._refusal is None else ():
             if changed := group.unsharded.shards_changed_since() or group.unsharded.changed_in_place():
-                group.unsharded.follow_versions()  # told here, and not once more when the group is freed
+                group.unsharded.follow_versions()  # raised here, and not again when the group is resharded
                 self._refusal = (
                     f"{changed[0]}: changed inside inference(), where the full parameters that were gathered "
                     "before are used. Leave the context, change weights, and enter it again."
@@ -101,7 +101,7 @@ class Inference(Feature):
             raise RuntimeError(self._refusal)
 
     def _make_good(self) -> None:
-        """Unshard what a forward that failed had yet to unshard, and the other ranks wait for."""
+        """After a failed forward, unshard what it had yet to unshard: the other ranks wait for it."""
         issued, self._issued = self._issued, None
         if issued is None or not self._communicates:
             return
@@ -120,7 +120,7 @@ class Inference(Feature):
             _play([self.root.groups[place - 1]])
 
     def _tell(self, runs: bool) -> tuple[bool, bool]:
-        """Whether any rank is about to run a forward, and whether gathers have to be announced in it."""
+        """Whether any rank is about to run a forward, and whether its all-gathers have to be announced."""
         asks = not runs or self._plan is None
         flags = torch.tensor([runs, asks], dtype=torch.int32, device=self.root.device)
         highest_over(flags, self._axes)
@@ -128,14 +128,14 @@ class Inference(Feature):
         return bool(somebody_runs), bool(somebody_asks)
 
     def _announce(self, place: int) -> int:
-        """What those that run a forward gather next, by its place, or 0 when they have ended."""
+        """What ranks in a forward unshard next: 1 + its index in the root's groups, or 0 at the end."""
         places = torch.tensor([place], dtype=torch.int32, device=self.root.device)
         highest_over(places, self._axes)
         return int(places.item())
 
 
 def begin_inference(root: Root, groups: Sequence[ParameterGroup], budget: float) -> int:
-    """Keep the groups unsharded that ``budget`` bytes have room for; returns the bytes taken."""
+    """Keep as many groups unsharded as fit into ``budget`` bytes; returns the bytes they take."""
     if root.feature(Inference) is not None:
         raise RuntimeError(
             f"inference: {groups[0].name} is in another inference() already, which would end with this "
@@ -162,17 +162,17 @@ def begin_inference(root: Root, groups: Sequence[ParameterGroup], budget: float)
 
 
 def end_inference(root: Root) -> None:
-    """Leave it."""
+    """Leave the ``inference()`` of ``root``."""
     inference = root.feature(Inference)
     assert inference is not None
     inference.end()
 
 
 def _play(groups: Sequence[ParameterGroup]) -> None:
-    """Unshard for the sake of other ranks; all at once, since they may go in another order."""
+    """Take part in all-gathers of other ranks, all at once, as those may wait in another order."""
     pending: list[ParameterGroup] = []
     for group in [*groups, None]:
-        if group is None or group in pending:  # it is unsharded once more
+        if group is None or group in pending:  # it is unsharded a second time
             for each in pending:
                 each.unsharded.wait()
                 each.unsharded.reshard()

@@ -8,16 +8,16 @@ from shardwise.groups.states import PARTLY, UNSHARDED
 
 
 class KeptParts(Feature):
-    """Keeps this rank's part in place of freeing all."""
+    """After forward, keeps this rank's part of a group instead of freeing all of it."""
 
     def forward_begins(self) -> None:
-        """What an earlier forward has left is not needed."""
+        """Free what an earlier forward has kept: it is not needed any more."""
         for group in self.root.memory:
             if group.unsharded.state is PARTLY:
                 self.root.memory.release(group)
 
     def instead_of_reshard(self, group: ParameterGroup, outcome: Outcome) -> bool:
-        """Keep a part where that was asked for, and backward will come."""
+        """Keep this rank's part if the caller has asked for it and a backward will come."""
         keeps = (
             group.settings.ranks_that_keep is not None
             and outcome is ANNOUNCED

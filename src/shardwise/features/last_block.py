@@ -1,7 +1,7 @@
-"""The last group of the tree stays unsharded from forward to backward: backward probably begins with it.
+"""The last group of the tree stays unsharded from forward to backward, which probably begins with it.
 
-Freed, it would be unsharded again at once. Which one that is was not observed but is read from the tree: what
-ranks unshard in backward must not depend on what each of them has seen.
+If it were resharded, it would be unsharded again at once. The last group is read from the tree, not observed
+in a forward: what ranks unshard in backward must not depend on what each of them has run.
 """
 
 from shardwise.engine.calls import ANNOUNCED, Outcome
@@ -19,13 +19,13 @@ class LastBlock(Feature):
         self._last: ParameterGroup | None = None
 
     def tree_changed(self) -> None:
-        """Another group may be the last."""
+        """Find the last group again."""
         root = self.root
         inner = [g for g in root.groups if g is not root.group and not g.settings.may_be_unused]
         self._last = inner[-1] if inner else None
 
     def forward_begins(self) -> None:
-        """What an earlier forward has kept is stale in this one."""
+        """Mark a group that an earlier forward has kept: it is stale in this one."""
         for group in self.root.memory.held_for(FOR_BACKWARD):
             self.root.memory.hold(group, FOR_EARLIER_BACKWARD)
 
@@ -38,8 +38,11 @@ class LastBlock(Feature):
         return keeps
 
     def _is_wanted(self, group: ParameterGroup) -> bool:
-        """Nothing is kept where the caller says what backward unshards ahead: ranks unshard that also where
-        gradients flow differently in them."""
+        """True if the caller has left the choice to us.
+
+        Nothing is kept if the caller chooses what backward prefetches: all ranks unshard that, even if
+        gradients flow differently in them.
+        """
         return (
             group.settings.reshard_after_forward is None
             and group.settings.unshard_in_backward

@@ -1,7 +1,7 @@
-"""``set_may_be_unused()``: blocks that some ranks may not run go with the group around them.
+"""``set_may_be_unused()``: a block that some ranks may skip is unsharded with the group around it.
 
-That group is run by all ranks, so that they unshard the block at the same moment; its gradients are reduced
-at the end of backward, with zeros from ranks that have none.
+All ranks run that group, so they unshard the block at the same point. The block's gradients are reduced at
+the end of backward, with zeros from ranks that have none.
 """
 
 from shardwise.engine.feature import Feature
@@ -9,10 +9,10 @@ from shardwise.groups.group import ParameterGroup
 
 
 class OptionalBlocks(Feature):
-    """Tells the root which groups go with which."""
+    """Tells the root which groups are unsharded and resharded together with which."""
 
     def tree_changed(self) -> None:
-        """Find out anew."""
+        """Find again which groups go together."""
         root = self.root
         leads: dict[ParameterGroup, list[ParameterGroup]] = {}
         for group in root.groups:
@@ -22,7 +22,7 @@ class OptionalBlocks(Feature):
         root.led = frozenset(group for group in root.groups if group.settings.may_be_unused)
 
     def check(self) -> None:
-        """Each has a group to go with."""
+        """Refuse a group that may be unused if no group around it is run by all ranks."""
         for group in self.root.groups:
             if group.settings.may_be_unused and self._goes_with(group) is None:
                 raise RuntimeError(
@@ -32,7 +32,7 @@ class OptionalBlocks(Feature):
                 )
 
     def _goes_with(self, optional: ParameterGroup) -> ParameterGroup | None:
-        """The innermost group around ``optional`` that all ranks use."""
+        """The innermost group around ``optional`` that all ranks run."""
         around = self.root.parents.get(optional)
         while around is not None and around.settings.may_be_unused:
             around = self.root.parents.get(around)

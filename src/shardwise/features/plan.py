@@ -1,12 +1,12 @@
-"""What ranks must have in common to communicate: the plan of a module tree, as facts in words.
+"""The plan of a module tree: what must be the same on all ranks that communicate, as facts in words.
 
     ("blocks.0.up.weight", "shape")          "(16, 8)"
     ("blocks.0.up.weight", "requires_grad")  "True"
     ("blocks.0", "reshard_after_forward")    "None"
 
-Facts belong to the ranks of one mesh: experts, whose names may go on from rank to rank, are compared among
-the ranks that share them, and pipeline stages not at all. What may change from one microbatch to the next
-(whether gradients are synchronised, and what is freed after backward) counts at the beginning only.
+Facts belong to the ranks of one mesh. So experts, whose names may differ between ranks, are compared only
+among the ranks that share them, and pipeline stages not at all. Settings that may change from one microbatch
+to the next (gradient synchronisation, resharding after backward) count in the first comparison only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,16 @@ from shardwise.params.bucket import Bucket
 from shardwise.params.parameter import Param
 
 Plan = dict[tuple[int, ...], dict[tuple[str, str], str]]
-"""Facts, by where and what, for each set of ranks; the largest sets first, alike on all ranks."""
+"""For each set of ranks, facts by where and what; the largest sets first, in one order on all ranks."""
 
 
 def plan_of(groups: Sequence[ParameterGroup], trained: Mapping[Param, bool], *, is_first: bool) -> Plan:
-    """The plan of ``groups``; ``trained`` says of which parameters gradients are wanted.
+    """The plan of ``groups``.
 
-    ``is_first``: with what may change from one microbatch to the next.
+    Args:
+        groups: all groups of a module tree.
+        trained: whether a parameter is trained; one that is missing is asked itself.
+        is_first: include settings that may change from one microbatch to the next.
     """
     plan: Plan = {}
     ranks_of: dict[int, tuple[int, ...]] = {}

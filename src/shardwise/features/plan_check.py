@@ -1,8 +1,7 @@
-"""Whether all ranks that share a model have the same plan for it: asked before the first forward with
-gradients, and again when the plan has changed.
+"""Checks that all ranks have the same plan, before the first forward with gradients and after changes.
 
-What a steady step costs is a flag. A plan that has changed and is the same as before (a setter was called
-with the value that was set) costs its digest, and no communication.
+A steady step costs the test of a flag. If a setter was called with the value that was set already, the next
+forward computes the plan's digest, and communicates nothing.
 """
 
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from shardwise.torch_compat import autograd, c10d
 
 
 class _Agreement:
-    """The plan of one module tree, as its ranks have agreed on it."""
+    """The plan of one module tree that its ranks have last agreed on."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -35,19 +34,19 @@ class _Agreement:
         self._wait = Wait("comparison of plans", "", lambda: self._axes)
 
     def look(self, groups: Sequence[ParameterGroup]) -> None:
-        """Look at which parameters are trained now.
+        """Note which parameters are trained now.
 
-        Otherwise what was seen the last time counts: all ranks have to look at the same moment, and most
-        notice a change only where they gather.
+        Until the next call, ``run`` uses what was noted: all ranks have to look at the same point, and most
+        notice a change only when they unshard the group.
         """
         self._trained = {
             param: param.sharded.requires_grad for group in groups for param in group.shards.params
         }
 
     def run(self, name: str, groups: Sequence[ParameterGroup]) -> None:
-        """Raise on all ranks alike if their plans for the model ``name`` differ.
+        """Raise on all ranks if their plans for the model ``name`` differ.
 
-        Collective where the plan has changed since it was agreed on.
+        Collective, if the plan has changed since the ranks agreed on it.
 
         Raises:
             RuntimeError: with the first difference and the ranks on either side.
@@ -81,7 +80,7 @@ class _Agreement:
             with relay.exchange(wait):
                 comparison.run(facts)
         except Unequal as error:
-            self._trained = {}  # what is mended is looked at anew
+            self._trained = {}  # look again once the caller has fixed it
             change = f"On rank {dist.get_rank()} {wait.reason}. " if wait.reason else ""
             raise RuntimeError(
                 f"The ranks have different plans for the model, so that they would communicate what does not "
@@ -90,7 +89,7 @@ class _Agreement:
             ) from None
 
     def _change(self, ranks: tuple[int, ...], facts: Facts) -> str:
-        """What has changed here since the ranks agreed, as a clause; empty where they have not yet."""
+        """A clause about what has changed on this rank since the ranks agreed; empty if they never did."""
         if ranks not in self._agreed:
             return ""
         before = self._agreed[ranks][1]
@@ -106,38 +105,38 @@ class _Agreement:
 
 
 class PlanCheck(Feature):
-    """Asks before the first forward with gradients, and whenever the plan has changed since."""
+    """Compares the plan before the first forward with gradients, and whenever it has changed since."""
 
     def __init__(self, root: Root) -> None:
         super().__init__(root)
         self._agreement = _Agreement(root.device)
-        self._is_agreed = False  # on the plan as it is known now
-        self._has_compared = False  # what parameters begin with
+        self._is_agreed = False  # on the current plan, as far as this rank knows it
+        self._has_compared = False  # the initial values of the parameters
 
     def plan_changed(self) -> None:
-        """Compare the plan again, if it is another, before the next forward with gradients."""
+        """Have the next forward with gradients compare the plan again, if it differs."""
         self._is_agreed = False
 
     def agree(self) -> None:
-        """Before training: the ranks have the same plan.
+        """Before training: check that the ranks have the same plan.
 
-        Collective, unless this was agreed before. Not where gradients are off: there, ranks that keep copies
-        may run forwards that others do not, such as a dry run on one rank.
+        Collective, unless they have agreed on it before. Does nothing without gradients: replicas may then
+        run forwards that others do not, such as a dry run on one rank.
         """
         if not self._is_agreed and torch.is_grad_enabled():
             self._run()
 
     def connected(self) -> None:
-        """Once, before training: ranks begin with the same weights, and keep equal copies. Collective."""
+        """Once, before training: check that ranks start from equal weights, replicas included. Collective."""
         if not self._has_compared and torch.is_grad_enabled():
             params = [param for group in self.root.groups for param in group.shards.params]
             refuse_unequal_initial_values(params, self.root.device)
             self._has_compared = True
 
     def changes_followed(self) -> None:
-        """In a pass, a group has followed what the caller changed: before it communicates, the ranks agree.
+        """Compare the plan in a pass: a group has adopted changes of the caller, and not communicated yet.
 
-        They all come here at the same group.
+        Collective: all ranks get here at the same group.
         """
         if self._is_agreed or not self._has_compared:
             return

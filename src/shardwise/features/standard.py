@@ -12,5 +12,5 @@ from shardwise.features.plan_check import PlanCheck
 
 
 def new_root(device: torch.device) -> Root:
-    """A root for a tree on ``device``, with what a training script may ask of it."""
+    """A root for a tree on ``device``, with all features that a training script may use."""
     return Root(device, [PlanCheck, OptionalBlocks, KeptParts, LastBlock, DoubleBackward, ManualFinalization])

@@ -1,8 +1,8 @@
-"""Parameters that join a sharded tree after ``fully_shard``: nobody reduces their gradients.
+"""Parameters that are added to a sharded tree after ``fully_shard``: no group reduces their gradients.
 
-A group has taken the parameters of its modules as they were. What is registered in them later belongs to no
-group: a parameter of a module that it knows, or a module such as an adapter, wherever it is put. It is looked
-for after every forward, in passes that run in C; names are found only when something has changed.
+A group owns the parameters that its modules had in its ``fully_shard`` call. Whatever is registered later
+belongs to no group: a parameter in a module of the group, or a module, such as an adapter, anywhere inside.
+Every forward ends with a search for these, in loops that run in C; names are looked up only if it finds any.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,13 +17,13 @@ from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.torch_compat import nn_modules
 
 PLACE = "_shardwise_place"
-"""An entry of the ``__dict__`` of every module whose parameters a group has taken; see validation.Place."""
+"""A key in the ``__dict__`` of every module whose parameters a group has taken; see validation.Place."""
 
 _wants_gradient = attrgetter("requires_grad")
 
 
 class ModuleWatch:
-    """The modules of a group, and what was registered in them when it was made."""
+    """The modules of a group, and what was registered in them when the group was made."""
 
     def __init__(self, owners: Sequence[nn.Module]) -> None:
         self._known = {(module, name) for module in owners for name in _names_of(module)}
@@ -38,7 +38,7 @@ class ModuleWatch:
         self._inside = self._find_children()
 
     def is_untouched(self) -> bool:
-        """True if no parameter was added, no module put in place, and nothing added earlier was unfrozen."""
+        """True if no parameter or module was added or replaced, and no frozen addition was unfrozen."""
         if self._count_parameters() != self._num_parameters or any(map(nn_modules.children, self._leaves)):
             return False
         inside = self._find_children()
@@ -47,7 +47,7 @@ class ModuleWatch:
         return not any(map(_wants_gradient, self._frozen))
 
     def is_untouched_in_graph(self) -> bool:
-        """The same, for dynamo, which cannot trace passes that run in C."""
+        """The same, for dynamo, which cannot trace loops that run in C."""
         if sum(p is not None for m in self._modules for p in m._parameters.values()) != self._num_parameters:
             return False
         inside = [child for m in self._modules for child in m._modules.values()]
@@ -61,10 +61,11 @@ class ModuleWatch:
     def find_added(
         self, names: Mapping[nn.Module, str], fulls: Sequence[nn.Parameter]
     ) -> list[tuple[str, nn.Parameter]]:
-        """What was added and would be trained, by full name; ``names`` are those of all modules of the tree.
+        """Added parameters that would be trained, by full name.
 
-        In modules that were known, or in new ones that are not sharded themselves; and ``fulls``, the
-        gathered parameters, wherever they stand. What else is new is known from now on.
+        Looks in known modules, and in new ones that are not sharded themselves. Also finds a parameter of
+        ``fulls``, the unsharded ones, that was registered anywhere. Other additions are known from now on.
+        ``names``: the name of every module of the tree.
         """
         modules = dict.fromkeys(self._modules)
         added: list[tuple[str, nn.Parameter]] = []

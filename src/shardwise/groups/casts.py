@@ -1,4 +1,4 @@
-"""Dtypes at the edges of forward: inputs and outputs are cast."""
+"""The casts of forward's inputs and outputs under mixed precision."""
 
 from typing import Any
 
@@ -18,13 +18,13 @@ class Casts:
         self._output = getattr(policy, "output_dtype", None)
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """The inputs as forward shall see them; None: as they are."""
+        """The inputs, cast for forward; None if they stay as they are."""
         if self._input is None:
             return None
         return map_tensors(args, self._cast_input), map_tensors(kwargs, self._cast_input)
 
     def output(self, output: Any) -> Any:
-        """What the caller shall get."""
+        """The output, cast for the caller."""
         dtype = self._output
         return output if dtype is None else map_tensors(output, lambda t: _cast(t, dtype))
 
@@ -34,12 +34,11 @@ class Casts:
 
 
 def cast_around(module: nn.Module) -> None:
-    """Have ``module``, kept in full precision, compute in its parameters' dtype and answer in that of its
-    inputs."""
+    """Hook ``module``, kept in full precision: its inputs are cast to its own dtype, its outputs back."""
     own = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
     if own is None:
         return
-    given: list[torch.dtype] = []  # of the running calls: a module may be called inside itself
+    given: list[torch.dtype] = []  # input dtypes of the running calls; a module may call itself
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         find = find_tensors_in_trace if torch.compiler.is_dynamo_compiling() else find_tensors

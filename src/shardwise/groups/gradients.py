@@ -1,7 +1,7 @@
-"""The gradients of a group: counted as autograd puts them in place, reduced, left for later, dropped.
+"""The gradients of a group: counted as they arrive, reduced, deferred, dropped.
 
-Owns the state of the gradients (states.py). Decides nothing about *when*: it tells the listener what has
-come.
+Owns the state of the gradients (states.py). It tells the listener what has arrived; the root decides *when*
+to reduce.
 """
 
 import weakref
@@ -41,23 +41,23 @@ _lands_on_host = attrgetter("arrives_on_host")
 
 
 class Gradients:
-    """The gradients of ``group``: unsharded ones, reductions in flight, and what waits to be reduced."""
+    """The gradients of ``group``: unsharded ones, reductions in flight, and deferred ones."""
 
     def __init__(self, group: "ParameterGroup") -> None:
         self._group = group
         self.state = EMPTY
-        # What earlier backwards have shown: whether they were reduced, and came in nested backwards.
+        # What earlier backwards have shown: whether gradients were reduced, and arrived in nested backwards.
         self.were_reduced = False
         self.come_nested = False
         self._reductions: list[Reduction | None] = []
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew: the parameters are others."""
+        """Start over, as the parameters were replaced."""
         self._reductions = [None] * len(self._group.buckets)
-        # Whether some parameters may remember unreduced gradients.
+        # Whether ``.grad`` of some shards may stand for unreduced gradients.
         self._has_deferred = any(param.remembers_deferred for param in self._group.shards.params)
-        self._departures: Departures | None = None  # None: all gradients leave together
+        self._departures: Departures | None = None  # None: all gradients are reduced together
         self._hooked: set[int] = set()
         self._trainable: frozenset[int] = frozenset()
         self._awaited: set[int] = set()
@@ -65,7 +65,7 @@ class Gradients:
     # --- arrival ----------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Have the trainable unsharded parameters report their gradients."""
+        """Hook the trainable unsharded parameters, to be told when their gradients arrive."""
         own, fulls = weakref.ref(self), self._group.unsharded.params
         trainable = [i for i, full in enumerate(fulls) if full.requires_grad]
         for index in trainable:
@@ -78,7 +78,7 @@ class Gradients:
         self._departures = self._plan_departures()
 
     def _plan_departures(self) -> Departures | None:
-        """None where all gradients leave together."""
+        """The parts in which gradients are reduced; None if they are reduced together."""
         buckets = self._group.buckets
         if all(len(bucket.parts) == 1 for bucket in buckets):
             return None
@@ -88,7 +88,7 @@ class Gradients:
 
     @outside_transforms
     def arrived(self, index: int) -> None:
-        """Autograd has put the gradient of one unsharded parameter in place."""
+        """Autograd has accumulated the gradient of one unsharded parameter."""
         departures, listener = self._departures, self._group.listener
         if self.state is not PENDING:
             if self._group.unsharded.are_shards:
@@ -101,18 +101,18 @@ class Gradients:
             if departures is not None:
                 departures.begin()
         elif departures is not None and index in departures.gone:
-            self._finish_sent()  # a sum of its own: this gradient is of another nested backward
+            self._finish_sent()  # this gradient is of another nested backward, and part of another sum
         elif self._group.policy.backward_prefetch == "after":
-            listener.gradient_came()  # perhaps of a nested backward, which decides when the group is freed
+            listener.gradient_came()  # if of a nested backward, the group is resharded later
         self._awaited.discard(index)
         if not self._awaited:
-            self._awaited = set(self._trainable)  # of a call that a nested backward has yet to come to
+            self._awaited = set(self._trainable)  # for another call, which a nested backward may reach
             listener.gradients_complete()
         elif departures is not None and departures.arrive(index):
             listener.part_complete()
 
     def _refuse_changed_shards(self) -> None:
-        """Shards may have changed on which a graph was computed that nothing has announced."""
+        """Refuse a backward of weights that were changed since; no hook before backward has checked them."""
         if changed := self._group.unsharded.shards_changed_since():
             raise RuntimeError(
                 f"{', '.join(changed)}: changed in place between the forward that used it and this backward "
@@ -124,22 +124,22 @@ class Gradients:
 
     @property
     def leave_in_parts(self) -> bool:
-        """True if some gradients may leave before all are there."""
+        """True if some gradients may be reduced before all have arrived."""
         return self._departures is not None
 
     def send_ready(self) -> list[PartReduction]:
-        """Begin to reduce the parts of the gradients that may leave before the others."""
+        """Begin to reduce the parts that are complete and need not wait for the others."""
         assert self._departures is not None
         departures = self._departures
         with _without_graph(), self._group.label("reduce"):
             return self._issue(lambda: self._send(departures.leave()))
 
     def reduce(self) -> list[PartReduction]:
-        """Begin to reduce the unsharded gradients that are there; all that is in flight now."""
+        """Begin to reduce the unsharded gradients that are left; return the reductions begun."""
         joins = self._group.settings.zeros_for_unused and self.state is EMPTY
         state = self._next("join" if joins else "reduce")
         with _without_graph(), self._group.label("reduce"):
-            if not self._group.unsharded.params:  # it has not run here
+            if not self._group.unsharded.params:  # it has not run on this rank
                 self._departures = self._plan_departures()
             part_reductions = self._issue(self._send_rest)
             for bucket, reduction in zip(self._group.buckets, self._reductions, strict=True):
@@ -158,7 +158,7 @@ class Gradients:
         return part_reductions
 
     def _send_rest(self) -> list[PartReduction]:
-        """All gradients that have not left yet."""
+        """Begin to reduce all gradients that are left."""
         if self._departures is None:
             return self._send_all()
         if self.state is not PENDING:
@@ -166,7 +166,7 @@ class Gradients:
         return self._send(self._departures.rest())
 
     def _send_all(self) -> list[PartReduction]:
-        """The gradients of each bucket, all together."""
+        """Begin to reduce the gradients of each bucket, all together."""
         part_reductions = []
         buckets = self._group.buckets
         gradients = self._take(self._group.shards.params, self._group.unsharded.params)
@@ -179,7 +179,7 @@ class Gradients:
         return part_reductions
 
     def _send(self, departures: Iterable[Departure]) -> list[PartReduction]:
-        """The gradients of these parts."""
+        """Begin to reduce the gradients of these parts."""
         part_reductions = []
         all_params, all_fulls = self._group.shards.params, self._group.unsharded.params
         for departure in departures:
@@ -208,7 +208,7 @@ class Gradients:
 
     @torch.no_grad()
     def _finish_sent(self) -> None:
-        """Bring to an end what has left before the other gradients of the running backward."""
+        """Finish the reductions of parts that began before the group's other gradients arrived."""
         for number, (bucket, reduction) in enumerate(zip(self._group.buckets, self._reductions, strict=True)):
             if reduction is not None:
                 self._close(bucket, reduction)
@@ -219,21 +219,21 @@ class Gradients:
             self._departures.begin(there)
 
     def advance(self) -> None:
-        """Let the reduction go on to the replicas."""
+        """Let the reduction proceed to the all-reduce over replicas."""
         for reduction in self._in_flight():
             self._wait(reduction.advance)
 
     @property
     def land_on_host(self) -> bool:
-        """True if a reduction in flight ends in host memory, where it is better waited for late."""
+        """True if a reduction in flight ends in host memory; it is better waited for late."""
         return any(map(_lands_on_host, self._in_flight()))
 
     def release_shipment(self, part_reduction: PartReduction) -> None:
-        """Free the unsharded gradients of one part_reduction, as soon as they have been summed."""
+        """Wait for the sums of one part, and free its unsharded gradients."""
         self._wait(part_reduction.release)
 
     def release(self) -> None:
-        """Free the unsharded gradients of a reduction in flight."""
+        """Wait for the sums of the reductions in flight, and free their unsharded gradients."""
         for reduction in self._in_flight():
             self._wait(reduction.release)
 
@@ -250,7 +250,7 @@ class Gradients:
                 self._mark_deferred()
 
     def _finish(self, number: int) -> bool:
-        """Wait for the sums of one bucket; True if they wait for those over replicas."""
+        """Wait for the sums of one bucket; True if they are deferred until a sum over replicas."""
         bucket, reduction = self._group.buckets[number], self._reductions[number]
         assert reduction is not None
         self._wait(reduction.finish)
@@ -266,15 +266,15 @@ class Gradients:
 
     @property
     def in_flight(self) -> list[Reduction]:
-        """The reductions that have not been waited for."""
+        """The reductions that nobody has waited for."""
         return list(self._in_flight())
 
-    # --- left for later ---------------------------------------------------------------------------
+    # --- deferred ---------------------------------------------------------------------------------
 
     def defer(self) -> None:
         """Leave the unsharded gradients unreduced until a later backward."""
         if any(self._in_flight()):
-            self._finish_sent()  # synchronisation was switched off in the midst of a backward
+            self._finish_sent()  # synchronisation was switched off during this backward
         self._step("defer")
         with _without_graph():
             self._mark_deferred()
@@ -288,7 +288,7 @@ class Gradients:
                 param.defer_gradient(full)
 
     def _waiting(self) -> list[bool]:
-        """Of which parameters gradients of earlier backwards wait, unsharded ones or sums."""
+        """For each parameter, whether a deferred gradient waits, unsharded or reduce-scattered."""
         fulls = self._group.unsharded.params
         sums = [bucket.waits(i) for bucket in self._group.buckets for i in range(len(bucket.params))]
         if not fulls:
@@ -297,7 +297,7 @@ class Gradients:
 
     @property
     def have_sums_to_reduce(self) -> bool:
-        """True if deferred gradients are there that a reduction now would bring further."""
+        """True if a reduction now would reduce deferred gradients."""
         if self.state is not DEFERRED:
             return False
         if any(full.grad is not None for full in self._group.unsharded.params):
@@ -338,14 +338,14 @@ class Gradients:
             self._step("drop")
 
     def drop_of_backward(self) -> None:
-        """Forget those of a backward that has failed; what waits from earlier ones stays."""
+        """Forget the gradients of a backward that failed; deferred ones of earlier backwards stay."""
         if self.state in (PENDING, REDUCING):
             self.drop()
 
-    # --- taking them ------------------------------------------------------------------------------
+    # --- taken for a reduction --------------------------------------------------------------------
 
     def _take(self, params: Sequence[Param], fulls: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
-        """The unsharded gradients of ``params``, which belong to the reduction from now on."""
+        """Take the unsharded gradients of ``params``, which belong to the reduction from now on."""
         if not fulls:
             return [self._zeros_for(param) if param.sharded.requires_grad else None for param in params]
         makes_graph = torch.is_grad_enabled()
@@ -375,7 +375,7 @@ class Gradients:
         return gradients
 
     def _zeros_for(self, param: Param) -> Tensor | None:
-        """What stands for a gradient that has not come, if anything is to."""
+        """Zeros in place of a gradient that has not arrived; None unless unused parameters take part."""
         if not self._group.settings.zeros_for_unused:
             return None
         return torch.zeros(param.shape, dtype=param.precision.reduced, device=self._group.device)
@@ -384,14 +384,14 @@ class Gradients:
 
     @property
     def are_wanted(self) -> bool:
-        """True if any parameter of the group wants a gradient."""
+        """True if any parameter of the group is trainable."""
         if self._group.unsharded.params:
             return bool(self._trainable)
         return any(param.sharded.requires_grad for param in self._group.shards.params)
 
     @property
     def are_all_wanted(self) -> bool:
-        """True if all parameters of the group want gradients."""
+        """True if all parameters of the group are trainable."""
         return len(self._trainable) == len(self._group.shards.params)
 
     def _next(self, event: str) -> GradientState:
@@ -403,9 +403,10 @@ class Gradients:
 
 @torch.no_grad()
 def average_ignored(group: "ParameterGroup") -> None:
-    """Average over all ranks the gradients of parameters that ``group`` ignores, if that was asked for.
+    """Average the gradients of parameters that ``group`` ignores over all ranks, if the caller wants that.
 
-    All of them take part on every rank, with zeros where there is none, lest ranks send different amounts.
+    Every trainable one takes part on every rank, with zeros if it has no gradient, so all ranks send the same
+    number of bytes.
     """
     if not group.settings.averages_ignored:
         return
@@ -421,7 +422,7 @@ def average_ignored(group: "ParameterGroup") -> None:
 
 
 def _average(gradients: list[Tensor], axis: Axis) -> None:
-    """Average tensors over the ranks of ``axis``, in place, all of one dtype together."""
+    """Average tensors over the ranks of ``axis``, in place, with one all-reduce for each dtype."""
     for dtype in dict.fromkeys(g.dtype for g in gradients):
         same = [g for g in gradients if g.dtype == dtype]
         flat = torch.cat([g.reshape(-1) for g in same]).div_(axis.world)
@@ -431,7 +432,7 @@ def _average(gradients: list[Tensor], axis: Axis) -> None:
 
 
 def _tell_arrival(gradients: "weakref.ref[Gradients]", index: int, _full: Tensor) -> None:
-    """A hook on an unsharded parameter. Weak: Python's collector sees no hooks that C++ holds."""
+    """A hook on an unsharded parameter. The reference is weak: Python's collector cannot see hooks in C++."""
     if (alive := gradients()) is not None:
         alive.arrived(index)
 
@@ -448,7 +449,7 @@ def _neither_graph_nor_inference() -> Iterator[None]:
 
 
 def _without_graph() -> AbstractContextManager[Any]:
-    """No graph is recorded inside, and tensors made inside may be trained: so it is in most backwards."""
+    """A context without grad mode or inference mode; most backwards run without both already."""
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return _neither_graph_nor_inference()
     return _NO_CONTEXT

@@ -1,12 +1,12 @@
-"""The parameters of one ``fully_shard`` call: identity, settings, and the owners of their two states.
+"""The parameters of one ``fully_shard`` call: their identity, settings, and the owners of their two states.
 
     ParameterGroup
       settings      what the caller has chosen
       shards        the registered parameters, and what the caller does to them
-      unsharded     the gathered ones: SHARDED -> GATHERING -> UNSHARDED -> SHARDED
+      unsharded     the full parameters: SHARDED -> GATHERING -> UNSHARDED -> SHARDED
       gradients     EMPTY -> PENDING -> REDUCING -> EMPTY
 
-A group decides nothing about *when*: the root does. It knows *whether* a step is allowed, and how to do it.
+The root decides *when* something happens to a group. The group knows *whether* that is allowed, and how.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,29 +37,29 @@ from shardwise.torch_compat import autograd
 
 
 class Observer(Protocol):
-    """Hears of every event, with the name of its group."""
+    """Called with every event and the name of its group."""
 
     def __call__(self, event: str, name: str, /) -> None:
         """``event`` has happened to the group of this name."""
 
 
 class Listener(Protocol):
-    """Who decides when, for one group: hears what happens to it."""
+    """Called with what happens to one group, to decide what to do when."""
 
     def gradient_came(self) -> None:
-        """The first gradient of a backward is in."""
+        """The first gradient of a backward has arrived."""
 
     def part_complete(self) -> None:
-        """Some gradients may leave before the others."""
+        """Some gradients may be reduced before the others."""
 
     def gradients_complete(self) -> None:
-        """The gradients of all trainable parameters are in."""
+        """The gradients of all trainable parameters have arrived."""
 
     def plan_changed(self) -> None:
-        """The parameters are others, or trained otherwise."""
+        """Parameters were replaced, frozen or unfrozen."""
 
     def changes_followed(self) -> None:
-        """In a pass, what the caller had changed was followed; nothing was communicated yet."""
+        """In a pass, the group has adopted changes of the caller, and has not communicated yet."""
 
 
 class _Deaf:
@@ -76,7 +76,7 @@ class _Deaf:
 
 @dataclass(frozen=True, eq=False)
 class Tie:
-    """A place where a parameter is registered that another group has taken: the two are tied."""
+    """A place that registers a parameter which another group has taken: the two groups are tied."""
 
     site: Site
     original: nn.Parameter
@@ -99,14 +99,14 @@ class ParameterGroup:
         self.modules = tuple(modules)
         self.owners = tuple(owners)
         self.buckets = buckets
-        self.mesh = mesh  # of the call; single parameters may have been given others
+        self.mesh = mesh  # of the fully_shard call; shard_placement_fn may give a parameter another
         self.device = mesh.device
         self.policy = policy
         self.casts = casts
         self.settings = Settings()
         self.ties: list[Tie] = []
         self.ignored: list[nn.Parameter] = []
-        self.choices: set[str] = set()  # which setters of communication were called
+        self.choices: set[str] = set()  # which setters have chosen how to communicate
         self.partly_loaded: str | None = None  # why a load failed half-way
         self.added = ModuleWatch(owners)
         self.side_tensors = SideTensors(owners)
@@ -124,14 +124,14 @@ class ParameterGroup:
         self.settings = replace(self.settings, **changes)
 
     def take_settings(self, other: "ParameterGroup") -> None:
-        """Take over what the caller has set for ``other``, but for the modules to prefetch."""
+        """Take over the settings of ``other``, except the modules to prefetch."""
         self.settings = replace(other.settings, forward_prefetch=None, backward_prefetch=None)
         self.choices = set(other.choices)
         self.partly_loaded = other.partly_loaded
 
     @torch.no_grad()
     def plan(self) -> list[nn.Parameter]:
-        """Lay out the buckets and make their shards from the full parameters; touches no module."""
+        """Lay out the buckets, and make their shards from the full parameters. Touches no module."""
         with torch.inference_mode(False):
             return [shard for bucket in self.buckets for shard in bucket.make_shards()]
 
@@ -141,27 +141,27 @@ class ParameterGroup:
             param.install_shard(sharded)
 
     def attach(self, streams: CommStreams) -> None:
-        """Tell the group where its communication runs."""
+        """Give the group the streams on which it communicates."""
         self.streams = streams
         self.waits.attach(self.name, self.all_axes)
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
-        """Take names from the view of a module further out, where ``names`` knows our modules."""
+        """Take over the names that an outer module has for our modules, as far as ``names`` has them."""
         found = [clean(names[module]) for module in self.modules if module in names]
         if len(found) == len(self.modules):
             self.name = ", ".join(found)
         self.shards.rename(names)
 
-    # --- what cannot be ---------------------------------------------------------------------------
+    # --- what is refused --------------------------------------------------------------------------
 
     def refuse_open_ties(self) -> None:
-        """No parameter may be tied to one of a group that nothing sharded has in common with this one."""
+        """Refuse a parameter tied to one of another group if no sharded module contains both."""
         if self.ties:
             tie = self.ties[0]
             raise RuntimeError(open_tie_message(tie.site.fqn, f"{name_of_replaced(tie.original)}, which"))
 
     def refuse_partly_loaded(self) -> None:
-        """Some of its parameters are of a checkpoint that could not be loaded to its end."""
+        """Refuse to run after a load that failed halfway."""
         if self.partly_loaded is not None:
             raise RuntimeError(
                 f"{self.name}: the model is partly loaded, for a load failed half-way "
@@ -169,7 +169,7 @@ class ParameterGroup:
             )
 
     def refuse_if_summoned(self, what: str, instead: str = "Leave the context first.") -> None:
-        """Inside ``unsharded()`` the caller has the parameters."""
+        """Refuse ``what`` inside ``unsharded()``, where the caller has the parameters."""
         if self.unsharded.state is SUMMONED:
             raise RuntimeError(
                 f"{self.name}: {what} is not possible inside unsharded(), which has put full parameters in "
@@ -177,9 +177,9 @@ class ParameterGroup:
             )
 
     def refuse_added(self, names: Mapping[nn.Module, str]) -> None:
-        """Refuse parameters that were added after sharding: nobody would reduce their gradients.
+        """Refuse parameters that were added after sharding: no group would reduce their gradients.
 
-        ``names`` are those of all modules of the tree.
+        ``names``: the name of every module of the tree.
         """
         added = self.added.find_added(names, self.unsharded.params)
         if not added:
@@ -205,41 +205,43 @@ class ParameterGroup:
 
     @property
     def replicates(self) -> bool:
-        """True if ranks keep copies of some of its shards."""
+        """True if some of its shards are replicated."""
         return self.shards.are_replicated
 
     @property
     def max_in_flight(self) -> int:
-        """How many reductions may be in flight beside each other: memory against overlap."""
+        """How many reductions may be in flight at once: more overlap, for more memory."""
         return self.settings.max_reductions + (1 if self.replicates else 0)
 
     def axes(self) -> list[Axis]:
-        """The axes along which its shards are spread, the longest first."""
+        """The axes over which its parameters are sharded, the longest first."""
         axes = {id(axis.pg): axis for b in self.buckets for axis in b.mesh.axes() if axis is b.mesh.shard}
         return sorted(axes.values(), key=lambda axis: -axis.world)
 
     def all_axes(self) -> list[Axis]:
-        """Those, and the axes along which there are copies."""
+        """The axes over which its parameters are sharded or replicated, the longest first."""
         axes = {id(axis.pg): axis for bucket in self.buckets for axis in bucket.mesh.axes()}
         return sorted(axes.values(), key=lambda axis: -axis.world)
 
-    # --- for its owners ---------------------------------------------------------------------------
+    # --- reporting --------------------------------------------------------------------------------
 
     def label(self, what: str) -> AbstractContextManager[Any]:
-        """A profiler range for ``what``, if a profiler records."""
+        """A profiler range for ``what``, or no context if no profiler records."""
         if not autograd.profiler_is_on():
             return _NO_CONTEXT
         return torch.autograd.profiler.record_function(f"shardwise.{what} {self.name}")
 
     def tell(self, event: str) -> None:
-        """Report ``event`` to who observes."""
+        """Report ``event`` to the observer, if there is one."""
         if self.observer is not None:
             self.observer(event, self.name)
 
     def __del__(self) -> None:
-        """What is under way stays: a back end writes into memory that it was given, whoever dies (gloo stops
-        to receive anything at all)."""
-        own = vars(self)  # perhaps not all of it: a copy that failed
+        """Keep communication in flight alive: the back end still writes into its memory.
+
+        If that memory were freed, gloo would stop receiving anything.
+        """
+        own = vars(self)  # incomplete in a copy that failed
         if "gradients" in own:
             under_way = [self.unsharded.in_flight, *self.gradients.in_flight]
             if any(each is not None for each in under_way):
@@ -247,13 +249,13 @@ class ParameterGroup:
 
 
 _IN_FLIGHT: list[Any] = []
-"""Communication of groups that died before it ended."""
+"""Communication that was in flight when its group died."""
 
 _NO_CONTEXT = nullcontext()
 
 
 def open_tie_message(fqn: str, other: str) -> str:
-    """What to say of the parameter ``fqn``, which is tied to one that ``other`` begins a clause about."""
+    """The error text for parameter ``fqn``, tied to the parameter that the words ``other`` stand for."""
     return (
         f"{fqn} is tied to {other} was sharded in another fully_shard call, and no sharded module contains "
         "both, to own the parameter. Call fully_shard on the module around both, after these two, or shard "
@@ -262,6 +264,6 @@ def open_tie_message(fqn: str, other: str) -> str:
 
 
 def axes_of(groups: Sequence[ParameterGroup]) -> list[Axis]:
-    """The axes along which the shards of ``groups`` are spread, the longest first."""
+    """The axes over which the parameters of ``groups`` are sharded, the longest first."""
     axes = {id(axis.pg): axis for group in groups for axis in group.axes() if not axis.is_alone}
     return sorted(axes.values(), key=lambda axis: -axis.world)

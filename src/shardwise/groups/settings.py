@@ -1,4 +1,4 @@
-"""What the caller has chosen for a parameter group: one list of fields, which everybody reads."""
+"""What the caller has chosen for a parameter group: one list of fields, declared here only."""
 
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 
 def _of_microbatch(default: Any) -> Any:
-    """A setting that ranks must share, and that may change from one microbatch to the next."""
+    """A setting that must be the same on all ranks, and that may change from one microbatch to the next."""
     return field(default=default, metadata={"shared": True, "of_microbatch": True})
 
 
 def _shared(default: Any) -> Any:
-    """A setting that ranks must share."""
+    """A setting that must be the same on all ranks."""
     return field(default=default, metadata={"shared": True})
 
 
@@ -24,7 +24,7 @@ class Settings:
     """Set through ``fully_shard`` and the methods of ``FSDPModule``; replaced as a whole."""
 
     reshard_after_forward: bool | int | None = _shared(None)
-    """None: reshard, but not the root. A number: so many ranks keep them together until backward."""
+    """None: reshard all but the root. A number n: n ranks keep the parameters together until backward."""
     reshard_after_backward: bool = _of_microbatch(True)
     requires_gradient_sync: bool = _of_microbatch(True)
     requires_all_reduce: bool = _of_microbatch(True)
@@ -38,7 +38,7 @@ class Settings:
     divide_factor: float | None = _shared(None)
     max_reductions: int = 1
     separate_reduce_group: bool | None = _shared(None)
-    """None: where it pays."""
+    """None: only on NCCL."""
     all_reduce_hook: Hook | None = None
     forward_prefetch: "tuple[ParameterGroup, ...] | None" = None
     """Which groups to unshard ahead, in place of the recorded order."""
@@ -46,7 +46,7 @@ class Settings:
 
     @property
     def ranks_that_keep(self) -> int | None:
-        """How many ranks keep the unsharded parameters together after forward, if that was asked for."""
+        """How many ranks keep the unsharded parameters together after forward; None: the caller set none."""
         asked = self.reshard_after_forward
         return asked if isinstance(asked, int) and not isinstance(asked, bool) else None
 
@@ -57,7 +57,7 @@ class Settings:
 
 
 def shared_settings(settings: Settings, *, with_those_of_microbatch: bool) -> dict[str, str]:
-    """What ranks must have in common, as text by name."""
+    """The settings that must be the same on all ranks, as text by name."""
     chosen = [
         each.name
         for each in fields(settings)

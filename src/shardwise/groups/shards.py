@@ -1,7 +1,7 @@
-"""The sharded parameters of a group. What the caller does to them is followed at the next unshard.
+"""The sharded parameters of a group. The next unshard adopts what the caller has done to them.
 
-Between passes the shards are the caller's: they may be replaced, moved, cast, frozen or unfrozen, under other
-hooks and names. The group looks before it communicates, and only closely where something has changed.
+Between passes the shards belong to the caller, who may replace, move, cast, freeze, unfreeze, rename and hook
+them. The group checks for changes before it communicates, and looks closely only if it finds one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ _is_on_meta = attrgetter("shard.bytes.is_meta")
 
 
 class Shards:
-    """The parameters of ``group``, as it believes them to be."""
+    """The sharded parameters of ``group``, as it last saw them."""
 
     def __init__(self, group: "ParameterGroup") -> None:
         self._group = group
@@ -38,22 +38,22 @@ class Shards:
         self.are_replicated = False
 
     def take_stock(self) -> None:
-        """Begin anew with the parameters that the buckets have now, none of them unsharded."""
+        """Start over with the parameters that the buckets have now, while none is unsharded."""
         group = self._group
         self.params = [param for bucket in group.buckets for param in bucket.params]
         self.are_replicated = any(not bucket.mesh.replicate.is_alone for bucket in group.buckets)
         self.is_tensor_parallel = any(param.is_tensor_parallel for param in self.params)
-        self._watch = None  # made when the shards are first looked at
+        self._watch = None  # made when the shards are first checked for changes
         modules = dict.fromkeys(site.module for param in self.params for site in param.sites)
         self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
         group.unsharded.forget()
         group.gradients.forget()
         group.listener.plan_changed()
 
-    # --- other buckets, other owners --------------------------------------------------------------
+    # --- change of buckets, change of groups ------------------------------------------------------
 
     def replan(self, change: Callable[[Bucket], None], only: Bucket | None = None) -> None:
-        """Let ``change`` plan buckets anew, while nothing is unsharded."""
+        """Let ``change`` lay out the buckets again, while nothing is unsharded or unreduced."""
         self._refuse_change()
         for bucket in self._group.buckets if only is None else [only]:
             change(bucket)
@@ -69,7 +69,7 @@ class Shards:
             )
 
     def follow_protocols(self) -> None:
-        """Give shards a bucket each whose local tensors were told since ``fully_shard`` how they gather."""
+        """Give a bucket of its own to each shard that has gained a protocol to gather itself."""
         group = self._group
         if not any(map(has_methods, group.buckets)):
             return
@@ -82,7 +82,7 @@ class Shards:
         self.take_stock()
 
     def give_up(self, param: Param) -> None:
-        """Leave a parameter to another group, which is about to take it."""
+        """Give up a parameter, which another group is about to take."""
         owner = next(bucket for bucket in self._group.buckets if param in bucket.params)
         owner.params.remove(param)
         if owner.params:
@@ -92,7 +92,7 @@ class Shards:
         self.take_stock()
 
     def take_in(self, param: Param, bucket_for: Callable[[Param], Bucket]) -> None:
-        """Own a parameter that another group has given up, in the bucket of its mesh."""
+        """Take a parameter that another group has given up, into the bucket of its mesh."""
         for bucket in self._group.buckets:
             if bucket.mesh is param.mesh and bucket.takes_more:
                 bucket.params.append(param)
@@ -104,14 +104,14 @@ class Shards:
         self.take_stock()
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
-        """Take names from the view of a module further out, where ``names`` knows our modules."""
+        """Take over the names that an outer module has for our modules, as far as ``names`` has them."""
         for param in self.params:
             param.rename(names)
 
-    # --- what the caller has done -----------------------------------------------------------------
+    # --- adopting the caller's changes ------------------------------------------------------------
 
     def adopt_replaced(self) -> None:
-        """Take over parameters that the caller has put in place of ours, while nothing is unsharded."""
+        """Adopt parameters that the caller has registered in place of ours, while nothing is unsharded."""
         if self._group.unsharded.state is not SHARDED:
             return
         for param in self.params:
@@ -120,11 +120,11 @@ class Shards:
                 param.adopt(new)
 
     def on_meta(self) -> list[str]:
-        """Names of parameters that have no values yet."""
+        """Names of parameters on the meta device, which have no values yet."""
         return [param.fqn for param in self.params if param.sharded.is_meta]
 
     def follow_as_soon_as_here(self) -> None:
-        """Take over shards that were just moved, cast or assigned, as soon as all have values here."""
+        """Adopt shards that were just moved, cast or assigned, once all are on the group's devices."""
         for bucket in self._group.buckets:
             here = (bucket.storage.device, self._group.device)
             for param in bucket.params:
@@ -137,7 +137,7 @@ class Shards:
             param.describe_itself()
 
     def follow(self) -> bool:
-        """See what was assigned, moved, cast, frozen or unfrozen since the last look; True if any was."""
+        """Adopt what was assigned, moved, cast, frozen or unfrozen since the last call; True if any was."""
         fulls = self._group.unsharded.params
         if self._watch is not None and self._watch.is_untouched(fulls) and not self._are_on_meta():
             return False
@@ -148,7 +148,7 @@ class Shards:
         return True
 
     def follow_freezing(self) -> None:
-        """Train what is trained now."""
+        """Copy ``requires_grad`` of the shards to the unsharded parameters, and watch these."""
         for param in self.params:
             if param.unsharded is not None and param.unsharded.requires_grad != param.sharded.requires_grad:
                 param.unsharded.requires_grad_(param.sharded.requires_grad)
@@ -160,7 +160,7 @@ class Shards:
         return any(map(_is_on_meta, self._group.buckets))
 
     def _move_in(self) -> None:
-        """Bring shards that live elsewhere into the flat shards, planned anew if dtypes changed."""
+        """Copy shards that are stored elsewhere into the flat shards, laid out again if dtypes changed."""
         self.refuse_meta()
         unsharded = self._group.unsharded
         carried = [full.grad for full in unsharded.params]
@@ -179,7 +179,7 @@ class Shards:
                 bucket.drop_unsharded_params()
 
     def refuse_meta(self) -> None:
-        """Parameters without values cannot be used."""
+        """Refuse to run while parameters are on the meta device."""
         if names := self.on_meta():
             raise RuntimeError(f"Cannot run forward: {meta_message(names)}")
 
@@ -187,11 +187,11 @@ class Shards:
 
     @property
     def were_looked_at(self) -> bool:
-        """True once they have been unsharded, and are watched for changes."""
+        """True once they have been unsharded, and are being watched for changes."""
         return self._watch is not None
 
     def watch(self) -> ShardSnapshot:
-        """What answers questions about all of them in passes that run in C."""
+        """A snapshot of all of them, which answers questions in loops that run in C."""
         if self._watch is None:
             self._watch = ShardSnapshot(self.params)
         return self._watch
@@ -201,13 +201,13 @@ class Shards:
         return any(bucket.is_stale() for bucket in self._group.buckets)
 
     def refresh_flat_weights(self) -> None:
-        """Let RNN modules see what stands in their places now."""
+        """Let RNN modules see the parameters that are shown now; they keep a list of their own."""
         if self._rnns:
             refresh_flat_weights(self._rnns)
 
 
 def meta_message(names: Sequence[str]) -> str:
-    """What to say when parameters without values are about to be used."""
+    """The error text for parameters on the meta device that are about to be used."""
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     are = "parameters are" if len(names) > 1 else "parameter is"
     return (

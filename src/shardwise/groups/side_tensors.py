@@ -1,4 +1,4 @@
-"""Tensors of a graph that forward leaves on attributes of its modules, such as auxiliary losses."""
+"""Tensors with a graph that forward stores on attributes of its modules, such as auxiliary losses."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class SideTensors:
-    """Where to look for them: the attributes of ``owners``."""
+    """Looks for them on the attributes of ``owners``."""
 
     def __init__(self, owners: Sequence[nn.Module]) -> None:
         is_torchs = {module: type(module).__module__.startswith("torch.nn.") for module in owners}
@@ -16,9 +16,9 @@ class SideTensors:
         self._num_torch_attributes = -1
 
     def find(self) -> list[Tensor]:
-        """Those that are there now and want gradients."""
+        """The tensors that are there now and require gradients."""
         found = _left_on(self._own_attributes)
-        # Those of torch hold none of their own accord: they are searched where something was added to them.
+        # Modules of torch store none by themselves, so they are searched only if an attribute was added.
         if sum(map(len, self._torch_attributes)) != self._num_torch_attributes:
             on_torch = _left_on(self._torch_attributes)
             if not on_torch:

@@ -1,4 +1,4 @@
-"""The states of a parameter group, and which step leads from one to another. Anything else is a bug."""
+"""The states of a parameter group, and the steps that lead from one to another. Any other step is a bug."""
 
 from enum import Enum
 from typing import TypeVar
@@ -8,26 +8,26 @@ class UnshardState(Enum):
     """Where the unsharded parameters are."""
 
     SHARDED = "sharded"  # only the shard is in memory
-    GATHERING = "gathering"  # their memory is allocated and being filled
-    UNSHARDED = "unsharded"  # modules see them in place of the shards
-    PARTLY = "partly unsharded"  # a few ranks keep them together, for backward
-    SUMMONED = "summoned"  # they stand in place of the shards, for the caller: unsharded()
+    GATHERING = "gathering"  # their memory is allocated, and an all-gather is filling it
+    UNSHARDED = "unsharded"  # they are in memory; modules see them in place of the shards, unless hidden
+    PARTLY = "partly unsharded"  # a few ranks keep them together until backward
+    SUMMONED = "summoned"  # unsharded() has registered full parameters in place of the shards
 
-    __hash__ = object.__hash__  # Enum's own is a Python function, and tables are looked up at every step
+    __hash__ = object.__hash__  # Enum's own is a Python function, and every step looks up these tables
 
 
 class GradientState(Enum):
     """Where the unsharded gradients are."""
 
-    EMPTY = "empty"  # nothing but .grad of the shards
-    PENDING = "pending"  # those of the running backward, perhaps not all
-    DEFERRED = "deferred"  # those of earlier backwards, left unreduced, in part or at all, on request
-    REDUCING = "reducing"  # those, and the reduced ones, in flight
+    EMPTY = "empty"  # none; only .grad of the shards
+    PENDING = "pending"  # those of the running backward, perhaps not all of them
+    DEFERRED = "deferred"  # those of earlier backwards, unreduced or not yet all-reduced, on request
+    REDUCING = "reducing"  # being reduced: the unsharded gradients and the results are in memory
 
     __hash__ = object.__hash__
 
 
-# By these names, since an attribute of an Enum takes Python 3.11 0.2 us, at a dozen places of every step.
+# Global names, since an attribute of an Enum takes Python 3.11 0.2 us, at a dozen places of every step.
 SHARDED, GATHERING, UNSHARDED, PARTLY, SUMMONED = UnshardState
 EMPTY, PENDING, DEFERRED, REDUCING = GradientState
 
@@ -51,7 +51,7 @@ GRADIENT_STATES: dict[tuple[GradientState, str], GradientState] = {
     (DEFERRED, "reduce"): REDUCING,
     (REDUCING, "finish"): EMPTY,
     (REDUCING, "defer"): DEFERRED,
-    (EMPTY, "join"): REDUCING,  # with zeros, where other ranks may have more
+    (EMPTY, "join"): REDUCING,  # with zeros, as other ranks may have gradients
     (PENDING, "drop"): EMPTY,
     (DEFERRED, "drop"): EMPTY,
     (REDUCING, "drop"): EMPTY,

@@ -1,6 +1,6 @@
-"""The unsharded parameters of a group: gathered, shown to the modules, freed.
+"""The unsharded parameters of a group: all-gathered, shown to the modules, freed.
 
-Owns the state of the parameters (states.py). Decides nothing about *when*.
+Owns the state of the parameters (states.py). The root decides *when*.
 """
 
 from functools import partial
@@ -39,25 +39,25 @@ _FOR_FORWARDS = (
 
 
 class Unsharded:
-    """The unsharded parameters of ``group``; they stay the same objects from the first unshard on."""
+    """The unsharded parameters of ``group``: the same objects from the first unshard on."""
 
     def __init__(self, group: "ParameterGroup") -> None:
         self._group = group
         self.state = SHARDED
         self.is_shown = False
         self._ticket: CommWork | None = None
-        self._versions: list[int] = []  # of the shards, when they were gathered
+        self._versions: list[int] = []  # of the shards, when they were all-gathered
         self.forget()
 
     def forget(self) -> None:
-        """The next unshard makes new ones."""
+        """Drop them; the next unshard makes new ones."""
         self.params: tuple[nn.Parameter, ...] = ()
-        self._freed: tuple[nn.Parameter, ...] = ()  # those that lose their contents when they are freed
+        self._freed: tuple[nn.Parameter, ...] = ()  # those whose memory is freed by a reshard
         self._watch = UnshardedView((), ())
         self._versions = [0] * len(self._group.shards.params)
 
     def make(self) -> None:
-        """Make them over buffers for the gathered bytes."""
+        """Create them as views of the buffers that all-gathers fill."""
         group = self._group
         group.shards.refuse_meta()
         with group.streams.all_gather.allocation_scope(), torch.inference_mode(False), torch.no_grad():
@@ -74,21 +74,21 @@ class Unsharded:
     # --- unshard ----------------------------------------------------------------------------------
 
     def unshard(self) -> None:
-        """Begin to gather them, if they are not there or on their way."""
+        """Begin to unshard, unless that is done or in progress."""
         group = self._group
         if self.state is SHARDED:
             if group.shards.follow():
                 group.listener.changes_followed()
-                group.streams.all_gather.wait_for_compute()  # which is where the shards were just moved
+                group.streams.all_gather.wait_for_compute()  # the compute stream has just moved the shards
             if len(self.params) != len(group.shards.params):
                 self.make()
         self._gather()
 
     def unshard_again(self) -> None:
-        """As ``unshard``, for the backward of a forward that has gathered them.
+        """As ``unshard``, for the backward of a forward that has used them.
 
-        From the same shards, whatever was assigned to the modules since: a backward is of what forward has
-        used. Changes in place are left to autograd to find, by their versions; freezing is followed.
+        Uses the shards that forward used, even if others were assigned to the modules since. Autograd detects
+        changes in place by their versions. Changes of ``requires_grad`` are followed.
         """
         group = self._group
         if not group.shards.were_looked_at or not self.params:
@@ -100,7 +100,7 @@ class Unsharded:
         self._gather()
 
     def unshard_ahead(self) -> None:
-        """As ``unshard_again``, before its turn in backward: changes of requires_grad are applied at use."""
+        """As ``unshard_again``, for a prefetch in backward: ``requires_grad`` is followed when it is used."""
         if not self._group.shards.were_looked_at or not self.params:
             self.unshard()
         else:
@@ -136,7 +136,7 @@ class Unsharded:
             for bucket in buckets:
                 finishes.append(bucket.start_all_gather(stream))
         except BaseException:
-            finish()  # all ranks have issued these; dropped, they would hold up whatever comes after them
+            finish()  # all ranks issued these; if they were dropped, they would block later collectives
             raise
         return finish
 
@@ -159,29 +159,28 @@ class Unsharded:
         self._ticket = None
 
     def wait_if_on_the_way(self) -> None:
-        """Have them visible, unless they were freed meanwhile."""
+        """As ``wait``, unless they were resharded meanwhile."""
         if self.state in (GATHERING, UNSHARDED):
             self.wait()
 
     @property
     def in_flight(self) -> CommWork | None:
-        """The all-gather that has not been waited for."""
+        """The all-gather that nobody has waited for, if there is one."""
         return self._ticket
 
     # --- what modules see -------------------------------------------------------------------------
 
     def show(self) -> None:
-        """Let the modules see them."""
+        """Let the modules see the full parameters."""
         if not self.is_shown:
             self.is_shown = True
             self._watch.shadow()
             self._group.shards.refresh_flat_weights()
 
     def hide(self) -> None:
-        """Let the modules see the shards, also where the unsharded parameters are kept in memory.
+        """Let the modules see the shards, even if the unsharded parameters stay in memory.
 
-        Between a forward and what follows it, the caller's edits of ``module.weight`` are meant for the
-        shard.
+        Between passes, the caller's edits of ``module.weight`` are meant for the shard.
         """
         if self.is_shown:
             self.is_shown = False
@@ -189,21 +188,21 @@ class Unsharded:
             self._group.shards.refresh_flat_weights()
 
     def summon(self) -> None:
-        """Leave the modules to the caller, who puts full parameters there."""
+        """Enter SUMMONED: the caller replaces the registered shards with full parameters."""
         self._group.shards.follow()
         self._step("summon")
 
     def end_summon(self) -> None:
-        """The shards are in their places again."""
+        """Leave SUMMONED: the shards are registered again."""
         self._step("end_summon")
 
     # --- reshard ----------------------------------------------------------------------------------
 
     def reshard(self) -> None:
-        """Free them.
+        """Free the full parameters, or the parts that a few ranks keep.
 
         Raises:
-            RuntimeError: one was changed in place; the change would be lost.
+            RuntimeError: one was changed in place, and the change would be lost.
         """
         if self.state is PARTLY:
             self._drop_parts()
@@ -215,7 +214,7 @@ class Unsharded:
             self._refuse_changes(changed)
 
     def keep_part(self) -> None:
-        """Free them, but for what a few ranks keep together until backward."""
+        """Free them, except this rank's part of what a few ranks keep together until backward."""
         state = self._next("keep_part")
         changed = self.changed_in_place()
         stream = self._group.streams.all_gather
@@ -257,7 +256,7 @@ class Unsharded:
                 bucket.unsharded_buffer.free()
 
     def keep_storage(self, keep: bool) -> None:
-        """Whether they keep their memory while nobody uses them."""
+        """Choose whether they keep their memory while they are resharded."""
         if not self.params:
             return
         for bucket in self._group.buckets:
@@ -268,7 +267,7 @@ class Unsharded:
     # --- changes ----------------------------------------------------------------------------------
 
     def shards_changed_since(self) -> list[str]:
-        """Names of parameters whose shards have changed since, where PyTorch has counted it."""
+        """Names of parameters whose shards changed since the all-gather, by PyTorch's version counters."""
         return [
             param.fqn
             for param, version in zip(self._group.shards.params, self._versions, strict=True)
@@ -276,12 +275,12 @@ class Unsharded:
         ]
 
     def follow_versions(self) -> None:
-        """Carry the versions of the shards, which have the same contents."""
+        """Take over the versions of the shards, whose contents are the same."""
         self._versions = [param.version() for param in self._group.shards.params]
         autograd.set_versions(self.params, self._versions)
 
     def changed_in_place(self) -> list[str]:
-        """Names of parameters that are no longer what was gathered: what ``reshard`` refuses to lose."""
+        """Names of full parameters changed since the all-gather: changes that ``reshard`` refuses to lose."""
         changed: list[str] = []
         for bucket in self._group.buckets:
             changed += bucket.relocated_params()
@@ -289,7 +288,7 @@ class Unsharded:
         if versions != self._versions:
             rows = zip(self._group.shards.params, versions, self._versions, strict=True)
             moved = [param for param, now, before in rows if now != before]
-            # Of a frozen embedding each forward renormalises anew, which gives what doing it once would.
+            # Each forward renormalises a frozen embedding again, with the same result as doing it once.
             changed += [p.fqn for p in moved if p.sharded.requires_grad or not _is_renormalised(p)]
         return changed
 
@@ -314,18 +313,18 @@ class Unsharded:
 
     @property
     def are_shards(self) -> bool:
-        """True if they are the shards themselves, as where a rank is alone."""
+        """True if they are the shards themselves, as on a rank that is alone."""
         return bool(self.params) and not self._freed
 
     @property
     def num_bytes(self) -> int:
-        """What they take, as they are computed with."""
+        """The memory of all of them, in their compute dtype."""
         return sum(bucket.computed.unsharded_bytes for bucket in self._group.buckets)
 
     def owns(self, tensor: Tensor) -> bool:
-        """True if ``tensor`` is one of them, in memory, or shares memory with one.
+        """True if they are in memory, and ``tensor`` is one of them or shares memory with one.
 
-        Where a rank is alone, freeing takes nothing, but the caller is handed a copy there as everywhere.
+        Also on a rank that is alone, where nothing is freed: callers get copies there as everywhere else.
         """
         if self.state is not UNSHARDED:
             return False
@@ -346,7 +345,7 @@ class Unsharded:
 
 
 def _is_renormalised(param: Param) -> bool:
-    """True if an embedding writes to the weight in forward: ``max_norm``."""
+    """True if an embedding with ``max_norm`` writes to the weight in forward."""
     return any(
         isinstance(site.module, (nn.Embedding, nn.EmbeddingBag)) and site.module.max_norm is not None
         for site in param.sites

@@ -1,4 +1,4 @@
-"""What a group waits for from other ranks, and what to say when that fails."""
+"""A group's waits for other ranks, and what to tell when one fails."""
 
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -10,7 +10,7 @@ from shardwise.torch_compat import c10d
 
 
 class Waits:
-    """The waits of one group: for its all-gathers, and for its reductions."""
+    """The two waits of one group: for its all-gathers and for its reductions."""
 
     def __init__(self, name: str) -> None:
         self.for_gather = Wait("gather", name, list)
@@ -18,18 +18,18 @@ class Waits:
         self._relay: Relay = SILENT
 
     def attach(self, name: str, axes: Callable[[], Sequence[Axis]]) -> None:
-        """Tell who takes part, and let other ranks hear of failures."""
+        """Name the group and its ranks, and let other ranks hear of its failures."""
         self._relay = relay_of_job()
         for wait in (self.for_gather, self.for_reduction):
             wait.name, wait.axes = name, axes
             self._relay.waits.add(wait)
 
     def issued(self, wait: Wait) -> None:
-        """Collectives were issued that ``wait`` will wait for."""
+        """Record that collectives were issued which ``wait`` will wait for."""
         self._relay.issue(wait)
 
     def finish(self, finish: Finish, wait: Wait) -> None:
-        """Run ``finish``, which waits for other ranks; say why where it fails."""
+        """Run ``finish``, which waits for other ranks; if that fails, explain why."""
         relay = self._relay
         around, relay.waiting = relay.waiting, wait
         try:
@@ -40,7 +40,7 @@ class Waits:
             relay.waiting = around
 
     def raise_explained(self, error: RuntimeError, wait: Wait) -> NoReturn:
-        """Raise the failure behind ``error``, if that comes from communicating."""
+        """Raise the failure behind ``error`` if communication failed, or ``error`` itself."""
         if not c10d.is_communication_error(error):
             raise error
         raise self._relay.explained(error, wait.event, wait.name, wait.axes()) from error

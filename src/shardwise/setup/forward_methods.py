@@ -1,4 +1,4 @@
-"""Methods beside forward that gather, and streams that several roots share."""
+"""Methods other than forward that unshard, and streams that several roots share."""
 
 import inspect
 from collections.abc import Sequence
@@ -7,13 +7,25 @@ from torch import nn
 
 from shardwise.compile.hooks import wrap_method
 from shardwise.engine.members import member_of
-from shardwise.fsdp_module import FSDPModule, is_sharded, under_compile
+from shardwise.fsdp_module import FSDPModule
+from shardwise.fsdp_module.identity import is_sharded, under_compile
 
 
 def share_comm_ctx(modules: "Sequence[FSDPModule]") -> None:
-    """Let several root modules communicate on the same streams, as chunks of a pipeline should.
+    """Let several root modules share their communication streams, as pipeline stages on one rank should.
 
-    Spares the memory that each stream's allocations would hold on to. On the host there are none.
+    Saves the memory that the caching allocator would reserve for each stream. Changes nothing on a CPU mesh,
+    which has no streams. Needs no communication.
+
+    Args:
+        modules: a list or tuple of sharded root modules; an empty one does nothing.
+
+    Raises:
+        TypeError: ``modules`` is not a list or tuple, or a module in it is not sharded.
+
+    Example::
+
+        share_comm_ctx([first_stage, last_stage])
     """
     if not isinstance(modules, (list, tuple)):
         raise TypeError(
@@ -31,13 +43,20 @@ def share_comm_ctx(modules: "Sequence[FSDPModule]") -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let ``module.<method_name>(...)`` gather parameters as ``module(...)`` does.
+    """Let ``module.<method_name>(...)`` unshard parameters as ``module(...)`` does.
 
-    For modules that are run through other methods than forward, such as ``generate`` or ``encode``.
-    A module that is not sharded is left as it is, so that code need not ask.
+    For modules that are run through other methods than forward, such as ``generate`` or ``encode``. Each
+    call costs the all-gathers of a forward; its backward reduces gradients as usual.
+
+    Args:
+        module: any module. One that is not sharded is left as it is, so that callers need not check.
+        method_name: the name of one of its methods, which returns when it is done.
 
     Raises:
+        TypeError: ``module`` is not an ``nn.Module``, or ``method_name`` is not a string.
         ValueError: the module has no method of this name.
+        NotImplementedError: the method is a generator or a coroutine: it returns before it has run, and its
+            parameters would be resharded too early.
 
     Example::
 

@@ -37,7 +37,7 @@ def sharded_class(original: type) -> type:
 
 
 def _make_sharded_class(original: type) -> type:
-    methods = {name: value for name, value in vars(FSDPModule).items() if not name.startswith("_")}
+    methods = {name: getattr(FSDPModule, name) for name in dir(FSDPModule) if not name.startswith("_")}
     if taken := [name for name in methods if hasattr(original, name)]:
         raise TypeError(
             f"fully_shard: {original.__name__} has an attribute '{taken[0]}' of its own, a name that sharded "

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.fsdp_module import FSDPModule, check_bool, under_compile
+from shardwise.fsdp_module import FSDPModule
+from shardwise.fsdp_module.arguments import check_bool
+from shardwise.fsdp_module.identity import under_compile
 from shardwise.groups import added_parameters
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.fqns import clean, uncompiled

@@ -1,4 +1,4 @@
-"""Contexts: accumulate without communication, summon full parameters, stay unsharded for inference."""
+"""Contexts: accumulate gradients without communication, summon full parameters, stay unsharded to infer."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.engine.members import sharded_members
 from shardwise.engine.root import Member, Root
 from shardwise.features.inference import begin_inference, end_inference
-from shardwise.fsdp_module import is_sharded
+from shardwise.fsdp_module.identity import is_sharded
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.mesh import axes_of
 from shardwise.ranks.agreement import run_on_all_ranks
@@ -26,17 +26,20 @@ T = TypeVar("T")
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Leave gradients unreduced: those of backwards inside add up, full, until a backward outside.
+    """Leave the gradients of backwards inside unreduced; they accumulate until a backward outside.
 
-    For accumulation over microbatches without communication. Applies to all sharded modules in ``model``,
-    which need not be sharded itself. Costs the memory of the full gradients. Modules that keep their
-    parameters after forward (strategies zero1, zero2, hybrid_zero2) keep them after backward as well, so that
-    all microbatches share one gather. Afterwards each module has its own former setting again, also after an
-    exception. May be nested.
+    For gradient accumulation over microbatches. Saves the reduce-scatters, and costs the memory of the full
+    gradients. Modules that keep their parameters after forward (strategies zero1, zero2, hybrid_zero2) keep
+    them after backward as well, so all microbatches share one all-gather. On exit, also after an exception,
+    each module gets its former settings back. May be nested.
+
+    Args:
+        model: a module with sharded modules in it, which need not be sharded itself.
 
     Raises:
+        TypeError: ``model`` is not an ``nn.Module``.
         ValueError: nothing in ``model`` is sharded.
-        RuntimeError: entered inside a running forward or backward.
+        RuntimeError: a forward or backward is running.
 
     Example::
 
@@ -73,35 +76,37 @@ def unsharded(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Have full parameters in place of the shards, to look at, save or edit.
+    """Summon full parameters in place of the shards, to inspect, save or edit them.
 
     Inside, ``module.weight``, ``named_parameters()``, ``state_dict()``, ``load_state_dict()`` and ``apply()``
-    alike see full parameters: plain ones in the dtype that is stored, whatever a mixed-precision policy
-    computes with, and DTensors of tensor parallelism as they were before ``fully_shard``. Afterwards the same
-    shards as before are registered, so that an optimizer built before goes on; with what was changed in the
-    full parameters, in place, through ``.data``, by replacing them, or in ``requires_grad``. That holds after
-    an exception as well.
+    all see full parameters: in the dtype that is stored, whatever dtype a mixed-precision policy computes in,
+    and DTensors of tensor parallelism as they were before ``fully_shard``. On exit, also after an exception,
+    the same shards as before are registered, so an existing optimizer keeps working. They take over changes
+    of the full parameters: in place, through ``.data``, by replacing a parameter, or of ``requires_grad``.
 
-    Collective: all ranks must enter it. Parameters of a group share memory: clone one that is saved alone.
-    Costs the memory of the full model (of one group at a time where ranks do not see it, or on a device from
-    which it is offloaded), and with ``writeback`` that of the shards once more. Forward and backward are
-    refused inside; so is an overlapping ``unsharded``.
+    Collective: all ranks must enter it, for one all-gather per group. Costs the memory of the full model (of
+    one group at a time on ranks that do not see it, or on a device from which it is offloaded), and with
+    ``writeback`` that of the shards once more. The parameters of a group share memory: clone one to save it
+    alone. Forward, backward and an overlapping ``unsharded`` are refused inside.
 
     Args:
         module: a module with sharded modules in it.
-        recurse: all sharded modules inside, or only the group of ``module`` itself.
-        writeback: False drops what was changed. True takes over from each rank the part that it keeps: ranks
-            must make equal changes.
-        rank0_only: full parameters on the first rank of the mesh alone; the others see their shards. Needs
-            ``writeback=False``.
-        offload_to_cpu: full parameters in host memory. On every rank, unless ``rank0_only``.
-        with_grads: ``.grad`` of the full parameters is the full gradient, and is written back as well.
+        recurse: True (default) for all sharded modules inside; False for the group of ``module`` only.
+        writeback: True (default) writes changes back to the shards. Each rank writes its own part, so all
+            ranks must make equal changes. False drops them.
+        rank0_only: True summons full parameters on the first rank of the mesh only, while the others see
+            their shards. Needs ``writeback=False``. Default False.
+        offload_to_cpu: True puts the full parameters in host memory, on every rank unless ``rank0_only``.
+            Default False.
+        with_grads: True also summons full gradients in ``.grad``, and writes them back. Default False.
 
     Raises:
-        ValueError: ``rank0_only`` with ``writeback``, or nothing there is sharded.
-        RuntimeError: entered in a forward or backward, in an overlapping ``unsharded`` or in ``inference``;
-            ``with_grads`` while gradients wait unreduced; parameters on the meta device. At the end: a change
-            that cannot be taken over.
+        TypeError: ``module`` is not an ``nn.Module``, or a flag is not a bool.
+        ValueError: ``rank0_only`` with ``writeback``, ``recurse=False`` for a module that is not sharded
+            itself, nothing in ``module`` is sharded, or the ranks' arguments differ.
+        RuntimeError: a forward or backward is running; inside an overlapping ``unsharded`` or ``inference``;
+            ``with_grads`` while gradients are unreduced; parameters are on the meta device. On exit: a change
+            that cannot be written back.
         NotImplementedError: a parameter is of a class that gathers itself.
 
     Example::
@@ -154,28 +159,30 @@ def unsharded(
 
 @contextmanager
 def inference(model: nn.Module, *, budget_bytes: int | None = None) -> Iterator[None]:
-    """Keep full parameters gathered between forwards: for decode loops, and evaluation of many batches.
+    """Keep parameters unsharded between forwards, for decode loops and the evaluation of many batches.
 
-    Runs without gradients. What is kept are the full parameters as they are computed with. They are gathered
-    on entry, and modules show them until the end, so that methods that call parts of the model, such as a
-    ``generate`` that begins with the encoder, find them; ``parameters()`` and ``state_dict()`` show the
-    shards. Weights must not be changed inside.
+    Runs without gradients. The parameters are unsharded on entry, in their compute dtype, and modules show
+    them until the end; so methods that call parts of the model find them, such as a ``generate`` that begins
+    with the encoder. ``parameters()`` and ``state_dict()`` show the shards. Weights must not be changed
+    inside.
 
-    Ranks may call ``model`` different numbers of times, as they do where they generate different numbers of
-    tokens: a rank that leaves first takes part in the gathers of the others until all have left. With all
-    parameters kept there are none, and no communication at all. A method that was registered with
-    :func:`register_fsdp_forward_method` counts as one call: where not everything is kept, it must run the
-    blocks equally often on all ranks.
+    Ranks may call ``model`` different numbers of times, as when they generate different numbers of tokens: a
+    rank that leaves first takes part in the all-gathers of the others until all have left. If everything is
+    kept there are none, and no communication at all. A method that was registered with
+    :func:`register_fsdp_forward_method` counts as one call: unless everything is kept, it must run the blocks
+    equally often on all ranks.
 
     Args:
         model: a module with sharded modules in it.
-        budget_bytes: how many bytes of full parameters to keep, in the order of the modules; groups that do
-            not fit any more are gathered in each forward, as usual. None: all are kept.
+        budget_bytes: how many bytes of full parameters to keep, filled in the order of the modules. Groups
+            that do not fit are unsharded and resharded in each forward, as usual. None (default): keep all.
 
     Raises:
-        ValueError: nothing in ``model`` is sharded.
-        RuntimeError: entered in a forward or backward, in ``unsharded`` or in another ``inference``. Inside:
-            a backward, or weights that were changed.
+        TypeError: ``model`` is not an ``nn.Module``, or ``budget_bytes`` is not an int.
+        ValueError: nothing in ``model`` is sharded, ``budget_bytes`` is below 0, or the ranks' arguments
+            differ.
+        RuntimeError: a forward or backward is running; inside ``unsharded`` or another ``inference``. In the
+            context: a backward, or a forward after weights were changed.
 
     Example::
 
@@ -208,9 +215,10 @@ def inference(model: nn.Module, *, budget_bytes: int | None = None) -> Iterator[
 
 
 def _agreed(caller: str, module: Any, check: Callable[[], T], same: dict[str, Any]) -> T:
-    """What ``check`` returns, once it has passed on all ranks that share the module, with equal arguments.
+    """Run ``check`` on all ranks that share the module, and return its result once it has passed on all.
 
-    Where nothing is sharded, the check says so, without the others.
+    The arguments ``same`` have to be equal on these ranks. If nothing is sharded, ``check`` runs on this rank
+    only, and says so.
     """
     params = list(module.parameters()) if isinstance(module, nn.Module) else []
     device = mesh_device(module) if params else None
@@ -220,7 +228,7 @@ def _agreed(caller: str, module: Any, check: Callable[[], T], same: dict[str, An
 
 
 def _members_to_change(module: Any, caller: str, recurse: bool = True) -> list[Member]:
-    """The groups of a context, each once, none of them in a forward or backward."""
+    """The members that a context acts on, each once; raises if one of them is in a forward or backward."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{caller}: {type(module).__name__} is not an nn.Module.")
     if not recurse and not is_sharded(module):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from shardwise.engine.members import sharded_members
-from shardwise.fsdp_module import is_sharded
+from shardwise.fsdp_module.identity import is_sharded
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.fqns import names_in
 from shardwise.layout.mesh import ShardMesh

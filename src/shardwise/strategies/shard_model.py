@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine.members import sharded_members
-from shardwise.fsdp_module import ShardedModule, is_sharded
+from shardwise.fsdp_module.identity import is_sharded
+from shardwise.fsdp_module.sharded_module import ShardedModule
 from shardwise.fully_shard import fully_shard
 from shardwise.layout.fqns import clean, names_in, uncompiled
 from shardwise.layout.mesh import resolve_mesh

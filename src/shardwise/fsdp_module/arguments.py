@@ -1,0 +1,61 @@
+"""What the methods of FSDPModule check about their arguments, and which groups they act on."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from shardwise.engine.members import member_of, sharded_members
+from shardwise.engine.root import Member
+from shardwise.features.finalization import ManualFinalization
+from shardwise.fsdp_module.identity import is_sharded, under_compile
+from shardwise.groups.group import ParameterGroup
+
+_OF_MICROBATCH = ("set_requires_gradient_sync", "set_requires_all_reduce", "set_reshard_after_backward")
+"""Setters that are called from one microbatch to the next. Ranks do not compare these settings each time."""
+
+
+def check_bool(caller: str, name: str, value: object) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{caller}: {name} is {value!r}, a {type(value).__name__}; pass True or False.")
+
+
+def groups_to_configure(module: Any, recurse: bool, caller: str) -> Iterator[ParameterGroup]:
+    """The groups that the setter ``caller`` acts on."""
+    check_bool(caller, "recurse", recurse)
+    members = sharded_members(module) if recurse else [member_of(module)]
+    for member in members if caller not in _OF_MICROBATCH else ():
+        member.root.plan_changed()
+    return (member.group for member in members)
+
+
+def groups_to_prefetch(modules: Any, caller: str) -> tuple[ParameterGroup, ...]:
+    """The groups of ``modules``, which has to be a list of sharded modules."""
+    if isinstance(modules, (nn.Module, str)) or not isinstance(modules, Sequence):
+        raise TypeError(f"{caller}: modules is a {type(modules).__name__}; pass a list of sharded modules.")
+    for index, module in enumerate(modules):
+        if not is_sharded(module):
+            raise ValueError(
+                f"{caller}: {type(module).__name__} at [{index}] is not sharded, so there is nothing to "
+                "prefetch. Call fully_shard on it first, or leave it out."
+            )
+    return tuple(member_of(under_compile(module)).group for module in modules)
+
+
+def root_member(module: Any, caller: str) -> Member:
+    """The member of ``module``, which has to be the root."""
+    member = member_of(module)
+    if member.root.group is not member.group:
+        raise RuntimeError(
+            f"{caller}: {member.group.name} is not the root, but inside a sharded module that drives it. "
+            "Call it on the outermost sharded module."
+        )
+    return member
+
+
+def finalization_of(member: Member) -> ManualFinalization:
+    """The feature of the member's root that lets the caller end backwards."""
+    found = member.root.feature(ManualFinalization)
+    assert found is not None
+    return found
