@@ -133,8 +133,9 @@ def fully_shard(
             n of ranks, a divisor of the number sharded over: each n neighbours keep them together and gather
             them again among themselves (1 is as False, all of them as True).
         shard_placement_fn: called with each parameter; returns the ``Shard(dim)`` to use for it, a
-            :class:`ShardPlacementResult` to choose its mesh as well, or None for ``Shard(0)``. Sharding on
-            other dims than 0 costs a copy of the parameter at every gather and reduction.
+            :class:`shardwise.policies.ShardPlacementResult` to choose its mesh as well, or None for
+            ``Shard(0)``. Sharding on other dims than 0 costs a copy of the parameter at every gather and
+            reduction.
         mp_policy: dtypes of computation and reduction; see :class:`MixedPrecisionPolicy`.
         offload_policy: :class:`CPUOffloadPolicy` keeps the shards in host memory.
         ignored_params: parameters to leave as they are. They are not moved to the device either, and their

@@ -11,6 +11,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
+__all__ = [
+    "CPUOffloadPolicy",
+    "CommPolicy",
+    "DataParallelMeshDims",
+    "LowPrecisionReduction",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "QuantizedGather",
+    "QuantizedReduction",
+    "ShardPlacementResult",
+]
+
 ParamDtypeOverride = Callable[[nn.Parameter], torch.dtype | None]
 FullPrecision = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module, nn.Parameter], bool]
 
@@ -19,38 +31,38 @@ class MixedPrecisionPolicyLike(Protocol):
     """What serves as a policy of mixed precision: this library's or torch's."""
 
     @property
-    def param_dtype(self) -> torch.dtype | None: ...  # noqa: D102
+    def param_dtype(self) -> torch.dtype | None: ...
     @property
-    def reduce_dtype(self) -> torch.dtype | None: ...  # noqa: D102
+    def reduce_dtype(self) -> torch.dtype | None: ...
     @property
-    def output_dtype(self) -> torch.dtype | None: ...  # noqa: D102
+    def output_dtype(self) -> torch.dtype | None: ...
     @property
-    def cast_forward_inputs(self) -> bool: ...  # noqa: D102
+    def cast_forward_inputs(self) -> bool: ...
 
 
 class CPUOffloadPolicyLike(Protocol):
     """What serves as a policy of CPU offload: this library's or torch's."""
 
     @property
-    def pin_memory(self) -> bool: ...  # noqa: D102
+    def pin_memory(self) -> bool: ...
 
 
 class DataParallelMeshDimsLike(Protocol):
     """What names the data-parallel dimensions of a mesh: this library's class or torch's."""
 
     @property
-    def shard(self) -> str | tuple[str, ...] | None: ...  # noqa: D102
+    def shard(self) -> str | tuple[str, ...] | None: ...
     @property
-    def replicate(self) -> str | tuple[str, ...] | None: ...  # noqa: D102
+    def replicate(self) -> str | tuple[str, ...] | None: ...
 
 
 class ShardPlacementResultLike(Protocol):
     """What ``shard_placement_fn`` may return beside a ``Shard``: this library's class or torch's."""
 
     @property
-    def placement(self) -> Shard | None: ...  # noqa: D102
+    def placement(self) -> Shard | None: ...
     @property
-    def mesh_info(self) -> Any: ...  # noqa: D102
+    def mesh_info(self) -> Any: ...
 
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResultLike | None]
@@ -187,7 +199,9 @@ class QuantizedGather:
 
 @dataclass(frozen=True)
 class LowPrecisionReduction:
-    """Gradients are cast to ``dtype``, summed over ranks in it, and cast back. For register_comm_hook.
+    """Gradients are cast to ``dtype``, summed over ranks in it, and cast back.
+
+    For :func:`shardwise.strategies.register_comm_hook`.
 
     Args:
         dtype: ``torch.bfloat16`` or ``torch.float16``: half of the bytes of float32. Gradients above 65504
@@ -207,7 +221,9 @@ class LowPrecisionReduction:
 
 @dataclass(frozen=True)
 class QuantizedReduction:
-    """Gradients travel as int8 with a scale a block, and are summed in float32. For register_comm_hook.
+    """Gradients travel as int8 with a scale a block, and are summed in float32.
+
+    For :func:`shardwise.strategies.register_comm_hook`.
 
     A quarter of the bytes of float32. Rounding is at most half a scale a rank (the largest magnitude in the
     block / 127). A block with an infinity or NaN comes out as NaN. Gradients of parameters of fewer than two
@@ -249,7 +265,8 @@ class CommPolicy:
             checkpointing), which its first backward shows: other groups are freed later. None: not at all.
         max_gathers: the most groups that may be gathered ahead or on their way at once, whatever else asks
             for more, ``set_modules_to_forward_prefetch`` too. None: as many as are asked for.
-        quantized_gather: send parameters in fewer bytes; see :class:`QuantizedGather`. None: as they are.
+        quantized_gather: send parameters in fewer bytes; see :class:`shardwise.policies.QuantizedGather`.
+            None: as they are.
         part_bytes: large gradients of a group are reduced, and freed, as soon as they are there, in parts of
             at least so many bytes of full gradients and at least a quarter of the group's. 0: in quarters,
             whatever their size. None takes the default of the back end, which spares small groups the
@@ -279,7 +296,8 @@ class CommPolicy:
             )
         if not isinstance(self.quantized_gather, (QuantizedGather, type(None))):
             raise TypeError(
-                f"CommPolicy: quantized_gather is {self.quantized_gather!r}; pass a QuantizedGather or None."
+                f"CommPolicy: quantized_gather is {self.quantized_gather!r}; pass a "
+                "shardwise.policies.QuantizedGather or None."
             )
 
 
