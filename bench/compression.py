@@ -33,14 +33,9 @@ from gpt import GPT, batch_of
 from strategies import sent_bytes
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from shardwise import (
-    CommPolicy,
-    LowPrecisionReduction,
-    QuantizedGather,
-    QuantizedReduction,
-    register_comm_hook,
-    shard_model,
-)
+from shardwise import CommPolicy, shard_model
+from shardwise.policies import LowPrecisionReduction, QuantizedGather, QuantizedReduction
+from shardwise.strategies import register_comm_hook
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_gpt.py"
 INT8 = (256 + 4) / 256 / 4  # of the bytes of float32

@@ -9,9 +9,9 @@ batch. What is left is Python, dispatcher and small copies. The variants take tu
 `added us/block` is the median over rounds of (variant - plain in the same round) / blocks. It is measured
 for each number of parameters per block, world and width that the options name; the group is destroyed and
 made anew for each world. The optimizer and clipping are measured whole, on 20 blocks of 10 parameters, at
-world 8 and the first width: `ours` is `shardwise.FlatOptimizer` around torch's AdamW, `ours, DTensors` the
-same AdamW without it, all on gradients that a backward pass has just left; clipping is torch's for the peer
-and shardwise's for ours.
+world 8 and the first width: `ours` is `shardwise.optim.FlatOptimizer` around torch's AdamW, `ours, DTensors`
+the same AdamW without it, all on gradients that a backward pass has just left; clipping is torch's for the
+peer and shardwise's for ours.
 
 Floor: for forward and backward the row `floor` issues, for each block, what any sharding must issue: two
 all-gathers and one reduce-scatter over preallocated buffers of the size that Shard(0) makes of its
@@ -263,11 +263,9 @@ def updates_of(models: dict[str, nn.Module], local: list[nn.Parameter]) -> dict[
     acts = {v: fused_adamw(model.parameters()).step for v, model in models.items() if v in PEERS}
     if OURS in models:
         acts[OURS_DTENSORS] = fused_adamw(models[OURS].parameters()).step
-        flat_optimizer = getattr(find_library(OURS), "FlatOptimizer", None)
-        if flat_optimizer is None:
-            print(f"{UPDATE}: this shardwise has no FlatOptimizer; the row 'ours' is left out")
-        else:
-            acts[OURS] = flat_optimizer(fused_adamw(models[OURS].parameters())).step
+        from shardwise.optim import FlatOptimizer
+
+        acts[OURS] = FlatOptimizer(fused_adamw(models[OURS].parameters())).step
     return {**acts, LOCAL: fused_adamw(local).step, FLOOR: fused_adamw([flat]).step}
 
 

@@ -44,7 +44,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
-from shardwise import full_state_dict, iter_full_parameters, load_full_state_dict
+from shardwise import full_state_dict, load_full_state_dict
+from shardwise.state import iter_full_parameters
 
 COLUMNS = {
     "what": "what",

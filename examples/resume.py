@@ -90,7 +90,7 @@ class Checkpoints:
         """Note SIGTERM, which ends a job that is preempted, instead of dying of it; None without a folder."""
         if self.settings.checkpoint_dir is None:
             return contextlib.nullcontext()
-        from shardwise import StopSignal
+        from shardwise.ranks import StopSignal
 
         return StopSignal()
 

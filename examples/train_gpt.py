@@ -104,14 +104,9 @@ def compile_parts(model: GPT, settings: argparse.Namespace) -> None:
 
 def shard_by_name(model: GPT, settings: argparse.Namespace) -> None:
     """Let a strategy decide what each rank holds; a block's weights are gathered for its own work."""
-    from shardwise import (
-        CommPolicy,
-        LowPrecisionReduction,
-        QuantizedGather,
-        QuantizedReduction,
-        register_comm_hook,
-        shard_model,
-    )
+    from shardwise import CommPolicy, shard_model
+    from shardwise.policies import LowPrecisionReduction, QuantizedGather, QuantizedReduction
+    from shardwise.strategies import register_comm_hook
 
     sends_int8 = settings.send_weights == "int8"
     policy = CommPolicy(quantized_gather=QuantizedGather() if sends_int8 else None)

@@ -290,7 +290,7 @@ def placement_of_experts(peer: str, placement: Shard, mesh: DeviceMesh) -> objec
         from torch.distributed.fsdp._fully_shard import _fsdp_common
 
         return _fsdp_common.ShardPlacementResult(placement, _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0))
-    from shardwise import ShardPlacementResult
+    from shardwise.policies import ShardPlacementResult
 
     return ShardPlacementResult(placement, mesh)
 

@@ -148,8 +148,9 @@ def fully_shard(
             sharded over: n neighbouring ranks keep the parameters together, and unshard again among
             themselves (1 is the same as False, all of them the same as True).
         shard_placement_fn: called with each parameter; returns the ``Shard(dim)`` to use for it, a
-            :class:`ShardPlacementResult` to choose its mesh as well, or None for ``Shard(0)``. Sharding on
-            another dim than 0 costs a copy of the parameter in every all-gather and reduce-scatter.
+            :class:`shardwise.policies.ShardPlacementResult` to choose its mesh as well, or None for
+            ``Shard(0)``. Sharding on another dim than 0 costs a copy of the parameter in every all-gather and
+            reduce-scatter.
         mp_policy: dtypes of computation and reduction; see :class:`MixedPrecisionPolicy`. By default, and
             with None, everything runs in the parameters' own dtypes.
         offload_policy: :class:`CPUOffloadPolicy` keeps the shards in host memory. By default they are on the

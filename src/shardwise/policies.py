@@ -11,6 +11,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
+__all__ = [
+    "CPUOffloadPolicy",
+    "CommPolicy",
+    "DataParallelMeshDims",
+    "LowPrecisionReduction",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "QuantizedGather",
+    "QuantizedReduction",
+    "ShardPlacementResult",
+]
+
 ParamDtypeOverride = Callable[[nn.Parameter], torch.dtype | None]
 FullPrecision = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module, nn.Parameter], bool]
 
@@ -19,38 +31,38 @@ class MixedPrecisionPolicyLike(Protocol):
     """A mixed-precision policy: this library's or torch's."""
 
     @property
-    def param_dtype(self) -> torch.dtype | None: ...  # noqa: D102
+    def param_dtype(self) -> torch.dtype | None: ...
     @property
-    def reduce_dtype(self) -> torch.dtype | None: ...  # noqa: D102
+    def reduce_dtype(self) -> torch.dtype | None: ...
     @property
-    def output_dtype(self) -> torch.dtype | None: ...  # noqa: D102
+    def output_dtype(self) -> torch.dtype | None: ...
     @property
-    def cast_forward_inputs(self) -> bool: ...  # noqa: D102
+    def cast_forward_inputs(self) -> bool: ...
 
 
 class CPUOffloadPolicyLike(Protocol):
     """A CPU offload policy: this library's or torch's."""
 
     @property
-    def pin_memory(self) -> bool: ...  # noqa: D102
+    def pin_memory(self) -> bool: ...
 
 
 class DataParallelMeshDimsLike(Protocol):
     """The data-parallel dimensions of a mesh, by name: this library's class or torch's."""
 
     @property
-    def shard(self) -> str | tuple[str, ...] | None: ...  # noqa: D102
+    def shard(self) -> str | tuple[str, ...] | None: ...
     @property
-    def replicate(self) -> str | tuple[str, ...] | None: ...  # noqa: D102
+    def replicate(self) -> str | tuple[str, ...] | None: ...
 
 
 class ShardPlacementResultLike(Protocol):
     """What ``shard_placement_fn`` may return instead of a ``Shard``: this library's class or torch's."""
 
     @property
-    def placement(self) -> Shard | None: ...  # noqa: D102
+    def placement(self) -> Shard | None: ...
     @property
-    def mesh_info(self) -> Any: ...  # noqa: D102
+    def mesh_info(self) -> Any: ...
 
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResultLike | None]
@@ -230,7 +242,8 @@ class QuantizedGather:
 
 @dataclass(frozen=True)
 class LowPrecisionReduction:
-    """Cast gradients to ``dtype``, sum them over the ranks in it, and cast back. For ``register_comm_hook``.
+    """Cast gradients to ``dtype``, sum them over the ranks in it, and cast back. For
+    :func:`shardwise.strategies.register_comm_hook`.
 
     Sends half of the bytes of float32.
 
@@ -259,7 +272,8 @@ class LowPrecisionReduction:
 
 @dataclass(frozen=True)
 class QuantizedReduction:
-    """Send gradients as int8 with a scale for each block, and sum in float32. For ``register_comm_hook``.
+    """Send gradients as int8 with a scale for each block, and sum in float32. For
+    :func:`shardwise.strategies.register_comm_hook`.
 
     Sends a quarter of the bytes of float32. Rounding adds at most half a scale (the largest magnitude in the
     block / 127) for each rank. A block with an infinity or NaN comes out as NaN. Gradients of parameters of
@@ -350,7 +364,8 @@ class CommPolicy:
             )
         if not isinstance(self.quantized_gather, (QuantizedGather, type(None))):
             raise TypeError(
-                f"CommPolicy: quantized_gather is {self.quantized_gather!r}; pass a QuantizedGather or None."
+                f"CommPolicy: quantized_gather is {self.quantized_gather!r}; pass a "
+                "shardwise.policies.QuantizedGather or None."
             )
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from campaign.notes import Mismatch, close
-from shardwise import ShardPlacementResult
+from shardwise.policies import ShardPlacementResult
 
 
 def names(*lines: str) -> tuple[str, ...]:

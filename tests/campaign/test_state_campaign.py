@@ -33,26 +33,27 @@ from campaign.campaign import Campaign, Worlds
 from campaign.draws import Choice, Draw, Many, Record, Some, rarely
 from campaign.notes import Notes, close, difference
 from shardwise import (
-    EMA,
-    check_replicas,
     full_state_dict,
     fully_shard,
     inference,
-    iter_full_parameters,
     latest_checkpoint,
     load_checkpoint,
-    load_full_optimizer_state_dict,
     load_full_state_dict,
     materialize,
     no_sync,
-    rekey_optimizer_state_dict,
     save_checkpoint,
-    save_safetensors,
     shard_model,
-    sync_module_states,
     unsharded,
 )
 from shardwise.engine.members import sharded_members
+from shardwise.init import check_replicas, sync_module_states
+from shardwise.state import (
+    EMA,
+    iter_full_parameters,
+    load_full_optimizer_state_dict,
+    rekey_optimizer_state_dict,
+    save_safetensors,
+)
 
 DECAY = 0.7
 GARBAGE_SEED = 77
@@ -489,7 +490,7 @@ class Leg:
                 source = iter(list(source.items()))
             report = load_full_state_dict(self.model, source, src_rank=src)
         if report is not None:
-            assert report == shardwise.LoadReport()
+            assert report == shardwise.state.LoadReport()
         states = before[how["keys"]] if mine else None
         load_full_optimizer_state_dict(self.model, self.optimizer, states, src_rank=src)
 

@@ -53,20 +53,19 @@ from shardwise import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    WrapBySize,
     clip_grad_norm_,
+    explain,
     fully_shard,
-    grad_norms_by_module,
     inference,
     no_sync,
-    register_comm_hook,
     shard_model,
     unsharded,
 )
 from shardwise.engine.members import sharded_members
 from shardwise.engine.memory import Reason
 from shardwise.groups.states import GradientState, UnshardState
-from shardwise.strategies.explain import explain
+from shardwise.optim import grad_norms_by_module
+from shardwise.strategies import WrapBySize, register_comm_hook
 from shardwise.strategies.wrap_policies import as_policy
 from shardwise.strategies.wrapping import chosen
 

@@ -43,10 +43,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
-from shardwise import fully_shard
-from shardwise.checkpoint.calls import latest_checkpoint
-from shardwise.checkpoint.load import load_checkpoint
-from shardwise.checkpoint.save import save_checkpoint
+from shardwise import fully_shard, latest_checkpoint, load_checkpoint, save_checkpoint
 
 # --- from any world to any other ------------------------------------------------------------------
 
@@ -443,7 +440,7 @@ class Odd:
 def with_states(run: Run, does_load: bool, **options: Any) -> dict[str, Any]:
     """Train with a moving average and a scheduler; save in the middle, or go on from there."""
     model, optimizer = run.start(1 + does_load)
-    ema = shardwise.EMA(model, decay=0.5, dtype=torch.float32)
+    ema = shardwise.state.EMA(model, decay=0.5, dtype=torch.float32)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], gamma=0.5)
     scaler, odd = torch.amp.GradScaler("cpu", enabled=False), Odd(0 if does_load else 3)
     beside = {"ema": ema, "scheduler": scheduler, "scaler": scaler, "odd.one": odd}
@@ -478,7 +475,7 @@ def stage_with_average(path: str, does_load: bool) -> dict[str, Any]:
     stage = mesh.get_local_rank("stage")
     own = nn.Sequential(OrderedDict([(str(stage), nn.Linear(6, 5))]))
     fully_shard(own, mesh=mesh["shard"])
-    ema = shardwise.EMA(own)
+    ema = shardwise.state.EMA(own)
     (load_checkpoint if does_load else save_checkpoint)(path, own, states={"ema": ema})
     return {name: full(value) for name, value in ema.state_dict()["averages"].items()}
 
@@ -710,7 +707,7 @@ import sys, threading, time
 import torch
 from torch import nn
 import torch.distributed.checkpoint as dcp
-from shardwise.checkpoint.save import save_checkpoint
+from shardwise import save_checkpoint
 
 write = dcp.FileSystemWriter.write_data
 def late(*args):
@@ -812,7 +809,7 @@ import torch, torch.distributed as dist
 from torch import nn
 import torch.distributed.checkpoint as dcp
 from shardwise import fully_shard
-from shardwise.checkpoint.save import save_checkpoint
+from shardwise import save_checkpoint
 
 path, rank, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(store, 2))

@@ -28,11 +28,9 @@ from harness import World
 from meshed import refusal
 from torch import nn
 
-from shardwise import EMA, fully_shard, save_safetensors
-from shardwise.checkpoint.calls import latest_checkpoint
-from shardwise.checkpoint.load import load_checkpoint
-from shardwise.checkpoint.save import save_checkpoint
+from shardwise import fully_shard, latest_checkpoint, load_checkpoint, save_checkpoint
 from shardwise.init.partial_loads import mark_partly_loaded, why_partly_loaded
+from shardwise.state import EMA, save_safetensors
 
 
 def refused(run: Run, with_optimizer: bool = True, **options: Any) -> str:

@@ -23,11 +23,10 @@ from meshed import refusal
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from shardwise import EMA
-from shardwise.checkpoint.load import load_checkpoint
-from shardwise.checkpoint.save import save_checkpoint
+from shardwise import load_checkpoint, save_checkpoint
 from shardwise.layout.coverage import why_not_covered
 from shardwise.layout.regions import Region
+from shardwise.state import EMA
 
 
 def saved(path: str, by_torch: bool) -> None:

@@ -18,11 +18,8 @@ from harness import World
 from meshed import refusal
 from torch import nn
 
-from shardwise import fully_shard
+from shardwise import fully_shard, latest_checkpoint, load_checkpoint, save_checkpoint
 from shardwise.checkpoint import folders
-from shardwise.checkpoint.calls import latest_checkpoint
-from shardwise.checkpoint.load import load_checkpoint
-from shardwise.checkpoint.save import save_checkpoint
 from shardwise.checkpoint.writing import write
 from shardwise.ranks.rank_group import RankGroup
 

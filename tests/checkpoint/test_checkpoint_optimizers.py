@@ -24,8 +24,7 @@ from reference import OptimizerByName
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.checkpoint.load import load_checkpoint
-from shardwise.checkpoint.save import save_checkpoint
+from shardwise import load_checkpoint, save_checkpoint
 
 
 class Kind(OptimizerByName):
@@ -187,7 +186,7 @@ def net_on_meta() -> nn.Module:
 def goes_on_from_full_states(run: Run, states: tuple[Any, Any]) -> dict[str, Any]:
     model, optimizer = run.start(2)
     shardwise.load_full_state_dict(model, states[0])
-    shardwise.load_full_optimizer_state_dict(model, optimizer, states[1])
+    shardwise.state.load_full_optimizer_state_dict(model, optimizer, states[1])
     run.train(model, optimizer, HALF)
     return everything(model, optimizer)
 
@@ -322,7 +321,7 @@ class OneBlock(Pair):
 
 def offloaded(params: Any, **options: Any) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(params, **options)
-    shardwise.offload_optimizer_state(optimizer, pin_memory=False)
+    shardwise.optim.offload_optimizer_state(optimizer, pin_memory=False)
     return optimizer
 
 

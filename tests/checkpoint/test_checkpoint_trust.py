@@ -19,8 +19,9 @@ from meshed import refusal
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from shardwise import fully_shard, load_checkpoint, load_full_state_dict, save_checkpoint, save_safetensors
+from shardwise import fully_shard, load_checkpoint, load_full_state_dict, save_checkpoint
 from shardwise.checkpoint.metadata_file import read_metadata
+from shardwise.state import save_safetensors
 
 
 class Attack:

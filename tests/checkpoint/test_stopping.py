@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from harness import World
 
-from shardwise import StopSignal
+from shardwise.ranks import StopSignal
 
 STEPS = 12
 Plan = dict[tuple[int, int], signal.Signals]  # (rank, step) -> what arrives in it

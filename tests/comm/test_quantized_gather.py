@@ -22,7 +22,8 @@ from sent_bytes import counting_bytes
 from strategies import losses_of_regression, seats, shard_as
 from torch import Tensor, nn
 
-from shardwise import CommPolicy, MixedPrecisionPolicy, QuantizedGather, fully_shard, unsharded
+from shardwise import CommPolicy, MixedPrecisionPolicy, fully_shard, unsharded
+from shardwise.policies import QuantizedGather
 
 every_kind = seats((3, "zero3"), (2, "zero2"), (4, "hybrid"))
 

@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, offload_optimizer_state
+from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from shardwise.comm import reduction
+from shardwise.optim import offload_optimizer_state
 from shardwise.params import bucket
 
 DEPTH = 5

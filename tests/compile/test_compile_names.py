@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import shardwise
-from shardwise import FlatOptimizer, fully_shard, shard_model
+from shardwise import fully_shard, shard_model
 from shardwise.comm.full_tensors import full_values
 from shardwise.engine.members import sharded_members
+from shardwise.optim import FlatOptimizer
 
 FORMS = [
     "plain",
@@ -154,7 +155,7 @@ def round_trips(form: str, folder: str, is_flat: bool) -> None:
     kept: dict[str, Any] = {}
     for index, (saving, loading) in enumerate([(form, "plain"), ("plain", form)]):
         one, other = built(saving, 1), built(loading, 2)
-        own = [(model, adamw(model, is_flat), shardwise.EMA(model, 0.5)) for model in (one, other)]
+        own = [(model, adamw(model, is_flat), shardwise.state.EMA(model, 0.5)) for model in (one, other)]
         for model, optimizer, ema in own:
             train(model, optimizer, 2)
             ema.update()
@@ -194,13 +195,13 @@ def full_states(form: str, folder: str) -> None:
     assert list(own["state"]) == list(want["state"])
     names = own["param_groups"][0].pop("param_names")
     assert names == own["param_groups"][0]["params"] == want["param_groups"][0]["params"]
-    parameters = dict(shardwise.iter_full_parameters(model, names=["blocks.1.up.weight"]))
+    parameters = dict(shardwise.state.iter_full_parameters(model, names=["blocks.1.up.weight"]))
     assert_equal(parameters, {"blocks.1.up.weight": own["model"]["blocks.1.up.weight"]})
 
-    rekeyed = shardwise.rekey_optimizer_state_dict(want, model, optimizers[1], "id")
+    rekeyed = shardwise.state.rekey_optimizer_state_dict(want, model, optimizers[1], "id")
     assert_equal(rekeyed["state"], dict(enumerate(want["state"].values())))
     shardwise.load_full_state_dict(model, want["model"], src_rank=None)
-    shardwise.load_full_optimizer_state_dict(model, optimizers[1], want, src_rank=None)
+    shardwise.state.load_full_optimizer_state_dict(model, optimizers[1], want, src_rank=None)
     got = everything(model, optimizers[1])
     got["param_groups"][0].pop("param_names", None)
     assert_equal(got, want)
@@ -213,7 +214,7 @@ def full_states(form: str, folder: str) -> None:
     assert_equal(shardwise.full_state_dict(model, rank0_only=False), own["model"])
 
     pytest.importorskip("safetensors")
-    shardwise.save_safetensors(model, folder)
+    shardwise.state.save_safetensors(model, folder)
     shardwise.load_full_state_dict(plain, folder)
     assert_equal(shardwise.full_state_dict(plain, rank0_only=False), own["model"])
 
@@ -282,7 +283,7 @@ def messages(form: str) -> dict[str, str]:
         "prefetch": told(lambda: model.set_modules_to_forward_prefetch([block.up])),
     }
     train(model)
-    said["norms"] = str(shardwise.grad_norms_by_module(model))
+    said["norms"] = str(shardwise.optim.grad_norms_by_module(model))
     next(block.up.parameters()).grad.fill_(float("nan"))
     said["not finite"] = told(lambda: shardwise.clip_grad_norm_(model, 1.0, error_if_nonfinite=True))
     events = events_of(model)
@@ -348,11 +349,13 @@ def use(form: str) -> dict[str, Any]:
     found["gradients"] = [full(param.grad) for param in model.parameters()]
     with shardwise.inference(model):
         found["output"] = model(batch())
-    shardwise.check_replicas(model)
-    shardwise.sync_module_states(model)
+    shardwise.init.check_replicas(model)
+    shardwise.init.sync_module_states(model)
     shardwise.register_fsdp_forward_method(model, "encode")
     found["encoded"] = model.encode(batch())
-    shardwise.register_comm_hook(model, None, shardwise.LowPrecisionReduction(torch.bfloat16))
+    shardwise.strategies.register_comm_hook(
+        model, None, shardwise.policies.LowPrecisionReduction(torch.bfloat16)
+    )
     train(model)
     found["by hook"] = [full(param.grad) for param in model.parameters()]
     return found
@@ -438,7 +441,7 @@ WRAPS: dict[str, Any] = {
     "repeated": None,
     "by class": {"wrap": {type(Tower().blocks[0])}},
     "by name": {"wrap": lambda name, module: name.startswith("blocks.") and name.count(".") == 1},
-    "by size": {"wrap": shardwise.WrapBySize(200)},
+    "by size": {"wrap": shardwise.strategies.WrapBySize(200)},
     "recursively": {"wrap": lambda module, recurse, nonwrapped_numel: recurse or nonwrapped_numel > 200},
     "merged": {"bucket_cap_mb": 0.005},
     "overridden": {"overrides": {"blocks.1": "zero2", "": {"reshard_after_forward": True}}},

@@ -27,16 +27,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import shardwise
-from shardwise import (
-    CommPolicy,
-    DataParallelMeshDims,
-    LowPrecisionReduction,
-    MixedPrecisionPolicy,
-    QuantizedGather,
-    fully_shard,
-    register_comm_hook,
-)
+from shardwise import CommPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
 from shardwise.init.partial_loads import mark_partly_loaded
+from shardwise.policies import LowPrecisionReduction, QuantizedGather
+from shardwise.strategies import register_comm_hook
 
 # --- models that a graph cannot have ----------------------------------------------------------------
 

@@ -12,7 +12,8 @@ from models import even_tower, random_batch
 from reference import mean_of_squares
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import FlatOptimizer, MixedPrecisionPolicy, fully_shard
+from shardwise import MixedPrecisionPolicy, fully_shard
+from shardwise.optim import FlatOptimizer
 
 WAIT_FOR_A_DEVICE = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "unique", "masked_select")
 ALLOCATE = ("empty", "zeros", "new_empty", "new_zeros", "empty_like", "zeros_like", "clone")

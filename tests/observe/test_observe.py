@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import fully_shard
-from shardwise.observe.collectives import CollectiveCounts, count_collectives
+from shardwise.observe import CollectiveCounts, count_collectives
 
 
 def sharded(mesh: Any = None) -> Any:

@@ -26,7 +26,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
-from shardwise import clip_grad_norm_, fully_shard, grad_norms_by_module
+from shardwise import clip_grad_norm_, fully_shard
+from shardwise.optim import grad_norms_by_module
 from shardwise.torch_compat import dtensor
 
 INF = math.inf

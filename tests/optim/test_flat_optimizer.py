@@ -43,7 +43,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.testing._internal.two_tensor import TwoTensor
 
 import shardwise
-from shardwise import FlatOptimizer, fully_shard
+from shardwise import fully_shard
+from shardwise.optim import FlatOptimizer
 from shardwise.setup.validation import groups_in
 from shardwise.torch_compat import dtensor
 
@@ -863,7 +864,7 @@ def moved(how: str, is_flat: bool) -> dict[str, Any]:
     elif how == "unsharded":
         model.outlet.weight.data.mul_(2)
     elif how == "averaged":
-        ema = shardwise.EMA(model, 0.5)
+        ema = shardwise.state.EMA(model, 0.5)
         run.train(model, optimizer, 2)
         ema.update()
         with ema.swap():
@@ -1058,7 +1059,7 @@ def full_states(is_flat: bool) -> dict[str, Any]:
     is_first = dist.get_rank() == 0
     other, fresh = run.start(2)
     shardwise.load_full_state_dict(other, model_state if is_first else None)
-    shardwise.load_full_optimizer_state_dict(other, fresh, state if is_first else None)
+    shardwise.state.load_full_optimizer_state_dict(other, fresh, state if is_first else None)
     run.train(other, fresh, 2)
     return everything(other, fresh)
 
@@ -1112,7 +1113,7 @@ def test_state_may_be_changed_by_hand(world2: World) -> None:
 
 def with_state_on_the_host(run: Run) -> dict[str, Any]:
     model, optimizer = run.start(1)
-    shardwise.offload_optimizer_state(optimizer, pin_memory=False)
+    shardwise.optim.offload_optimizer_state(optimizer, pin_memory=False)
     run.train(model, optimizer, 0, 4)
     return everything(model, optimizer)
 
@@ -1337,7 +1338,7 @@ def test_what_cannot_be_stepped_is_refused_by_name(world2: World) -> None:
         "\n".join(first),
         """\
 TypeError: blocks.0.up.weight: .grad is a plain Tensor, where a DTensor is expected, as the parameter is one: nothing says which part of the whole this rank has. Assign only DTensors to .grad of sharded parameters, or None.
-ValueError: blocks.0.up.weight: 'exp_avg' in the state of AdamW is a Tensor of shape (7, 6), where a DTensor of the parameter's shape, (7, 6), is expected: nothing says which part of the whole this rank has. Load full states with shardwise.load_full_optimizer_state_dict.
+ValueError: blocks.0.up.weight: 'exp_avg' in the state of AdamW is a Tensor of shape (7, 6), where a DTensor of the parameter's shape, (7, 6), is expected: nothing says which part of the whole this rank has. Load full states with shardwise.state.load_full_optimizer_state_dict.
 ValueError: FlatOptimizer: blocks.0.up.weight stands twice in group 0 of AdamW, and would be stepped twice. Leave one out.""",
     )
 

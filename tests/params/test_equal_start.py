@@ -17,8 +17,7 @@ from refusals import wrapped
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise import fully_shard, load_full_state_dict, shard_model
-from shardwise.init.initialise import materialize
+from shardwise import fully_shard, load_full_state_dict, materialize, shard_model
 
 SQUARE = Layout((2, 2))
 

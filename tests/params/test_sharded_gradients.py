@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from shardwise import FlatOptimizer, FSDPModule, clip_grad_norm_, fully_shard
+from shardwise import FSDPModule, clip_grad_norm_, fully_shard
+from shardwise.optim import FlatOptimizer
 from shardwise.params.sharded_gradients import ShardedGradients
 
 by_world = pytest.mark.parametrize("world", [1, 2], indirect=True)

@@ -33,47 +33,23 @@ OURS, PEERS = "shardwise", "torch.distributed.fsdp"
 # What the peer has and we leave out on purpose: "Name" or "Class.method", each with the reason.
 LEFT_OUT: dict[str, str] = {}
 
-# What we have and no peer exports, each with the reason.
+# What stands beside the peer's names at the top, each with the reason.
 BEYOND: dict[str, str] = {
     "CommPolicy": "how parameters travel",
-    "FlatOptimizer": "the step on flat shards",
-    "EMA": "an average of the weights, in shards",
-    "LoadReport": "what load_full_state_dict returns",
-    "Loaded": "what load_checkpoint returns",
-    "PendingSave": "what save_checkpoint returns",
-    "StopSignal": "the peer leaves it to the training script, whose ranks are told at different times",
-    "check_replicas": "the peer never compares them",
-    "full_state_dict": "a state of FSDP1's; the peer leaves it to torch.distributed.checkpoint, as the next four",
-    "iter_full_parameters": "for export and inference engines, in buckets",
-    "latest_checkpoint": "the newest complete one",
-    "load_checkpoint": "refuses what does not fit before anything changes",
-    "load_full_optimizer_state_dict": "scatter_full_optim_state_dict of FSDP1",
-    "load_full_state_dict": "from one rank, an iterator or files",
-    "materialize": "param_init_fn of FSDP1",
-    "rekey_optimizer_state_dict": "rekey_optim_state_dict of FSDP1",
-    "save_checkpoint": "written beside, then renamed",
-    "save_safetensors": "files of Hugging Face's layout",
-    "sync_module_states": "an argument of FSDP1's",
     "GradScaler": "the peer leaves it to torch.amp, which mixtures of meshes mislead",
-    "LowPrecisionReduction": "for register_comm_hook",
-    "QuantizedGather": "for CommPolicy",
-    "QuantizedReduction": "for register_comm_hook",
-    "WrapBySize": "for shard_model, as the next four",
-    "WrapClasses": "for shard_model",
-    "WrapRecursively": "for shard_model",
-    "WrapRepeated": "for shard_model",
-    "WrapWhere": "for shard_model",
     "clip_grad_norm_": "a method of FSDP1's",
     "compile_options": "for torch.compile of whole models, whose graphs the peer breaks",
     "explain": "the groups as a table",
-    "grad_norms_by_module": "beside clip_grad_norm_",
+    "full_state_dict": "a state of FSDP1's; the peer leaves it to torch.distributed.checkpoint, as the next four",
+    "latest_checkpoint": "the newest complete one",
+    "load_checkpoint": "refuses what does not fit before anything changes",
+    "load_full_state_dict": "from one rank, an iterator or files",
+    "save_checkpoint": "written beside, then renamed",
     "inference": "the peer gathers in each forward",
+    "materialize": "param_init_fn of FSDP1",
     "no_sync": "a method of FSDP1's and DDP's",
-    "register_comm_hook": "a method of FSDP1's and DDP's",
     "shard_model": "strategies and wrapping, as FSDP1's constructor",
     "unsharded": "FSDP1's summon_full_params",
-    "ShardPlacementResult": "the peer takes one of these from shard_placement_fn, and exports no name for it",
-    "offload_optimizer_state": "the optimizer's state alone in host memory, which the peer has no call for",
 }
 # What the peer exports in newer versions of torch only.
 YOUNGER = {"DataParallelMeshDims", "GradientReductionHandle"}
@@ -314,38 +290,6 @@ def checkpoint_crosses_over(saver: str, loader: str) -> bool:
 @pytest.mark.parametrize(("saver", "loader"), [(OURS, PEERS), (PEERS, OURS)], ids=["to-peer", "from-peer"])
 def test_a_sharded_state_dict_crosses_over(world2: World, saver: str, loader: str) -> None:
     assert world2.run(checkpoint_crosses_over, saver, loader) == [True, True]
-
-
-def test_options_are_passed_by_name() -> None:
-    """A call takes one optional operand by position at most; what torch's own signatures allow stays."""
-    allowed = {
-        *(
-            "MixedPrecisionPolicy",
-            "DataParallelMeshDims",
-            "ShardPlacementResult",
-            "clip_grad_norm_",
-            "GradScaler",
-        ),
-        *("LoadReport", "Loaded"),  # results
-    }
-    public = {name: getattr(shardwise, name) for name in shardwise.__all__ if name not in allowed}
-    public |= {
-        f"{name}.{method}": function
-        for name, cls in public.items()
-        if inspect.isclass(cls)
-        for method, function in vars(cls).items()
-        if not method.startswith("_") and inspect.isfunction(function)
-    }
-    positional = {
-        name: [
-            each.name
-            for each in inspect.signature(function).parameters.values()
-            if each.kind is each.POSITIONAL_OR_KEYWORD and each.default is not each.empty
-        ]
-        for name, function in public.items()
-    }
-    assert {name: options for name, options in positional.items() if len(options) > 1} == {}
-    assert all("CommPolicy" not in name for name, options in positional.items() if options)
 
 
 def test_the_version_is_that_of_the_distribution() -> None:

@@ -262,7 +262,7 @@ def where_experts_go(param: nn.Parameter, ids: set[int], experts: Experts) -> An
     placement = Shard(1) if experts.column and param.ndim > 1 else Shard(0)
     mesh = EXPERT_MESH.mesh()["fsdp"]
     if experts.result == "ours":
-        return shardwise.ShardPlacementResult(placement, mesh)
+        return shardwise.policies.ShardPlacementResult(placement, mesh)
     return TorchsResult(placement, mesh)
 
 

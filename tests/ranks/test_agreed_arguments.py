@@ -14,15 +14,14 @@ from shardwise import (
     clip_grad_norm_,
     full_state_dict,
     fully_shard,
-    grad_norms_by_module,
     inference,
-    iter_full_parameters,
-    load_full_optimizer_state_dict,
     load_full_state_dict,
     materialize,
-    sync_module_states,
     unsharded,
 )
+from shardwise.init import sync_module_states
+from shardwise.optim import grad_norms_by_module
+from shardwise.state import iter_full_parameters, load_full_optimizer_state_dict
 
 
 def enter(context: Any) -> None:

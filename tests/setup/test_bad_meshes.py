@@ -240,7 +240,7 @@ def test_a_placement_result_that_does_not_fit_is_refused_with_the_parameter(
 
 def placement_on_meta() -> dict[str, Any]:
     mesh = mesh_of((2,), device="meta")
-    return {"shard_placement_fn": lambda param: shardwise.ShardPlacementResult(Shard(0), mesh)}
+    return {"shard_placement_fn": lambda param: shardwise.policies.ShardPlacementResult(Shard(0), mesh)}
 
 
 def test_a_mesh_of_a_parameter_is_checked_like_that_of_the_call(world2: World) -> None:

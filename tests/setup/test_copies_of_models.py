@@ -87,8 +87,8 @@ def test_a_state_travels_by_pickle(world2: World) -> None:
     [
         shardwise.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
         shardwise.CPUOffloadPolicy(),
-        shardwise.CommPolicy(prefetch=2, quantized_gather=shardwise.QuantizedGather()),
-        shardwise.LoadReport(missing=("a",)),
+        shardwise.CommPolicy(prefetch=2, quantized_gather=shardwise.policies.QuantizedGather()),
+        shardwise.state.LoadReport(missing=("a",)),
     ],
     ids=lambda thing: type(thing).__name__,
 )
@@ -114,7 +114,7 @@ def copied_model(way: Way) -> bool:
     model = way.model()
     before = full_state_dict(model, rank0_only=False)
     twin = copy.deepcopy(model)
-    ema = shardwise.EMA(twin, 0.5)
+    ema = shardwise.state.EMA(twin, 0.5)
     with torch.no_grad():
         for param in twin.parameters():
             if param.is_floating_point():

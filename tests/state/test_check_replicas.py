@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
 
 from shardwise import CPUOffloadPolicy, fully_shard
-from shardwise.init.initialise import check_replicas, sync_module_states
+from shardwise.init import check_replicas, sync_module_states
 from shardwise.params import initial_values
 from shardwise.ranks import replicas
 

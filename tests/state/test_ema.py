@@ -11,8 +11,9 @@ from harness import World
 from meshed import refusal
 from torch import Tensor, nn
 
-from shardwise import EMA, full_state_dict, fully_shard
+from shardwise import full_state_dict, fully_shard
 from shardwise.comm.full_tensors import full_values
+from shardwise.state import EMA
 
 STEPS, DECAY = 3, 0.7
 

@@ -16,13 +16,8 @@ from models import random_batch
 from reference import mean_of_squares
 from torch import Tensor, nn
 
-from shardwise import (
-    full_state_dict,
-    fully_shard,
-    load_full_optimizer_state_dict,
-    load_full_state_dict,
-    rekey_optimizer_state_dict,
-)
+from shardwise import full_state_dict, fully_shard, load_full_state_dict
+from shardwise.state import load_full_optimizer_state_dict, rekey_optimizer_state_dict
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 

@@ -18,8 +18,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.tensor import Shard
 
 import shardwise
-from shardwise import full_state_dict, fully_shard, iter_full_parameters, load_full_state_dict
+from shardwise import full_state_dict, fully_shard, load_full_state_dict
 from shardwise.comm import full_tensors
+from shardwise.state import iter_full_parameters
 
 over_all_ways = pytest.mark.parametrize("way", WAYS, ids=str)
 
@@ -190,7 +191,7 @@ def loaded_from(way: Way, source: str, bucket_bytes: int, device: str) -> Any:
         report = load_full_state_dict(model, given, src_rank=src_rank)
     finally:
         shardwise.state.full_load.BUCKET_BYTES = full_tensors.BUCKET_BYTES
-    assert report == shardwise.LoadReport()
+    assert report == shardwise.state.LoadReport()
     return full_state_dict(model, rank0_only=False)
 
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from shardwise.init.initialise import check_replicas, materialize
+from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, materialize
+from shardwise.init import check_replicas
 
 by_world = pytest.mark.parametrize("world", [1, 2, 3, 4], indirect=True)
 

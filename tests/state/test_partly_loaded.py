@@ -12,15 +12,8 @@ from harness import World
 from meshed import refusal
 from torch import Tensor, nn
 
-from shardwise import (
-    EMA,
-    full_state_dict,
-    fully_shard,
-    iter_full_parameters,
-    load_full_state_dict,
-    save_checkpoint,
-    save_safetensors,
-)
+from shardwise import full_state_dict, fully_shard, load_full_state_dict, save_checkpoint
+from shardwise.state import EMA, iter_full_parameters, save_safetensors
 
 X = torch.linspace(-1, 1, 14, dtype=torch.float64).reshape(2, 7)
 

@@ -18,7 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from shardwise import full_state_dict, fully_shard, load_full_state_dict, save_safetensors
+from shardwise import full_state_dict, fully_shard, load_full_state_dict
+from shardwise.state import save_safetensors
 from shardwise.state.model_files import INDEX, SINGLE, ModelFiles
 from shardwise.torch_compat import dtensor
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
 from shardwise import CPUOffloadPolicy, fully_shard, unsharded
-from shardwise.init.initialise import check_replicas, sync_module_states
+from shardwise.init import check_replicas, sync_module_states
 from shardwise.ranks import replicas
 
 

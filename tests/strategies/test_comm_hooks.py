@@ -29,13 +29,9 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.tensor import Shard
 
 import shardwise
-from shardwise import (
-    LowPrecisionReduction,
-    MixedPrecisionPolicy,
-    QuantizedReduction,
-    no_sync,
-    register_comm_hook,
-)
+from shardwise import MixedPrecisionPolicy, no_sync
+from shardwise.policies import LowPrecisionReduction, QuantizedReduction
+from shardwise.strategies import register_comm_hook
 
 worlds = pytest.mark.parametrize("world", [1, 2, 3, 4], indirect=True)
 strategies = pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp", "hybrid"])

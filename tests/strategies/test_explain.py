@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardwise import DataParallelMeshDims, MixedPrecisionPolicy, ShardPlacementResult, fully_shard
+from shardwise import DataParallelMeshDims, MixedPrecisionPolicy, explain, fully_shard
 from shardwise.engine.members import sharded_members
 from shardwise.params.bucket import ShardStorage
-from shardwise.strategies.explain import explain
+from shardwise.policies import ShardPlacementResult
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 

@@ -23,7 +23,8 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
-from shardwise import WrapBySize, WrapClasses, WrapRecursively, WrapRepeated, WrapWhere, fully_shard
+from shardwise import fully_shard
+from shardwise.strategies import WrapBySize, WrapClasses, WrapRecursively, WrapRepeated, WrapWhere
 from shardwise.strategies.wrap_policies import as_policy
 from shardwise.strategies.wrapping import chosen, merge_neighbours
 
@@ -582,13 +583,13 @@ def test_what_the_argument_may_not_be() -> None:
         """\
 shard_model: wrap is 3. Pass a module class or a set of them, a
 function of (module), (name, module) or (module, recurse,
-nonwrapped_numel), a policy such as WrapBySize(...), or None for the
-repeated blocks.
+nonwrapped_numel), a policy such as
+shardwise.strategies.WrapBySize(...), or None for the repeated blocks.
 
 shard_model: wrap is 'blocks.*'. Pass a module class or a set of them,
 a function of (module), (name, module) or (module, recurse,
-nonwrapped_numel), a policy such as WrapBySize(...), or None for the
-repeated blocks.
+nonwrapped_numel), a policy such as
+shardwise.strategies.WrapBySize(...), or None for the repeated blocks.
 
 shard_model: wrap contains 'Block'; pass module classes. To choose by
 name, pass a function: lambda name, module: name in {...}.
@@ -606,13 +607,13 @@ WrapBySize(...).
 
 shard_model: wrap is the class dict. Pass a module class or a set of
 them, a function of (module), (name, module) or (module, recurse,
-nonwrapped_numel), a policy such as WrapBySize(...), or None for the
-repeated blocks.
+nonwrapped_numel), a policy such as
+shardwise.strategies.WrapBySize(...), or None for the repeated blocks.
 
 shard_model: wrap is a dict. Pass a module class or a set of them, a
 function of (module), (name, module) or (module, recurse,
-nonwrapped_numel), a policy such as WrapBySize(...), or None for the
-repeated blocks.
+nonwrapped_numel), a policy such as
+shardwise.strategies.WrapBySize(...), or None for the repeated blocks.
 
 shard_model: wrap is a CustomPolicy. It works inside
 FullyShardedDataParallel only. Pass the function that it was made of
@@ -639,7 +640,7 @@ WrapRecursively: transformer_auto_wrap_policy takes (module, recurse,
 nonwrapped_numel, transformer_layer_cls), and would be given (module,
 recurse, nonwrapped_numel). Give values to further arguments with
 functools.partial; pass a function of (module) or of (name, module) to
-WrapWhere.""",
+shardwise.strategies.WrapWhere.""",
     )
 
 
@@ -666,15 +667,15 @@ WrapBySize: min_num_params is True; pass a number.
 WrapBySize: keep_whole contains 3; pass module classes.
 
 WrapWhere: modern takes the arguments of FSDP1's recursive policies.
-Pass it to WrapRecursively, or a function of (module) or of (name,
-module).
+Pass it to shardwise.strategies.WrapRecursively, or a function of
+(module) or of (name, module).
 
 WrapWhere: predicate is the class Linear; pass a function.
 
 WrapRecursively: is_narrow takes (module), and would be given (module,
 recurse, nonwrapped_numel). Give values to further arguments with
 functools.partial; pass a function of (module) or of (name, module) to
-WrapWhere.
+shardwise.strategies.WrapWhere.
 
 WrapWhere(<lambda>) answered with a dict for '0.0'. It chooses modules
 only: answer True or False, and give settings of single groups to

@@ -16,9 +16,8 @@ from models import random_batch
 from reference import full
 from torch import Tensor, nn
 
-from shardwise import fully_shard
-from shardwise.checkpoint.load import Loaded, load_checkpoint
-from shardwise.checkpoint.save import save_checkpoint
+from shardwise import fully_shard, load_checkpoint, save_checkpoint
+from shardwise.checkpoint import Loaded
 
 BATCH_SIZE = 12
 HALF = 2  # steps

@@ -201,7 +201,7 @@ def losses_of_regression(
     if strategy is not None:
         shard_as(model, strategy, **options)
     if hook is not None:
-        shardwise.register_comm_hook(model, None, hook)
+        shardwise.strategies.register_comm_hook(model, None, hook)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     batch = random_batch(0, 24, dtype=torch.float32)
     share = len(batch) // world

@@ -19,13 +19,13 @@ from shardwise import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    ShardPlacementResult,
     UnshardHandle,
-    WrapBySize,
     fully_shard,
     materialize,
     shard_model,
 )
+from shardwise.policies import ShardPlacementResult
+from shardwise.strategies import WrapBySize
 
 
 class Block(nn.Module):

@@ -105,7 +105,7 @@ def load_checkpoint(
         trust: make objects of any class. That can run any code that whoever wrote the checkpoint has put in.
 
     Returns:
-        A :class:`Loaded`.
+        A :class:`shardwise.checkpoint.Loaded`.
 
     Raises:
         FileNotFoundError: there is no checkpoint at `path`.

@@ -60,9 +60,9 @@ def save_checkpoint(
         path: a folder on a file system that all ranks see, the same path on all of them.
         model: sharded or not.
         optimizer: one, or several, whose state is saved by the names of parameters.
-        states: objects with `state_dict()` and `load_state_dict()`, by names: a :class:`shardwise.EMA`, a
-            scheduler of the learning rate, a gradient scaler. Their DTensors are written as the model's are,
-            and may be loaded by any number of ranks; all else in their states is the same on all ranks.
+        states: objects with `state_dict()` and `load_state_dict()`, by names: a :class:`shardwise.state.EMA`,
+            a scheduler of the learning rate, a gradient scaler. Their DTensors are written as the model's
+            are, and may be loaded by any number of ranks; all else in their states is the same on all ranks.
         shared: what is the same on all ranks: a step, a position in the data. Values are tensors or anything
             that pickles, and no DTensors; rank 0's are written. What is neither a tensor nor plain (numbers,
             texts, lists, dicts) is loaded with `trust=True` only.
@@ -73,8 +73,8 @@ def save_checkpoint(
             only, such that this many are left. Nothing that is not a complete checkpoint is removed.
 
     Returns:
-        A :class:`PendingSave`; without `asynchronous` it has ended. Wait for the last one before
-        `destroy_process_group`.
+        A :class:`shardwise.checkpoint.PendingSave`; without `asynchronous` it has ended. Wait for the last
+        one before `destroy_process_group`.
 
     Raises:
         ValueError: ranks disagree on the arguments, the optimizer's state cannot be saved, `shared` or

@@ -264,7 +264,7 @@ class FlatOptimizer(Optimizer):
                 f"{_name(param)}: '{key}' in the state of {type(self).__name__} is a "
                 f"{type(value).__name__} of shape {tuple(value.shape)}, where a DTensor of the parameter's "
                 f"shape, {tuple(param.shape)}, is expected: nothing says which part of the whole this rank "
-                "has. Load full states with shardwise.load_full_optimizer_state_dict."
+                "has. Load full states with shardwise.state.load_full_optimizer_state_dict."
             )
         return value if value.numel() == 1 else StateSlice(value, 0, is_ours=False)
 

@@ -316,7 +316,7 @@ def message_on_copies(findings: Findings) -> str:
     return (
         f"{_told(findings, 'the copies on ranks', 'differ from those on ranks')}. Replicas that start apart "
         "stay apart: gradients are averaged, weights are not. Seed all ranks alike, or call "
-        "shardwise.sync_module_states(model) before the first forward."
+        "shardwise.init.sync_module_states(model) before the first forward."
     )
 
 

@@ -187,9 +187,9 @@ def _shard_dim(placement: Any, param: nn.Parameter, where: str) -> int:
     if type(placement) is not Shard:
         shown = repr(placement) if isinstance(placement, Placement) else describe(placement)
         raise (ValueError if isinstance(placement, Placement) else TypeError)(
-            f"{where}: shard_placement_fn returned {shown}; pass Shard(dim), a ShardPlacementResult, or "
-            "None for Shard(0). Parameters to be replicated need a mesh that replicates (dp_mesh_dims), or "
-            "ignored_params."
+            f"{where}: shard_placement_fn returned {shown}; pass Shard(dim), a "
+            "shardwise.policies.ShardPlacementResult, or None for Shard(0). Parameters to be replicated need "
+            "a mesh that replicates (dp_mesh_dims), or ignored_params."
         )
     dim = placement.dim + param.dim() if placement.dim < 0 else placement.dim
     if not 0 <= dim < max(1, param.dim()):

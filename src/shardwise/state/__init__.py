@@ -1,1 +1,33 @@
-"""Full states of models and optimizers, summoned parameters, averages."""
+"""Full states of models and optimizers, summoned parameters, averages.
+
+full_state_dict                   full values of a model, and its optimizer's state, onto one rank or all
+load_full_state_dict              full values into a sharded model; returns a LoadReport
+load_full_optimizer_state_dict    the full state of an optimizer into that of a sharded model
+rekey_optimizer_state_dict        the state of an optimizer by the names of parameters, or by their ids
+iter_full_parameters              full parameters one by one, for inference engines
+save_safetensors                  files in the layout of Hugging Face
+EMA                               an average of the weights, in shards
+unsharded, inference, no_sync     with full parameters; without freeing them; without reducing gradients
+"""
+
+from shardwise.state.contexts import inference, no_sync, unsharded
+from shardwise.state.ema import EMA
+from shardwise.state.export import save_safetensors
+from shardwise.state.full_load import load_full_state_dict
+from shardwise.state.full_state import full_state_dict, iter_full_parameters
+from shardwise.state.loading import LoadReport
+from shardwise.state.optimizer_state import load_full_optimizer_state_dict, rekey_optimizer_state_dict
+
+__all__ = [
+    "EMA",
+    "LoadReport",
+    "full_state_dict",
+    "inference",
+    "iter_full_parameters",
+    "load_full_optimizer_state_dict",
+    "load_full_state_dict",
+    "no_sync",
+    "rekey_optimizer_state_dict",
+    "save_safetensors",
+    "unsharded",
+]

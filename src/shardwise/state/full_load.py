@@ -68,7 +68,7 @@ def load_full_state_dict(
         convert_dtype: convert floating-point values to the dtype of the model. False refuses other dtypes.
 
     Returns:
-        Names that were missing, unexpected or converted.
+        A :class:`shardwise.state.LoadReport`: names that were missing, unexpected or converted.
 
     Raises:
         RuntimeError: names, shapes or dtypes do not fit; the message lists them by name. Files that are

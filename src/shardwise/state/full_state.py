@@ -45,8 +45,8 @@ def full_state_dict(
     Args:
         model: sharded, in parts or not at all; on any meshes.
         optimizer: its state is wanted as well, as a second dict ``{"state": ..., "param_groups": ...}`` by
-            parameter name; :func:`rekey_optimizer_state_dict` turns names into the ids that an optimizer
-            which is not sharded loads.
+            parameter name; :func:`shardwise.state.rekey_optimizer_state_dict` turns names into the ids that
+            an optimizer which is not sharded loads.
         cpu: bring each tensor to host memory as soon as it is full.
         rank0_only: only the first rank of the model gets them; all others get empty dicts.
 

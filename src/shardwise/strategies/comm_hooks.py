@@ -35,14 +35,15 @@ def register_comm_hook(model: nn.Module, state: Any, hook: Hook) -> None:
       by the average over ranks.
 
     A function with an optional third argument serves both. ``LowPrecisionReduction`` and
-    ``QuantizedReduction`` send fewer bytes, over shards and replicas alike, and divide as usual. With any
-    hook all small and large parameters of a group travel together where it needs them in one piece, which
-    costs copies.
+    ``QuantizedReduction`` of ``shardwise.policies`` send fewer bytes, over shards and replicas alike, and
+    divide as usual. With any hook all small and large parameters of a group travel together where it needs
+    them in one piece, which costs copies.
 
     Args:
         model: a module with sharded modules in it.
         state: passed to the function; None with a ready-made object.
-        hook: the function, or :class:`LowPrecisionReduction` or :class:`QuantizedReduction`.
+        hook: the function, or :class:`shardwise.policies.LowPrecisionReduction` or
+            :class:`shardwise.policies.QuantizedReduction`.
 
     Raises:
         TypeError: the function does not take the arguments that a group's mesh asks for.
@@ -92,7 +93,7 @@ def _maker(state: Any, hook: Any) -> Callable[[Bucket, ParameterGroup], Reducer]
     if isinstance(hook, type) or not callable(hook):
         raise TypeError(
             f"{_NAME}: hook is {hook!r}; pass a function (state, grad, output), a LowPrecisionReduction() or "
-            "a QuantizedReduction()."
+            "a QuantizedReduction() of shardwise.policies."
         )
     return partial(_callers_hook, state, hook)
 

@@ -109,9 +109,10 @@ def shard_model(
         strategy: one of the above.
         wrap: which modules become groups, to be gathered for their own forward and backward. A module class
             or a set of them, a predicate ``(module)`` or ``(name, module)``, FSDP1's recursive
-            ``(module, recurse, nonwrapped_numel)``, or a policy object (:class:`WrapClasses`,
-            :class:`WrapBySize`, or any with its method ``choose``). None: the repeated blocks; see
-            :class:`WrapRepeated`. :func:`explain` shows the result.
+            ``(module, recurse, nonwrapped_numel)``, or a policy object
+            (:class:`shardwise.strategies.WrapClasses`, :class:`shardwise.strategies.WrapBySize`, or any with
+            its method ``choose``). None: the repeated blocks; see :class:`shardwise.strategies.WrapRepeated`.
+            :func:`explain` shows the result.
         mesh: of one dimension, or of two, (replicate, shard), for the hybrid strategies. None: all ranks, for
             the hybrid ones arranged by ``LOCAL_WORLD_SIZE``, which torchrun sets.
         dp_mesh_dims: names of the dimensions to use, for a mesh of more.

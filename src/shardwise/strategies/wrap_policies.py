@@ -87,7 +87,7 @@ class WrapWhere:
         if style == "recursive":
             raise TypeError(
                 f"WrapWhere: {text_of(predicate)} takes the arguments of FSDP1's recursive policies. Pass it "
-                "to WrapRecursively, or a function of (module) or of (name, module)."
+                "to shardwise.strategies.WrapRecursively, or a function of (module) or of (name, module)."
             )
         self.predicate = predicate
         self._takes_name = style == "named"
@@ -277,7 +277,8 @@ def _advice(wrap: Any) -> str:
         )
     return (
         "Pass a module class or a set of them, a function of (module), (name, module) or (module, recurse, "
-        "nonwrapped_numel), a policy such as WrapBySize(...), or None for the repeated blocks."
+        "nonwrapped_numel), a policy such as shardwise.strategies.WrapBySize(...), or None for the repeated "
+        "blocks."
     )
 
 
@@ -367,5 +368,5 @@ def _asking(policy: Callable[..., Any], signature: inspect.Signature) -> Ask:
     raise TypeError(
         f"WrapRecursively: {text_of(policy)} takes ({_shown(signature.parameters)}), and would be "
         "given (module, recurse, nonwrapped_numel). Give values to further arguments with functools.partial; "
-        "pass a function of (module) or of (name, module) to WrapWhere."
+        "pass a function of (module) or of (name, module) to shardwise.strategies.WrapWhere."
     )

@@ -66,8 +66,8 @@ def make_parameter(local: Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.
     """A parameter that is a DTensor over ``local``, with the process groups of the mesh of ``spec``.
 
     ``nn.Parameter`` detaches its tensor, and DTensor's cache of operations then answers with the first equal
-    mesh that it has seen, whose process groups may be others, or gone. Seen on 2.11 to 2.15. One with the same
-    process groups stays: compiled graphs are good for one object.
+    mesh that it has seen, whose process groups may be others, or gone. Seen on 2.11 to 2.15. A mesh with the
+    same process groups stays: compiled graphs are good for one object.
     """
     param = nn.Parameter(make_dtensor(local, spec), requires_grad)
     if spec_of(param).mesh._dim_group_names != spec.mesh._dim_group_names:
