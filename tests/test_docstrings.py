@@ -14,7 +14,7 @@ from models import LanguageModel, token_batch
 from torch import nn
 
 import shardwise
-from shardwise import FSDPModule, GradientReductionHandle, UnshardHandle, fully_shard
+from shardwise import FSDPModule, GradientReductionHandle, UnshardHandle, fully_shard, policies
 
 METHODS: dict[str, Callable[..., Any]] = {
     name: getattr(FSDPModule, name) for name in dir(FSDPModule) if not name.startswith("_")
@@ -29,8 +29,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         *("fully_shard", "register_fsdp_forward_method", "share_comm_ctx"),
         *("inference", "no_sync", "unsharded"),
         *("CPUOffloadPolicy", "CommPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy"),
-        *("LowPrecisionReduction", "QuantizedGather", "QuantizedReduction", "ShardPlacementResult"),
     )
+} | {
+    name: getattr(policies, name)
+    for name in ("LowPrecisionReduction", "QuantizedGather", "QuantizedReduction", "ShardPlacementResult")
 }
 DOCUMENTED = METHODS | HANDLES | FUNCTIONS
 CANNOT_FAIL = {"ShardPlacementResult"}

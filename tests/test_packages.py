@@ -74,9 +74,6 @@ def test_every_package_has_its_arrows() -> None:
     assert {package_of(path) for path in SOURCE.rglob("*.py")} == {*ARROWS, "__init__"}
 
 
-LONG = {"root.py": 530}  # still being taken apart
-
-
 def test_no_package_is_crowded() -> None:
     folders = {path.parent for path in SOURCE.rglob("*.py")} - {SOURCE}
     crowded = {folder.name: len(list(folder.glob("[!_]*.py"))) for folder in folders}
@@ -85,7 +82,7 @@ def test_no_package_is_crowded() -> None:
 
 def test_no_file_is_long() -> None:
     lengths = {path.name: len(path.read_text().splitlines()) for path in SOURCE.rglob("*.py")}
-    assert not {name: length for name, length in lengths.items() if length > LONG.get(name, 500)}
+    assert not {name: length for name, length in lengths.items() if length > 500}
 
 
 TRAINING = """

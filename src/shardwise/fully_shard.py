@@ -12,9 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.compile.hooks import install_hooks
-from shardwise.engine.members import set_member, sharded_members
-from shardwise.engine.root import Member
-from shardwise.features.outside_calls import explain_calls
+from shardwise.engine.members import Member, set_member, sharded_members
 from shardwise.features.standard import new_root
 from shardwise.fsdp_module.sharded_module import ShardedModule
 from shardwise.groups.casts import Casts, cast_around
@@ -252,7 +250,6 @@ def _set_going(group: ParameterGroup, modules: list[nn.Module], names: dict[nn.M
         module.__dict__[PLACE] = Place(group, names[module] or group.name)
         nn_modules.mark_managed(module)
     install_hooks(member)
-    explain_calls(group)
     _build_tree(modules, member)
 
 

@@ -242,8 +242,9 @@ class QuantizedGather:
 
 @dataclass(frozen=True)
 class LowPrecisionReduction:
-    """Cast gradients to ``dtype``, sum them over the ranks in it, and cast back. For
-    :func:`shardwise.strategies.register_comm_hook`.
+    """Cast gradients to ``dtype``, sum them over the ranks in it, and cast back.
+
+    For :func:`shardwise.strategies.register_comm_hook`.
 
     Sends half of the bytes of float32.
 
@@ -272,8 +273,9 @@ class LowPrecisionReduction:
 
 @dataclass(frozen=True)
 class QuantizedReduction:
-    """Send gradients as int8 with a scale for each block, and sum in float32. For
-    :func:`shardwise.strategies.register_comm_hook`.
+    """Send gradients as int8 with a scale for each block, and sum in float32.
+
+    For :func:`shardwise.strategies.register_comm_hook`.
 
     Sends a quarter of the bytes of float32. Rounding adds at most half a scale (the largest magnitude in the
     block / 127) for each rank. A block with an infinity or NaN comes out as NaN. Gradients of parameters of

@@ -8,7 +8,7 @@ from torch.compiler import is_dynamo_compiling
 
 from shardwise.compile import traced
 from shardwise.engine import hooks
-from shardwise.engine.root import Member
+from shardwise.engine.members import Member
 from shardwise.groups.states import UnshardState
 from shardwise.torch_compat import dynamo
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.compile.functional import Piece, Ways, gather, gather_again_in_backward
-from shardwise.engine.root import Member
+from shardwise.engine.members import Member
 from shardwise.groups.group import ParameterGroup, open_tie_message
 from shardwise.groups.shards import meta_message
 from shardwise.groups.states import DEFERRED

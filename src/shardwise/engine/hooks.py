@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.calls import ANNOUNCED, FAILED, NO_BACKWARD, UNANNOUNCED, Call, Outcome
-from shardwise.engine.root import Member
+from shardwise.engine.members import Member
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.nested import NotAContainer, find_tensors, map_tensors, replace_tensors
 from shardwise.torch_compat import dynamo, functorch, nn_modules

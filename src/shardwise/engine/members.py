@@ -1,12 +1,24 @@
 """What a sharded module knows: its parameter group, and the root that drives it."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from shardwise.engine.root import Member
+from shardwise.groups.group import ParameterGroup
+
+if TYPE_CHECKING:
+    from shardwise.engine.root import Root
 
 _MEMBER = "_shardwise_member"
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """A group and the root that drives it now: what a sharded module knows."""
+
+    group: ParameterGroup
+    root: "Root"
 
 
 def set_member(module: nn.Module, member: Member) -> None:
@@ -28,3 +40,56 @@ def sharded_members(module: nn.Module) -> list[Member]:
 def member_of(module: Any) -> Member:
     """The member of a sharded module itself."""
     return module.__dict__[_MEMBER]
+
+
+@dataclass(eq=False, slots=True)
+class GroupListener:
+    """Tells a root what happens to one of its groups."""
+
+    root: "Root"
+    group: ParameterGroup
+
+    def gradient_came(self) -> None:
+        """A full gradient is there; it may be the first of a backward that nothing has announced."""
+        self.root.session()
+        self.root.running_backward.gradient_came(self.group)
+
+    def part_complete(self) -> None:
+        """All gradients of a part are there: it may be reduced."""
+        settings = self.group.settings
+        if settings.requires_gradient_sync and not settings.ranks_may_differ:
+            self.root.reductions.send_ready(self.group)
+
+    def gradients_complete(self) -> None:
+        """All gradients are there."""
+        self.root.running_backward.gradients_complete(self.group)
+
+    def plan_changed(self) -> None:
+        """Ranks have to compare their plans again."""
+        self.root.plan_changed()
+
+    def changes_followed(self) -> None:
+        """Changes of the caller, to shards or settings, have been followed."""
+        for followed in self.root.points.changes_followed:
+            followed()
+
+
+def parents_of(groups: list[ParameterGroup], root: ParameterGroup) -> dict[ParameterGroup, ParameterGroup]:
+    """For each group, that of the sharded module right around its own."""
+    owners = {module: group for group in groups for module in group.modules}
+    parents: dict[ParameterGroup, ParameterGroup] = {}
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, around: ParameterGroup) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        for child in module.children():
+            own = owners.get(child, around)
+            if own is not around:
+                parents.setdefault(own, around)
+            visit(child, own)
+
+    for module in root.modules:
+        visit(module, root)
+    return parents

@@ -12,7 +12,6 @@ Root
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,6 +23,7 @@ from shardwise.engine.backward import BackwardPass, Session
 from shardwise.engine.calls import Call, CallStack, Outcome
 from shardwise.engine.feature import Feature, Points
 from shardwise.engine.forward import ForwardPass
+from shardwise.engine.members import GroupListener, Member, parents_of
 from shardwise.engine.memory import (
     AHEAD,
     CALLER,
@@ -46,41 +46,6 @@ from shardwise.torch_compat import autograd
 from shardwise.torch_compat.functorch import outside_transforms
 
 _F = TypeVar("_F", bound=Feature)
-
-
-@dataclass(eq=False, slots=True)
-class Member:
-    """A group and the root that drives it now: what a sharded module knows."""
-
-    group: ParameterGroup
-    root: "Root"
-
-
-@dataclass(eq=False, slots=True)
-class _Ear:
-    """Hears what happens to one group, for its root."""
-
-    root: "Root"
-    group: ParameterGroup
-
-    def gradient_came(self) -> None:
-        self.root.session()
-        self.root.running_backward.gradient_came(self.group)
-
-    def part_complete(self) -> None:
-        settings = self.group.settings
-        if settings.requires_gradient_sync and not settings.ranks_may_differ:
-            self.root.reductions.send_ready(self.group)
-
-    def gradients_complete(self) -> None:
-        self.root.running_backward.gradients_complete(self.group)
-
-    def plan_changed(self) -> None:
-        self.root.plan_changed()
-
-    def changes_followed(self) -> None:
-        for followed in self.root.points.changes_followed:
-            followed()
 
 
 class Root:
@@ -138,7 +103,7 @@ class Root:
         for member in members:
             self._take_from(member)
             member.root = self
-        self.parents = _parents(self.groups, root.group)
+        self.parents = parents_of(self.groups, root.group)
         self._tree_changed()
         self.observe(self.observer)
 
@@ -147,7 +112,7 @@ class Root:
         if other is not self:
             self.ends_by_hand |= other.ends_by_hand
             self.process_groups.take_over(other.process_groups)
-        group.listener = _Ear(self, group)
+        group.listener = GroupListener(self, group)
         if group.unsharded.state is not SHARDED:
             self.memory.hold(group, other.memory.reason(group) or IN_USE)
 
@@ -506,24 +471,3 @@ class Root:
             self.streams.make_compute_wait_for(event)  # and what comes after it is the caller's own work
         self.streams.all_gather.wait_for_compute()
         self.memory.release(group)
-
-
-def _parents(groups: list[ParameterGroup], root: ParameterGroup) -> dict[ParameterGroup, ParameterGroup]:
-    """For each group, that of the sharded module right around its own."""
-    owners = {module: group for group in groups for module in group.modules}
-    parents: dict[ParameterGroup, ParameterGroup] = {}
-    seen: set[nn.Module] = set()
-
-    def visit(module: nn.Module, around: ParameterGroup) -> None:
-        if module in seen:
-            return
-        seen.add(module)
-        for child in module.children():
-            own = owners.get(child, around)
-            if own is not around:
-                parents.setdefault(own, around)
-            visit(child, own)
-
-    for module in root.modules:
-        visit(module, root)
-    return parents

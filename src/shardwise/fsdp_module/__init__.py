@@ -1,5 +1,4 @@
 """What a caller may do with a sharded module."""
 
-from shardwise.fsdp_module.module import FSDPModule, UnshardHandle
-
-__all__ = ["FSDPModule", "UnshardHandle"]
+from shardwise.fsdp_module.module import FSDPModule as FSDPModule
+from shardwise.fsdp_module.module import UnshardHandle as UnshardHandle

@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine.members import member_of, sharded_members
-from shardwise.engine.root import Member
+from shardwise.engine.members import Member, member_of, sharded_members
 from shardwise.features.finalization import ManualFinalization
 from shardwise.fsdp_module.identity import is_sharded, under_compile
 from shardwise.groups.group import ParameterGroup

@@ -62,7 +62,7 @@ class Listener(Protocol):
         """In a pass, the group has adopted changes of the caller, and has not communicated yet."""
 
 
-class _Deaf:
+class _NoListener:
     def gradient_came(self) -> None: ...
 
     def part_complete(self) -> None: ...
@@ -111,7 +111,7 @@ class ParameterGroup:
         self.added = ModuleWatch(owners)
         self.side_tensors = SideTensors(owners)
         self.observer: Observer | None = None
-        self.listener: Listener = _Deaf()
+        self.listener: Listener = _NoListener()
         self.streams: CommStreams
         self.waits = Waits(name)
         self.shards = Shards(self)

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.members import sharded_members
-from shardwise.engine.root import Member
+from shardwise.engine.members import Member, sharded_members
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.shards import meta_message
 from shardwise.groups.states import UnshardState

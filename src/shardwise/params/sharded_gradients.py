@@ -150,8 +150,10 @@ def _are_in_place(
     buffers: Sequence[int],
     offsets: Sequence[int],
 ) -> bool:
-    """Whether they are the tensors that were made, in one buffer, and still over its memory (``.data`` may have
-    been set)."""
+    """Whether they are the tensors that were made, in one buffer, and still over its memory.
+
+    They may not be: ``.data`` of one may have been set.
+    """
     if not all(map(is_, locals_, map(call, made))) or len(set(buffers)) != 1:
         return False
     start = buffers[0]

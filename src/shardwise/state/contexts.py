@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.engine.members import sharded_members
-from shardwise.engine.root import Member, Root
+from shardwise.engine.members import Member, sharded_members
+from shardwise.engine.root import Root
 from shardwise.features.inference import begin_inference, end_inference
 from shardwise.fsdp_module.identity import is_sharded
 from shardwise.groups.group import ParameterGroup

@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.comm.reducers import CommHookReducer, LowPrecisionReducer, QuantizedReducer, Reducer
-from shardwise.engine.members import sharded_members
-from shardwise.engine.root import Member
+from shardwise.engine.members import Member, sharded_members
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import GradientState
 from shardwise.params.bucket import Bucket
