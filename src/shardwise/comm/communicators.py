@@ -79,16 +79,21 @@ def gather_to(pg: dist.ProcessGroup, dst: int, own: Tensor, pieces: Sequence[Ten
     return waiting_for(works)
 
 
-def divided_before(inputs: Sequence[Tensor], divisor: float) -> tuple[Sequence[Tensor], float]:
-    """Inputs of a sum over ranks, and the factor that they are divided by already.
+def factor_before_sum(dtype: torch.dtype, divisor: float) -> float:
+    """What to divide numbers of ``dtype`` by before a sum over ranks, of a division by ``divisor`` in all.
 
-    A sum of float16 numbers soon leaves their range. So they are divided by the root of ``divisor`` before
-    the sum, and by the rest after it.
+    A sum of float16 numbers soon leaves their range: they are divided by the root of ``divisor`` before the
+    sum, and by the rest after it.
     """
-    if divisor <= 1 or not any(source.dtype is torch.float16 for source in inputs):
-        return inputs, 1.0
-    before = 2.0 ** math.ceil(math.log2(divisor) / 2)
-    return [source / before for source in inputs], before
+    if divisor <= 1 or dtype is not torch.float16:
+        return 1.0
+    return 2.0 ** math.ceil(math.log2(divisor) / 2)
+
+
+def divided_before(inputs: Sequence[Tensor], divisor: float) -> tuple[Sequence[Tensor], float]:
+    """Inputs of a sum over ranks, and the factor that they are divided by already."""
+    before = max((factor_before_sum(source.dtype, divisor) for source in inputs), default=1.0)
+    return (inputs if before == 1 else [source / before for source in inputs]), before
 
 
 def make_communicator(pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.communicators import Communicator, all_reduce, divided_before, make_communicator
+from shardwise.comm.communicators import Communicator, all_reduce, factor_before_sum, make_communicator
 from shardwise.comm.quantized import Feedback, QuantizedExchange, QuantizedSum
 from shardwise.comm.streams import Finish, nothing
 
@@ -169,7 +169,7 @@ class _LowPrecisionReduceScatter:
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
         """Cast, sum, cast back, divide. Numbers that go into a sum of float16 are divided before the cast."""
-        before = divided_before([source.new_empty(0, dtype=self._dtype) for source in inputs[:1]], divisor)[1]
+        before = factor_before_sum(self._dtype, divisor)
         sources = [(s if before == 1.0 else s / before).to(self._dtype) for s in inputs]
         results = [torch.empty_like(output, dtype=self._dtype) for output in outputs]
         wait = self._plain.reduce_scatter(results, sources, 1.0)

@@ -18,7 +18,6 @@ In a graph a copy is cheap and a collective is not: compilers fuse the one with 
 merge the others before they are told to. So, unlike in eager runs, large tensors are packed as well.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.comm.communicators import factor_before_sum
 from shardwise.layout.chunks import chunk_size
 
 _SCHEMA = (
@@ -188,15 +188,14 @@ def _reduce(gradients: Sequence[Tensor], pieces: Sequence[Piece], ways: Ways) ->
 def _sum(rows: Tensor, ways: Ways) -> Tensor:
     """This rank's row of the sum over all ranks, divided."""
     c10d = torch.ops._c10d_functional
-    # A sum of float16 numbers leaves their range soon: part of the division comes before it.
-    before = 2.0 ** math.ceil(math.log2(ways.divisor) / 2) if rows.dtype is torch.float16 else 1.0
-    summed = rows / before if before > 1 else rows
+    before = factor_before_sum(rows.dtype, ways.divisor)
+    summed = rows / before if before != 1 else rows
     if ways.reduce_group is not None:
         scattered = c10d.reduce_scatter_tensor(summed, "sum", ways.world, ways.reduce_group)
         summed = c10d.wait_tensor(scattered)
     if ways.replicate_group is not None:
         summed = c10d.wait_tensor(c10d.all_reduce(summed, "sum", ways.replicate_group))
-    after = ways.divisor / max(before, 1.0)
+    after = ways.divisor / before
     return summed / after if after != 1 else summed
 
 
