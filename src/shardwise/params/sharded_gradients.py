@@ -81,6 +81,11 @@ class ShardedGradients:
             self._is_in_use = True
         return buffer
 
+    @property
+    def kept_buffer(self) -> Tensor | None:
+        """The buffer that is used again in the next step, whether ``.grad`` is in it now or not."""
+        return self._buffer
+
     def _count(self) -> list[int]:
         """The reference counts of all objects, and how much was set on them."""
         with tensor_impl.plain_access():
