@@ -62,8 +62,7 @@ from shardwise import (
     unsharded,
 )
 from shardwise.engine.members import sharded_members
-from shardwise.engine.memory import Reason
-from shardwise.groups.states import GradientState, UnshardState
+from shardwise.observe import memory_snapshot
 from shardwise.optim import grad_norms_by_module
 from shardwise.strategies import WrapBySize, register_comm_hook
 from shardwise.strategies.wrap_policies import as_policy
@@ -301,7 +300,7 @@ def shard(model: Net, draw: Draw) -> None:
         )
     if draw["ignored"]:
         model.set_reduce_ignored_params(True)
-    assert explain(model).count("\n") >= len(sharded_members(model))
+    assert explain(model).count("\n") >= len(memory_snapshot(model).groups)
 
 
 def ignored_of(model: Net, draw: Draw) -> list[nn.Module]:
@@ -866,11 +865,8 @@ class StrategyRun(Run):
         for index in range(max(counts)):
             value = outputs[index].double() if index < len(outputs) else None
             self.note(f"output {index}", value, "some")
-        if self.is_sharded:
-            for member in sharded_members(self.model):
-                assert member.group.unsharded.state is UnshardState.SHARDED, (
-                    f"{member.group.name} is {member.group.unsharded.state.value}"
-                )
+        for found in memory_snapshot(self.model).groups if self.is_sharded else ():
+            assert found.state == "sharded", f"{found.name} is {found.state}"
 
     def do_no_sync_fails(self, action: Draw) -> None:
         """Afterwards every group has its own setting again."""
@@ -947,19 +943,17 @@ class StrategyRun(Run):
         """Nothing is left unreduced or shadowed, nor gathered but where that was asked for."""
         if not self.is_sharded:
             return
-        for member in sharded_members(self.model):
+        for member, found in zip(
+            sharded_members(self.model), memory_snapshot(self.model).groups, strict=True
+        ):
             group = member.group
-            if member.root.memory.reason(group) is Reason.CALLER:
+            if found.reason == "the caller has called unshard()":
                 continue
             for param in group.shards.params:
                 assert not any(s.name in s.module.__dict__ for s in param.sites), f"{param.fqn} is shadowed"
-            assert group.gradients.state is GradientState.EMPTY, (
-                f"{group.name} is {group.gradients.state.value}"
-            )
-            is_kept = group.unsharded.state is not UnshardState.SHARDED
-            assert not (is_kept and group.settings.reshard_after_backward), (
-                f"{group.name} is {group.unsharded.state.value}"
-            )
+            assert found.gradient_state == "empty", f"{found.name} is {found.gradient_state}"
+            is_kept = found.state != "sharded"
+            assert not (is_kept and group.settings.reshard_after_backward), f"{found.name} is {found.state}"
         for param in self.model.parameters():
             assert isinstance(param, DTensor) != (id(param) in self.ignored)
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from shardwise.comm import reduction
+from shardwise.observe import memory_snapshot
 from shardwise.optim import offload_optimizer_state
 from shardwise.params import bucket
 
@@ -49,7 +50,7 @@ def casts_of_a_gather() -> tuple[list[int], int]:
     with Casts() as casts:
         model[0].unshard()
     model[0].reshard()
-    return casts.numels, model[0]._shardwise_member.group.buckets[0].shard.bytes.numel() // 4
+    return casts.numels, memory_snapshot(model[0]).shard_bytes // 4
 
 
 def test_a_gather_casts_the_flat_shard_once(world2: World) -> None:
@@ -74,8 +75,7 @@ def sums_over_replicas() -> tuple[list[int], list[int], list[str]]:
     events.clear()
     with mock.patch.object(dist, "all_reduce", counted):
         loss.backward()
-    groups = [block._shardwise_member.group for block in model]
-    own = [group.buckets[0].shard.bytes.numel() // 4 for group in groups]
+    own = [memory_snapshot(block).shard_bytes // 4 for block in model]
     return sizes, own, [e for e in events if e.startswith(("reduce", "sum"))]
 
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard, inference, register_fsdp_forward_method
-from shardwise.engine.members import sharded_members
-from shardwise.groups.states import UNSHARDED
+from shardwise.observe import memory_snapshot
 
 
 class Path(nn.Module):
@@ -336,11 +335,7 @@ def held_inside_inference() -> list[str]:
     step(model, *IN_ORDER)
     with inference(model, budget_bytes=0), torch.enable_grad():
         model(random_batch(0, 4))
-        return [
-            member.group.name
-            for member in sharded_members(model)
-            if member.group.unsharded.state is UNSHARDED
-        ]
+        return [group.name for group in memory_snapshot(model).groups if group.state == "unsharded"]
 
 
 def test_inference_keeps_nothing_for_a_backward(world2: World) -> None:

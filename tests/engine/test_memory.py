@@ -9,6 +9,7 @@ from harness import World
 from torch import Tensor, nn
 
 from shardwise import CommPolicy, fully_shard
+from shardwise.observe import memory_snapshot
 
 WIDTH, DEPTH = 512, 6
 B = 2 * WIDTH * WIDTH * 4  # a block's full parameters, in bytes; small ones keep their memory
@@ -35,23 +36,9 @@ def stack(policy: CommPolicy | None = None) -> nn.Module:
 
 
 def gathered_bytes(model: nn.Module) -> int:
-    """Bytes of gathered buffers that are allocated now."""
-    groups = model._shardwise_member.root.groups
-    buckets = [bucket for group in groups for bucket in group.buckets if hasattr(bucket, "unsharded_buffer")]
-    return sum(bucket.unsharded_buffer._storage.nbytes() for bucket in buckets)
-
-
-def full_gradient_bytes(model: nn.Module) -> int:
-    """Bytes of full gradients that are allocated now, waiting or in flight."""
-    total = 0
-    for group in model._shardwise_member.root.groups:
-        part_reductions = [
-            s for reduction in group.gradients._reductions if reduction for s in reduction.part_reductions
-        ]
-        in_flight = [gradient for part_reduction in part_reductions for gradient in part_reduction.gradients]
-        waiting = [full.grad for full in group.unsharded.params]
-        total += sum(g.untyped_storage().nbytes() for g in (*in_flight, *waiting) if g is not None)
-    return total
+    """Bytes of full parameters that are allocated now, in use or kept."""
+    snapshot = memory_snapshot(model)
+    return snapshot.unsharded_bytes + snapshot.kept_storage_bytes
 
 
 def peaks_of_a_step(part_bytes: int | None) -> dict[str, float]:
@@ -63,13 +50,13 @@ def peaks_of_a_step(part_bytes: int | None) -> dict[str, float]:
 
     def look(_event: str, _name: str) -> None:
         peaks[phase] = max(peaks[phase], gathered_bytes(model) / B)
-        peaks["gradients"] = max(peaks["gradients"], full_gradient_bytes(model) / B)
+        peaks["gradients"] = max(peaks["gradients"], memory_snapshot(model).full_gradient_bytes / B)
 
     observe(model, look)
     loss = model(x).sum()
     phase = "backward"
     loss.backward()
-    peaks["after"] = (gathered_bytes(model) + full_gradient_bytes(model)) / B
+    peaks["after"] = (gathered_bytes(model) + memory_snapshot(model).full_gradient_bytes) / B
     return peaks
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise import fully_shard
+from shardwise.observe import memory_snapshot
 
 by_plan = pytest.mark.parametrize(
     ("plan", "world"), [(plan, plan.ranks) for plan in SOME_PLANS], indirect=["world"], ids=str
@@ -313,7 +314,7 @@ def freed_after(plan: Plan) -> tuple[bool, bool]:
     for is_quiet in (True, False):
         with quiet(model, plan, is_quiet):
             loss_of(model, plan, 0).backward()
-        kept.append(model.blocks[0]._shardwise_member.group.unsharded.state.value == "unsharded")
+        kept.append(memory_snapshot(model.blocks[0]).groups[0].state == "unsharded")
     return kept[0], kept[1]
 
 

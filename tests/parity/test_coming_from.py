@@ -54,6 +54,7 @@ from shardwise import (
     shard_model,
     unsharded,
 )
+from shardwise.observe import memory_snapshot
 from shardwise.strategies import WrapBySize
 
 TESTS = Path(__file__).parents[1]
@@ -156,17 +157,16 @@ def kept(strategy: str) -> tuple[list[Any], list[bool]]:
     """Placements of a weight; whether a block is gathered after forward, after backward, after no_sync."""
     model = built(even_tower)
     shard_as(model, strategy)
-    group = model.blocks[0]._shardwise_member.group
     found = []
     for context in (None, no_sync(model)):
         loss = model(random_batch(0, 4)).sum()
-        found.append(group.unsharded.state.name == "UNSHARDED")
+        found.append(memory_snapshot(model.blocks[0]).groups[0].state == "unsharded")
         if context is None:
             loss.backward()
         else:
             with context:
                 loss.backward()
-        found.append(group.unsharded.state.name == "UNSHARDED")
+        found.append(memory_snapshot(model.blocks[0]).groups[0].state == "unsharded")
     return list(model.blocks[0].up.weight.placements), found
 
 
@@ -291,7 +291,7 @@ def groups_with_settings() -> list[bool]:
         built(even_tower), wrap=is_a_block, overrides={"blocks.0": {"reshard_after_forward": False}}
     )
     model(random_batch(0, 4)).sum()
-    return [block._shardwise_member.group.unsharded.state.name == "UNSHARDED" for block in model.blocks]
+    return [group.state == "unsharded" for group in memory_snapshot(model.blocks).groups]
 
 
 def test_settings_of_single_modules_are_overrides(world1: World) -> None:
@@ -969,7 +969,7 @@ def test_for_prediction_ranks_may_run_different_numbers_of_forwards(world: World
 def train_in_buckets(side: Side, megabytes: float, count: int) -> None:
     model = shard_here(side, built(even_tower), bucket_cap_mb=megabytes)
     if side.is_sharded:
-        assert len({id(model.get_submodule(name)._shardwise_member) for name in groups_of(model)}) == count
+        assert len(memory_snapshot(model).groups) == count
     side.steps(model, adamw(model), range(3))
 
 

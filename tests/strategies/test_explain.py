@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardwise import DataParallelMeshDims, MixedPrecisionPolicy, explain, fully_shard
-from shardwise.engine.members import sharded_members
+from shardwise.observe import memory_snapshot
 from shardwise.params.bucket import ShardStorage
 from shardwise.policies import ShardPlacementResult
 
@@ -289,16 +289,12 @@ def test_parameters_kept_within_a_few_ranks(world4: World) -> None:
 def memory(build: Callable[[], nn.Module]) -> tuple[str, int, int, int]:
     """What explain says in all, then: bytes of shards, of gathered parameters, and parameters."""
     model = build()
-    groups = [member.group for member in sharded_members(model)]
-    stored = [bucket.shard.bytes.untyped_storage() for group in groups for bucket in group.buckets]
+    stored = memory_snapshot(model).shard_bytes
     numel = sum(p.numel() for p in model.parameters() if isinstance(p, DTensor))
     total = next(line for line in explain(model).splitlines() if line.startswith("total"))
-    gathered = 0
     for module in [m for m in model.modules() if hasattr(m, "unshard")]:
         module.unshard()
-    for group in groups:
-        gathered += sum(bucket.unsharded_buffer.bytes.untyped_storage().nbytes() for bucket in group.buckets)
-    return total, sum(storage.nbytes() for storage in stored), gathered, numel
+    return total, stored, memory_snapshot(model).unsharded_bytes, numel
 
 
 def wide_tower() -> nn.Module:

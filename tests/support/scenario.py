@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise import fully_shard
 from shardwise.comm import buffers
 from shardwise.engine.members import sharded_members
-from shardwise.groups.states import GradientState, UnshardState
+from shardwise.observe import memory_snapshot
 
 BATCH_SIZE = 12  # divisible by 1, 2, 3 and 4 ranks
 
@@ -149,16 +149,15 @@ class Side:
         for module in model.modules():
             for name in module._parameters:
                 assert name not in module.__dict__, f"{name} of {type(module).__name__} is still shadowed"
-        for member in sharded_members(model):
-            group = member.group
-            assert group.unsharded.state is UnshardState.SHARDED, (
-                f"'{group.name}' is still {group.unsharded.state.value}"
+        members = sharded_members(model)
+        for found in memory_snapshot(model).groups if members else ():
+            assert found.state == "sharded", f"'{found.name}' is still {found.state}"
+            assert found.gradient_state == "empty", (
+                f"gradients of '{found.name}' are still {found.gradient_state}"
             )
-            assert group.gradients.state is GradientState.EMPTY, (
-                f"gradients of '{group.name}' are still {group.gradients.state.value}"
-            )
-            held = sum(0 if full.grad is None else full.grad.numel() for full in group.unsharded.params)
-            assert held == 0, f"'{group.name}' holds {held} numbers of full gradients"
+            held = found.full_gradient_bytes
+            assert held == 0, f"'{found.name}' holds {held} bytes of full gradients"
+        for group in [member.group for member in members]:
             for bucket in group.buckets if self.world > 1 and group.unsharded.params else ():
                 left = (
                     0 if bucket.unsharded_buffer._keeps_memory else bucket.unsharded_buffer._storage.nbytes()

@@ -80,6 +80,11 @@ class UnshardedBuffer:
         """True if ``address`` lies in the buffer."""
         return 0 <= address - self.bytes.data_ptr() < self._num_bytes
 
+    @property
+    def allocated_bytes(self) -> int:
+        """The memory that it takes now; none of its own where it is the flat shard."""
+        return 0 if self.is_alias else self._storage.nbytes()
+
     def slot(self, slot: Slot) -> Tensor:
         """The bytes of one parameter's slot."""
         return self.bytes[slot.slot_offset : slot.slot_offset + slot.slot_bytes]

@@ -167,6 +167,17 @@ class Reduction:
         else:
             self._release_parts()
 
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The unsharded gradients that have not been dropped yet."""
+        every = [gradient for part_reduction in self.part_reductions for gradient in part_reduction.gradients]
+        return [gradient for gradient in every if gradient is not None]
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """The buffers of this rank's sums: the result, and those that it is cast or copied from."""
+        return [*([self.output] if self.part_reductions else ()), *self._scratch]
+
     def _release_parts(self) -> None:
         for part_reduction in self.part_reductions:
             part_reduction.release()

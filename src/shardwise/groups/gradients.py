@@ -303,7 +303,9 @@ class Gradients:
         if any(full.grad is not None for full in self._group.unsharded.params):
             return True
         settings = self._group.settings
-        return settings.requires_all_reduce and any(bucket.has_earlier for bucket in self._group.buckets)
+        return settings.requires_all_reduce and any(
+            bucket.earlier is not None for bucket in self._group.buckets
+        )
 
     def drop_cleared(self) -> None:
         """Drop deferred gradients of parameters whose ``.grad`` the caller has cleared since."""

@@ -12,9 +12,9 @@ from functools import partial
 
 from torch import nn
 
-from shardwise.engine.members import sharded_members
 from shardwise.engine.root import Root
 from shardwise.groups.group import Observer, ParameterGroup
+from shardwise.observe.sharded import members_to_observe
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,9 @@ def count_collectives(model: nn.Module) -> Iterator[CollectiveCounts]:
         assert counts.all_gather["blocks.0"] == 2  # before forward, and again before backward
         assert counts.reduce_scatter["blocks.0"] == 1
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"count_collectives: {type(model).__name__} is not an nn.Module.")
     roots: dict[Root, list[ParameterGroup]] = {}
-    for member in sharded_members(model):
+    for member in members_to_observe("count_collectives", model):
         roots.setdefault(member.root, []).append(member.group)
-    if not roots:
-        raise ValueError(
-            f"count_collectives: there is no sharded module in this {type(model).__name__}. Call fully_shard "
-            "or shard_model first."
-        )
     counts = CollectiveCounts()
     before = {root: root.observer for root in roots}
     for root, groups in roots.items():

@@ -333,6 +333,14 @@ class Bucket:
                 return True
         return False
 
+    def allocated_bytes(self) -> tuple[int, int]:
+        """The memory that the unsharded buffer takes now, and the post-forward shard."""
+        buffer = getattr(self, "unsharded_buffer", None)  # made at the first unshard
+        return (
+            0 if buffer is None else buffer.allocated_bytes,
+            0 if self._post_forward is None else self._post_forward.allocated_bytes,
+        )
+
     def relocated_params(self) -> list[str]:
         """Names of unsharded parameters that were given other memory (``param.data = ...``)."""
         start = self.unsharded_buffer.bytes.data_ptr()
@@ -450,9 +458,9 @@ class Bucket:
         return False
 
     @property
-    def has_earlier(self) -> bool:
-        """True while sums wait to be summed over replicas."""
-        return self._earlier is not None
+    def earlier(self) -> Tensor | None:
+        """Sums that wait to be summed over replicas."""
+        return self._earlier
 
     def waits(self, index: int) -> bool:
         """True if the sums of this parameter wait."""

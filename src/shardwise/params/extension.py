@@ -124,6 +124,11 @@ class _ExtensionBuffer:
         for storage, _ in () if self._keeps_memory else self._storages.values():
             storage.resize_(0)
 
+    @property
+    def allocated_bytes(self) -> int:
+        """The memory that it takes now."""
+        return sum(storage.nbytes() for storage, _ in self._storages.values())
+
     def holds(self, address: int) -> bool:
         """True if ``address`` lies in the memory that ``free`` frees."""
         return any(0 <= address - s.data_ptr() < num_bytes for s, num_bytes in self._storages.values())

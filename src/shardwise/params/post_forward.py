@@ -37,6 +37,11 @@ class PostForwardShard:
         """True between ``keep`` and ``drop``."""
         return self._bytes is not None
 
+    @property
+    def allocated_bytes(self) -> int:
+        """The memory that it takes now."""
+        return 0 if self._bytes is None else self._bytes.numel()
+
     def keep(self) -> None:
         """Copy this rank's part out of the unsharded buffer."""
         self._bytes = torch.zeros(self._layout.shard_bytes, dtype=torch.uint8, device=self._device)

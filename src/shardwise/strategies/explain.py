@@ -13,6 +13,7 @@ from shardwise.fsdp_module.identity import is_sharded
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.fqns import names_in
 from shardwise.layout.mesh import ShardMesh
+from shardwise.layout.text_tables import aligned
 from shardwise.params.bucket import Bucket
 from shardwise.setup.validation import class_name, describe
 from shardwise.strategies.module_trees import range_of_names
@@ -61,7 +62,8 @@ def explain(model: nn.Module) -> str:
             "groups to show. Call shard_model or fully_shard first."
         )
     megabytes = _Megabytes(decimals=1 if sum(_full_bytes(row.group) for row in rows) >= 10e6 else 4)
-    lines = _aligned([_HEADER, *(_cells(row, megabytes) for row in rows), _total(rows, megabytes)])
+    cells = [_HEADER, *(_cells(row, megabytes) for row in rows), _total(rows, megabytes)]
+    lines = aligned(cells, right=_ALIGNED_RIGHT)
     header, *groups, total = lines
     rule = "-" * max(map(len, lines))
     return "\n".join([header, rule, *groups, rule, total, *_not_managed(model, rows, megabytes)])
@@ -212,20 +214,6 @@ def _not_managed(model: nn.Module, rows: list[_Row], megabytes: _Megabytes) -> l
     num_bytes = sum(param.numel() * param.element_size() for param in left)
     shown = f"{numel:,} parameter{'s' * (numel != 1)}, {megabytes(num_bytes)} MB"
     return [f"not managed: {shown} ({_some(list(left.values()))})"]
-
-
-# --- text -----------------------------------------------------------------------------------------
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if index in _ALIGNED_RIGHT else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _some(names: list[str]) -> str:

@@ -1,0 +1,271 @@
+"""What a sharded model has in memory on this rank, group by group, and why.
+
+The sizes are those of the memory that is allocated when the snapshot is taken, padding included: not what a
+layout plans, but what storages have. Memory that two things share is counted once.
+
+Two ranks in backward, in units of a block's full parameters; blocks.1 comes next, blocks.2 is over:
+
+    group     parameters  gradients  shards  full parameters  kept  full gradients  reduced
+    blocks.0  gathering   empty         0.5                1     -               -        -
+    blocks.1  unsharded   empty         0.5                1     -               -        -
+    blocks.2  sharded     reducing      0.5                -     -               1      0.5
+    blocks.3  sharded     empty         0.5                -     -               -      0.5
+
+Reads what the groups know and what storages have: no contents, no collective.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from shardwise.engine.root import Member
+from shardwise.groups.group import ParameterGroup
+from shardwise.groups.states import GATHERING, SUMMONED, UNSHARDED
+from shardwise.layout.text_tables import aligned
+from shardwise.observe.sharded import members_to_observe
+from shardwise.torch_compat import dtensor, tensor_impl
+
+
+@dataclass(frozen=True)
+class GroupSnapshot:
+    """What the parameters of one ``fully_shard`` call had in memory on this rank, in bytes.
+
+    Attributes:
+        name: of the group, as in errors and events, seen from the outermost sharded module.
+        modules: the names of its modules.
+        state: where the full parameters are: ``sharded`` (nowhere), ``gathering`` (on their way, their memory
+            allocated), ``unsharded`` (here), ``partly unsharded`` (a few ranks keep them together, as
+            ``reshard_after_forward=n`` asks for), or ``summoned`` (the caller has them: ``unsharded()``).
+        reason: why they are in memory, in words; None where they are not.
+        gradient_state: where the full gradients are: ``empty`` (nowhere), ``pending`` (some of the running
+            backward are here), ``deferred`` (left unreduced, as ``no_sync`` asks for) or ``reducing``.
+        shard_bytes: this rank's shards; in host memory where they are offloaded. None on the meta device.
+        unsharded_bytes: full parameters, or the part of them that this rank keeps; with ``unsharded()`` those
+            that the caller sees. 0 where they are the shards themselves, as on a single rank without mixed
+            precision.
+        kept_storage_bytes: memory that nobody uses now and that is not given back: of full parameters that
+            are sharded (``set_keep_unsharded_storage``, and up to 1 MiB on the host, where to allocate takes
+            longer than to copy).
+        full_gradient_bytes: gradients that have not been reduced, or whose reduction was not waited for.
+        reduced_gradient_bytes: this rank's gradients: in ``.grad``, in a reduction that was not waited for,
+            or waiting for a sum over replicas.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    state: str
+    reason: str | None
+    gradient_state: str
+    shard_bytes: int
+    unsharded_bytes: int
+    kept_storage_bytes: int
+    full_gradient_bytes: int
+    reduced_gradient_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return sum(getattr(self, name) for name in _SIZES)
+
+
+@dataclass(frozen=True)
+class MemorySnapshot:
+    """What the groups of a model had in memory on this rank; totals in bytes. ``str()`` makes a table of it.
+
+    Attributes:
+        groups: outermost first.
+    """
+
+    groups: tuple[GroupSnapshot, ...]
+
+    @property
+    def shard_bytes(self) -> int:
+        """This rank's shards."""
+        return self._sum("shard_bytes")
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Full parameters."""
+        return self._sum("unsharded_bytes")
+
+    @property
+    def kept_storage_bytes(self) -> int:
+        """Memory that nobody uses and that is not given back."""
+        return self._sum("kept_storage_bytes")
+
+    @property
+    def full_gradient_bytes(self) -> int:
+        """Gradients that have not been reduced."""
+        return self._sum("full_gradient_bytes")
+
+    @property
+    def reduced_gradient_bytes(self) -> int:
+        """This rank's gradients."""
+        return self._sum("reduced_gradient_bytes")
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self._sum("total_bytes")
+
+    def __str__(self) -> str:
+        """A line for each group: its states, its memory in MB (10^6 bytes), and why it is in memory."""
+        decimals = 1 if self.total_bytes >= 10e6 else 4
+
+        def sizes(of: GroupSnapshot | MemorySnapshot) -> list[str]:
+            return [f"{size / 1e6:,.{decimals}f}" if (size := getattr(of, name)) else "-" for name in _SIZES]
+
+        rows = [[g.name, g.state, g.gradient_state, *sizes(g), g.reason or ""] for g in self.groups]
+        head = ["group", "parameters", "gradients", *_SIZES.values(), "in memory because"]
+        header, *lines, total = aligned([head, *rows, ["total", "", "", *sizes(self), ""]], right=range(3, 8))
+        rule = "-" * max(map(len, [header, *lines, total]))
+        return "\n".join([header, rule, *lines, rule, total])
+
+    def _sum(self, name: str) -> int:
+        return sum(getattr(group, name) for group in self.groups)
+
+
+_SIZES = {
+    "shard_bytes": "MB shards",
+    "unsharded_bytes": "full parameters",
+    "kept_storage_bytes": "kept",
+    "full_gradient_bytes": "full gradients",
+    "reduced_gradient_bytes": "reduced",
+}
+"""The sizes of a snapshot, and what the table calls them."""
+
+
+def memory_snapshot(model: nn.Module) -> MemorySnapshot:
+    """What ``model`` has in memory now on this rank: shards, full parameters, gradients, and why.
+
+    For the question which block still has its full parameters in memory. May be called at any moment, in a
+    hook of a forward or backward too, and on one rank alone: nothing is gathered, waited for or changed.
+    Takes some 10 us for each parameter.
+
+    Counted is what the groups have allocated for parameters and gradients. Not counted are activations, the
+    optimizer's state, parameters that no group manages, what a collective sends from and receives into while
+    it runs, and what runs inside a graph of a model compiled as a whole.
+
+    Args:
+        model: a sharded module, or one with sharded modules inside; the snapshot is of those.
+
+    Returns:
+        Sizes in bytes, by group. It refers to nothing in the model.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: nothing in it is sharded.
+
+    Example::
+
+        model.blocks[3].register_forward_hook(lambda *_: print(memory_snapshot(model)))
+        loss = model(x).sum()
+        assert memory_snapshot(model.blocks[3]).unsharded_bytes == 0
+    """
+    members = members_to_observe("memory_snapshot", model)
+    with tensor_impl.plain_access():
+        return MemorySnapshot(tuple(map(_snapshot_of, members)))
+
+
+def _snapshot_of(member: Member) -> GroupSnapshot:
+    group, storages = member.group, _Storages()
+    state, reason = group.unsharded.state, member.root.memory.reason(group)
+    buffers = [bucket.allocated_bytes() for bucket in group.buckets]
+    here, kept = sum(whole for whole, _ in buffers), 0
+    if state is not UNSHARDED and state is not GATHERING:
+        here, kept = 0, here
+    summoned = _summoned_params(group)
+    return GroupSnapshot(
+        name=group.name,
+        modules=tuple(group.name.split(", ")),
+        state=state.value,
+        reason="the caller is in unsharded()" if state is SUMMONED else reason and reason.value,
+        gradient_state=group.gradients.state.value,
+        shard_bytes=storages.add(_shards(group)),
+        unsharded_bytes=here + sum(part for _, part in buffers) + storages.add(summoned),
+        full_gradient_bytes=storages.add(_full_gradients(group, summoned)),
+        reduced_gradient_bytes=storages.add(_reduced_gradients(group)),
+        kept_storage_bytes=kept,
+    )
+
+
+# --- what there is --------------------------------------------------------------------------------
+
+
+def _shards(group: ParameterGroup) -> Iterator[Tensor]:
+    """The flat shards, and what was put in place of their parts and not taken over yet."""
+    for bucket in group.buckets:
+        flat = bucket.shard.bytes
+        yield flat
+        for param in bucket.params:
+            # Registered are shards that were assigned, and full parameters while these are summoned.
+            is_summoned = group.unsharded.state is SUMMONED
+            registered = [] if is_summoned else [site.registered() for site in param.sites]
+            for tensor in (param.sharded, *registered):
+                yield from (part for part in _plain_parts(tensor) if not _lies_in(part, flat))
+
+
+def _summoned_params(group: ParameterGroup) -> list[Tensor]:
+    if group.unsharded.state is not SUMMONED:
+        return []
+    places = [(param, site.registered()) for param in group.shards.params for site in param.sites]
+    return [found for param, found in places if found is not None and found is not param.sharded]
+
+
+def _full_gradients(group: ParameterGroup, summoned: list[Tensor]) -> Iterator[Tensor | None]:
+    for full in (*group.unsharded.params, *summoned):
+        yield full.grad
+    for reduction in group.gradients.in_flight:
+        yield from reduction.gradients
+
+
+def _reduced_gradients(group: ParameterGroup) -> Iterator[Tensor | None]:
+    for param in group.shards.params:
+        yield param.sharded.grad
+    for reduction in group.gradients.in_flight:
+        yield from reduction.sums
+    for bucket in group.buckets:
+        yield bucket.earlier
+
+
+# --- how large it is ------------------------------------------------------------------------------
+
+
+class _Storages:
+    """The storages that were counted: each once, whatever lies in it."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def add(self, tensors: Iterable[Tensor | None]) -> int:
+        """The bytes of the storages of ``tensors``, without those that were added before."""
+        total = 0
+        for tensor in tensors:
+            for part in _plain_parts(tensor):
+                storage = part.untyped_storage()
+                key = tensor_impl.storage_key(storage)
+                if key not in self._seen and not part.is_meta:
+                    total += storage.nbytes()
+                self._seen.add(key)
+        return total
+
+
+def _plain_parts(tensor: Tensor | None) -> Iterator[Tensor]:
+    """The plain tensors of ``tensor``: itself, or those inside a subclass that names them."""
+    if tensor is None:
+        return
+    tensor = dtensor.plain(tensor)
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        yield from _plain_parts(getattr(tensor, name))
+
+
+def _lies_in(tensor: Tensor, flat: Tensor) -> bool:
+    """True if ``tensor`` is a part of the flat shard: a storage of its own, over that one's memory."""
+    if tensor.device != flat.device or tensor.is_meta:
+        return False
+    return 0 <= tensor.untyped_storage().data_ptr() - flat.data_ptr() < flat.numel()
