@@ -487,7 +487,7 @@ group     parameters  gradients  MB shards  full parameters  kept  full gradient
 Stack     unsharded   empty            2.4              4.7     -               -        -  a forward or a backward uses it, or the caller has chosen to keep it
 blocks.0  sharded     empty            2.4                -     -               -        -
 blocks.1  unsharded   empty            2.4              4.7     -               -        -  a forward or a backward uses it, or the caller has chosen to keep it
-blocks.2  gathering   empty            2.4              4.7     -               -        -  it was unsharded ahead of its turn
+blocks.2  gathering   empty            2.4              4.7     -               -        -  it was prefetched
 blocks.3  sharded     empty            2.4                -     -               -        -
 ----------------------------------------------------------------------------------------------------------------------------------------------------------------
 total                                 11.8             14.2     -               -        -""",
@@ -511,7 +511,7 @@ total                                 11.8              9.4     -               
 group     parameters  gradients  MB shards  full parameters  kept  full gradients  reduced  in memory because
 ----------------------------------------------------------------------------------------------------------------------------------------------------------------
 Stack     unsharded   empty            2.4              4.7     -               -      2.4  a forward or a backward uses it, or the caller has chosen to keep it
-blocks.0  gathering   empty            2.4              4.7     -               -        -  it was unsharded ahead of its turn
+blocks.0  gathering   empty            2.4              4.7     -               -        -  it was prefetched
 blocks.1  unsharded   empty            2.4              4.7     -               -        -  a forward or a backward uses it, or the caller has chosen to keep it
 blocks.2  sharded     reducing         2.4                -     -             4.7      2.4
 blocks.3  sharded     empty            2.4                -     -               -      2.4
