@@ -49,7 +49,7 @@ def casts_of_a_gather() -> tuple[list[int], int]:
     with Casts() as casts:
         model[0].unshard()
     model[0].reshard()
-    return casts.numels, model[0]._shardwise_member.group.buckets[0].shard.bytes.numel() // 4
+    return casts.numels, model[0]._shardwise_member.group.buckets[0].flat_shard.bytes.numel() // 4
 
 
 def test_a_gather_casts_the_flat_shard_once(world2: World) -> None:
@@ -75,7 +75,7 @@ def sums_over_replicas() -> tuple[list[int], list[int], list[str]]:
     with mock.patch.object(dist, "all_reduce", counted):
         loss.backward()
     groups = [block._shardwise_member.group for block in model]
-    own = [group.buckets[0].shard.bytes.numel() // 4 for group in groups]
+    own = [group.buckets[0].flat_shard.bytes.numel() // 4 for group in groups]
     return sizes, own, [e for e in events if e.startswith(("reduce", "sum"))]
 
 

@@ -290,7 +290,7 @@ def memory(build: Callable[[], nn.Module]) -> tuple[str, int, int, int]:
     """What explain says in all, then: bytes of shards, of gathered parameters, and parameters."""
     model = build()
     groups = [member.group for member in sharded_members(model)]
-    stored = [bucket.shard.bytes.untyped_storage() for group in groups for bucket in group.buckets]
+    stored = [bucket.flat_shard.bytes.untyped_storage() for group in groups for bucket in group.buckets]
     numel = sum(p.numel() for p in model.parameters() if isinstance(p, DTensor))
     total = next(line for line in explain(model).splitlines() if line.startswith("total"))
     gathered = 0

@@ -175,7 +175,7 @@ class Root:
             group.attach(self.streams)
             group.shards.follow_protocols()
             for bucket in group.buckets:
-                axis = bucket.mesh.shard
+                axis = bucket.mesh.shard_axis
                 bucket.use_channel(channel)
                 choices: dict[str, Any] = {
                     "reduce_pg": self.process_groups.for_reductions(group, axis.pg),

@@ -215,7 +215,9 @@ class ParameterGroup:
 
     def axes(self) -> list[Axis]:
         """The axes over which its parameters are sharded, the longest first."""
-        axes = {id(axis.pg): axis for b in self.buckets for axis in b.mesh.axes() if axis is b.mesh.shard}
+        axes = {
+            id(axis.pg): axis for b in self.buckets for axis in b.mesh.axes() if axis is b.mesh.shard_axis
+        }
         return sorted(axes.values(), key=lambda axis: -axis.world)
 
     def all_axes(self) -> list[Axis]:

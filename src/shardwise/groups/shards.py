@@ -23,7 +23,7 @@ from shardwise.torch_compat.nn_modules import refresh_flat_weights
 if TYPE_CHECKING:
     from shardwise.groups.group import ParameterGroup
 
-_is_on_meta = attrgetter("shard.bytes.is_meta")
+_is_on_meta = attrgetter("flat_shard.bytes.is_meta")
 
 
 class Shards:
@@ -41,7 +41,7 @@ class Shards:
         """Start over with the parameters that the buckets have now, while none is unsharded."""
         group = self._group
         self.params = [param for bucket in group.buckets for param in bucket.params]
-        self.are_replicated = any(not bucket.mesh.replicate.is_alone for bucket in group.buckets)
+        self.are_replicated = any(not bucket.mesh.replicate_axis.is_alone for bucket in group.buckets)
         self.is_tensor_parallel = any(param.is_tensor_parallel for param in self.params)
         self._watch = None  # made when the shards are first checked for changes
         modules = dict.fromkeys(site.module for param in self.params for site in param.sites)

@@ -50,7 +50,7 @@ def record_initial_values(params: Sequence[Param], shards: Sequence[nn.Parameter
 
 def _is_sharded(param: Param) -> bool:
     """True if ranks keep different parts; else they keep copies, which are compared as such."""
-    return not param.mesh.shard.is_alone and bool(param.shape)
+    return not param.mesh.shard_axis.is_alone and bool(param.shape)
 
 
 @torch.no_grad()

@@ -303,7 +303,7 @@ class Param:
         if self._inner is not None:
             value = local_chunk(value, self._inner)
         if value.dim():
-            value = chunk_of(value, self.dim, self.mesh.shard.world, self.mesh.shard.rank)
+            value = chunk_of(value, self.dim, self.mesh.shard_axis.world, self.mesh.shard_axis.rank)
         return dtensor.make_dtensor(value, self._make_spec(self.sharded.shape, value.dtype))
 
     def describe_itself(self) -> None:
@@ -457,7 +457,7 @@ class Param:
     def _may_show(self, own: Tensor) -> bool:
         return (
             type(own) is Tensor
-            and self.mesh.shard.is_alone
+            and self.mesh.shard_axis.is_alone
             and own.is_contiguous()
             and (own.shape, own.dtype) == (self.local.shape, self.precision.kept)
             and own.device == self.local.device

@@ -112,7 +112,7 @@ def _callers_hook(
         ) from None
     except ValueError:
         pass  # a built-in that does not tell
-    return CommHookReducer(state, hook, shards=shards, replicas=bucket.mesh.replicate.world)
+    return CommHookReducer(state, hook, shards=shards, replicas=bucket.mesh.replicate_axis.world)
 
 
 def _check_group(member: Member, divides_as_usual: bool) -> None:
