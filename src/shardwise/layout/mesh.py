@@ -81,8 +81,8 @@ def axes_of(tensors: Iterable[torch.Tensor]) -> list[Axis]:
 class ShardMesh:
     """Over which ranks parameters are sharded and replicated.
 
-    ``mesh`` is the data-parallel mesh: its dims are replicate and shard, those of them that were asked for, in
-    this order. ``full_mesh`` is the mesh of all dims where the caller named the data-parallel ones
+    ``mesh`` is the data-parallel mesh: its dims are those of replicate and shard that were asked for, in this
+    order. ``full_mesh`` is the mesh of all dims where the caller named the data-parallel ones
     (``dp_mesh_dims``) in it; its parameters may be DTensors on the whole of it.
     """
 

@@ -456,8 +456,8 @@ class Bucket:
         """True while sums wait to be summed over replicas."""
         return self._earlier is not None
 
-    def waits(self, index: int) -> bool:
-        """True if the sums of this parameter wait."""
+    def has_earlier_for(self, index: int) -> bool:
+        """True while the sum of this parameter waits to be summed over replicas."""
         return self._earlier is not None and self._is_earlier[index]
 
     def drop_earlier(self, index: int) -> None:
