@@ -78,11 +78,11 @@ def wrapped_methods(module: nn.Module) -> set[str]:
 
 
 def _before_forward(
-    member: Member, after: int | None, module: nn.Module, args: Any, kwargs: Any
+    member: Member, after_hook_id: int | None, module: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Any, Any] | None:
     if is_dynamo_compiling():
         return traced.before_forward(member, module, args, kwargs)
-    return hooks.before_forward(member, after, module, args, kwargs)
+    return hooks.before_forward(member, after_hook_id, module, args, kwargs)
 
 
 def _after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

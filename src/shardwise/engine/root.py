@@ -96,14 +96,14 @@ class Root:
 
     # --- the tree ---------------------------------------------------------------------------------
 
-    def adopt(self, members: Sequence[Member], root: Member) -> None:
-        """Take over all groups of a newly sharded module's tree; ``root`` is its own."""
-        self.group = root.group
+    def adopt(self, members: Sequence[Member], own: Member) -> None:
+        """Take over all groups of a newly sharded module's tree; ``own`` is the module's."""
+        self.group = own.group
         self.groups = [member.group for member in members]
         for member in members:
             self._take_from(member)
             member.root = self
-        self.parents = parents_of(self.groups, root.group)
+        self.parents = parents_of(self.groups, own.group)
         self._tree_changed()
         self.observe(self.observer)
 
@@ -220,8 +220,8 @@ class Root:
     @outside_transforms
     def enter_forward(self, group: ParameterGroup, module: nn.Module) -> Call:
         """``module`` is about to run: have the parameters of its group unsharded."""
-        if autograd.current_graph_task_id() != -1:
-            session = self.session()
+        if autograd.is_in_backward():
+            session = self.find_or_begin_session()
             return self.running_backward.enter_recomputation(session, group, module)
         self.calls.forget_interrupted()
         if not self.calls.running:
@@ -237,8 +237,8 @@ class Root:
     def exit_forward(self, call: Call, outcome: Outcome) -> None:
         """The module of ``call`` has run."""
         self.calls.close(call)
-        if autograd.current_graph_task_id() != -1:
-            session = self.session()
+        if autograd.is_in_backward():
+            session = self.find_or_begin_session()
             self.running_backward.exit_recomputation(session, call.group)
             return
         assert self.forward is not None
@@ -250,16 +250,16 @@ class Root:
     @outside_transforms
     def enter_backward(self, call: Call) -> None:
         """Gradients of the outputs of ``call`` are there: its group is needed."""
-        session = self.session()
+        session = self.find_or_begin_session()
         self.running_backward.enter(session, call)
 
     @property
     def running_backward(self) -> BackwardPass:
-        """The backward that ``session`` has found or begun."""
+        """The backward that ``find_or_begin_session`` has found or begun."""
         assert self.backward is not None
         return self.backward
 
-    def session(self) -> Session:
+    def find_or_begin_session(self) -> Session:
         """The session of the running graph task; at its first event a new one, perhaps of a new backward."""
         task, backward = autograd.current_graph_task_id(), self.backward
         if backward is not None and backward.sessions[-1].graph_task_id == task:
@@ -325,7 +325,7 @@ class Root:
         error = sys.exc_info()[1]
         if error is None or self.calls.running or not self.points.ranks_run_alike:
             return
-        if autograd.current_graph_task_id() == -1:
+        if not autograd.is_in_backward():
             relay_of_job().report(error, f"the forward of {self.label}")
 
     def tell_failed_backward(self) -> None:
@@ -448,9 +448,7 @@ class Root:
     def refuse_at_work(self, caller: str, group: ParameterGroup, when: str = "before") -> None:
         """``caller`` is for between passes only; ``when`` to call it instead."""
         self.calls.forget_interrupted()
-        is_in_backward = autograd.current_graph_task_id() != -1 or (
-            self.backward is not None and self.backward.is_running
-        )
+        is_in_backward = autograd.is_in_backward() or (self.backward is not None and self.backward.is_running)
         if self.calls.running or is_in_backward:
             raise RuntimeError(
                 f"{caller}: {group.name} is part of a model whose "

@@ -25,10 +25,10 @@ _wants_gradient = attrgetter("requires_grad")
 class ModuleWatch:
     """The modules of a group, and what was registered in them when the group was made."""
 
-    def __init__(self, owners: Sequence[nn.Module]) -> None:
-        self._known = {(module, name) for module in owners for name in _names_of(module)}
+    def __init__(self, managed_modules: Sequence[nn.Module]) -> None:
+        self._known = {(module, name) for module in managed_modules for name in _names_of(module)}
         self._frozen: list[nn.Parameter] = []
-        self._take_stock(owners)
+        self._take_stock(managed_modules)
 
     def _take_stock(self, modules: Sequence[nn.Module]) -> None:
         self._modules = tuple(modules)

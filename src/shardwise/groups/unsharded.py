@@ -45,7 +45,7 @@ class Unsharded:
         self._group = group
         self.state = SHARDED
         self.is_shown = False
-        self._ticket: CommWork | None = None
+        self._work: CommWork | None = None
         self._versions: list[int] = []  # of the shards, when they were all-gathered
         self.forget()
 
@@ -116,7 +116,7 @@ class Unsharded:
         group.tell("gather")
         with group.label("gather"):
             try:
-                self._ticket = group.streams.all_gather.submit(self._start_gather)
+                self._work = group.streams.all_gather.submit(self._start_gather)
             except RuntimeError as error:
                 group.waits.raise_explained(error, group.waits.for_gather)
         group.waits.issued(group.waits.for_gather)
@@ -154,9 +154,9 @@ class Unsharded:
         self.state = state
 
     def _finish_gather(self) -> None:
-        assert self._ticket is not None
-        self._group.waits.finish(self._ticket.wait, self._group.waits.for_gather)
-        self._ticket = None
+        assert self._work is not None
+        self._group.waits.finish(self._work.wait, self._group.waits.for_gather)
+        self._work = None
 
     def wait_if_on_the_way(self) -> None:
         """As ``wait``, unless they were resharded meanwhile."""
@@ -166,7 +166,7 @@ class Unsharded:
     @property
     def in_flight(self) -> CommWork | None:
         """The all-gather that nobody has waited for, if there is one."""
-        return self._ticket
+        return self._work
 
     # --- what modules see -------------------------------------------------------------------------
 

@@ -64,7 +64,10 @@ class Bucket:
         self._make_communicators()
         self._post_forward: PostForwardShard | None = None
         self._earlier: Tensor | None = None  # sums that have yet to be summed over replicas
-        self._is_earlier: list[bool] = [False] * len(params)
+        # Set by close_reduction for accumulate: which parameters have a gradient in the reduction or in the
+        # earlier sums, and whether the reduction goes on to the replicas.
+        self._has_sum: list[bool] = [False] * len(params)
+        self._covers_replicas = True
 
     # --- how it communicates ----------------------------------------------------------------------
 
@@ -175,7 +178,7 @@ class Bucket:
         self._pieces: list[Tensor] | None = None
         self._post_forward = None
         self._earlier = None
-        self._is_earlier = [False] * len(self.params)
+        self._has_sum = [False] * len(self.params)
         self.unsharded_params = []
         for index, param in enumerate(self.params):
             param.unsharded = None
@@ -402,20 +405,22 @@ class Bucket:
 
     def close_reduction(self, reduction: Reduction, all_reduces: bool, hook: Hook | None) -> None:
         """All gradients are sent: continue with the replicas, if ``all_reduces``."""
-        self._all_reduces = all_reduces or self.mesh.replicate_axis.is_alone
-        self._is_earlier = list(map(or_, self._is_earlier, reduction.present))
+        self._covers_replicas = all_reduces or self.mesh.replicate_axis.is_alone
+        self._has_sum = list(map(or_, self._has_sum, reduction.present))
         earlier, self._earlier = self._earlier, None
-        replica_sum = self._sum_over_replicas if self._all_reduces else None
-        destination = self._destination if self._all_reduces else Destination(self.reduced, self.mesh.device)
+        replica_sum = self._sum_over_replicas if self._covers_replicas else None
+        destination = (
+            self._destination if self._covers_replicas else Destination(self.reduced, self.mesh.device)
+        )
         agree = self._broadcast_copies if self._has_unequal_copies else None
         replicas = NO_REPLICAS
         if replica_sum is not None or earlier is not None or hook is not None or agree is not None:
             summed = [
                 index
-                for index, (param, was_there) in enumerate(zip(self.params, self._is_earlier, strict=True))
-                if was_there or param.sharded.requires_grad
+                for index, (param, has_sum) in enumerate(zip(self.params, self._has_sum, strict=True))
+                if has_sum or param.sharded.requires_grad
             ]
-            own_hook = hook if self._all_reduces else None
+            own_hook = hook if self._covers_replicas else None
             replicas = ReplicaReduction(frozenset(summed), replica_sum, earlier, own_hook, agree)
         reduction.close(replicas, destination)
 
@@ -443,12 +448,12 @@ class Bucket:
 
         ``without_hooks``: no sharded parameter has gradient hooks or a deferred gradient.
         """
-        if not self._all_reduces:
+        if not self._covers_replicas:
             self._earlier = reduction.output
             return True
-        present, self._is_earlier = self._is_earlier, [False] * len(self.params)
-        if not (without_hooks and all(present) and self.sharded_gradients.accumulate_all(reduction.output)):
-            self.sharded_gradients.accumulate(reduction.output, present)
+        has_sum, self._has_sum = self._has_sum, [False] * len(self.params)
+        if not (without_hooks and all(has_sum) and self.sharded_gradients.accumulate_all(reduction.output)):
+            self.sharded_gradients.accumulate(reduction.output, has_sum)
         return False
 
     @property
@@ -458,21 +463,21 @@ class Bucket:
 
     def has_earlier_for(self, index: int) -> bool:
         """True while the sum of this parameter waits to be summed over replicas."""
-        return self._earlier is not None and self._is_earlier[index]
+        return self._earlier is not None and self._has_sum[index]
 
     def drop_earlier(self, index: int) -> None:
         """Drop the waiting sums of one parameter."""
         assert self._earlier is not None
-        self._is_earlier[index] = False
+        self._has_sum[index] = False
         slot = self.reduced.slots[index]
         self._earlier[slot.shard_offset : slot.shard_offset + slot.padded_bytes].zero_()
-        if not any(self._is_earlier):
+        if not any(self._has_sum):
             self._earlier = None
 
     def drop_all_earlier(self) -> None:
         """Drop all waiting sums, and what was in flight."""
         self._earlier = None
-        self._is_earlier = [False] * len(self.params)
+        self._has_sum = [False] * len(self.params)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

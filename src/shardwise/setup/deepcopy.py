@@ -64,8 +64,8 @@ def _fill_group(old: ParameterGroup, memo: Memo) -> None:
     new: ParameterGroup = memo[id(old)]
     buckets = [_copied_bucket(bucket, memo) for bucket in old.buckets]
     modules = [_twin(module, memo) for module in old.modules]
-    owners = [_twin(module, memo) for module in old.owners]
-    ParameterGroup.__init__(new, old.name, modules, owners, buckets, old.mesh, old.policy, old.casts)
+    managed_modules = [_twin(module, memo) for module in old.managed_modules]
+    ParameterGroup.__init__(new, old.name, modules, managed_modules, buckets, old.mesh, old.policy, old.casts)
     new.take_settings(old)
     new.ignored = [memo.get(id(param), param) for param in old.ignored]
     for bucket in buckets:
