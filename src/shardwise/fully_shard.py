@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+# Eager steps go through compile as well: one hook serves both, and asks at each call whether it is traced.
 from shardwise.compile.hooks import install_hooks
 from shardwise.engine.members import Member, set_member, sharded_members
 from shardwise.features.standard import new_root
@@ -210,7 +211,7 @@ def fully_shard(
     policy = comm_policy or CommPolicy()
     storage = storage_of(offload_policy if is_offloaded else None, meshes.default.device)
     buckets = make_buckets(params, meshes, policy, storage, mp_policy)
-    name = class_name(modules[0])
+    name = class_name(modules[0])  # when a module around is sharded, _build_tree replaces it with the FQN
     group = ParameterGroup(name, modules, managed_modules, buckets, meshes.default, policy, Casts(mp_policy))
     group.configure(reshard_after_forward=reshards)
     group.ignored = [p for p in found.ignored if p.is_floating_point() or p.is_complex()]

@@ -9,9 +9,9 @@ and exit orders the calls.
     clock      1     2   3 4   5   6        at a's outputs (exit 3): b (enter 4) is over,
                                             root (enter 1) is not
 
-Gradients. A group reduces as soon as the gradients of all its trainable parameters are there; by default, one
-reduction is in flight beside the group in backward. A group with unused parameters reduces when backward has
-passed its first call, or at the end of backward.
+Gradients. A group reduces as soon as the gradients of all its trainable parameters are there.
+``ParameterGroup.max_in_flight`` says how many reductions may be in flight beside the group in backward. A
+group with unused parameters reduces when backward has passed its first call, or at the end of backward.
 
 Sessions. A session is one running graph task of autograd; reentrant checkpointing nests them. Autograd holds
 a callback with a token until the task ends. If the task fails, autograd drops both without calling the

@@ -66,7 +66,8 @@ class Root:
         self.forward_order = Order()
         self.backward_order = Order()
         self.reductions = ReductionQueue(0.0)
-        self.first_entries: dict[ParameterGroup, int] = {}  # of calls whose backward is yet to come
+        # The clock of each group's first call: BackwardPass._leave reduces it once backward has passed that.
+        self.first_entries: dict[ParameterGroup, int] = {}
         # Groups that are unsharded and freed with another, and are part of no order; see optional_blocks.py.
         self.leads: Mapping[ParameterGroup, Sequence[ParameterGroup]] = {}
         self.led: frozenset[ParameterGroup] = frozenset()
@@ -168,7 +169,7 @@ class Root:
         """Once: check the model, make streams and process groups."""
         if self._is_ready:
             return
-        self.refuse_unfit()
+        self.refuse_unfit()  # a forward has done so; here for calls that come before one, such as unshard()
         self._prepare_streams()
         channel = 0
         for group in self.groups:
@@ -363,7 +364,7 @@ class Root:
             if chosen is not None and ahead not in self.groups:
                 raise RuntimeError(
                     f"{group.name}: it was told to prefetch {ahead.name}, which is not part of the same "
-                    "sharded model, so that the two share no schedule. Call fully_shard on the module around "
+                    "sharded model, so that the two share no root. Call fully_shard on the module around "
                     "both, or choose modules of this model."
                 )
             limit = group.policy.max_gathers

@@ -111,7 +111,7 @@ class Unsharded:
             return
         group = self._group
         group.refuse_if_summoned("gathering for a forward, a backward or unshard()", _FOR_FORWARDS)
-        if self.state is SHARDED:
+        if self.state is SHARDED:  # from PARTLY, contents and versions are those of the all-gather before
             self._versions = group.shards.snapshot().versions()
         group.tell("gather")
         with group.label("gather"):
@@ -336,6 +336,9 @@ class Unsharded:
             return False
         address = innermost(tensor).data_ptr()
         return any(map(methodcaller("holds", address), map(_gathered, self._group.buckets)))
+
+    # ``wait``, ``reshard`` and ``keep_part`` ask for the next state first and set it last: an event that is
+    # refused does nothing, and if the work fails, ``abandon`` finds the state in which it began.
 
     def _next(self, event: str) -> UnshardState:
         return next_state(UNSHARD_STATES, self.state, event, self._group.name)

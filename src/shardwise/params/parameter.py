@@ -65,7 +65,10 @@ class InitialChecksums:
 
 
 class Param:
-    """A parameter of a group. ``local`` is this rank's shard, a view into its bucket's flat shard.
+    """A parameter of a group: the sharded one, ``sharded``, and the unsharded one, ``unsharded``.
+
+    ``local`` is this rank's shard, the local tensor of ``sharded`` and a view into its bucket's flat shard.
+    Until ``install_shard``, ``sharded`` is the original parameter, and ``local`` its whole content.
 
     What is sharded is the parameter's own tensor, or this rank's part of it where it is a DTensor of
     tensor or expert parallelism; ``shape`` is that of the tensor to be sharded.

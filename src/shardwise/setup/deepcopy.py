@@ -1,6 +1,6 @@
 """Copies of sharded models: ``copy.deepcopy`` of a module tree, for averages of weights and the like.
 
-The copy keeps the mesh, and shares nothing else: it has shards, groups and a schedule of its own. The
+The copy keeps the mesh, and shares nothing else: it has shards, groups and a root of its own. The
 module tree itself is copied by ``copy.deepcopy``. What hangs on it and is ours is entered in its memo
 beforehand, empty, so that modules and hooks of the copy point at ours of the copy, and filled afterwards.
 """

@@ -5,7 +5,7 @@ stored dtype and memory of their own, and are registered in the modules, so that
 ``state_dict()`` show them. The sharded parameters stay the same objects, and are registered again afterwards.
 
     module._parameters["weight"]    shard  ->  full parameter  ->  the same shard, with the edits
-    group                           SHARDED    LENT               SHARDED
+    group                           SHARDED    SUMMONED           SHARDED
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from shardwise.comm.buffers import UnshardedBuffer, local_views
 from shardwise.comm.communicators import make_communicator
 from shardwise.comm.streams import HostStream
 from shardwise.groups.group import ParameterGroup
-from shardwise.groups.states import GradientState
+from shardwise.groups.states import EMPTY
 from shardwise.layout.chunks import shard_of
 from shardwise.layout.slots import Layout, Slot
 from shardwise.params.bucket import Bucket, bytes_of
@@ -57,7 +57,7 @@ def check_can_summon(group: ParameterGroup, options: SummonOptions) -> None:
                 "gathers itself in the form in which it is computed with; what is stored of it cannot be put "
                 "together. Shard it in a module of its own and leave that out with recurse=False."
             )
-    if options.with_gradients and group.gradients.state is not GradientState.EMPTY:
+    if options.with_gradients and group.gradients.state is not EMPTY:
         waiting = [p.fqn for p in group.shards.params if isinstance(p.sharded.grad, DeferredGradient)]
         raise RuntimeError(
             f"unsharded(with_grads=True): gradients of {', '.join(waiting[:4]) or group.name} wait to be "
