@@ -103,10 +103,10 @@ class Trainer:
     def peaks(self) -> dict[str, float]:
         """Of one more step, in blocks."""
         memory = Memory(self.model)
-        schedule = sharded_members(self.model)[0].root
-        schedule.observe(memory.look)
+        root = sharded_members(self.model)[0].root
+        root.observe(memory.look)
         self.timed_step(0)
-        schedule.observe(None)
+        root.observe(None)
         block = sum(p.numel() * 4 for p in self.model.blocks[0].parameters())
         return {name: round(value / block, 2) for name, value in memory.peaks.items()}
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+# Eager steps go through compile as well: one hook serves both, and asks at each call whether it is traced.
 from shardwise.compile.hooks import install_hooks
 from shardwise.engine.members import Member, set_member, sharded_members
 from shardwise.features.standard import new_root
@@ -199,9 +200,9 @@ def fully_shard(
         )
     meshes = Meshes(resolve_mesh(mesh, dp_mesh_dims))
     reshards = check_reshard(reshard_after_forward, meshes.default)
-    managed = modules_to_manage(modules)
-    found = Found(modules, managed, names_below(modules), ignored)
-    rule = PrecisionRule(mp_policy, managed)
+    managed_modules = modules_to_manage(modules)
+    found = Found(modules, managed_modules, names_below(modules), ignored)
+    rule = PrecisionRule(mp_policy, managed_modules)
     make = partial(make_param, meshes, shard_placement_fn, rule, modules)
     params = [make(param, sites) for param, sites in found.params.items()]
     moves = resolve_ties(modules, found, meshes.default)
@@ -210,21 +211,21 @@ def fully_shard(
     policy = comm_policy or CommPolicy()
     storage = storage_of(offload_policy if is_offloaded else None, meshes.default.device)
     buckets = make_buckets(params, meshes, policy, storage, mp_policy)
-    name = class_name(modules[0])
-    group = ParameterGroup(name, modules, managed, buckets, meshes.default, policy, Casts(mp_policy))
+    name = class_name(modules[0])  # when a module around is sharded, _build_tree replaces it with the FQN
+    group = ParameterGroup(name, modules, managed_modules, buckets, meshes.default, policy, Casts(mp_policy))
     group.configure(reshard_after_forward=reshards)
     group.ignored = [p for p in found.ignored if p.is_floating_point() or p.is_complex()]
     for param in params:
         param.compares = check_equal_weights
     if sync_module_states:
-        broadcast_initial_values(params, _buffers_of(managed, found.names), meshes.default)
-    shards = group.plan()
+        broadcast_initial_values(params, _buffers_of(managed_modules, found.names), meshes.default)
+    shards = group.make_shards()
     record_initial_values(group.shards.params, shards)
     if any(param.requires_grad for param in group.ignored):  # here, since a warning may be an error
         warnings.warn(_message_about_ignored(group, found), stacklevel=2)
 
     _mix_in(modules, classes)
-    _move_buffers(managed, meshes.default.device, getattr(mp_policy, "buffer_dtype", None))
+    _move_buffers(managed_modules, meshes.default.device, getattr(mp_policy, "buffer_dtype", None))
     group.install(shards)
     for move, own_policy in zip(moves, own_policies, strict=True):
         move.apply(
@@ -236,17 +237,17 @@ def fully_shard(
     leave_ties(group, found.ties, moves)
     for kept in rule.outermost if mp_policy is not None and mp_policy.param_dtype else ():
         cast_around(kept)
-    _set_going(group, modules, found.names)
+    _attach_to_modules(group, modules, found.names)
     return module
 
 
-def _set_going(group: ParameterGroup, modules: list[nn.Module], names: dict[nn.Module, str]) -> None:
-    """Attach the group to its modules, install the hooks, and join the trees of sharded modules inside."""
+def _attach_to_modules(group: ParameterGroup, modules: list[nn.Module], names: dict[nn.Module, str]) -> None:
+    """Attach the group to its modules, register hooks, and join the trees of sharded modules inside."""
     member = Member(group, new_root(group.device))
     for module in modules:
         set_member(module, member)
         nn_modules.register_api(module)
-    for module in group.owners:
+    for module in group.managed_modules:
         module.__dict__[PLACE] = Place(group, names[module] or group.name)
         nn_modules.mark_managed(module)
     install_hooks(member)
@@ -280,27 +281,29 @@ def _mix_in(modules: list[nn.Module], classes: list[type]) -> None:
         ) from None
 
 
-def _buffers_of(managed: list[nn.Module], names: dict[nn.Module, str]) -> list[tuple[str, nn.Module, str]]:
+def _buffers_of(
+    managed_modules: list[nn.Module], names: dict[nn.Module, str]
+) -> list[tuple[str, nn.Module, str]]:
     return [
         (joined(names[module], name), module, name)
-        for module in managed
-        for name, buffer in module._buffers.items()
+        for module in managed_modules
+        for name, buffer in nn_modules.buffers(module).items()
         if buffer is not None
     ]
 
 
-def _move_buffers(managed: list[nn.Module], device: torch.device, dtype: torch.dtype | None) -> None:
+def _move_buffers(managed_modules: list[nn.Module], device: torch.device, dtype: torch.dtype | None) -> None:
     """Move buffers to the device of the computation, and cast floating-point ones to ``dtype``."""
     moved: dict[torch.Tensor, torch.Tensor] = {}  # a buffer may be shared
-    for module in managed:
-        for name, buffer in module._buffers.items():
+    for module in managed_modules:
+        for name, buffer in nn_modules.buffers(module).items():
             if buffer is not None:
                 wanted = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
                 target = buffer.device if buffer.is_meta else device
                 if (buffer.device, buffer.dtype) != (target, wanted):
                     if buffer not in moved:
                         moved[buffer] = buffer.to(target, wanted)
-                    module._buffers[name] = moved[buffer]
+                    nn_modules.buffers(module)[name] = moved[buffer]
 
 
 def _build_tree(modules: list[nn.Module], member: Member) -> None:

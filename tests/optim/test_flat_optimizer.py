@@ -277,8 +277,8 @@ def padding_after_steps(kind: Kind) -> list[float]:
     found = []
     for group in groups_in(model):
         for bucket in group.buckets:
-            rest = bucket.shard.bytes.clone()
-            for slot, view in zip(bucket.stored.slots, bucket.shard.views, strict=True):
+            rest = bucket.flat_shard.bytes.clone()
+            for slot, view in zip(bucket.stored.slots, bucket.flat_shard.views, strict=True):
                 rest[slot.shard_offset : slot.shard_offset + view.numel() * view.itemsize] = 0
             found.append(int(rest.sum()))
     return found

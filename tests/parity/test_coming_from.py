@@ -917,7 +917,7 @@ def storages() -> tuple[bool, int, bool]:
     shard_model(model)
     mean_of_squares(model, random_batch(0, 4)).backward()
     params = list(model.blocks[0].parameters())
-    buffer = model.blocks[0]._shardwise_member.group.buckets[0].shard.bytes
+    buffer = model.blocks[0]._shardwise_member.group.buckets[0].flat_shard.bytes
     inside = range(buffer.data_ptr(), buffer.data_ptr() + buffer.numel())
     return (
         all(param.to_local().data_ptr() in inside for param in params),

@@ -23,7 +23,7 @@ fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (world,)))
 result = {
     "local": [list(p.to_local().shape) for p in model[0].parameters()],
     "full": [list(p.shape) for p in model[0].parameters()],
-    "bytes": sum(b.shard.bytes.numel() for b in model[0]._shardwise_member.group.buckets),
+    "bytes": sum(b.flat_shard.bytes.numel() for b in model[0]._shardwise_member.group.buckets),
 }
 try:
     events = []

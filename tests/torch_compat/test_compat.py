@@ -21,11 +21,15 @@ def test_the_graph_task_is_numbered_inside_backward_only() -> None:
     x = torch.ones(2, requires_grad=True)
     (x * 2).register_hook(lambda _: None)
     y = x * 2
-    y.register_hook(lambda _: inside.append(autograd.current_graph_task_id()))
+    y.register_hook(lambda _: inside.append((autograd.current_graph_task_id(), autograd.is_in_backward())))
     assert autograd.current_graph_task_id() == -1
+    assert not autograd.is_in_backward()
     y.sum().backward()
-    assert inside[0] >= 0
+    ((number, is_inside),) = inside
+    assert number >= 0
+    assert is_inside
     assert autograd.current_graph_task_id() == -1
+    assert not autograd.is_in_backward()
 
 
 def test_hooks_on_nodes_are_told_which_node_they_are_called_for() -> None:
@@ -113,7 +117,7 @@ def test_the_end_of_backward_comes_after_all_gradients_and_dies_with_a_failure()
     with pytest.raises(ArithmeticError, match="lost"):
         y.sum().backward()
     assert seen == [True]
-    assert watched[1]() is None  # this is how the schedule sees that a backward failed
+    assert watched[1]() is None  # this is how the root sees that a backward failed
 
 
 def test_a_set_version_is_what_autograd_compares() -> None:

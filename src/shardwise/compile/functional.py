@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.communicators import factor_before_sum
 from shardwise.layout.chunks import chunk_size
+from shardwise.torch_compat import dynamo
 
 _SCHEMA = (
     "(Tensor[] shards, int[] sizes, int[] num_dims, int[] sharded_dims, int[] own_sizes, str[] computed, "
@@ -165,7 +166,7 @@ def _gather_all(shards: Sequence[Tensor], pieces: Sequence[Piece], ways: Ways) -
 
 def _all_gather(packed: Tensor, world: int, group: str) -> Tensor:
     """What all ranks have packed, one row each."""
-    c10d = torch.ops._c10d_functional
+    c10d = dynamo.functional_collectives
     gathered = c10d.all_gather_into_tensor(packed, world, group)
     return c10d.wait_tensor(gathered).view(world, -1)  # type: ignore[no-any-return]
 
@@ -187,7 +188,7 @@ def _reduce(gradients: Sequence[Tensor], pieces: Sequence[Piece], ways: Ways) ->
 
 def _sum(rows: Tensor, ways: Ways) -> Tensor:
     """This rank's row of the sum over all ranks, divided."""
-    c10d = torch.ops._c10d_functional
+    c10d = dynamo.functional_collectives
     before = factor_before_sum(rows.dtype, ways.divisor)
     summed = rows / before if before != 1 else rows
     if ways.reduce_group is not None:

@@ -9,7 +9,7 @@ from torch.compiler import is_dynamo_compiling
 from shardwise.compile import traced
 from shardwise.engine import hooks
 from shardwise.engine.members import Member
-from shardwise.groups.states import UnshardState
+from shardwise.groups.states import SUMMONED
 from shardwise.torch_compat import dynamo
 
 _WRAPPED = "_shardwise_methods"
@@ -34,7 +34,7 @@ def install_hooks(member: Member) -> None:
 
 def _before_load(member: Member, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Full tensors in a state dict become shards: each rank takes its part."""
-    if member.group.unsharded.state is UnshardState.SUMMONED:
+    if member.group.unsharded.state is SUMMONED:
         return  # full parameters are what is loaded into
     names = {inner: name for name, inner in module.named_modules(prefix=prefix.rstrip("."))}
     for param in member.group.shards.params:
@@ -78,11 +78,11 @@ def wrapped_methods(module: nn.Module) -> set[str]:
 
 
 def _before_forward(
-    member: Member, after: int | None, module: nn.Module, args: Any, kwargs: Any
+    member: Member, after_hook_id: int | None, module: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Any, Any] | None:
     if is_dynamo_compiling():
         return traced.before_forward(member, module, args, kwargs)
-    return hooks.before_forward(member, after, module, args, kwargs)
+    return hooks.before_forward(member, after_hook_id, module, args, kwargs)
 
 
 def _after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

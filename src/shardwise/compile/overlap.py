@@ -1,7 +1,7 @@
 """When collectives of a compiled graph begin and end: beside the computation, as in eager runs.
 
 Inductor keeps the order in which a graph was traced: gather, wait, compute, gather, wait, compute. Its own
-passes go by estimates of times, or gather as early as they can. This one does what schedule.py does::
+passes go by estimates of times, or gather as early as they can. This one does what engine/forward.py does::
 
     traced    gather 1, wait 1, compute 1, gather 2, wait 2, compute 2 ...
     ordered   gather 1, gather 2, wait 1, compute 1, gather 3, wait 2, compute 2 ...

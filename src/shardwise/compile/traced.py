@@ -89,10 +89,10 @@ def _ways(group: ParameterGroup, bucket: Bucket) -> Ways:
     mesh = bucket.mesh
     return Ways(
         group.device,
-        mesh.shard.world,
-        _name(mesh.shard),
-        _name(mesh.shard) if bucket.comms.reduce_pg is None else bucket.comms.reduce_pg.group_name,
-        _name(mesh.replicate),
+        mesh.shard_axis.world,
+        _name(mesh.shard_axis),
+        _name(mesh.shard_axis) if bucket.comms.reduce_pg is None else bucket.comms.reduce_pg.group_name,
+        _name(mesh.replicate_axis),
         group.settings.divide_factor or float(mesh.num_ranks),
     )
 

@@ -9,9 +9,9 @@ and exit orders the calls.
     clock      1     2   3 4   5   6        at a's outputs (exit 3): b (enter 4) is over,
                                             root (enter 1) is not
 
-Gradients. A group reduces as soon as the gradients of all its trainable parameters are there; by default, one
-reduction is in flight beside the group in backward. A group with unused parameters reduces when backward has
-passed its first call, or at the end of backward.
+Gradients. A group reduces as soon as the gradients of all its trainable parameters are there.
+``ParameterGroup.max_in_flight`` says how many reductions may be in flight beside the group in backward. A
+group with unused parameters reduces when backward has passed its first call, or at the end of backward.
 
 Sessions. A session is one running graph task of autograd; reentrant checkpointing nests them. Autograd holds
 a callback with a token until the task ends. If the task fails, autograd drops both without calling the
@@ -182,7 +182,7 @@ class BackwardPass:
             # Its outputs are not part of this backward, but what it ran before this call may be.
             session.active[around.group] = around.enter
             root.unshard(around.group)
-            self.use(around.group)
+            self.follow_kept(around.group)
             around.group.unsharded.wait()
             around = around.parent
 
@@ -206,18 +206,21 @@ class BackwardPass:
         root, settings = self._root, group.settings
         if group not in root.led:
             root.backward_order.enter(group)
-            root.backward_order.find(group)
+            root.backward_order.resume_at(group)
         if settings.unshard_in_backward:
             root.unshard_again(group)
-        self.use(group)
+        self.follow_kept(group)
         root.unshard_led(group)
         if settings.backward_prefetch is not None or group.policy.backward_prefetch == "before":
             root.prefetch(group, settings.backward_prefetch, in_backward=True)
         if settings.unshard_in_backward or group.unsharded.state is UNSHARDED:
             group.unsharded.wait()
 
-    def use(self, group: ParameterGroup) -> None:
-        """Let autograd detect changed shards of a group that was kept, as if it were unsharded again."""
+    def follow_kept(self, group: ParameterGroup) -> None:
+        """If ``group`` was kept, give its full parameters the versions of the shards as they are now.
+
+        Autograd then detects shards that were changed, as if the group were unsharded again.
+        """
         memory, unsharded = self._root.memory, group.unsharded
         reason = memory.reason(group)
         if reason in (FOR_BACKWARD, FOR_EARLIER_BACKWARD):

@@ -22,7 +22,7 @@ class Call:
     enter: int
     parent: "Call | None"
     exit: int = 0
-    given: dict[int, Any] = field(default_factory=dict)  # graph nodes of its inputs, while it runs
+    input_nodes: dict[int, Any] = field(default_factory=dict)  # of the graph, by id, while it runs
     frame: FrameType | None = None  # only of the outermost call; shows whether it still runs
     handled: BaseException | None = None  # the exception that was being handled when it was entered
 
@@ -69,7 +69,7 @@ class CallStack:
         while self.running and self.running.pop() is not call:
             pass
         call.frame = call.handled = None
-        call.given = {}
+        call.input_nodes = {}
 
     def innermost(self, module: nn.Module) -> Call | None:
         """The innermost running call of ``module``; None if there is none."""

@@ -39,7 +39,7 @@ def allocate_from_process_group(module: Any, method: str, enable: bool) -> None:
     group = member_of(module).group
     if enable:
         check_choice(module, method, CUSTOM)
-        pgs = [b.mesh.shard.pg for b in group.buckets if b.mesh.shard.pg is not None]
+        pgs = [b.mesh.shard_axis.pg for b in group.buckets if b.mesh.shard_axis.pg is not None]
         if all(c10d.can_allocate(pg, group.device) for pg in pgs):
             communicate(module, method, make_all_gather=with_memory, make_reduce_scatter=with_memory)
         group.choices.add(method)

@@ -18,19 +18,19 @@ from shardwise.engine.calls import ANNOUNCED, FAILED, NO_BACKWARD, UNANNOUNCED, 
 from shardwise.engine.members import Member
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.nested import NotAContainer, find_tensors, map_tensors, replace_tensors
-from shardwise.torch_compat import dynamo, functorch, nn_modules
+from shardwise.torch_compat import dynamo, functorch, nn_modules, tensor_impl
 from shardwise.torch_compat.functorch import with_layers
 
 
 def before_forward(
-    member: Member, after: int | None, module: nn.Module, args: Any, kwargs: Any
+    member: Member, after_hook_id: int | None, module: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Any, Any] | None:
     """Unshard, and move and cast inputs for the computation; None if the inputs stay as they are.
 
-    ``after``: the id of our hook after forward; None for a method that the caller registered.
+    ``after_hook_id``: the id of our hook after forward; None for a method that the caller registered.
     """
-    if after is not None:
-        nn_modules.put_last(module, after)
+    if after_hook_id is not None:
+        nn_modules.put_last(module, after_hook_id)
     group = member.group
     call = member.root.enter_forward(group, module)
     is_moved = call.is_outermost and group.device.type != "cpu"
@@ -41,7 +41,7 @@ def before_forward(
         args, kwargs = cast
     if torch.is_grad_enabled():
         given = [value for value in (*args, *kwargs.values()) if value is not None]
-        call.given = _nodes_of((*given, *_inside(given)))
+        call.input_nodes = _nodes_of((*given, *_inside(given)))
     return (args, kwargs) if is_moved else cast
 
 
@@ -64,7 +64,7 @@ def after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, out
 
 
 def _announce(member: Member, call: Call, inputs: Any, output: Any) -> tuple[Any, Outcome]:
-    """Hook the outputs' nodes; return the output, with copies in place of raw parameters, and the outcome.
+    """Hook the outputs' nodes; return the output, with copies in place of full parameters, and the outcome.
 
     Tensors that forward puts into its inputs (a list to append to, a cache) are outputs as well.
     """
@@ -74,20 +74,20 @@ def _announce(member: Member, call: Call, inputs: Any, output: Any) -> tuple[Any
     tensors = [output] if isinstance(output, Tensor) else find_tensors(output)
     given = [value for value in inputs if value is not None]
     inside = _inside(given)
-    if _may_be_raw(inside):
+    if _may_be_unsharded(inside):
         _refuse_hidden_parameters(group, inside)
-    if _may_be_raw(tensors):
-        owners = member.root.freed_by_exit(call)
-        raw = [t for t in tensors if any(owner.unsharded.owns(t) for owner in owners)]
-        if raw:
-            copies = {id(t): t.clone() for t in raw}
+    if _may_be_unsharded(tensors):
+        groups = member.root.freed_by_exit(call)
+        unsharded_outputs = [t for t in tensors if any(each.unsharded.owns(t) for each in groups)]
+        if unsharded_outputs:
+            copies = {id(t): t.clone() for t in unsharded_outputs}
             output = _replace(output, copies, group.name)
             tensors = [copies.get(id(t), t) for t in tensors]
     if not torch.is_grad_enabled():
         return output, NO_BACKWARD
     # Inputs once more: one that was changed in place has another node now.
     nodes = _nodes_of((*tensors, *group.side_tensors.find(), *given, *inside))
-    for node in call.given:  # nodes of the inputs belong to earlier calls
+    for node in call.input_nodes:  # nodes of the inputs belong to earlier calls
         nodes.pop(node, None)
     if nodes:
         announce = partial(_before_backward, member, call)
@@ -104,9 +104,9 @@ def _inside(values: Iterable[Any]) -> list[Tensor]:
     return [t for value in values if not isinstance(value, Tensor) for t in find_tensors(value)]
 
 
-def _may_be_raw(tensors: Iterable[Tensor]) -> bool:
+def _may_be_unsharded(tensors: Iterable[Tensor]) -> bool:
     """False if operations made all of ``tensors``, so that they have memory of their own."""
-    return any(t.grad_fn is None or t._is_view() for t in tensors)
+    return any(t.grad_fn is None or tensor_impl.is_view(t) for t in tensors)
 
 
 def _refuse_hidden_parameters(group: ParameterGroup, inside: Iterable[Tensor]) -> None:
@@ -136,8 +136,8 @@ def _collect_nodes(tensor: Tensor, nodes: dict[int, Any]) -> None:
     node = tensor.grad_fn
     if node is not None:
         nodes[id(node)] = node
-    if tensor._is_view():
-        base = tensor._base
+    if tensor_impl.is_view(tensor):
+        base = tensor_impl.base_of(tensor)
         node = None if base is None else base.grad_fn
         if node is not None:
             nodes[id(node)] = node

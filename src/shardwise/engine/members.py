@@ -51,7 +51,7 @@ class GroupListener:
 
     def gradient_came(self) -> None:
         """A full gradient is there; it may be the first of a backward that nothing has announced."""
-        self.root.session()
+        self.root.find_or_begin_session()
         self.root.running_backward.gradient_came(self.group)
 
     def part_complete(self) -> None:
@@ -76,7 +76,7 @@ class GroupListener:
 
 def parents_of(groups: list[ParameterGroup], root: ParameterGroup) -> dict[ParameterGroup, ParameterGroup]:
     """For each group, that of the sharded module right around its own."""
-    owners = {module: group for group in groups for module in group.modules}
+    group_of = {module: group for group in groups for module in group.modules}
     parents: dict[ParameterGroup, ParameterGroup] = {}
     seen: set[nn.Module] = set()
 
@@ -85,7 +85,7 @@ def parents_of(groups: list[ParameterGroup], root: ParameterGroup) -> dict[Param
             return
         seen.add(module)
         for child in module.children():
-            own = owners.get(child, around)
+            own = group_of.get(child, around)
             if own is not around:
                 parents.setdefault(own, around)
             visit(child, own)

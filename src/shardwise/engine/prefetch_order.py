@@ -30,8 +30,8 @@ class Order:
         elif self._cursor == 0 or self._planned[self._cursor - 1] is not group:
             self._is_followed = False
 
-    def find(self, group: ParameterGroup) -> None:
-        """If no longer following, resume after the next occurrence of ``group`` in the plan."""
+    def resume_at(self, group: ParameterGroup) -> None:
+        """If the plan is not being followed, follow it again from the next place of ``group`` in it."""
         if not self._is_followed:
             places = [i for i, g in enumerate(self._planned) if g is group]
             if places:

@@ -14,15 +14,15 @@ class ReductionQueue:
         """``room``: the most bytes that gradients reduced in parts may hold."""
         self._room = room
         self._reducing: deque[ParameterGroup] = deque()
-        self._shipments: deque[tuple[ParameterGroup, PartReduction]] = deque()
-        self._landing: list[ParameterGroup] = []  # groups whose results are being copied to the host
+        self._parts: deque[tuple[ParameterGroup, PartReduction]] = deque()
+        self._copying_to_host: list[ParameterGroup] = []  # groups whose results are being copied to the host
 
     def reduce(self, group: ParameterGroup) -> None:
         """Begin to reduce all gradients of ``group`` that are left."""
         if group.gradients.state is REDUCING:
             group.gradients.finish()
         part_reductions = group.gradients.reduce()
-        if group.gradients.leave_in_parts:
+        if group.gradients.are_reduced_in_parts:
             self._limit(group, part_reductions)
         for earlier in self._reducing:
             if earlier.gradients.state is REDUCING:  # otherwise a nested backward has already added to it
@@ -37,21 +37,21 @@ class ReductionQueue:
 
     def _limit(self, group: ParameterGroup, new: list[PartReduction]) -> None:
         """Add the ``new`` parts of ``group``; wait for the oldest while all of them hold too much memory."""
-        self._shipments += [(group, part_reduction) for part_reduction in new]
-        held = sum(part_reduction.num_bytes for _, part_reduction in self._shipments)
-        while held > self._room and len(self._shipments) > 1:
-            sender, oldest = self._shipments.popleft()
+        self._parts += [(group, part_reduction) for part_reduction in new]
+        held = sum(part_reduction.num_bytes for _, part_reduction in self._parts)
+        while held > self._room and len(self._parts) > 1:
+            oldest_group, oldest = self._parts.popleft()
             held -= oldest.num_bytes
-            sender.gradients.release_shipment(oldest)
+            oldest_group.gradients.release_part(oldest)
 
     def _finish_oldest(self) -> None:
         group = self._reducing.popleft()
         gradients = group.gradients
         if gradients.state is not REDUCING:
             return
-        if gradients.land_on_host:
+        if gradients.arrive_on_host:
             gradients.release()
-            self._landing.append(group)
+            self._copying_to_host.append(group)
         else:
             gradients.finish()
 
@@ -59,11 +59,11 @@ class ReductionQueue:
         """Wait for all reductions in flight."""
         while self._reducing:
             self._finish_oldest()
-        self._shipments.clear()
-        for group in self._landing:
+        self._parts.clear()
+        for group in self._copying_to_host:
             if group.gradients.state is REDUCING:
                 group.gradients.finish()
-        self._landing.clear()
+        self._copying_to_host.clear()
 
 
 def room_for(groups: list[ParameterGroup]) -> float:

@@ -66,7 +66,8 @@ class Root:
         self.forward_order = Order()
         self.backward_order = Order()
         self.reductions = ReductionQueue(0.0)
-        self.first_entries: dict[ParameterGroup, int] = {}  # of calls whose backward is yet to come
+        # The clock of each group's first call: BackwardPass._leave reduces it once backward has passed that.
+        self.first_entries: dict[ParameterGroup, int] = {}
         # Groups that are unsharded and freed with another, and are part of no order; see optional_blocks.py.
         self.leads: Mapping[ParameterGroup, Sequence[ParameterGroup]] = {}
         self.led: frozenset[ParameterGroup] = frozenset()
@@ -96,14 +97,14 @@ class Root:
 
     # --- the tree ---------------------------------------------------------------------------------
 
-    def adopt(self, members: Sequence[Member], root: Member) -> None:
-        """Take over all groups of a newly sharded module's tree; ``root`` is its own."""
-        self.group = root.group
+    def adopt(self, members: Sequence[Member], own: Member) -> None:
+        """Take over all groups of a newly sharded module's tree; ``own`` is the module's."""
+        self.group = own.group
         self.groups = [member.group for member in members]
         for member in members:
             self._take_from(member)
             member.root = self
-        self.parents = parents_of(self.groups, root.group)
+        self.parents = parents_of(self.groups, own.group)
         self._tree_changed()
         self.observe(self.observer)
 
@@ -168,14 +169,14 @@ class Root:
         """Once: check the model, make streams and process groups."""
         if self._is_ready:
             return
-        self.refuse_unfit()
+        self.refuse_unfit()  # a forward has done so; here for calls that come before one, such as unshard()
         self._prepare_streams()
         channel = 0
         for group in self.groups:
             group.attach(self.streams)
             group.shards.follow_protocols()
             for bucket in group.buckets:
-                axis = bucket.mesh.shard
+                axis = bucket.mesh.shard_axis
                 bucket.use_channel(channel)
                 choices: dict[str, Any] = {
                     "reduce_pg": self.process_groups.for_reductions(group, axis.pg),
@@ -220,8 +221,8 @@ class Root:
     @outside_transforms
     def enter_forward(self, group: ParameterGroup, module: nn.Module) -> Call:
         """``module`` is about to run: have the parameters of its group unsharded."""
-        if autograd.current_graph_task_id() != -1:
-            session = self.session()
+        if autograd.is_in_backward():
+            session = self.find_or_begin_session()
             return self.running_backward.enter_recomputation(session, group, module)
         self.calls.forget_interrupted()
         if not self.calls.running:
@@ -237,8 +238,8 @@ class Root:
     def exit_forward(self, call: Call, outcome: Outcome) -> None:
         """The module of ``call`` has run."""
         self.calls.close(call)
-        if autograd.current_graph_task_id() != -1:
-            session = self.session()
+        if autograd.is_in_backward():
+            session = self.find_or_begin_session()
             self.running_backward.exit_recomputation(session, call.group)
             return
         assert self.forward is not None
@@ -250,16 +251,16 @@ class Root:
     @outside_transforms
     def enter_backward(self, call: Call) -> None:
         """Gradients of the outputs of ``call`` are there: its group is needed."""
-        session = self.session()
+        session = self.find_or_begin_session()
         self.running_backward.enter(session, call)
 
     @property
     def running_backward(self) -> BackwardPass:
-        """The backward that ``session`` has found or begun."""
+        """The backward that ``find_or_begin_session`` has found or begun."""
         assert self.backward is not None
         return self.backward
 
-    def session(self) -> Session:
+    def find_or_begin_session(self) -> Session:
         """The session of the running graph task; at its first event a new one, perhaps of a new backward."""
         task, backward = autograd.current_graph_task_id(), self.backward
         if backward is not None and backward.sessions[-1].graph_task_id == task:
@@ -325,7 +326,7 @@ class Root:
         error = sys.exc_info()[1]
         if error is None or self.calls.running or not self.points.ranks_run_alike:
             return
-        if autograd.current_graph_task_id() == -1:
+        if not autograd.is_in_backward():
             relay_of_job().report(error, f"the forward of {self.label}")
 
     def tell_failed_backward(self) -> None:
@@ -363,7 +364,7 @@ class Root:
             if chosen is not None and ahead not in self.groups:
                 raise RuntimeError(
                     f"{group.name}: it was told to prefetch {ahead.name}, which is not part of the same "
-                    "sharded model, so that the two share no schedule. Call fully_shard on the module around "
+                    "sharded model, so that the two share no root. Call fully_shard on the module around "
                     "both, or choose modules of this model."
                 )
             limit = group.policy.max_gathers
@@ -448,9 +449,7 @@ class Root:
     def refuse_at_work(self, caller: str, group: ParameterGroup, when: str = "before") -> None:
         """``caller`` is for between passes only; ``when`` to call it instead."""
         self.calls.forget_interrupted()
-        is_in_backward = autograd.current_graph_task_id() != -1 or (
-            self.backward is not None and self.backward.is_running
-        )
+        is_in_backward = autograd.is_in_backward() or (self.backward is not None and self.backward.is_running)
         if self.calls.running or is_in_backward:
             raise RuntimeError(
                 f"{caller}: {group.name} is part of a model whose "

@@ -56,7 +56,7 @@ class DoubleBackward(Feature):
 
     def mark(self) -> Mark:
         """The mark for nodes that were just created: the groups that the running backward computes with."""
-        notes, memory = self.root.session().notes, self.root.memory
+        notes, memory = self.root.find_or_begin_session().notes, self.root.memory
         groups = tuple(g for g in memory if g.unsharded.state is UNSHARDED and memory.reason(g) is not AHEAD)
         last: Mark | None = notes.get(_MARK)
         if last is None or last.groups != groups:
@@ -66,14 +66,14 @@ class DoubleBackward(Feature):
     @outside_transforms
     def enter_created(self, mark: Mark) -> None:
         """Unshard the groups of a node that an earlier backward created, until this backward ends."""
-        session = self.root.session()
+        session = self.root.find_or_begin_session()
         self.node_reached(session)
         if mark is session.notes.get(_CREATED):
             return
         session.notes[_CREATED] = mark
         for group in mark.groups:
             self.root.unshard_again(group)
-            self.root.running_backward.use(group)
+            self.root.running_backward.follow_kept(group)
         self._prefetch(mark)
         for group in mark.groups:
             group.unsharded.wait()

@@ -141,7 +141,7 @@ class PlanCheck(Feature):
         if self._is_agreed or not self._has_compared:
             return
         self._agreement.look(self.root.groups)
-        if torch.is_grad_enabled() or autograd.current_graph_task_id() != -1:
+        if torch.is_grad_enabled() or autograd.is_in_backward():
             self._run()
 
     def _run(self) -> None:

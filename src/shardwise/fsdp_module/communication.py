@@ -105,7 +105,7 @@ class CommunicationSetters:
             )
         group = member_of(self).group
         if stream is not None:
-            if any(not bucket.mesh.replicate.is_alone for bucket in group.buckets):
+            if any(not bucket.mesh.replicate_axis.is_alone for bucket in group.buckets):
                 raise ValueError(
                     "set_all_reduce_hook: stream was given, but the mesh has replicas, whose all-reduce "
                     "runs in a stream of its own; the hook runs there as well. Leave stream out."

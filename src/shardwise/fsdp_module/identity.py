@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.engine.members import is_member
+from shardwise.torch_compat import nn_modules
 
 
 def under_compile(module: nn.Module) -> nn.Module:
@@ -12,7 +13,7 @@ def under_compile(module: nn.Module) -> nn.Module:
 
     A wrapper that ``torch.compile`` returned may be sharded itself; then it is the sharded module.
     """
-    while not is_member(module) and (inner := module._modules.get("_orig_mod")) is not None:
+    while not is_member(module) and (inner := nn_modules.children(module).get("_orig_mod")) is not None:
         module = inner
     return module
 

@@ -25,16 +25,16 @@ _wants_gradient = attrgetter("requires_grad")
 class ModuleWatch:
     """The modules of a group, and what was registered in them when the group was made."""
 
-    def __init__(self, owners: Sequence[nn.Module]) -> None:
-        self._known = {(module, name) for module in owners for name in _names_of(module)}
+    def __init__(self, managed_modules: Sequence[nn.Module]) -> None:
+        self._known = {(module, name) for module in managed_modules for name in _names_of(module)}
         self._frozen: list[nn.Parameter] = []
-        self._take_stock(owners)
+        self._take_stock(managed_modules)
 
     def _take_stock(self, modules: Sequence[nn.Module]) -> None:
         self._modules = tuple(modules)
         self._num_parameters = self._count_parameters()
-        self._leaves = [module for module in modules if not module._modules]
-        self._parents = [module for module in modules if module._modules]
+        self._leaves = [module for module in modules if not nn_modules.children(module)]
+        self._parents = [module for module in modules if nn_modules.children(module)]
         self._inside = self._find_children()
 
     def is_untouched(self) -> bool:
@@ -48,9 +48,12 @@ class ModuleWatch:
 
     def is_untouched_in_graph(self) -> bool:
         """The same, for dynamo, which cannot trace loops that run in C."""
-        if sum(p is not None for m in self._modules for p in m._parameters.values()) != self._num_parameters:
+        if (
+            sum(p is not None for m in self._modules for p in nn_modules.parameters(m).values())
+            != self._num_parameters
+        ):
             return False
-        inside = [child for m in self._modules for child in m._modules.values()]
+        inside = [child for m in self._modules for child in nn_modules.children(m).values()]
         if len(inside) != len(self._inside):
             return False
         for child, before in zip(inside, self._inside, strict=True):
@@ -78,17 +81,17 @@ class ModuleWatch:
                 frozen.append(param)
 
         for module in self._modules:
-            for name, param in module._parameters.items():
+            for name, param in nn_modules.parameters(module).items():
                 if param is not None and (module, name) not in self._known:
                     look(_joined(names.get(module), name), param)
 
         def visit(module: nn.Module, name: str | None) -> None:
-            for own, child in module._modules.items():
+            for own, child in nn_modules.children(module).items():
                 if child is None or PLACE in child.__dict__ or child in modules:
                     continue
                 modules[child] = None
                 where = names.get(child) or _joined(name, own)
-                for key, param in child._parameters.items():
+                for key, param in nn_modules.parameters(child).items():
                     if param is not None and name_of_replaced(param) is None:  # shards have a group to notice
                         look(_joined(where, key), param)
                 visit(child, where)
@@ -107,7 +110,7 @@ class ModuleWatch:
         return [
             (_joined(names.get(module), name), param)
             for module in self._modules
-            for name, param in module._parameters.items()
+            for name, param in nn_modules.parameters(module).items()
             if param in trained
         ]
 
@@ -120,7 +123,7 @@ class ModuleWatch:
 
 
 def _names_of(module: nn.Module) -> list[str]:
-    return [name for name, param in module._parameters.items() if param is not None]
+    return [name for name, param in nn_modules.parameters(module).items() if param is not None]
 
 
 def _joined(prefix: str | None, name: str) -> str:

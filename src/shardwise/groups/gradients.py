@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.comm.reduction import PartReduction, Reduction
-from shardwise.groups.gradient_parts import Departure, Departures
+from shardwise.groups.gradient_parts import PartQueue, QueuedPart
 from shardwise.groups.states import (
     DEFERRED,
     EMPTY,
@@ -37,7 +37,7 @@ from shardwise.torch_compat.functorch import outside_transforms
 if TYPE_CHECKING:
     from shardwise.groups.group import ParameterGroup
 
-_lands_on_host = attrgetter("arrives_on_host")
+_arrives_on_host = attrgetter("arrives_on_host")
 
 
 class Gradients:
@@ -57,14 +57,14 @@ class Gradients:
         self._reductions = [None] * len(self._group.buckets)
         # Whether ``.grad`` of some shards may stand for unreduced gradients.
         self._has_deferred = any(param.remembers_deferred for param in self._group.shards.params)
-        self._departures: Departures | None = None  # None: all gradients are reduced together
+        self._part_queue: PartQueue | None = None  # None: all gradients are reduced together
         self._hooked: set[int] = set()
         self._trainable: frozenset[int] = frozenset()
         self._awaited: set[int] = set()
 
     # --- arrival ----------------------------------------------------------------------------------
 
-    def watch(self) -> None:
+    def attach_hooks(self) -> None:
         """Hook the trainable unsharded parameters, to be told when their gradients arrive."""
         own, fulls = weakref.ref(self), self._group.unsharded.params
         trainable = [i for i, full in enumerate(fulls) if full.requires_grad]
@@ -75,21 +75,21 @@ class Gradients:
                 self._hooked.add(index)
         self._trainable = frozenset(trainable)
         self._awaited = set(self._trainable)
-        self._departures = self._plan_departures()
+        self._part_queue = self._plan_parts()
 
-    def _plan_departures(self) -> Departures | None:
+    def _plan_parts(self) -> PartQueue | None:
         """The parts in which gradients are reduced; None if they are reduced together."""
         buckets = self._group.buckets
         if all(len(bucket.parts) == 1 for bucket in buckets):
             return None
         firsts = accumulate([len(bucket.params) for bucket in buckets], initial=0)
         parts = [bucket.parts for bucket in buckets]
-        return Departures(list(zip(firsts, parts, strict=False)), self._trainable)
+        return PartQueue(list(zip(firsts, parts, strict=False)), self._trainable)
 
     @outside_transforms
     def arrived(self, index: int) -> None:
         """Autograd has accumulated the gradient of one unsharded parameter."""
-        departures, listener = self._departures, self._group.listener
+        queue, listener = self._part_queue, self._group.listener
         if self.state is not PENDING:
             if self._group.unsharded.are_shards:
                 self._refuse_changed_shards()
@@ -98,9 +98,9 @@ class Gradients:
                 self.finish()
             self._step("accumulate")
             self._awaited = set(self._trainable)
-            if departures is not None:
-                departures.begin()
-        elif departures is not None and index in departures.gone:
+            if queue is not None:
+                queue.begin()
+        elif queue is not None and index in queue.sent:
             self._finish_sent()  # this gradient is of another nested backward, and part of another sum
         elif self._group.policy.backward_prefetch == "after":
             listener.gradient_came()  # if of a nested backward, the group is resharded later
@@ -108,7 +108,7 @@ class Gradients:
         if not self._awaited:
             self._awaited = set(self._trainable)  # for another call, which a nested backward may reach
             listener.gradients_complete()
-        elif departures is not None and departures.arrive(index):
+        elif queue is not None and queue.arrive(index):
             listener.part_complete()
 
     def _refuse_changed_shards(self) -> None:
@@ -123,16 +123,16 @@ class Gradients:
     # --- reduction --------------------------------------------------------------------------------
 
     @property
-    def leave_in_parts(self) -> bool:
+    def are_reduced_in_parts(self) -> bool:
         """True if some gradients may be reduced before all have arrived."""
-        return self._departures is not None
+        return self._part_queue is not None
 
     def send_ready(self) -> list[PartReduction]:
         """Begin to reduce the parts that are complete and need not wait for the others."""
-        assert self._departures is not None
-        departures = self._departures
+        assert self._part_queue is not None
+        queue = self._part_queue
         with _without_graph(), self._group.label("reduce"):
-            return self._issue(lambda: self._send(departures.leave()))
+            return self._issue(lambda: self._send(queue.take_ready()))
 
     def reduce(self) -> list[PartReduction]:
         """Begin to reduce the unsharded gradients that are left; return the reductions begun."""
@@ -140,7 +140,7 @@ class Gradients:
         state = self._next("join" if joins else "reduce")
         with _without_graph(), self._group.label("reduce"):
             if not self._group.unsharded.params:  # it has not run on this rank
-                self._departures = self._plan_departures()
+                self._part_queue = self._plan_parts()
             part_reductions = self._issue(self._send_rest)
             for bucket, reduction in zip(self._group.buckets, self._reductions, strict=True):
                 self._close(bucket, reduction)
@@ -159,11 +159,11 @@ class Gradients:
 
     def _send_rest(self) -> list[PartReduction]:
         """Begin to reduce all gradients that are left."""
-        if self._departures is None:
+        if self._part_queue is None:
             return self._send_all()
         if self.state is not PENDING:
-            self._departures.begin()
-        return self._send(self._departures.rest())
+            self._part_queue.begin()
+        return self._send(self._part_queue.take_rest())
 
     def _send_all(self) -> list[PartReduction]:
         """Begin to reduce the gradients of each bucket, all together."""
@@ -178,19 +178,19 @@ class Gradients:
             part_reductions += [reduction.send(part, own) for part in bucket.parts]
         return part_reductions
 
-    def _send(self, departures: Iterable[Departure]) -> list[PartReduction]:
+    def _send(self, parts: Iterable[QueuedPart]) -> list[PartReduction]:
         """Begin to reduce the gradients of these parts."""
         part_reductions = []
         all_params, all_fulls = self._group.shards.params, self._group.unsharded.params
-        for departure in departures:
-            reduction = self._reductions[departure.bucket] or self._open(departure.bucket, is_filled=False)
-            params = [all_params[index] for index in departure.indices]
-            fulls = [all_fulls[index] for index in departure.indices] if all_fulls else ()
-            gradients: list[Tensor | None] = [None] * len(self._group.buckets[departure.bucket].params)
+        for queued in parts:
+            reduction = self._reductions[queued.bucket] or self._open(queued.bucket, is_filled=False)
+            params = [all_params[index] for index in queued.indices]
+            fulls = [all_fulls[index] for index in queued.indices] if all_fulls else ()
+            gradients: list[Tensor | None] = [None] * len(self._group.buckets[queued.bucket].params)
             taken = self._take(params, fulls)
-            for index, gradient in zip(departure.part.indices, taken, strict=True):
+            for index, gradient in zip(queued.part.indices, taken, strict=True):
                 gradients[index] = gradient
-            part_reductions.append(reduction.send(departure.part, gradients))
+            part_reductions.append(reduction.send(queued.part, gradients))
         return part_reductions
 
     def _open(self, number: int, *, is_filled: bool) -> Reduction:
@@ -215,50 +215,51 @@ class Gradients:
                 self._finish(number)
         there = [i for i in self._trainable if self._group.unsharded.params[i].grad is not None]
         self._awaited = set(self._trainable.difference(there))
-        if self._departures is not None:
-            self._departures.begin(there)
+        if self._part_queue is not None:
+            self._part_queue.begin(there)
 
     def advance(self) -> None:
         """Let the reduction proceed to the all-reduce over replicas."""
         for reduction in self._in_flight():
-            self._wait(reduction.advance)
+            self._wait_for_ranks(reduction.advance)
 
     @property
-    def land_on_host(self) -> bool:
-        """True if a reduction in flight ends in host memory; it is better waited for late."""
-        return any(map(_lands_on_host, self._in_flight()))
+    def arrive_on_host(self) -> bool:
+        """True if a reduction in flight copies its result to host memory; it is better waited for late."""
+        return any(map(_arrives_on_host, self._in_flight()))
 
-    def release_shipment(self, part_reduction: PartReduction) -> None:
+    def release_part(self, part_reduction: PartReduction) -> None:
         """Wait for the sums of one part, and free its unsharded gradients."""
-        self._wait(part_reduction.release)
+        self._wait_for_ranks(part_reduction.release)
 
     def release(self) -> None:
         """Wait for the sums of the reductions in flight, and free their unsharded gradients."""
         for reduction in self._in_flight():
-            self._wait(reduction.release)
+            self._wait_for_ranks(reduction.release)
 
     def finish(self) -> None:
         """Wait for the reduction and add its result to ``.grad`` of the shards."""
         finished = self._next("finish")
         with _without_graph():
-            waits = [self._finish(number) for number in range(len(self._group.buckets))]
-            self.state = self._next("defer") if any(waits) else finished
+            are_left = [self._finish(number) for number in range(len(self._group.buckets))]
+            self.state = self._next("defer") if any(are_left) else finished
             self._group.tell("reduced")
             params = self._group.shards.params
             self._has_deferred = self._has_deferred and any(p.remembers_deferred for p in params)
-            if any(waits):
+            if any(are_left):
                 self._mark_deferred()
 
     def _finish(self, number: int) -> bool:
         """Wait for the sums of one bucket; True if they are deferred until a sum over replicas."""
         bucket, reduction = self._group.buckets[number], self._reductions[number]
         assert reduction is not None
-        self._wait(reduction.finish)
+        self._wait_for_ranks(reduction.finish)
         self._reductions[number] = None
-        plainly = not self._has_deferred and self._group.shards.watch().has_no_gradient_hooks()
+        plainly = not self._has_deferred and self._group.shards.snapshot().has_no_gradient_hooks()
         return bucket.accumulate(reduction, without_hooks=plainly)
 
-    def _wait(self, finish: Callable[[], Any]) -> None:
+    def _wait_for_ranks(self, finish: Callable[[], Any]) -> None:
+        """Run ``finish``, which waits for other ranks; if that fails, explain why."""
         self._group.waits.finish(finish, self._group.waits.for_reduction)
 
     def _in_flight(self) -> Iterator[Reduction]:
@@ -283,14 +284,16 @@ class Gradients:
         self._has_deferred = True
         params = self._group.shards.params
         fulls = [full.grad for full in self._group.unsharded.params] or [None] * len(params)
-        for param, waits, full in zip(params, self._waiting(), fulls, strict=True):
-            if waits:
+        for param, is_left_for_later, full in zip(params, self._left_for_later(), fulls, strict=True):
+            if is_left_for_later:
                 param.defer_gradient(full)
 
-    def _waiting(self) -> list[bool]:
-        """For each parameter, whether a deferred gradient waits, unsharded or reduce-scattered."""
+    def _left_for_later(self) -> list[bool]:
+        """For each parameter, whether it has a deferred gradient, unsharded or reduce-scattered."""
         fulls = self._group.unsharded.params
-        sums = [bucket.waits(i) for bucket in self._group.buckets for i in range(len(bucket.params))]
+        sums = [
+            bucket.has_earlier_for(i) for bucket in self._group.buckets for i in range(len(bucket.params))
+        ]
         if not fulls:
             return sums
         return [s or full.grad is not None for s, full in zip(sums, fulls, strict=True)]
@@ -317,10 +320,10 @@ class Gradients:
                 if param.was_cleared():
                     if fulls:
                         fulls[index].grad = None
-                    if bucket.waits(own):
+                    if bucket.has_earlier_for(own):
                         bucket.drop_earlier(own)
                 index += 1
-        if any(self._waiting()):
+        if any(self._left_for_later()):
             self._mark_deferred()
         else:
             self._step("drop")
@@ -328,7 +331,7 @@ class Gradients:
     def drop(self) -> None:
         """Forget unsharded gradients, in flight or not."""
         for reduction in self._in_flight():
-            self._wait(reduction.drop)
+            self._wait_for_ranks(reduction.drop)
         self._reductions = [None] * len(self._group.buckets)
         for full in self._group.unsharded.params:
             full.grad = None

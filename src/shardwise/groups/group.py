@@ -83,13 +83,17 @@ class Tie:
 
 
 class ParameterGroup:
-    """The parameters of ``modules``, in buckets by mesh; ``owners`` are all modules that register them."""
+    """The parameters of one ``fully_shard`` call, in buckets by mesh.
+
+    ``modules`` are those of the call. ``managed_modules`` are these and all inside, but for those that other
+    calls have sharded: every module that registers a parameter of the group.
+    """
 
     def __init__(
         self,
         name: str,
         modules: Sequence[nn.Module],
-        owners: Sequence[nn.Module],
+        managed_modules: Sequence[nn.Module],
         buckets: list[Bucket],
         mesh: ShardMesh,
         policy: CommPolicy,
@@ -97,7 +101,7 @@ class ParameterGroup:
     ) -> None:
         self.name = name
         self.modules = tuple(modules)
-        self.owners = tuple(owners)
+        self.managed_modules = tuple(managed_modules)
         self.buckets = buckets
         self.mesh = mesh  # of the fully_shard call; shard_placement_fn may give a parameter another
         self.device = mesh.device
@@ -108,8 +112,8 @@ class ParameterGroup:
         self.ignored: list[nn.Parameter] = []
         self.choices: set[str] = set()  # which setters have chosen how to communicate
         self.partly_loaded: str | None = None  # why a load failed half-way
-        self.added = ModuleWatch(owners)
-        self.side_tensors = SideTensors(owners)
+        self.added = ModuleWatch(managed_modules)
+        self.side_tensors = SideTensors(managed_modules)
         self.observer: Observer | None = None
         self.listener: Listener = _NoListener()
         self.streams: CommStreams
@@ -130,7 +134,7 @@ class ParameterGroup:
         self.partly_loaded = other.partly_loaded
 
     @torch.no_grad()
-    def plan(self) -> list[nn.Parameter]:
+    def make_shards(self) -> list[nn.Parameter]:
         """Lay out the buckets, and make their shards from the full parameters. Touches no module."""
         with torch.inference_mode(False):
             return [shard for bucket in self.buckets for shard in bucket.make_shards()]
@@ -215,7 +219,9 @@ class ParameterGroup:
 
     def axes(self) -> list[Axis]:
         """The axes over which its parameters are sharded, the longest first."""
-        axes = {id(axis.pg): axis for b in self.buckets for axis in b.mesh.axes() if axis is b.mesh.shard}
+        axes = {
+            id(axis.pg): axis for b in self.buckets for axis in b.mesh.axes() if axis is b.mesh.shard_axis
+        }
         return sorted(axes.values(), key=lambda axis: -axis.world)
 
     def all_axes(self) -> list[Axis]:

@@ -23,7 +23,7 @@ from shardwise.torch_compat.nn_modules import refresh_flat_weights
 if TYPE_CHECKING:
     from shardwise.groups.group import ParameterGroup
 
-_is_on_meta = attrgetter("shard.bytes.is_meta")
+_is_on_meta = attrgetter("flat_shard.bytes.is_meta")
 
 
 class Shards:
@@ -31,7 +31,7 @@ class Shards:
 
     def __init__(self, group: "ParameterGroup") -> None:
         self._group = group
-        self._watch: ShardSnapshot | None = None
+        self._snapshot: ShardSnapshot | None = None
         self.params: list[Param] = []
         self._rnns: list[nn.RNNBase] = []
         self.is_tensor_parallel = False
@@ -41,9 +41,9 @@ class Shards:
         """Start over with the parameters that the buckets have now, while none is unsharded."""
         group = self._group
         self.params = [param for bucket in group.buckets for param in bucket.params]
-        self.are_replicated = any(not bucket.mesh.replicate.is_alone for bucket in group.buckets)
+        self.are_replicated = any(not bucket.mesh.replicate_axis.is_alone for bucket in group.buckets)
         self.is_tensor_parallel = any(param.is_tensor_parallel for param in self.params)
-        self._watch = None  # made when the shards are first checked for changes
+        self._snapshot = None  # made when the shards are first checked for changes
         modules = dict.fromkeys(site.module for param in self.params for site in param.sites)
         self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
         group.unsharded.forget()
@@ -139,7 +139,7 @@ class Shards:
     def follow(self) -> bool:
         """Adopt what was assigned, moved, cast, frozen or unfrozen since the last call; True if any was."""
         fulls = self._group.unsharded.params
-        if self._watch is not None and self._watch.is_untouched(fulls) and not self._are_on_meta():
+        if self._snapshot is not None and self._snapshot.is_untouched(fulls) and not self._are_on_meta():
             return False
         self.adopt_replaced()
         if self._are_on_meta() or any(dtensor.local_tensor(p.sharded) is not p.local for p in self.params):
@@ -148,13 +148,14 @@ class Shards:
         return True
 
     def follow_freezing(self) -> None:
-        """Copy ``requires_grad`` of the shards to the unsharded parameters, and watch these."""
+        """Copy ``requires_grad`` of the shards to the unsharded parameters, and hook these."""
         for param in self.params:
             if param.unsharded is not None and param.unsharded.requires_grad != param.sharded.requires_grad:
                 param.unsharded.requires_grad_(param.sharded.requires_grad)
                 self._group.listener.plan_changed()
-        self._group.gradients.watch()
-        self._watch = ShardSnapshot(self.params)
+        # Before the first unshard there are no unsharded parameters: Unsharded.make calls this again.
+        self._group.gradients.attach_hooks()
+        self._snapshot = ShardSnapshot(self.params)
 
     def _are_on_meta(self) -> bool:
         return any(map(_is_on_meta, self._group.buckets))
@@ -187,14 +188,14 @@ class Shards:
 
     @property
     def were_looked_at(self) -> bool:
-        """True once they have been unsharded, and are being watched for changes."""
-        return self._watch is not None
+        """True once they have been unsharded, and compared with a snapshot since."""
+        return self._snapshot is not None
 
-    def watch(self) -> ShardSnapshot:
+    def snapshot(self) -> ShardSnapshot:
         """A snapshot of all of them, which answers questions in loops that run in C."""
-        if self._watch is None:
-            self._watch = ShardSnapshot(self.params)
-        return self._watch
+        if self._snapshot is None:
+            self._snapshot = ShardSnapshot(self.params)
+        return self._snapshot
 
     def is_stale(self) -> bool:
         """True if this rank's shards changed since the unsharded parameters were gathered from them."""

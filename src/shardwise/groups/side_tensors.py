@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 
 class SideTensors:
-    """Looks for them on the attributes of ``owners``."""
+    """Looks for them on the attributes of ``managed_modules``."""
 
-    def __init__(self, owners: Sequence[nn.Module]) -> None:
-        is_torchs = {module: type(module).__module__.startswith("torch.nn.") for module in owners}
-        self._own_attributes = [module.__dict__ for module in owners if not is_torchs[module]]
-        self._torch_attributes = [module.__dict__ for module in owners if is_torchs[module]]
+    def __init__(self, managed_modules: Sequence[nn.Module]) -> None:
+        is_torchs = {module: type(module).__module__.startswith("torch.nn.") for module in managed_modules}
+        self._own_attributes = [module.__dict__ for module in managed_modules if not is_torchs[module]]
+        self._torch_attributes = [module.__dict__ for module in managed_modules if is_torchs[module]]
         self._num_torch_attributes = -1
 
     def find(self) -> list[Tensor]:

@@ -22,7 +22,7 @@ class GradientState(Enum):
     EMPTY = "empty"  # none; only .grad of the shards
     PENDING = "pending"  # those of the running backward, perhaps not all of them
     DEFERRED = "deferred"  # those of earlier backwards, unreduced or not yet all-reduced, on request
-    REDUCING = "reducing"  # being reduced: the unsharded gradients and the results are in memory
+    REDUCING = "reducing"  # unsharded gradients until they are summed, and the sums
 
     __hash__ = object.__hash__
 

@@ -45,7 +45,7 @@ class Unsharded:
         self._group = group
         self.state = SHARDED
         self.is_shown = False
-        self._ticket: CommWork | None = None
+        self._work: CommWork | None = None
         self._versions: list[int] = []  # of the shards, when they were all-gathered
         self.forget()
 
@@ -53,7 +53,7 @@ class Unsharded:
         """Drop them; the next unshard makes new ones."""
         self.params: tuple[nn.Parameter, ...] = ()
         self._freed: tuple[nn.Parameter, ...] = ()  # those whose memory is freed by a reshard
-        self._watch = UnshardedView((), ())
+        self._view = UnshardedView((), ())
         self._versions = [0] * len(self._group.shards.params)
 
     def make(self) -> None:
@@ -68,8 +68,8 @@ class Unsharded:
         self._freed = tuple(
             full for b in group.buckets if not b.unsharded_buffer.is_alias for full in b.unsharded_params
         )
-        self._watch = UnshardedView(group.shards.params, self.params)
-        group.gradients.watch()
+        self._view = UnshardedView(group.shards.params, self.params)
+        group.gradients.attach_hooks()
 
     # --- unshard ----------------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ class Unsharded:
         if not group.shards.were_looked_at or not self.params:
             self.unshard()
             return
-        if not group.shards.watch().is_as_trainable() and group.gradients.state is not PENDING:
+        if not group.shards.snapshot().is_as_trainable() and group.gradients.state is not PENDING:
             group.shards.follow_freezing()
             group.listener.changes_followed()
         self._gather()
@@ -111,12 +111,12 @@ class Unsharded:
             return
         group = self._group
         group.refuse_if_summoned("gathering for a forward, a backward or unshard()", _FOR_FORWARDS)
-        if self.state is SHARDED:
-            self._versions = group.shards.watch().versions()
+        if self.state is SHARDED:  # from PARTLY, contents and versions are those of the all-gather before
+            self._versions = group.shards.snapshot().versions()
         group.tell("gather")
         with group.label("gather"):
             try:
-                self._ticket = group.streams.all_gather.submit(self._start_gather)
+                self._work = group.streams.all_gather.submit(self._start_gather)
             except RuntimeError as error:
                 group.waits.raise_explained(error, group.waits.for_gather)
         group.waits.issued(group.waits.for_gather)
@@ -154,9 +154,9 @@ class Unsharded:
         self.state = state
 
     def _finish_gather(self) -> None:
-        assert self._ticket is not None
-        self._group.waits.finish(self._ticket.wait, self._group.waits.for_gather)
-        self._ticket = None
+        assert self._work is not None
+        self._group.waits.finish(self._work.wait, self._group.waits.for_gather)
+        self._work = None
 
     def wait_if_on_the_way(self) -> None:
         """As ``wait``, unless they were resharded meanwhile."""
@@ -166,7 +166,7 @@ class Unsharded:
     @property
     def in_flight(self) -> CommWork | None:
         """The all-gather that nobody has waited for, if there is one."""
-        return self._ticket
+        return self._work
 
     # --- what modules see -------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class Unsharded:
         """Let the modules see the full parameters."""
         if not self.is_shown:
             self.is_shown = True
-            self._watch.shadow()
+            self._view.shadow()
             self._group.shards.refresh_flat_weights()
 
     def hide(self) -> None:
@@ -184,7 +184,7 @@ class Unsharded:
         """
         if self.is_shown:
             self.is_shown = False
-            self._watch.unshadow()
+            self._view.unshadow()
             self._group.shards.refresh_flat_weights()
 
     def summon(self) -> None:
@@ -284,7 +284,7 @@ class Unsharded:
         changed: list[str] = []
         for bucket in self._group.buckets:
             changed += bucket.relocated_params()
-        versions = self._watch.versions()
+        versions = self._view.versions()
         if versions != self._versions:
             rows = zip(self._group.shards.params, versions, self._versions, strict=True)
             moved = [param for param, now, before in rows if now != before]
@@ -336,6 +336,9 @@ class Unsharded:
             return False
         address = innermost(tensor).data_ptr()
         return any(map(methodcaller("holds", address), map(_gathered, self._group.buckets)))
+
+    # ``wait``, ``reshard`` and ``keep_part`` ask for the next state first and set it last: an event that is
+    # refused does nothing, and if the work fails, ``abandon`` finds the state in which it began.
 
     def _next(self, event: str) -> UnshardState:
         return next_state(UNSHARD_STATES, self.state, event, self._group.name)

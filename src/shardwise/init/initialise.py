@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.engine.members import Member, sharded_members
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.shards import meta_message
-from shardwise.groups.states import UnshardState
+from shardwise.groups.states import SHARDED
 from shardwise.init.inventory import Inventory, refuse_what_is_missing
 from shardwise.init.meta_memory import give_memory, named_tensors
 from shardwise.init.partial_loads import clear_partly_loaded, mark_partly_loaded
@@ -301,7 +301,7 @@ def _check_syncable(model: nn.Module, src: Any) -> None:
     if isinstance(src, bool) or not isinstance(src, int):
         raise TypeError(f"sync_module_states: src is {src!r}, a {type(src).__name__}; pass a global rank.")
     for member in _members_at_rest(model, "sync_module_states"):
-        if member.group.unsharded.state is not UnshardState.SHARDED:
+        if member.group.unsharded.state is not SHARDED:
             member.root.free_between_passes(member.group, "sync_module_states")
     for name, tensor in named_tensors(model):
         kind = type(dtensor.plain(tensor))

@@ -1,1 +1,1 @@
-"""Arithmetic on shapes, dtypes and ranks; no tensor is touched."""
+"""Arithmetic on shapes, dtypes, meshes and ranks. It knows no buffers, parameters or groups."""

@@ -81,14 +81,14 @@ def axes_of(tensors: Iterable[torch.Tensor]) -> list[Axis]:
 class ShardMesh:
     """Over which ranks parameters are sharded and replicated.
 
-    ``mesh`` is the data-parallel mesh: its dims are those of ``replicate`` and ``shard`` that were asked
-    for, in this order. ``full_mesh`` is the mesh of all dims where the caller named the data-parallel ones
+    ``mesh`` is the data-parallel mesh: its dims are those of replicate and shard that were asked for, in this
+    order. ``full_mesh`` is the mesh of all dims where the caller named the data-parallel ones
     (``dp_mesh_dims``) in it; its parameters may be DTensors on the whole of it.
     """
 
     mesh: DeviceMesh
-    shard: Axis
-    replicate: Axis
+    shard_axis: Axis
+    replicate_axis: Axis
     device: torch.device
     roles: tuple[str, ...]
     full_mesh: "FullMesh | None" = None
@@ -105,21 +105,21 @@ class ShardMesh:
             return self.parts[self.roles.index("shard")]
         if "shard" in self.roles and self.mesh.mesh_dim_names is not None:
             return self.mesh[self.mesh.mesh_dim_names[self.roles.index("shard")]]
-        pg = self.shard.pg
+        pg = self.shard_axis.pg
         if "shard" not in self.roles:
-            assert self.replicate.pg is not None
-            pg = c10d.subgroup(self.replicate.pg, [self.replicate.rank], self.device, "alone")
+            assert self.replicate_axis.pg is not None
+            pg = c10d.subgroup(self.replicate_axis.pg, [self.replicate_axis.rank], self.device, "alone")
         assert pg is not None
         return DeviceMesh.from_group(pg, self.mesh.device_type)
 
     @property
     def num_ranks(self) -> int:
         """The number of ranks over which gradients are averaged."""
-        return self.shard.world * self.replicate.world
+        return self.shard_axis.world * self.replicate_axis.world
 
     def axes(self) -> list[Axis]:
         """The axes with more than one rank."""
-        return [axis for axis in (self.shard, self.replicate) if not axis.is_alone]
+        return [axis for axis in (self.shard_axis, self.replicate_axis) if not axis.is_alone]
 
     def placements_of(
         self, tensor: torch.Tensor, dim: int, where: str

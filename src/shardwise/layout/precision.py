@@ -45,10 +45,10 @@ class PrecisionRule:
     """Which part of a policy holds for which parameter: what stays in its own dtype, throughout
     (``full_precision``) or while it is computed with (``param_dtype_override_fn``).
 
-    ``managed``: all modules of the call, those around others first.
+    ``managed_modules``: all modules of the call, those around others first.
     """
 
-    def __init__(self, policy: Any, managed: list[nn.Module]) -> None:
+    def __init__(self, policy: Any, managed_modules: list[nn.Module]) -> None:
         self._policy = policy
         self._override: Any = getattr(policy, "param_dtype_override_fn", None)
         self._overridden: dict[int, bool] = {}  # by the parameter's id: it is asked once
@@ -61,7 +61,7 @@ class PrecisionRule:
             self._predicate = rule
             return
         classes = () if rule is None else (rule,) if isinstance(rule, type) else tuple(rule)
-        for module in managed:
+        for module in managed_modules:
             if isinstance(module, classes) and module not in self._inside:
                 self.outermost.append(module)
                 self._inside.update(module.modules())

@@ -79,7 +79,7 @@ def _count(
     group = named.get(name)
     if group is None:  # of the same model, but not of the module that was asked about
         return
-    shares = any(not bucket.mesh.shard.is_alone for bucket in group.buckets)
+    shares = any(not bucket.mesh.shard_axis.is_alone for bucket in group.buckets)
     if event == "gather" and shares:
         counts.all_gather[name] += 1
     elif event == "reduce":

@@ -196,7 +196,7 @@ def _snapshot_of(member: Member) -> GroupSnapshot:
 def _shards(group: ParameterGroup) -> Iterator[Tensor]:
     """The flat shards, and what was put in place of their parts and not taken over yet."""
     for bucket in group.buckets:
-        flat = bucket.shard.bytes
+        flat = bucket.flat_shard.bytes
         yield flat
         for param in bucket.params:
             # Registered are shards that were assigned, and full parameters while these are summoned.

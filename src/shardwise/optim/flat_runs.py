@@ -78,14 +78,14 @@ def locate(param: Tensor, local: Tensor, gradient: Tensor) -> Location | None:
     if found is None or not local.numel() or type(local) is not Tensor:
         return None
     bucket, index = found
-    slot, view = bucket.stored.slots[index], bucket.shard.views[index]
+    slot, view = bucket.stored.slots[index], bucket.flat_shard.views[index]
     is_over_it = (view.dtype, view.shape, view.stride()) == (local.dtype, local.shape, local.stride())
     if view.is_meta or local.is_meta or not is_over_it or view.data_ptr() != local.data_ptr():
         return None  # moved, or assigned, and the bucket has yet to follow
     start, gradients = slot.shard_offset // local.itemsize, bucket.sharded_gradients
     end, gradient_start = start + slot.padded_numel, gradients.gradient_offset(index)
     buffer = gradients.buffer_of(index, gradient)
-    return Location(bucket.shard, gradients, index, start, end, gradient_start, buffer)
+    return Location(bucket.flat_shard, gradients, index, start, end, gradient_start, buffer)
 
 
 @dataclass(eq=False)

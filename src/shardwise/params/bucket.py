@@ -64,7 +64,10 @@ class Bucket:
         self._make_communicators()
         self._post_forward: PostForwardShard | None = None
         self._earlier: Tensor | None = None  # sums that have yet to be summed over replicas
-        self._is_earlier: list[bool] = [False] * len(params)
+        # Set by close_reduction for accumulate: which parameters have a gradient in the reduction or in the
+        # earlier sums, and whether the reduction goes on to the replicas.
+        self._has_sum: list[bool] = [False] * len(params)
+        self._covers_replicas = True
 
     # --- how it communicates ----------------------------------------------------------------------
 
@@ -75,7 +78,7 @@ class Bucket:
 
     def _make_communicators(self) -> None:
         """Make the communicators from all options at once, so that none undoes another."""
-        chosen, pg, device = self._comms, self.mesh.shard.pg, self.mesh.device
+        chosen, pg, device = self._comms, self.mesh.shard_axis.pg, self.mesh.device
         self._all_gather_comm = (chosen.make_all_gather or make_communicator)(pg, device)
         make_reduce_scatter = (
             chosen.reducer.reduce_scatter_communicator
@@ -83,11 +86,11 @@ class Bucket:
             else chosen.make_reduce_scatter or make_communicator
         )
         self._reduce_scatter_comm = make_reduce_scatter(chosen.reduce_pg or pg, device)
-        replicas = self.mesh.replicate.pg
+        replicas = self.mesh.replicate_axis.pg
         self._sum_over_replicas: AllReduce | None = None
         if chosen.reducer is not None:
             self._sum_over_replicas = chosen.reducer.all_reduce_function(replicas, device)
-        elif replicas is not None and not self.mesh.replicate.is_alone:
+        elif replicas is not None and not self.mesh.replicate_axis.is_alone:
             self._sum_over_replicas = partial(all_reduce, replicas)
         for comm in (self._all_gather_comm, self._reduce_scatter_comm):
             comm.channel = chosen.channel
@@ -144,9 +147,9 @@ class Bucket:
         """Lay out the bucket and make its sharded parameters from the originals; touches no module."""
         on_meta = any(param.sharded.is_meta for param in self.params)
         self.lay_out(torch.device("meta") if on_meta else self.storage.device)
-        rank = self.mesh.shard.rank
+        rank = self.mesh.shard_axis.rank
         shards = []
-        for param, slot, view in zip(self.params, self.stored.slots, self.shard.views, strict=True):
+        for param, slot, view in zip(self.params, self.stored.slots, self.flat_shard.views, strict=True):
             part = shard_of(param.content(), slot, rank)
             if view.is_meta and not part.is_meta:
                 # Other parameters of the bucket have no values yet: until then this one has its own memory.
@@ -161,21 +164,21 @@ class Bucket:
         self.reduced = self._layout("reduced")
         self.kept = self._layout("kept")
         is_pinned = self.storage.is_pinned and device.type == "cpu"
-        self.shard = FlatShard(self.stored, self.mesh.shard.rank, device, is_pinned=is_pinned)
+        self.flat_shard = FlatShard(self.stored, self.mesh.shard_axis.rank, device, is_pinned=is_pinned)
         self._reduce_scatter = ReduceScatter(
             self._reduce_scatter_comm, self.reduced, self.mesh.device, self.policy.part_bytes
         )
         for each in (self._reduce_scatter_comm, self._sum_over_replicas):
             if isinstance(each, (QuantizedExchange, QuantizedSum)):
                 each.plan_for(self.reduced)
-        self.sharded_gradients = ShardedGradients(self.params, self.kept, self.mesh.shard.rank)
+        self.sharded_gradients = ShardedGradients(self.params, self.kept, self.mesh.shard_axis.rank)
         self._destination = Destination(self.kept, self.storage.device, self.storage.is_pinned)
         self._has_scalars = any(slot.is_replicated for slot in self.reduced.slots)
         self._all_gather: AllGather | None = None
         self._pieces: list[Tensor] | None = None
         self._post_forward = None
         self._earlier = None
-        self._is_earlier = [False] * len(self.params)
+        self._has_sum = [False] * len(self.params)
         self.unsharded_params = []
         for index, param in enumerate(self.params):
             param.unsharded = None
@@ -201,7 +204,7 @@ class Bucket:
             )
             for param, dtype in zip(self.params, dtypes, strict=True)
         ]
-        own = self.mesh.shard.world
+        own = self.mesh.shard_axis.world
         is_direct = [
             self._is_direct(e.chunk_numel(own) * p.precision.computed.itemsize)
             for e, p in zip(entries, self.params, strict=True)
@@ -220,7 +223,7 @@ class Bucket:
             return False
         if self.policy.packing_limit_bytes is not None:
             return chunk_bytes >= self.policy.packing_limit_bytes
-        is_large = chunk_bytes * self.mesh.shard.world > _LARGEST_PACKED_BYTES
+        is_large = chunk_bytes * self.mesh.shard_axis.world > _LARGEST_PACKED_BYTES
         return is_large or chunk_bytes >= self._all_gather_comm.packing_limit_bytes
 
     def _post_forward_world(self) -> int | None:
@@ -231,16 +234,18 @@ class Bucket:
     def make_unsharded_params(self) -> None:
         """Make the unsharded parameters. They stay the same objects from now on."""
         device = self.mesh.device
-        is_alias = self.mesh.shard.is_alone and self._sends_flat_shard
-        self.unsharded_buffer = UnshardedBuffer(self.computed, device, self.shard.bytes if is_alias else None)
+        is_alias = self.mesh.shard_axis.is_alone and self._sends_flat_shard
+        self.unsharded_buffer = UnshardedBuffer(
+            self.computed, device, self.flat_shard.bytes if is_alias else None
+        )
         for param, slot in zip(self.params, self.computed.slots, strict=True):
             param.make_unsharded(self.unsharded_buffer.unsharded_tensor(slot))
-        if not self.mesh.shard.is_alone:
+        if not self.mesh.shard_axis.is_alone:
             self._all_gather = self._make_all_gather()
             if self._sends_flat_shard:
-                self._pieces = self._all_gather.cut(self.shard.bytes)
+                self._pieces = self._all_gather.cut(self.flat_shard.bytes)
         if (axis := self._comms.post_forward_axis) is not None:
-            part = self._layout("computed", axis.world, self.mesh.shard.world)
+            part = self._layout("computed", axis.world, self.mesh.shard_axis.world)
             comm = make_communicator(axis.pg, device)
             comm.channel = self._comms.channel
             self._post_forward = PostForwardShard(comm, axis.rank, part, self.unsharded_buffer, device)
@@ -259,7 +264,7 @@ class Bucket:
     @property
     def _is_quantized(self) -> bool:
         """True if unsharded parameters are only close to the sharded ones."""
-        return self.policy.quantized_gather is not None and not self.mesh.shard.is_alone
+        return self.policy.quantized_gather is not None and not self.mesh.shard_axis.is_alone
 
     @property
     def is_offloaded(self) -> bool:
@@ -295,7 +300,7 @@ class Bucket:
 
     def _copy_flat_shard(self, target: Tensor, stream: CommStream) -> None:
         """Copy the flat shard to ``target``, on the computing device and in the computing dtypes."""
-        source = self.shard.bytes
+        source = self.flat_shard.bytes
         if source.device != target.device and self.computed is not self.stored:
             scratch = stream.acquire(source.numel(), target.device)
             staged = scratch.bytes[: source.numel()]
@@ -321,10 +326,10 @@ class Bucket:
         Compares them with its own part of the unsharded buffer: versions do not tell, since foreach and fused
         optimizers, and changes through ``.data``, do not count on a DTensor.
         """
-        rank = self.mesh.shard.rank
+        rank = self.mesh.shard_axis.rank
         if self._is_quantized or not all(param.is_untouched() for param in self.params):
             return True
-        if self.mesh.shard.is_alone and self._sends_flat_shard:
+        if self.mesh.shard_axis.is_alone and self._sends_flat_shard:
             return False
         for param, slot in zip(self.params, self.computed.slots, strict=True):
             part = shard_of(param.unsharded_data().detach(), slot, rank)
@@ -367,15 +372,15 @@ class Bucket:
                     "shard it over a mesh of the other device."
                 )
         has_new_dtype = any(param.sharded.dtype != param.precision.stored for param in self.params)
-        if has_new_dtype or self.shard.bytes.device != self.storage.device:
+        if has_new_dtype or self.flat_shard.bytes.device != self.storage.device:
             for param in self.params:
                 param.follow_dtype()
             self.rebuild_flat_shard()
             return True
         locals_ = [dtensor.local_tensor(param.sharded) for param in self.params]
         with torch.inference_mode(False):
-            self.shard.fill(locals_)
-        for param, view, local in zip(self.params, self.shard.views, locals_, strict=True):
+            self.flat_shard.fill(locals_)
+        for param, view, local in zip(self.params, self.flat_shard.views, locals_, strict=True):
             if local is not view:
                 param.rebase(view)
         return False
@@ -389,8 +394,8 @@ class Bucket:
         locals_ = [dtensor.local_tensor(param.sharded) for param in self.params]
         with torch.inference_mode(False):
             self.lay_out(self.storage.device)
-            self.shard.fill(locals_)
-        for param, view in zip(self.params, self.shard.views, strict=True):
+            self.flat_shard.fill(locals_)
+        for param, view in zip(self.params, self.flat_shard.views, strict=True):
             param.rebase(view)
 
     # --- gradients --------------------------------------------------------------------------------
@@ -408,27 +413,29 @@ class Bucket:
 
     def close_reduction(self, reduction: Reduction, all_reduces: bool, hook: Hook | None) -> None:
         """All gradients are sent: continue with the replicas, if ``all_reduces``."""
-        self._all_reduces = all_reduces or self.mesh.replicate.is_alone
-        self._is_earlier = list(map(or_, self._is_earlier, reduction.present))
+        self._covers_replicas = all_reduces or self.mesh.replicate_axis.is_alone
+        self._has_sum = list(map(or_, self._has_sum, reduction.present))
         earlier, self._earlier = self._earlier, None
-        replica_sum = self._sum_over_replicas if self._all_reduces else None
-        destination = self._destination if self._all_reduces else Destination(self.reduced, self.mesh.device)
+        replica_sum = self._sum_over_replicas if self._covers_replicas else None
+        destination = (
+            self._destination if self._covers_replicas else Destination(self.reduced, self.mesh.device)
+        )
         agree = self._broadcast_copies if self._has_unequal_copies else None
         replicas = NO_REPLICAS
         if replica_sum is not None or earlier is not None or hook is not None or agree is not None:
             summed = [
                 index
-                for index, (param, was_there) in enumerate(zip(self.params, self._is_earlier, strict=True))
-                if was_there or param.sharded.requires_grad
+                for index, (param, has_sum) in enumerate(zip(self.params, self._has_sum, strict=True))
+                if has_sum or param.sharded.requires_grad
             ]
-            own_hook = hook if self._all_reduces else None
+            own_hook = hook if self._covers_replicas else None
             replicas = ReplicaReduction(frozenset(summed), replica_sum, earlier, own_hook, agree)
         reduction.close(replicas, destination)
 
     @property
     def _has_unequal_copies(self) -> bool:
         """True if ranks keep the same scalar, but may get different bits for its gradient."""
-        if not self._has_scalars or self.mesh.shard.is_alone:
+        if not self._has_scalars or self.mesh.shard_axis.is_alone:
             return False
         return not self._reduce_scatter_comm.sums_are_bitwise_equal or self._comms.reducer is not None
 
@@ -440,7 +447,7 @@ class Bucket:
             if slot.is_replicated
         ]
         flat = torch.cat(copies)
-        dist.broadcast(flat, group=self._comms.reduce_pg or self.mesh.shard.pg, group_src=0)
+        dist.broadcast(flat, group=self._comms.reduce_pg or self.mesh.shard_axis.pg, group_src=0)
         for copy, agreed in zip(copies, flat.split([len(copy) for copy in copies]), strict=True):
             copy.copy_(agreed)
 
@@ -449,12 +456,12 @@ class Bucket:
 
         ``without_hooks``: no sharded parameter has gradient hooks or a deferred gradient.
         """
-        if not self._all_reduces:
+        if not self._covers_replicas:
             self._earlier = reduction.output
             return True
-        present, self._is_earlier = self._is_earlier, [False] * len(self.params)
-        if not (without_hooks and all(present) and self.sharded_gradients.accumulate_all(reduction.output)):
-            self.sharded_gradients.accumulate(reduction.output, present)
+        has_sum, self._has_sum = self._has_sum, [False] * len(self.params)
+        if not (without_hooks and all(has_sum) and self.sharded_gradients.accumulate_all(reduction.output)):
+            self.sharded_gradients.accumulate(reduction.output, has_sum)
         return False
 
     @property
@@ -462,23 +469,23 @@ class Bucket:
         """Sums that wait to be summed over replicas."""
         return self._earlier
 
-    def waits(self, index: int) -> bool:
-        """True if the sums of this parameter wait."""
-        return self._earlier is not None and self._is_earlier[index]
+    def has_earlier_for(self, index: int) -> bool:
+        """True while the sum of this parameter waits to be summed over replicas."""
+        return self._earlier is not None and self._has_sum[index]
 
     def drop_earlier(self, index: int) -> None:
         """Drop the waiting sums of one parameter."""
         assert self._earlier is not None
-        self._is_earlier[index] = False
+        self._has_sum[index] = False
         slot = self.reduced.slots[index]
         self._earlier[slot.shard_offset : slot.shard_offset + slot.padded_bytes].zero_()
-        if not any(self._is_earlier):
+        if not any(self._has_sum):
             self._earlier = None
 
     def drop_all_earlier(self) -> None:
         """Drop all waiting sums, and what was in flight."""
         self._earlier = None
-        self._is_earlier = [False] * len(self.params)
+        self._has_sum = [False] * len(self.params)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -153,7 +153,7 @@ class ExtensionBucket(Bucket):
 
     def make_shards(self) -> list[nn.Parameter]:
         """Make the sharded parameter; the local tensor has the class of the original."""
-        rank, world = self.mesh.shard.rank, self.mesh.shard.world
+        rank, world = self.mesh.shard_axis.rank, self.mesh.shard_axis.world
         whole = self._param.content()
         device = torch.device("meta") if whole.is_meta else self.storage.device
         self.lay_out(device)
@@ -169,13 +169,13 @@ class ExtensionBucket(Bucket):
     def lay_out(self, device: torch.device) -> None:
         """Plan the reduction; there is no flat shard."""
         super().lay_out(torch.device("meta"))
-        self.shard.bytes = torch.empty(0, dtype=torch.uint8, device=device)
+        self.flat_shard.bytes = torch.empty(0, dtype=torch.uint8, device=device)
         self._outputs: list[Tensor] | None = None
 
     def sync_flat_shard(self) -> bool:
         """Adopt a local tensor that was moved, cast or assigned; True if the bucket was laid out anew."""
         param = self._param
-        is_planned_anew = param.sharded.dtype != param.precision.stored or self.shard.bytes.is_meta
+        is_planned_anew = param.sharded.dtype != param.precision.stored or self.flat_shard.bytes.is_meta
         if is_planned_anew:
             self.rebuild_flat_shard()
         else:
@@ -303,7 +303,7 @@ class ExtensionBucket(Bucket):
         outputs = []
         for index, tensor in enumerate(inputs):
             rows = sum(shapes[index][0] for shapes in self._shapes) if tensor.dim() else None
-            shape = (rows, *tensor.shape[1:]) if rows is not None else (self.mesh.shard.world,)
+            shape = (rows, *tensor.shape[1:]) if rows is not None else (self.mesh.shard_axis.world,)
             outputs.append(tensor.new_empty(shape))
         self._start(inputs, outputs)()
         self._is_fresh = True
@@ -311,7 +311,7 @@ class ExtensionBucket(Bucket):
 
     def _shapes_of_all(self, own: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
         """The input shapes of all ranks; asked once, and only if they may differ."""
-        axis = self.mesh.shard
+        axis = self.mesh.shard_axis
         if axis.is_alone or self.stored.slots[0].is_even:
             return [own] * axis.world
         found: list[Any] = [None] * axis.world
@@ -320,7 +320,7 @@ class ExtensionBucket(Bucket):
 
     def _start(self, inputs: list[Tensor], outputs: list[Tensor]) -> Finish:
         """All-gather each input into its output, padded in transit if ranks have different sizes."""
-        if self.mesh.shard.is_alone:
+        if self.mesh.shard_axis.is_alone:
             for output, source in zip(outputs, inputs, strict=True):
                 output.view(source.shape).copy_(source)
             return nothing

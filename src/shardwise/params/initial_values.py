@@ -8,6 +8,7 @@ matter.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.layout.mesh import Axis, ShardMesh, axes_of
-from shardwise.params.parameter import InitialChecksums, Param
+from shardwise.params.parameter import Param
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.model_ranks import Broadcast
 from shardwise.ranks.replicas import (
@@ -32,6 +33,17 @@ from shardwise.ranks.replicas import (
 from shardwise.torch_compat import dtensor, nn_modules
 
 # --- compare --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class InitialChecksums:
+    """Checksums of a parameter at the moment when it was sharded: of the whole, and of this rank's shard.
+
+    None: it had no values, or none that can be compared.
+    """
+
+    whole: Tensor
+    part: Tensor
 
 
 @torch.no_grad()
@@ -50,7 +62,7 @@ def record_initial_values(params: Sequence[Param], shards: Sequence[nn.Parameter
 
 def _is_sharded(param: Param) -> bool:
     """True if ranks keep different parts; else they keep copies, which are compared as such."""
-    return not param.mesh.shard.is_alone and bool(param.shape)
+    return not param.mesh.shard_axis.is_alone and bool(param.shape)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ from shardwise.params.deferred import DeferredGradient, deferred_gradient
 from shardwise.params.flat_slot import FLAT_SLOT, FlatSlot
 from shardwise.params.replaced_parameter import NAME, ReplacedParameter, describe, have_equal_shards
 from shardwise.torch_compat import autograd, dtensor, nn_modules, tensor_impl
+
+if TYPE_CHECKING:
+    from shardwise.params.initial_values import InitialChecksums
 
 FREED = 2**31 - 1
 """The version of an unsharded parameter without contents; no tensor is changed that often."""
@@ -53,19 +56,11 @@ class Site:
         return nn_modules.registered(self.module, self.name)
 
 
-@dataclass(frozen=True, slots=True)
-class InitialChecksums:
-    """Checksums of a parameter at the moment when it was sharded: of the whole, and of this rank's shard.
-
-    None: it had no values, or none that can be compared.
-    """
-
-    whole: Tensor
-    part: Tensor
-
-
 class Param:
-    """A parameter of a group. ``local`` is this rank's shard, a view into its bucket's flat shard.
+    """A parameter of a group: the sharded one, ``sharded``, and the unsharded one, ``unsharded``.
+
+    ``local`` is this rank's shard, the local tensor of ``sharded`` and a view into its bucket's flat shard.
+    Until ``install_shard``, ``sharded`` is the original parameter, and ``local`` its whole content.
 
     What is sharded is the parameter's own tensor, or this rank's part of it where it is a DTensor of
     tensor or expert parallelism; ``shape`` is that of the tensor to be sharded.
@@ -131,7 +126,7 @@ class Param:
             else s
             for s in self.sites
         ]
-        self._mark_with_name()
+        self._mark()
 
     @property
     def joint_mesh(self) -> DeviceMesh:
@@ -152,17 +147,18 @@ class Param:
         """True if ``param`` is our sharded parameter or the original it was made from."""
         return param is self.sharded or param is self._original()
 
-    def _mark_with_name(self) -> None:
-        """Put the FQN on the sharded parameter and on the original, for messages."""
+    def stand_at(self, slot: FlatSlot) -> None:
+        """The sharded parameter has ``slot`` in its bucket."""
+        self._flat_slot = slot
+        self._mark()
+
+    def _mark(self) -> None:
+        """Put the FQN on the sharded parameter and on the original, for messages; the slot on the former."""
         original = self._original()
         for tensor in (self.sharded, *([] if original is None else [original])):
             setattr(tensor, NAME, self.fqn)
-
-    def stand_at(self, slot: FlatSlot) -> None:
-        """Let the sharded parameter say where it is in its bucket."""
-        self._flat_slot = slot
-        if self.sharded is not self._original():
-            setattr(self.sharded, FLAT_SLOT, slot)
+        if self.sharded is not original:
+            setattr(self.sharded, FLAT_SLOT, self._flat_slot)
 
     # --- the sharded parameter --------------------------------------------------------------------
 
@@ -202,8 +198,7 @@ class Param:
         for site in self.sites:
             nn_modules.parameters(site.module)[site.name] = sharded
         self.sharded, self.local = sharded, dtensor.local_tensor(sharded)
-        self._mark_with_name()
-        self.stand_at(self._flat_slot)
+        self._mark()
         if (original := self._original()) is not None and type(original) is nn.Parameter:
             original.__class__ = ReplacedParameter
 
@@ -303,7 +298,7 @@ class Param:
         if self._inner is not None:
             value = local_chunk(value, self._inner)
         if value.dim():
-            value = chunk_of(value, self.dim, self.mesh.shard.world, self.mesh.shard.rank)
+            value = chunk_of(value, self.dim, self.mesh.shard_axis.world, self.mesh.shard_axis.rank)
         return dtensor.make_dtensor(value, self._make_spec(self.sharded.shape, value.dtype))
 
     def describe_itself(self) -> None:
@@ -311,8 +306,7 @@ class Param:
         self._allow_gradients(self.sharded)
         for key, value in self.attributes.items():
             vars(self.sharded).setdefault(key, value)
-        self._mark_with_name()
-        self.stand_at(self._flat_slot)
+        self._mark()
 
     def _can_adopt(self, new: Any) -> bool:
         assert isinstance(self.sharded, DTensor)
@@ -401,10 +395,7 @@ class Param:
         return bool(self._original_hooks) or bool(self.original_post_hooks)
 
     def attach_hooks_to_unsharded(self) -> None:
-        """Run gradient hooks of the original on the unsharded parameter.
-
-        They see this rank's unsharded gradient, before it is reduced.
-        """
+        """Run gradient hooks of the original on this rank's unsharded gradient, before it is reduced."""
         assert self.unsharded is not None
         if self._original_hooks is not None:
             self.unsharded.register_hook(partial(autograd.run_gradient_hooks, self._original_hooks))
@@ -457,7 +448,7 @@ class Param:
     def _may_show(self, own: Tensor) -> bool:
         return (
             type(own) is Tensor
-            and self.mesh.shard.is_alone
+            and self.mesh.shard_axis.is_alone
             and own.is_contiguous()
             and (own.shape, own.dtype) == (self.local.shape, self.precision.kept)
             and own.device == self.local.device

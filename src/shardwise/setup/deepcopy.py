@@ -1,6 +1,6 @@
 """Copies of sharded models: ``copy.deepcopy`` of a module tree, for averages of weights and the like.
 
-The copy keeps the mesh, and shares nothing else: it has shards, groups and a schedule of its own. The
+The copy keeps the mesh, and shares nothing else: it has shards, groups and a root of its own. The
 module tree itself is copied by ``copy.deepcopy``. What hangs on it and is ours is entered in its memo
 beforehand, empty, so that modules and hooks of the copy point at ours of the copy, and filled afterwards.
 """
@@ -64,8 +64,8 @@ def _fill_group(old: ParameterGroup, memo: Memo) -> None:
     new: ParameterGroup = memo[id(old)]
     buckets = [_copied_bucket(bucket, memo) for bucket in old.buckets]
     modules = [_twin(module, memo) for module in old.modules]
-    owners = [_twin(module, memo) for module in old.owners]
-    ParameterGroup.__init__(new, old.name, modules, owners, buckets, old.mesh, old.policy, old.casts)
+    managed_modules = [_twin(module, memo) for module in old.managed_modules]
+    ParameterGroup.__init__(new, old.name, modules, managed_modules, buckets, old.mesh, old.policy, old.casts)
     new.take_settings(old)
     new.ignored = [memo.get(id(param), param) for param in old.ignored]
     for bucket in buckets:

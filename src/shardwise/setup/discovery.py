@@ -26,18 +26,18 @@ from shardwise.torch_compat import dtensor, nn_modules
 
 def modules_to_manage(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """The modules whose own parameters the call takes: all inside, but for sharded ones."""
-    managed: dict[nn.Module, None] = {}
+    managed_modules: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
-        if module not in managed:
-            managed[module] = None
+        if module not in managed_modules:
+            managed_modules[module] = None
             for child in module.children():
                 if not isinstance(child, FSDPModule):
                     visit(child)
 
     for module in modules:
         visit(module)
-    return list(managed)
+    return list(managed_modules)
 
 
 def names_below(modules: list[nn.Module]) -> dict[nn.Module, str]:
@@ -56,7 +56,7 @@ class Found:
     def __init__(
         self,
         modules: list[nn.Module],
-        managed: list[nn.Module],
+        managed_modules: list[nn.Module],
         names: dict[nn.Module, str],
         ignored: set[int],
     ) -> None:
@@ -64,8 +64,8 @@ class Found:
         self.params: dict[nn.Parameter, list[Site]] = {}
         self.ties: list[Tie] = []
         self.ignored: dict[nn.Parameter, str] = {}
-        for module in managed:
-            for name, param in module._parameters.items():
+        for module in managed_modules:
+            for name, param in nn_modules.parameters(module).items():
                 if param is not None:
                     self._add(param, Site(module, name, joined(names[module], name)), ignored)
         for param, sites in self.params.items():

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise.engine.members import sharded_members
 from shardwise.groups.group import ParameterGroup, Tie
-from shardwise.groups.states import GradientState, UnshardState
+from shardwise.groups.states import EMPTY, SHARDED
 from shardwise.layout.fqns import clean
 from shardwise.layout.mesh import ShardMesh
 from shardwise.params.bucket import Bucket
@@ -49,10 +49,7 @@ class Move:
                 f"and this fully_shard call has {self.mesh.mesh} ({', '.join(self.mesh.roles)}). Shard both "
                 "over one mesh, or untie them."
             )
-        if (
-            self.owner.unsharded.state is not UnshardState.SHARDED
-            or self.owner.gradients.state is not GradientState.EMPTY
-        ):
+        if self.owner.unsharded.state is not SHARDED or self.owner.gradients.state is not EMPTY:
             raise RuntimeError(
                 f"{names} are tied, but the group '{self.owner.name}' has run already and holds gathered "
                 "parameters or gradients. Call fully_shard on all modules before the first forward."

@@ -106,7 +106,7 @@ def check_reshard(reshard_after_forward: Any, mesh: ShardMesh) -> bool | int | N
             f"fully_shard: reshard_after_forward is {reshard_after_forward!r}; pass True, False, None or a "
             "number of ranks."
         )
-    world = mesh.shard.world
+    world = mesh.shard_axis.world
     if reshard_after_forward in (1, world):  # each rank keeps all, or nothing is kept
         return reshard_after_forward == world
     if reshard_after_forward < 1 or world % reshard_after_forward:

@@ -5,7 +5,7 @@ stored dtype and memory of their own, and are registered in the modules, so that
 ``state_dict()`` show them. The sharded parameters stay the same objects, and are registered again afterwards.
 
     module._parameters["weight"]    shard  ->  full parameter  ->  the same shard, with the edits
-    group                           SHARDED    LENT               SHARDED
+    group                           SHARDED    SUMMONED           SHARDED
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from shardwise.comm.buffers import UnshardedBuffer, local_views
 from shardwise.comm.communicators import make_communicator
 from shardwise.comm.streams import HostStream
 from shardwise.groups.group import ParameterGroup
-from shardwise.groups.states import GradientState
+from shardwise.groups.states import EMPTY
 from shardwise.layout.chunks import shard_of
 from shardwise.layout.slots import Layout, Slot
 from shardwise.params.bucket import Bucket, bytes_of
@@ -57,7 +57,7 @@ def check_can_summon(group: ParameterGroup, options: SummonOptions) -> None:
                 "gathers itself in the form in which it is computed with; what is stored of it cannot be put "
                 "together. Shard it in a module of its own and leave that out with recurse=False."
             )
-    if options.with_gradients and group.gradients.state is not GradientState.EMPTY:
+    if options.with_gradients and group.gradients.state is not EMPTY:
         waiting = [p.fqn for p in group.shards.params if isinstance(p.sharded.grad, DeferredGradient)]
         raise RuntimeError(
             f"unsharded(with_grads=True): gradients of {', '.join(waiting[:4]) or group.name} wait to be "
@@ -82,7 +82,7 @@ class _SummonedParam:
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's shard of a full tensor."""
-        return shard_of(self.param.content_in(whole.detach()), self.slot, self.bucket.mesh.shard.rank)
+        return shard_of(self.param.content_in(whole.detach()), self.slot, self.bucket.mesh.shard_axis.rank)
 
     def write_back(self, new: Tensor | str | None, with_gradients: bool) -> list[str]:
         """Write changes back into the shard; returns problems as texts."""
@@ -162,7 +162,7 @@ class SummonedGroup:
         group.shards.refresh_flat_weights()
 
     def _summon(self, bucket: Bucket) -> Iterator[_SummonedParam]:
-        values = gather_full_tensors(bucket, bucket.shard.bytes, bucket.stored)
+        values = gather_full_tensors(bucket, bucket.flat_shard.bytes, bucket.stored)
         gradients: list[Tensor | None] = [None] * len(values)
         if self._options.with_gradients:
             gradients = _full_gradients(bucket)
@@ -222,10 +222,10 @@ def gather_full_tensors(bucket: Bucket, flat: Tensor, layout: Layout) -> list[Te
     mesh = bucket.mesh
     gathered = UnshardedBuffer(layout, mesh.device)
     flat = flat.to(mesh.device)
-    if mesh.shard.is_alone:
+    if mesh.shard_axis.is_alone:
         gathered.bytes.copy_(flat)
     else:
-        comm = make_communicator(mesh.shard.pg, mesh.device)
+        comm = make_communicator(mesh.shard_axis.pg, mesh.device)
         comm.channel = bucket.channel
         gather = AllGather(comm, layout, gathered)
         gather.start(HostStream(), gather.cut(flat))()
@@ -234,7 +234,7 @@ def gather_full_tensors(bucket: Bucket, flat: Tensor, layout: Layout) -> list[Te
 
 def _full_gradients(bucket: Bucket) -> list[Tensor | None]:
     """The full gradients; None for parameters that have none on any rank."""
-    rank, axis = bucket.mesh.shard.rank, bucket.mesh.shard
+    rank, axis = bucket.mesh.shard_axis.rank, bucket.mesh.shard_axis
     flat = torch.zeros(bucket.kept.shard_bytes, dtype=torch.uint8, device=bucket.storage.device)
     is_there = torch.zeros(len(bucket.params), dtype=torch.int32, device=bucket.mesh.device)
     views = local_views(flat, bucket.kept, rank)

@@ -10,7 +10,7 @@ from torch import nn
 from shardwise.comm.reducers import CommHookReducer, LowPrecisionReducer, QuantizedReducer, Reducer
 from shardwise.engine.members import Member, sharded_members
 from shardwise.groups.group import ParameterGroup
-from shardwise.groups.states import GradientState
+from shardwise.groups.states import EMPTY
 from shardwise.params.bucket import Bucket
 from shardwise.policies import LowPrecisionReduction, QuantizedReduction
 
@@ -112,7 +112,7 @@ def _callers_hook(
         ) from None
     except ValueError:
         pass  # a built-in that does not tell
-    return CommHookReducer(state, hook, shards=shards, replicas=bucket.mesh.replicate.world)
+    return CommHookReducer(state, hook, shards=shards, replicas=bucket.mesh.replicate_axis.world)
 
 
 def _check_group(member: Member, divides_as_usual: bool) -> None:
@@ -130,7 +130,7 @@ def _check_group(member: Member, divides_as_usual: bool) -> None:
             f"{_NAME}: {group.name} was given a factor by set_gradient_divide_factor, but a hook divides by "
             "itself. Use one of the two."
         )
-    if group.gradients.state is not GradientState.EMPTY:
+    if group.gradients.state is not EMPTY:
         raise RuntimeError(
             f"{_NAME}: gradients of {group.name} wait to be reduced. Register the hook between steps, after "
             "a backward with gradient synchronisation."

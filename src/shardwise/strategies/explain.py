@@ -172,7 +172,7 @@ def _mesh(bucket: Bucket) -> str:
 
 
 def _axes(mesh: ShardMesh) -> str:
-    sizes = {"replicate": mesh.replicate.world, "shard": mesh.shard.world}
+    sizes = {"replicate": mesh.replicate_axis.world, "shard": mesh.shard_axis.world}
     return " x ".join(f"{role} {sizes[role]}" for role in mesh.roles)
 
 

@@ -14,6 +14,11 @@ current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 running; ``torch.utils.checkpoint`` relies on the same one."""
 
 
+def is_in_backward() -> bool:
+    """True inside of a backward: in a hook, or in a forward that is recomputed."""
+    return current_graph_task_id() != -1
+
+
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 """The node that the running backward is at. A hook is not told which node it is called for, and must not hold
 the node itself: such a cycle is never freed."""

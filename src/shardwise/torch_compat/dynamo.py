@@ -6,6 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+functional_collectives: Any = torch.ops._c10d_functional
+"""Collectives as operators of a graph. Those of ``torch.distributed`` cannot be part of an operator of ours,
+and ``torch.distributed._functional_collectives`` is not public either."""
+
 
 def run_outside_graphs(function: Callable[..., Any]) -> None:
     """Have ``torch.compile`` leave alone the frame of ``function`` and of all that it calls.

@@ -14,6 +14,10 @@ version: Callable[[Tensor], int] = attrgetter("_version")
 """The version counter: how often a tensor was changed in place. Public functions
 increase it, but none reads it (2.11 to 2.13)."""
 
+is_view: Callable[[Tensor], bool] = Tensor._is_view
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+"""Whether autograd knows a tensor as a view, and of which; torch documents both, with their underscores."""
+
 storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """Tells storages apart. ``data_ptr()`` does not: an emptied one has none."""
 

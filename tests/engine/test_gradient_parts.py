@@ -1,4 +1,4 @@
-"""Large gradients leave as soon as they are there, in one order on all ranks, and the numbers stay right."""
+"""Large gradients are reduced as soon as they are there, in one order on all ranks, and the numbers stay right."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise import CommPolicy, fully_shard
 from shardwise.comm.communicators import SingleRank
 from shardwise.comm.reduce_scatter import GradientPart, ReduceScatter
-from shardwise.groups.gradient_parts import Departures
+from shardwise.groups.gradient_parts import PartQueue
 from shardwise.groups.gradients import Gradients
 from shardwise.layout.slots import SlotSpec, plan_layout
 
@@ -43,27 +43,27 @@ def planned(sizes: list[int], least: int, packed: int = 0) -> list[GradientPart]
         ([1, 1], 0, 2, [(0, 1)]),
     ],
 )
-def test_parts_are_large_enough_and_the_last_registered_leave_first(
+def test_parts_are_large_enough_and_the_last_registered_come_first(
     sizes: list[int], least: int, packed: int, expected: list[tuple[int, ...]]
 ) -> None:
     assert [part.indices for part in planned(sizes, least, packed)] == expected
 
 
 def orders_of(arrivals: list[int], trainable: list[int] | None = None) -> list[str]:
-    """What leaves after each arrival, and at the end."""
+    """What is sent after each arrival, and at the end."""
     parts = planned([8, 8, 8, 8], 0)
-    departures = Departures([(0, parts)], range(4) if trainable is None else trainable)
+    queue = PartQueue([(0, parts)], range(4) if trainable is None else trainable)
     log = []
     for index in arrivals:
-        may_leave = departures.arrive(index)
-        left = [d.indices for d in departures.leave()] if may_leave else []
-        log.append(f"{index}: {left}")
-    log.append(f"rest: {[d.indices for d in departures.rest()]}")
-    assert departures.gone == {0, 1, 2, 3}
+        may_send = queue.arrive(index)
+        taken = [d.indices for d in queue.take_ready()] if may_send else []
+        log.append(f"{index}: {taken}")
+    log.append(f"rest: {[d.indices for d in queue.take_rest()]}")
+    assert queue.sent == {0, 1, 2, 3}
     return log
 
 
-def test_gradients_leave_in_the_order_of_the_parts_however_they_come() -> None:
+def test_gradients_are_sent_in_the_order_of_the_parts_however_they_come() -> None:
     assert orders_of([3, 2, 1, 0]) == ["3: [(3,)]", "2: [(2,)]", "1: [(1,)]", "0: [(0,)]", "rest: []"]
     assert orders_of([2, 3, 0]) == ["2: []", "3: [(3,), (2,)]", "0: []", "rest: [(1,), (0,)]"]
     assert orders_of([0, 1]) == ["0: []", "1: []", "rest: [(3,), (2,), (1,), (0,)]"]
@@ -74,13 +74,13 @@ def test_frozen_parameters_are_not_waited_for() -> None:
 
 
 def test_a_round_begins_with_what_is_there() -> None:
-    departures = Departures([(0, planned([8, 8], 0))], range(2))
-    assert departures.arrive(1)
-    assert len(list(departures.leave())) == 1
-    departures.begin([1])
-    assert not departures.gone
-    assert departures.arrive(0)
-    assert [d.indices for d in departures.leave()] == [(1,), (0,)]
+    queue = PartQueue([(0, planned([8, 8], 0))], range(2))
+    assert queue.arrive(1)
+    assert len(list(queue.take_ready())) == 1
+    queue.begin([1])
+    assert not queue.sent
+    assert queue.arrive(0)
+    assert [d.indices for d in queue.take_ready()] == [(1,), (0,)]
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -136,8 +136,8 @@ def test_over_replicas_too(world4: World) -> None:
         assert_same_record(record, plain_run(recipe))
 
 
-def left_at_completion(order: str) -> list[str]:
-    """For each group of a backward, what had left when its last gradient came."""
+def sent_at_completion(order: str) -> list[str]:
+    """For each group of a backward, what had been sent when its last gradient came."""
     model = Model(order)
     for block in model.blocks:
         fully_shard(block, comm_policy=IN_PARTS)
@@ -146,8 +146,8 @@ def left_at_completion(order: str) -> list[str]:
     reduce = Gradients.reduce
 
     def tell(gradients: Gradients) -> Any:
-        departures = gradients._departures
-        told.append(f"{gradients._group.name} {sorted(departures.gone) if departures else 'all together'}")
+        queue = gradients._part_queue
+        told.append(f"{gradients._group.name} {sorted(queue.sent) if queue else 'all together'}")
         return reduce(gradients)
 
     loss = model(torch.randn(2, 8)).sum()
@@ -160,16 +160,16 @@ def left_at_completion(order: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("order", "gone"),
+    ("order", "sent"),
     [("abcd", [2, 3, 4, 5, 6, 7]), ("dcba", []), ("ab", [])],
     ids=["as registered", "reversed", "unused"],
 )
-def test_most_have_left_before_the_last_one_comes(world2: World, order: str, gone: list[int]) -> None:
+def test_most_are_sent_before_the_last_one_comes(world2: World, order: str, sent: list[int]) -> None:
     """Weights are 0, 2, 4, 6 and biases 1, 3, 5, 7 of each block."""
-    first, second = world2.run(left_at_completion, order)
+    first, second = world2.run(sent_at_completion, order)
     assert first == second
     blocks = [line for line in first if line.startswith("blocks")]
-    assert blocks == [f"blocks.{i} {gone}" for i in (2, 1, 0)]
+    assert blocks == [f"blocks.{i} {sent}" for i in (2, 1, 0)]
 
 
 # --- what comes again ---------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class NestedModel(nn.Module):
 
 
 @by_world
-def test_what_has_left_and_comes_again_in_a_nested_backward_adds_up(world: World) -> None:
+def test_what_was_sent_and_comes_again_in_a_nested_backward_adds_up(world: World) -> None:
     recipe = Recipe(NestedModel, random_batch, options={"comm_policy": IN_PARTS})
     assert_same_training(world, recipe)
 
@@ -235,7 +235,7 @@ def test_gradients_accumulate_over_backwards(world2: World, pattern: list[bool])
 
 
 def switched_off_in_the_midst(side: Side, where: str) -> None:
-    """A hook switches synchronisation off when some gradients have left; the next backward has it on."""
+    """A hook switches synchronisation off when some gradients have been sent; the next backward has it on."""
     model = built(side)
     if side.is_sharded:
         model(side.inputs(9)).sum().backward()
