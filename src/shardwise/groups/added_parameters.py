@@ -49,11 +49,11 @@ class ModuleWatch:
     def is_untouched_in_graph(self) -> bool:
         """The same, for dynamo, which cannot trace loops that run in C."""
         if (
-            sum(p is not None for m in self._modules for p in nn_modules.parameters(m).values())
+            sum(p is not None for m in self._modules for p in nn_modules.parameters_in_graph(m).values())
             != self._num_parameters
         ):
             return False
-        inside = [child for m in self._modules for child in nn_modules.children(m).values()]
+        inside = [child for m in self._modules for child in nn_modules.children_in_graph(m).values()]
         if len(inside) != len(self._inside):
             return False
         for child, before in zip(inside, self._inside, strict=True):

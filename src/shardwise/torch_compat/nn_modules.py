@@ -30,6 +30,16 @@ children: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
 """The module's own children, None included; ``named_children()`` shows a child that stands twice once."""
 
 
+def parameters_in_graph(module: nn.Module) -> dict[str, Any]:
+    """As ``parameters``, where ``torch.compile`` traces: it cannot call an attrgetter."""
+    return module._parameters
+
+
+def children_in_graph(module: nn.Module) -> dict[str, Any]:
+    """As ``children``, where ``torch.compile`` traces."""
+    return module._modules
+
+
 def reorder(entries: dict[str, Any], names: list[str]) -> None:
     """Have ``names`` come first in ``entries``, in this order."""
     if list(entries)[: len(names)] != names:
