@@ -81,17 +81,17 @@ class ModuleWatch:
                 frozen.append(param)
 
         for module in self._modules:
-            for name, param in nn_modules.parameters(module).items():
+            for name, param in nn_modules.parameters_in_graph(module).items():
                 if param is not None and (module, name) not in self._known:
                     look(_joined(names.get(module), name), param)
 
         def visit(module: nn.Module, name: str | None) -> None:
-            for own, child in nn_modules.children(module).items():
+            for own, child in nn_modules.children_in_graph(module).items():
                 if child is None or PLACE in child.__dict__ or child in modules:
                     continue
                 modules[child] = None
                 where = names.get(child) or _joined(name, own)
-                for key, param in nn_modules.parameters(child).items():
+                for key, param in nn_modules.parameters_in_graph(child).items():
                     if param is not None and name_of_replaced(param) is None:  # shards have a group to notice
                         look(_joined(where, key), param)
                 visit(child, where)
@@ -110,7 +110,7 @@ class ModuleWatch:
         return [
             (_joined(names.get(module), name), param)
             for module in self._modules
-            for name, param in nn_modules.parameters(module).items()
+            for name, param in nn_modules.parameters_in_graph(module).items()
             if param in trained
         ]
 
@@ -123,7 +123,7 @@ class ModuleWatch:
 
 
 def _names_of(module: nn.Module) -> list[str]:
-    return [name for name, param in nn_modules.parameters(module).items() if param is not None]
+    return [name for name, param in nn_modules.parameters_in_graph(module).items() if param is not None]
 
 
 def _joined(prefix: str | None, name: str) -> str:
