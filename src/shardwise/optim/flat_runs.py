@@ -353,7 +353,8 @@ class StepPlan:
             return None
         if not all(map(is_, map(_LOCAL, self._params), self._locals)):
             return None
-        gradients = list(map(_GRAD, self._params))
+        with tensor_impl.plain_access():
+            gradients = list(map(_GRAD, self._params))
         if not _ONLY_DTENSORS.issuperset(map(type, gradients)):
             return None
         if not all(map(is_, map(_SPEC, gradients), self._specs)):
@@ -371,7 +372,8 @@ class StepPlan:
             params = group["params"]
             if len(params) != len(known) or not all(map(is_, params, known)):
                 return False
-        return not any(map(is_not, map(_GRAD, self.resting), repeat(None)))
+        with tensor_impl.plain_access():
+            return not any(map(is_not, map(_GRAD, self.resting), repeat(None)))
 
 
 class _MergedRange(NamedTuple):
