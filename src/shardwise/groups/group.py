@@ -33,7 +33,7 @@ from shardwise.params.bucket import Bucket
 from shardwise.params.parameter import Site
 from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.policies import CommPolicy
-from shardwise.torch_compat import autograd
+from shardwise.torch_compat import autograd, c10d
 
 
 class Observer(Protocol):
@@ -243,19 +243,13 @@ class ParameterGroup:
             self.observer(event, self.name)
 
     def __del__(self) -> None:
-        """Keep communication in flight alive: the back end still writes into its memory.
-
-        If that memory were freed, gloo would stop receiving anything.
-        """
+        """Keep communication in flight alive: the back end still writes into its memory."""
         own = vars(self)  # incomplete in a copy that failed
         if "gradients" in own:
             under_way = [self.unsharded.in_flight, *self.gradients.in_flight]
             if any(each is not None for each in under_way):
-                _IN_FLIGHT.append(under_way)
+                c10d.keep_until_exit(under_way)
 
-
-_IN_FLIGHT: list[Any] = []
-"""Communication that was in flight when its group died."""
 
 _NO_CONTEXT = nullcontext()
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from shardwise.engine.root import Member
+from shardwise.engine.members import Member
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import GATHERING, SUMMONED, UNSHARDED
 from shardwise.layout.text_tables import aligned

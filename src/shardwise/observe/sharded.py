@@ -4,8 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine.members import sharded_members
-from shardwise.engine.root import Member
+from shardwise.engine.members import Member, sharded_members
 
 
 def members_to_observe(caller: str, model: Any) -> list[Member]:

@@ -181,6 +181,17 @@ def is_fake(pg: dist.ProcessGroup) -> bool:
     return "fake" in str(dist.get_backend(pg)).lower()
 
 
+_UNTIL_EXIT: list[Any] = []
+
+
+def keep_until_exit(work: Any) -> None:
+    """Keep communication alive that nobody will wait for any more, and the memory that it writes into.
+
+    gloo stops receiving anything once such memory is freed, and nothing public cancels a collective.
+    """
+    _UNTIL_EXIT.append(work)
+
+
 _TAG_OF_NOTHING = 0x59FFFFFF
 
 
