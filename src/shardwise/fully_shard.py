@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 # Eager steps go through compile as well: one hook serves both, and asks at each call whether it is traced.
 from shardwise.compile.hooks import install_hooks
 from shardwise.engine.members import Member, set_member, sharded_members
+from shardwise.features.outside_calls import explain_calls
 from shardwise.features.standard import new_root
 from shardwise.fsdp_module.sharded_module import ShardedModule
 from shardwise.groups.casts import Casts, cast_around
@@ -251,6 +252,7 @@ def _attach_to_modules(group: ParameterGroup, modules: list[nn.Module], names: d
         module.__dict__[PLACE] = Place(group, names[module] or group.name)
         nn_modules.mark_managed(module)
     install_hooks(member)
+    explain_calls(group)
     _build_tree(modules, member)
 
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.strict import strict
 
-STACK_SIGNAL = signal.SIGUSR1
+STACK_SIGNAL = signal.SIGUSR2  # programs under test may take SIGUSR1, as batch systems send it
 
 
 @dataclass(frozen=True)

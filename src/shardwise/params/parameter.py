@@ -150,7 +150,8 @@ class Param:
     def stand_at(self, slot: FlatSlot) -> None:
         """The sharded parameter has ``slot`` in its bucket."""
         self._flat_slot = slot
-        self._mark()
+        if self.sharded is not self._original():
+            self._mark()
 
     def _mark(self) -> None:
         """Put the FQN on the sharded parameter and on the original, for messages; the slot on the former."""

@@ -14,15 +14,11 @@ import threading
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from shardwise.torch_compat import c10d
-
-# A cache: a set of ranks is known by its default process group, and goes with it.
-_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 class StopSignal:
@@ -82,8 +78,11 @@ class StopSignal:
         for each, handler in self._before.items():
             signal.signal(each, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
-        if self._sent is not None and kind is None:
-            self._sent[0].wait()
+        if self._sent is not None:
+            if kind is None:
+                self._sent[0].wait()
+            else:
+                c10d.keep_until_exit(self._sent)
         self._sent = None
 
     def requested(self) -> bool:
@@ -115,12 +114,14 @@ class StopSignal:
 
 
 def _group_of_all() -> dist.ProcessGroup | None:
-    """All ranks over CPUs, in a group for this alone: others may be in use by other threads."""
+    """All ranks over CPUs, in a new group for this alone.
+
+    Others may be in use by other threads. After an error, an earlier one of this kind may have a collective
+    left that not all ranks have issued.
+    """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     world = dist.group.WORLD
     assert world is not None
-    if world not in _groups:
-        cpu = torch.device("cpu")
-        _groups[world] = c10d.subgroup(world, range(dist.get_world_size()), cpu, "stop", backend="gloo")
-    return _groups[world]
+    cpu = torch.device("cpu")
+    return c10d.subgroup(world, range(dist.get_world_size()), cpu, "stop", backend="gloo")

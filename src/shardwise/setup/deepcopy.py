@@ -13,6 +13,7 @@ from torch import nn
 
 from shardwise.compile.hooks import wrap_method, wrapped_methods
 from shardwise.engine.members import Member
+from shardwise.features.outside_calls import explain_calls
 from shardwise.features.standard import new_root
 from shardwise.groups.group import ParameterGroup
 from shardwise.params.bucket import Bucket
@@ -52,6 +53,8 @@ def fill_copies(members: Sequence[Member], memo: Memo) -> None:
         Member.__init__(copy, memo[id(member.group)], root)
     root.ends_by_hand = members[0].root.ends_by_hand
     root.adopt(copies, copies[0])
+    for copy in copies:
+        explain_calls(copy.group)
     for member, copy in zip(members, copies, strict=True):
         for module in member.group.modules:
             for name in wrapped_methods(module):
