@@ -11,7 +11,7 @@ import torch.distributed as dist
 from events import observe
 from expecttest import assert_expected_inline
 from harness import World
-from models import even_tower, random_batch
+from models import SquareBlock, even_tower, random_batch
 from reference import mean_of_squares
 from tensor_subclasses import TravelsLow, Wrapper
 from torch import Tensor, nn
@@ -31,23 +31,13 @@ Sizes = dict[str, int]
 Note = tuple[str, MemorySnapshot, Sizes]
 
 
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.down = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class Stack(nn.Module):
     """Four blocks, and two matrices of the root's own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Pair() for _ in range(4))
-        self.ends = Pair()
+        self.blocks = nn.ModuleList(SquareBlock(WIDTH) for _ in range(4))
+        self.ends = SquareBlock(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

@@ -32,6 +32,7 @@ from harness import World
 from meshed import Layout, assert_all_same, device_mesh, gradients_of, refusal, tensors_of, whole
 from models import (
     Block,
+    SquareBlock,
     even_tower,
     language_model,
     next_token_loss,
@@ -329,23 +330,13 @@ def test_a_plain_checkpoint_is_loaded_by_every_strategy(world4: World, plan: Pla
 WIDTH = 64
 
 
-class Square(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.down = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class Squares(nn.Module):
     """Three blocks of two matrices, and one matrix of the root's own. All even: nothing is padded."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inlet = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.blocks = nn.ModuleList(Square() for _ in range(3))
+        self.blocks = nn.ModuleList(SquareBlock(WIDTH) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inlet(x)

@@ -33,6 +33,18 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
+class SquareBlock(nn.Module):
+    """A residual block of two square matrices: every world size that divides the width divides them evenly."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width, bias=False)
+        self.down = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
 class Tower(nn.Module):
     """Blocks between an input and an output layer, which belong to the root's group."""
 

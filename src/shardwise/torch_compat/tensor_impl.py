@@ -27,11 +27,6 @@ def sparse_values(tensor: Tensor) -> Tensor:
     return tensor._values()
 
 
-def storage_users(storage: torch.UntypedStorage) -> int:
-    """How many tensors and handles share one storage; no public function counts them (2.11 to 2.13)."""
-    return torch._C._storage_Use_Count(storage._cdata)
-
-
 plain_access: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 """Inside, attributes of DTensors are read and set without ``__torch_function__``, which DTensor does not
 implement: asking for it takes half of the time. Described in torch's notes on extending PyTorch."""
