@@ -17,11 +17,11 @@ class Waits:
         self.for_reduction = Wait("reduction", name, list)
         self._relay: Relay = SILENT
 
-    def attach(self, name: str, axes: Callable[[], Sequence[Axis]]) -> None:
+    def attach(self, name: str, axes: Callable[[], Sequence[Axis]], *, on_device: bool) -> None:
         """Name the group and its ranks, and let other ranks hear of its failures."""
         self._relay = relay_of_job()
         for wait in (self.for_gather, self.for_reduction):
-            wait.name, wait.axes = name, axes
+            wait.name, wait.axes, wait.is_on_device = name, axes, on_device
             self._relay.waits.add(wait)
 
     def issued(self, wait: Wait) -> None:

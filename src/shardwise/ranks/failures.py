@@ -8,9 +8,13 @@ waits for, the thread closes the connections of that wait, which raises at once:
     rank 1   issues 41, raises, posts a note (41)
     rank 0   issues 41, issues 42, waits for 42 ... reads the note: 42 will never come from rank 1
 
-A rank may catch an exception and continue: then it marks its note as over. All ranks may raise alike and
-continue, some sooner than others: a rank that has failed itself after as many collectives ignores such a
-note.
+On a device, the host does not wait: collectives are queued. There the thread reads notes whenever nothing has
+been issued for half a second, and aborts the communicators, so that the device does not hang; the error is
+raised at the next forward, backward or public call.
+
+A rank may catch an exception and continue: then it marks its note as over, for which others have some patience.
+All ranks may raise alike and continue, some sooner than others: a rank that has failed itself after as many
+collectives ignores such a note.
 
 If all ranks of a process group have waited for two seconds, the same thread compares who waits for what.
 """
@@ -39,6 +43,9 @@ INTERVAL_S = 0.25
 STUCK_LOOKS = 8
 """After so many checks of one wait, ranks tell each other what they wait for."""
 
+PATIENCE_LOOKS = 3
+"""In how many checks the failed rank must not have continued. All together, it takes a second and a half."""
+
 VAGUE_S = 1.0
 """How long to look for the exception of a backward."""
 
@@ -60,7 +67,7 @@ class Wait:
 
     ``number`` is that of the collective that is waited for, among all that this rank has issued; ``count``
     counts those of this kind. A public call may compute as well as wait. ``reason``: why this rank waits,
-    where others may have no reason to.
+    where others may have no reason to. ``is_on_device``: only a stream waits, and the host goes on.
     """
 
     event: str
@@ -69,6 +76,7 @@ class Wait:
     number: int = 0
     count: int = 0
     reason: str = ""
+    is_on_device: bool = False
 
 
 class Relay:
@@ -91,7 +99,9 @@ class Relay:
         self._failed_at = (-1, 0)  # collectives issued, and how many failures there
         self._seen = (0, 0)  # the wait by its id: holding it would keep its model alive until the next look
         self._looks = 0
-        self._suspect = 0
+        self._suspect = (0, 0)  # a failure, and the checks in which it was not over
+        self._last_on_device: weakref.ref[Wait] | None = None  # holding it would keep its model alive
+        self._unraised: FailureNote | None = None  # a failure that only the device has met
         self._heeded: set[int] = set()  # failures that were raised here
         self._is_stuck = False
         self._stuck_before: Any = None
@@ -104,18 +114,28 @@ class Relay:
     # --- failures of this rank ----------------------------------------------------------------------
 
     def begin(self) -> None:
-        """This rank continues: its exception was caught."""
-        if self._own is not None or self.failure is not None:
-            with self._lock:
-                self._look_for = self.failure = None
-                if self._own is not None:
-                    self._post(self._own.over())
-                self._own = None
+        """This rank continues: its exception was caught.
+
+        Raises:
+            CommunicationError: another rank has failed, and what this rank has queued since is lost.
+        """
+        if self._own is None and self.failure is None:
+            return
+        with self._lock:
+            unraised, self._unraised = self._unraised, None
+            self._look_for = self.failure = self._last_on_device = None
+            if self._own is not None:
+                self._post(self._own.over())
+            self._own = None
+        if unraised is not None:
+            raise CommunicationError(relayed_text("Communication on the device failed", unraised))
 
     def issue(self, wait: Wait) -> None:
         """Count a collective that ``wait`` will wait for."""
         self.issued = wait.number = self.issued + 1
         wait.count += 1
+        if wait.is_on_device:
+            self._last_on_device = weakref.ref(wait)
 
     @contextmanager
     def exchange(self, wait: Wait) -> Iterator[None]:
@@ -212,10 +232,10 @@ class Relay:
         if self._look_for is not None:
             self._find_exception()
             return _FINE_S
-        waiting = self.waiting
+        waiting = self._awaited()
         now = (id(waiting), 0 if waiting is None else waiting.number)
         if waiting is None or now != self._seen:
-            self._seen, self._looks, self._suspect = now, 0, 0
+            self._seen, self._looks, self._suspect = now, 0, (0, 0)
             if self._is_stuck:
                 self._leave_stuck()
             return INTERVAL_S
@@ -223,11 +243,20 @@ class Relay:
         if self._looks > 1 and self.failure is None:
             with self._lock:
                 self._look_at_notes(waiting)
-                if self.failure is None and self._looks >= STUCK_LOOKS and self._looks % 2 == 0:
+                is_time = self._looks >= STUCK_LOOKS and self._looks % 2 == 0
+                if self.failure is None and is_time and waiting is self.waiting:
                     self._look_at_stuck(waiting)
-        if self.failure is not None and waiting is self.waiting:
+        if self.failure is not None and waiting is self._awaited():
+            if waiting is not self.waiting:
+                self._unraised = self.failure
             _end(waiting.axes())
         return INTERVAL_S
+
+    def _awaited(self) -> Wait | None:
+        """What the host waits for, else what was queued last on a device: that may be over already."""
+        if self.waiting is not None or self._last_on_device is None:
+            return self.waiting
+        return self._last_on_device()
 
     def _look_at_notes(self, waiting: Wait) -> None:
         """Fail if a rank failed before it issued what this rank waits for, and has not continued since."""
@@ -238,10 +267,10 @@ class Relay:
                 self._take(note)
                 return
             if note.rank in ranks and self._heeds(note) and note.issued < waiting.number:
-                # Only at the second check: the rank may be about to continue.
-                if self._suspect == note.key and not note.is_vague:
+                suspect, times = self._suspect
+                self._suspect = (note.key, times + 1 if suspect == note.key else 1)
+                if self._suspect[1] >= PATIENCE_LOOKS and not note.is_vague:
                     self._take(note)
-                self._suspect = note.key
                 return
 
     def _look_at_stuck(self, waiting: Wait) -> None:

@@ -1,0 +1,91 @@
+"""Failures on a device, where only a stream waits: two relays in one process, and checks made by hand."""
+
+import pytest
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+
+from shardwise.ranks import failures
+from shardwise.ranks.failures import PATIENCE_LOOKS, CommunicationError, Relay, Wait
+
+
+@pytest.fixture
+def aborted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How often communicators are aborted."""
+    aborts: list[str] = []
+    monkeypatch.setattr(failures, "_end", lambda axes: aborts.append("aborted"))
+    monkeypatch.setattr(failures, "_ranks_along", lambda axes: {0, 1})
+    return aborts
+
+
+@pytest.fixture
+def relays() -> tuple[Relay, Relay]:
+    store = dist.HashStore()
+    return Relay(store, 0), Relay(store, 1)
+
+
+def queue(relay: Relay, count: int = 1) -> Wait:
+    wait = Wait("gather", "blocks.0", list, is_on_device=True)
+    for _ in range(count):
+        relay.issue(wait)
+    return wait
+
+
+def look(relay: Relay, times: int = PATIENCE_LOOKS + 2) -> None:
+    for _ in range(times):
+        relay.look()
+
+
+def test_the_device_is_freed_and_the_error_is_raised_at_the_next_call(
+    relays: tuple[Relay, Relay], aborted: list[str]
+) -> None:
+    first, second = relays
+    waits = queue(first, 2), queue(second)
+    second.report(ValueError("batch 7 has no labels"), "the forward of 'GPT'")
+    look(first, PATIENCE_LOOKS + 1)
+    assert aborted == []  # the failed rank may be about to continue
+    look(first, 1)
+    assert aborted == ["aborted"]
+    with pytest.raises(CommunicationError) as caught:
+        first.begin()
+    assert_expected_inline(
+        str(caught.value),
+        """\
+Communication on the device failed, because rank 1 has failed in the forward of 'GPT': ValueError: batch 7 has no labels
+This rank waited for what rank 1 has not sent any more. The traceback is in the log of rank 1.""",
+    )
+    first.begin()  # once
+    look(first)
+    assert aborted == ["aborted"]
+    del waits
+
+
+def test_a_rank_that_continues_in_time_ends_nothing(relays: tuple[Relay, Relay], aborted: list[str]) -> None:
+    first, second = relays
+    waits = queue(first, 2), queue(second)
+    second.report(ValueError("batch 7 has no labels"), "the forward of 'GPT'")
+    look(first, PATIENCE_LOOKS + 1)
+    second.begin()
+    look(first)
+    first.begin()
+    assert aborted == []
+    del waits
+
+
+def test_a_rank_that_has_issued_all_that_is_waited_for_ends_nothing(
+    relays: tuple[Relay, Relay], aborted: list[str]
+) -> None:
+    first, second = relays
+    waits = queue(first, 2), queue(second, 2)
+    second.report(ValueError("batch 7 has no labels"), "its program")
+    look(first)
+    assert aborted == []
+    del waits
+
+
+def test_a_model_that_is_gone_waits_for_nothing(relays: tuple[Relay, Relay], aborted: list[str]) -> None:
+    first, second = relays
+    waits = queue(first, 2), queue(second)
+    second.report(ValueError("batch 7 has no labels"), "its program")
+    del waits
+    look(first)
+    assert aborted == []
