@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import CommPolicy, fully_shard
+from shardwise import CommPolicy, MixedPrecisionPolicy, fully_shard
 from shardwise.comm.communicators import SingleRank
 from shardwise.comm.reduce_scatter import GradientPart, ReduceScatter
+from shardwise.engine.reduction_queue import ReductionQueue
 from shardwise.groups.gradient_parts import PartQueue
 from shardwise.groups.gradients import Gradients
 from shardwise.layout.slots import SlotSpec, plan_layout
@@ -170,6 +171,49 @@ def test_most_are_sent_before_the_last_one_comes(world2: World, order: str, sent
     assert first == second
     blocks = [line for line in first if line.startswith("blocks")]
     assert blocks == [f"blocks.{i} {sent}" for i in (2, 1, 0)]
+
+
+# --- how many are in flight --------------------------------------------------------------------------
+
+
+class Quarters(nn.Module):
+    """Three blocks of four equal parts, and perhaps an embedding that is larger than a block."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(rows, 16)
+        layers = [nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4))) for _ in range(3)]
+        self.blocks = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(self.embedding(x))
+
+
+def most_parts_in_flight(rows: int, precision: MixedPrecisionPolicy) -> int:
+    model = Quarters(rows)
+    for module in (*model.blocks, model):
+        fully_shard(module, comm_policy=IN_PARTS, mp_policy=precision)
+    most = [0]
+    limit = ReductionQueue._limit
+
+    def counted(queue: ReductionQueue, *args: Any) -> None:
+        limit(queue, *args)
+        most.append(len(queue._parts))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReductionQueue, "_limit", counted)
+        model(torch.zeros(2, dtype=torch.long)).sum().backward()
+    return max(most)
+
+
+@pytest.mark.parametrize("rows", [8, 512], ids=["small root", "large root"])
+@pytest.mark.parametrize("computes_in", [torch.float32, torch.bfloat16])
+def test_as_many_parts_are_in_flight_whatever_the_dtypes_and_the_root(
+    world2: World, computes_in: torch.dtype, rows: int
+) -> None:
+    """Of four quarters, each of which takes one and a half times its bytes to reduce here, two."""
+    precision = MixedPrecisionPolicy(param_dtype=computes_in, reduce_dtype=torch.float32)
+    assert world2.run(most_parts_in_flight, rows, precision) == [2, 2]
 
 
 # --- what comes again ---------------------------------------------------------------------------------

@@ -67,11 +67,15 @@ class ReductionQueue:
 
 
 def room_for(groups: list[ParameterGroup]) -> float:
-    """How many bytes the gradients in flight may hold.
+    """How many bytes the gradients in flight may hold, where groups are reduced in parts.
 
-    Together with the part that backward is computing: as much as the unsharded parameters of the largest
-    group, times the number of reductions that the caller allows in flight.
+    Together with the part that backward is computing: as much as all gradients of the largest such group,
+    times the number of reductions that the caller allows in flight. Both are counted in the dtype of the
+    reduction. Groups reduced as a whole do not count: they are limited by number.
     """
-    parts = [part.num_bytes for group in groups for bucket in group.buckets for part in bucket.parts]
-    whole = [group.settings.max_reductions * group.unsharded.num_bytes for group in groups]
-    return max(whole, default=0) - max(parts, default=0)
+    rooms = [0]
+    for group in groups:
+        parts = [part.num_bytes for bucket in group.buckets for part in bucket.parts]
+        if len(parts) > len(group.buckets):
+            rooms.append(group.settings.max_reductions * sum(parts) - max(parts))
+    return max(rooms)
