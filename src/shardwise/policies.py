@@ -315,7 +315,8 @@ class CommPolicy:
         packing_limit_bytes: a parameter whose shard on one rank is smaller than this shares one packed
             collective with the other small ones of its group, at the cost of a copy. A larger one has a
             collective of its own, directly into its place, without a copy. None (default): the default of
-            the back end.
+            the back end, 256 KiB on NCCL; a quarter of that for parameters above 16 MiB, whose copy would
+            take much memory, and for at most 64 parameters of a group, the largest.
         prefetch: how many groups are unsharded ahead of the one in use, in forward and in backward (default
             1). At most ``prefetch + 1`` groups are unsharded at once, beside those that the caller keeps.
         backward_prefetch: when backward prefetches. "before" (default): before it computes the gradients of
@@ -330,7 +331,8 @@ class CommPolicy:
         part_bytes: large gradients of a group are reduced, and freed, before the others are complete, in
             parts of at least this many bytes of full gradients and at least a quarter of the group's. 0: in
             quarters of any size. None (default): the default of the back end, which spares small groups the
-            additional collectives. Packed parameters are reduced together in any case.
+            additional collectives: 4 MiB on NCCL, and at least 256 KiB for each rank. Packed parameters are
+            reduced together in any case.
 
     Raises:
         TypeError: a size or count is not an int, or ``quantized_gather`` is not a :class:`QuantizedGather`.

@@ -70,3 +70,53 @@ def test_a_model_on_the_meta_device_is_planned_but_does_not_run() -> None:
     assert result["error"].startswith(
         "Cannot run forward: 12 parameters are still on the meta device: 0.0.weight"
     )
+
+
+THRESHOLDS = """
+import json, sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from shardwise import MixedPrecisionPolicy, fully_shard
+
+world = int(sys.argv[1])
+dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+mesh = torch.distributed.init_device_mesh("cpu", (world,))
+
+def counts(block):
+    fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    (bucket,) = block._shardwise_member.group.buckets
+    collectives = len(bucket.computed.direct) + bool(bucket.computed.packed_bytes)
+    return collectives, len(bucket.parts), min(part.num_bytes for part in bucket.parts) // world >> 10
+
+with torch.device("meta"):
+    wide = nn.Sequential(*(nn.Linear(4096, 3072) for _ in range(8)))
+    experts = nn.Sequential(*(nn.Linear(2048, 768, bias=False) for _ in range(384)))
+print(json.dumps({"block": counts(wide), "experts": counts(experts)}))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("world", "block", "experts"),
+    [
+        (8, (9, 3, 12300), (65, 1, 294912)),
+        (64, (9, 3, 1537), (1, 1, 36864)),
+        (512, (1, 1, 768), (1, 1, 6144)),
+    ],
+)
+def test_collectives_stay_few_and_large_in_any_world(
+    world: int, block: tuple[int, int, int], experts: tuple[int, int, int]
+) -> None:
+    """All-gathers of a group, its reductions, and KiB of a rank in the smallest of those.
+
+    8 matrices of 24 MiB and their biases; 384 experts of 3 MiB.
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", THRESHOLDS, str(world)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"block": list(block), "experts": list(experts)}

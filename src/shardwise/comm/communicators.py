@@ -29,6 +29,7 @@ class Communicator(Protocol):
     """Moves pieces between the ranks of a process group.
 
     ``packing_limit_bytes``: chunks from this size on are worth a collective of their own.
+    ``most_direct``: so many parameters may have one, however large they are.
     ``pool``: where buffers of packed pieces come from, if not from the stream.
     ``packs_everything``: no parameter has a collective of its own, however large.
     ``sums_are_bitwise_equal``: ranks that get the same sum get the same bits; else the order of additions may
@@ -44,6 +45,7 @@ class Communicator(Protocol):
     """
 
     packing_limit_bytes: int
+    most_direct: float
     packs_everything: bool
     sums_are_bitwise_equal: bool
     channel: int
@@ -109,6 +111,7 @@ class SingleRank:
     """A world of one: sharded and unsharded parameters are the same bytes."""
 
     packing_limit_bytes = 0
+    most_direct = math.inf
     packs_everything = False
     sums_are_bitwise_equal = True
     channel = 0
@@ -136,10 +139,13 @@ class BackendCollectives:
     # NCCL is slow with many small collectives; on NVLink a copy of 256 KiB costs about as much as
     # the launch of one more.
     packing_limit_bytes = 256 * 1024
+    # A coalesced call is as many collectives, one behind the other, which share one launch: each pays the
+    # latency of all ranks again. What lies beyond is packed, as all would be with one collective a group.
+    most_direct = 64.0
     packs_everything = False
     sums_are_bitwise_equal = False
     channel = 0
-    # Above, the transfer takes longer than one more launch.
+    # Above, the transfer takes longer than one more launch; with many ranks, see __init__.
     smallest_part_bytes = float(4 << 20)
     reduce_memory_factor = 1.0
     pool: Any = None
@@ -147,6 +153,10 @@ class BackendCollectives:
     def __init__(self, pg: dist.ProcessGroup, device: torch.device) -> None:
         self._pg = pg
         self._world = pg.size()
+        # A part is cut into a chunk for each rank, as large as one that is worth a collective.
+        self.smallest_part_bytes = max(
+            self.smallest_part_bytes, float(self._world * self.packing_limit_bytes)
+        )
         self._is_async = device.type == "cpu"
         self._can_coalesce = True
         # The fake back end moves nothing, and counts as one that averages.

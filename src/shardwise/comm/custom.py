@@ -44,6 +44,7 @@ class _Custom:
     smallest_part_bytes = math.inf
     reduce_memory_factor = 1.0
     packing_limit_bytes = 0
+    most_direct = 0.0
 
     def __init__(self, comm: Any, pg: dist.ProcessGroup, device: torch.device) -> None:
         self._comm = comm

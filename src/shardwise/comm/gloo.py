@@ -1,5 +1,6 @@
 """All-gather and reduce-scatter on gloo, as exchanges between pairs of ranks."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ class GlooExchange:
     """
 
     packing_limit_bytes = 64 * 1024
+    most_direct = math.inf
     packs_everything = False
     sums_are_bitwise_equal = True
     channel = 0

@@ -167,6 +167,7 @@ class QuantizedExchange:
     """
 
     packing_limit_bytes = 0
+    most_direct = 0.0
     packs_everything = True
     sums_are_bitwise_equal = False
     channel = 0

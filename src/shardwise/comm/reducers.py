@@ -70,6 +70,7 @@ class _HookedReduceScatter:
     """A communicator that calls the hook with one flat gradient for each dtype."""
 
     packing_limit_bytes = 0
+    most_direct = 0.0
     packs_everything = True
     sums_are_bitwise_equal = False
     channel = 0
@@ -148,6 +149,7 @@ class _LowPrecisionReduceScatter:
         self._plain = plain
         self._dtype = dtype
         self.packing_limit_bytes = plain.packing_limit_bytes
+        self.most_direct = plain.most_direct
         self.packs_everything = plain.packs_everything
         self.sums_are_bitwise_equal = plain.sums_are_bitwise_equal
         self.smallest_part_bytes = plain.smallest_part_bytes

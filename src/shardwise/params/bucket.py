@@ -26,6 +26,7 @@ from shardwise.comm.reduction import NO_REPLICAS, Destination, Hook, Reduction, 
 from shardwise.comm.streams import CommStream, CommStreams, Finish, nothing
 from shardwise.layout.chunks import shard_of
 from shardwise.layout.mesh import ShardMesh
+from shardwise.layout.packing import choose_direct
 from shardwise.layout.slots import ALIGNMENT, Layout, SlotSpec, plan_layout
 from shardwise.params.changes import all_start_at
 from shardwise.params.comm_options import CommOptions
@@ -43,10 +44,6 @@ class ShardStorage:
 
     device: torch.device
     is_pinned: bool = False
-
-
-_LARGEST_PACKED_BYTES = 16 << 20
-"""An unsharded parameter above this size is not packed, whatever the world size, unless the caller asks."""
 
 
 class Bucket:
@@ -205,26 +202,25 @@ class Bucket:
             for param, dtype in zip(self.params, dtypes, strict=True)
         ]
         own = self.mesh.shard_axis.world
-        is_direct = [
-            self._is_direct(e.chunk_numel(own) * p.precision.computed.itemsize)
-            for e, p in zip(entries, self.params, strict=True)
-        ]
+        is_direct = self._are_direct(
+            [
+                e.chunk_numel(own) * p.precision.computed.itemsize
+                for e, p in zip(entries, self.params, strict=True)
+            ]
+        )
         return plan_layout(
             entries, own if world is None else world, is_direct, slots_serve or self._post_forward_world()
         )
 
-    def _is_direct(self, chunk_bytes: int) -> bool:
-        """True if a parameter with shards of this size has collectives of its own, without copies."""
-        if (
-            self._all_gather_comm.packs_everything
-            or self._reduce_scatter_comm.packs_everything
-            or self._is_quantized
-        ):
-            return False
-        if self.policy.packing_limit_bytes is not None:
-            return chunk_bytes >= self.policy.packing_limit_bytes
-        is_large = chunk_bytes * self.mesh.shard_axis.world > _LARGEST_PACKED_BYTES
-        return is_large or chunk_bytes >= self._all_gather_comm.packing_limit_bytes
+    def _are_direct(self, chunk_bytes: list[int]) -> list[bool]:
+        """Whether parameters with shards of these sizes have collectives of their own, without copies."""
+        comm, limit = self._all_gather_comm, self.policy.packing_limit_bytes
+        if comm.packs_everything or self._reduce_scatter_comm.packs_everything or self._is_quantized:
+            return [False] * len(chunk_bytes)
+        if limit is not None:
+            return [size >= limit for size in chunk_bytes]
+        world = self.mesh.shard_axis.world
+        return choose_direct(chunk_bytes, world, comm.packing_limit_bytes, comm.most_direct)
 
     def _post_forward_world(self) -> int | None:
         return None if self._comms.post_forward_axis is None else self._comms.post_forward_axis.world
