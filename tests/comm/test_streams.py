@@ -380,6 +380,27 @@ the host waits for the event of all_reduce""",
     )
 
 
+def test_gradients_are_freed_once_they_are_summed_over_the_shards(
+    log: list[str], replicas: ReplicaReduction
+) -> None:
+    """Not once the sums have gone over the replicas, and into host memory."""
+    made = reduction_of(log, named_streams(), replicas, torch.device("meta"))
+    log[:] = ["-- computing goes on"]
+    made.release_parts()
+    log.append("-- the next group is reduced")
+    made.release()
+    assert_expected_inline(
+        "\n".join(log),
+        """\
+-- computing goes on
+computing waits for the event of reduce_scatter
+gradients are freed
+-- the next group is reduced
+computing waits for the event of all_reduce
+sums are freed""",
+    )
+
+
 def test_without_a_second_stage_the_third_stream_stays_idle(log: list[str]) -> None:
     gradients = [torch.ones(4, dtype=torch.float64)]
     tell(log, "gradients", gradients[0])

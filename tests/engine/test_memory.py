@@ -1,12 +1,14 @@
 """What is in memory during a step, in units of B, the largest group's full parameters."""
 
 import gc
+from typing import Any
 
 import pytest
 import torch
 from events import observe
 from harness import World
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import CommPolicy, fully_shard
 from shardwise.observe import memory_snapshot
@@ -27,12 +29,12 @@ class Pair(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-def stack(policy: CommPolicy | None = None) -> nn.Module:
+def stack(policy: CommPolicy | None = None, **options: Any) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(*(Pair() for _ in range(DEPTH)))
     for block in model:
-        fully_shard(block, comm_policy=policy)
-    return fully_shard(model, comm_policy=policy)
+        fully_shard(block, comm_policy=policy, **options)
+    return fully_shard(model, comm_policy=policy, **options)
 
 
 def gathered_bytes(model: nn.Module) -> int:
@@ -66,6 +68,22 @@ def test_two_groups_of_parameters_are_the_most_and_as_many_of_gradients_or_one(
 ) -> None:
     for peaks in world2.run(peaks_of_a_step, part_bytes):
         assert peaks == {"forward": 2, "backward": 2, "gradients": gradients, "after": 0}
+
+
+def most_full_gradients() -> float:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = stack(mesh=mesh)
+    x = torch.randn(2, WIDTH)
+    model(x).sum().backward()
+    peaks = [0.0]
+    observe(model, lambda *_: peaks.append(memory_snapshot(model).full_gradient_bytes / B))
+    model(x).sum().backward()
+    return max(peaks)
+
+
+def test_sums_that_go_over_replicas_hold_no_full_gradients(world4: World) -> None:
+    """Of two groups they are there: one that is reduced over the shards, and the one in backward."""
+    assert world4.run(most_full_gradients) == [2] * 4
 
 
 def numel_of_tensors_left(build_first: bool) -> int:

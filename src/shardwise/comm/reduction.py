@@ -149,15 +149,20 @@ class Reduction:
                 self._streams.all_reduce.wait_for(self._streams.reduce_scatter, part_reduction.work)
             self._replica_work = self._streams.all_reduce.submit(self._start_replicas)
 
+    def release_parts(self) -> None:
+        """Wait for the sums over the shard axis, which the second stage works on; drop the gradients."""
+        for part_reduction in self.part_reductions:
+            part_reduction.release()
+
     def release(self) -> None:
-        """Wait, then drop the gradients and the buffers that the device worked with."""
+        """Wait for both stages, then drop the gradients and the buffers that the device worked with."""
         self.advance()
         if self._replica_work is not None:  # which ends after the parts
             self._replica_work.wait()
             for part_reduction in self.part_reductions:
                 part_reduction.drop_gradients()
         else:
-            self._release_parts()
+            self.release_parts()
         self._scratch.clear()
 
     def drop(self) -> None:
@@ -165,7 +170,7 @@ class Reduction:
         if self._is_closed:
             self.finish()
         else:
-            self._release_parts()
+            self.release_parts()
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -177,10 +182,6 @@ class Reduction:
     def sums(self) -> list[Tensor]:
         """The buffers of this rank's sums: the result, and those that it is cast or copied from."""
         return [*([self.output] if self.part_reductions else ()), *self._scratch]
-
-    def _release_parts(self) -> None:
-        for part_reduction in self.part_reductions:
-            part_reduction.release()
 
     def finish(self) -> None:
         """Wait until ``output`` holds the result in the layout of the destination."""

@@ -1,6 +1,15 @@
-"""The reductions of one root that are in flight: how many, how much memory, in which order they finish."""
+"""The reductions of one root that are in flight: how many, how much memory, in which order they finish.
+
+A reduction ends in stages, and each stage frees its own memory. With replicas, and shards in host memory::
+
+    groups        reduced now   before          the one before    earlier
+    over shards   in flight     over: its unsharded gradients are freed
+    replicas                    in flight       over
+    to the host                                 in flight         over: sums on the device are freed
+"""
 
 from collections import deque
+from itertools import islice
 
 from shardwise.comm.reduction import PartReduction
 from shardwise.groups.group import ParameterGroup
@@ -30,6 +39,10 @@ class ReductionQueue:
         self._reducing.append(group)
         while len(self._reducing) > group.max_in_flight:
             self._finish_oldest()
+        over_replicas = max(0, len(self._reducing) - group.settings.max_reductions)
+        for earlier in islice(self._reducing, over_replicas):
+            if earlier.gradients.state is REDUCING:
+                earlier.gradients.release_unsharded()
 
     def send_ready(self, group: ParameterGroup) -> None:
         """Begin to reduce the parts of ``group`` that need not wait for the rest."""
@@ -50,7 +63,9 @@ class ReductionQueue:
         if gradients.state is not REDUCING:
             return
         if gradients.arrive_on_host:
-            gradients.release()
+            gradients.release_unsharded()
+            for earlier in self._copying_to_host[-1:]:
+                earlier.gradients.release()  # the copy has had the time of a group's backward
             self._copying_to_host.append(group)
         else:
             gradients.finish()

@@ -232,8 +232,13 @@ class Gradients:
         """Wait for the sums of one part, and free its unsharded gradients."""
         self._wait_for_ranks(part_reduction.release)
 
+    def release_unsharded(self) -> None:
+        """Wait for the sums over the shard axis, and free the unsharded gradients; replicas may follow."""
+        for reduction in self._in_flight():
+            self._wait_for_ranks(reduction.release_parts)
+
     def release(self) -> None:
-        """Wait for the sums of the reductions in flight, and free their unsharded gradients."""
+        """Wait for the results of the reductions in flight, and free what the device made them of."""
         for reduction in self._in_flight():
             self._wait_for_ranks(reduction.release)
 

@@ -1,0 +1,96 @@
+"""ReductionQueue: in which order reductions free their memory. Groups are stand-ins that write down what is asked."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from expecttest import assert_expected_inline
+
+from shardwise.engine.reduction_queue import ReductionQueue
+from shardwise.groups.states import EMPTY, PENDING, REDUCING
+
+
+class StandIn:
+    """The gradients of a group."""
+
+    are_reduced_in_parts = False
+
+    def __init__(self, name: str, log: list[str], *, to_host: bool) -> None:
+        self.name, self.log, self.arrive_on_host, self.state = name, log, to_host, PENDING
+
+    def reduce(self) -> list[Any]:
+        self.log.append(f"{self.name} is reduced")
+        self.state = REDUCING
+        return []
+
+    def advance(self) -> None: ...
+
+    def release_unsharded(self) -> None:
+        self.log.append(f"{self.name}: unsharded gradients are freed")
+
+    def release(self) -> None:
+        self.log.append(f"{self.name}: sums on the device are freed")
+
+    def finish(self) -> None:
+        self.log.append(f"{self.name} is finished")
+        self.state = EMPTY
+
+
+def order_of(num_groups: int, *, replicates: bool, to_host: bool) -> str:
+    log: list[str] = []
+    queue = ReductionQueue(0.0)
+    for number in range(num_groups):
+        gradients = StandIn(f"group {number}", log, to_host=to_host)
+        settings = SimpleNamespace(max_reductions=1)
+        group: Any = SimpleNamespace(gradients=gradients, settings=settings, max_in_flight=1 + replicates)
+        queue.reduce(group)
+    log.append("-- backward ends")
+    queue.finish()
+    return "\n".join(log)
+
+
+def test_of_replicated_groups_only_the_sums_stay_in_flight() -> None:
+    assert_expected_inline(
+        order_of(3, replicates=True, to_host=False),
+        """\
+group 0 is reduced
+group 1 is reduced
+group 0: unsharded gradients are freed
+group 2 is reduced
+group 0 is finished
+group 1: unsharded gradients are freed
+-- backward ends
+group 1 is finished
+group 2 is finished""",
+    )
+
+
+def test_copies_to_the_host_keep_no_unsharded_gradients_and_the_sums_of_two_groups() -> None:
+    assert_expected_inline(
+        order_of(4, replicates=False, to_host=True),
+        """\
+group 0 is reduced
+group 1 is reduced
+group 0: unsharded gradients are freed
+group 2 is reduced
+group 1: unsharded gradients are freed
+group 0: sums on the device are freed
+group 3 is reduced
+group 2: unsharded gradients are freed
+group 1: sums on the device are freed
+-- backward ends
+group 3: unsharded gradients are freed
+group 2: sums on the device are freed
+group 0 is finished
+group 1 is finished
+group 2 is finished
+group 3 is finished""",
+    )
+
+
+@pytest.mark.parametrize("to_host", [False, True])
+def test_all_are_finished_in_the_end(to_host: bool) -> None:
+    found = order_of(4, replicates=True, to_host=to_host).splitlines()
+    assert [line for line in found if line.endswith("finished")] == [
+        f"group {n} is finished" for n in range(4)
+    ]
