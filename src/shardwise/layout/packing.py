@@ -14,10 +14,10 @@ sends of a parameter shrinks. So what counts is the chunk, the part of one rank.
 from collections.abc import Sequence
 
 LARGEST_PACKED_BYTES = 16 << 20
-"""An unsharded parameter above this size would cost much memory if it were packed: its chunk may be smaller."""
+"""An unsharded parameter above this size would cost much memory if it were packed."""
 
 _SMALLEST_OF_LIMIT = 4
-"""By how much the chunk of such a parameter may be below the limit."""
+"""So much smaller than the limit the chunk of such a parameter may be."""
 
 
 def choose_direct(chunk_bytes: Sequence[int], world: int, limit_bytes: float, most: float) -> list[bool]:

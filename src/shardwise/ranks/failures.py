@@ -12,7 +12,8 @@ On a device, the host does not wait: collectives are queued. There the thread re
 been issued for half a second, and aborts the communicators, so that the device does not hang; the error is
 raised at the next forward, backward or public call.
 
-A rank may catch an exception and continue: then it marks its note as over, for which others have some patience.
+A rank may catch an exception and continue: then it marks its note as over, for which others have some
+patience.
 All ranks may raise alike and continue, some sooner than others: a rank that has failed itself after as many
 collectives ignores such a note.
 
