@@ -72,7 +72,7 @@ class Memory:
             b.unsharded_buffer._storage.nbytes() for b in buckets if hasattr(b, "unsharded_buffer")
         )
         waiting = [full.grad for group in self.groups for full in group.unsharded.params]
-        flying = [g for group in self.groups for r in group._reductions for g in r.gradients or ()]
+        flying = [g for group in self.groups for r in group.reductions.in_flight() for g in r.gradients]
         gradients = sum(g.untyped_storage().nbytes() for g in (*waiting, *flying) if g is not None)
         self.peaks[self.phase] = max(self.peaks[self.phase], gathered)
         self.peaks["gradients"] = max(self.peaks["gradients"], gradients)

@@ -173,9 +173,9 @@ def _about_model(member: Member) -> str:
 
 
 def _about_weights(member: Member) -> str:
-    if not member.root.points.ranks_run_alike:
+    if not member.root.features.ranks_run_alike:
         return "inference() keeps parameters gathered, but a graph gathers by itself. Leave the context"
-    if member.root.post_optim_event is not None:
+    if member.root.requests.post_optim_event is not None:
         return (
             "set_post_optim_event() was called, but a graph gathers without waiting for it. Let the "
             "computing stream wait for the event instead: "

@@ -28,6 +28,7 @@ from torch import nn
 
 from shardwise.engine.calls import Call
 from shardwise.engine.memory import AHEAD, CALLER, FOR_BACKWARD, FOR_EARLIER_BACKWARD, IN_USE
+from shardwise.groups.gradients import average_ignored
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import DEFERRED, EMPTY, PENDING, UNSHARDED
 from shardwise.ranks.failures import relay_of_job
@@ -100,16 +101,16 @@ class BackwardPass:
                 "(torch.compile(lambda x: model(x))), not the model: its hooks are then in the graph, and "
                 "none are left for autograd to run."
             )
-        for begins in root.points.backward_begins:
+        for begins in root.features.backward_begins:
             begins()
-        for pass_begins in root.points.pass_begins:
+        for pass_begins in root.features.pass_begins:
             pass_begins("a backward")
-        root.prepare()
-        root.process_groups.connect()
+        root.preparation.complete()
+        root.preparation.process_groups.connect()
         for group in root.groups:
             group.gradients.drop_cleared()
-        root.streams.all_gather.wait_for_compute()
-        root.backward_order.rewind()
+        root.preparation.streams.all_gather.wait_for_compute()
+        root.prefetch.backward_order.rewind()
 
     def session_of(self, graph_task_id: int) -> Session:
         """The session of a graph task; creates it at the task's first event."""
@@ -136,7 +137,7 @@ class BackwardPass:
         session.notes.clear()
         if len(self.sessions) > 1:  # a nested backward: the outer one expects more gradients
             for group in list(session.active):
-                if group not in self._root.led:
+                if group not in self._root.memory.led:
                     self._free(group)
             self.sessions.remove(session)
         else:
@@ -153,23 +154,23 @@ class BackwardPass:
             group.gradients.were_reduced = True
         root.finish_reductions()
         if not root.ends_by_hand:
-            root.average_ignored()
-        for ended in root.points.backward_ended:
+            average_ignored(root.groups)
+        for ended in root.features.backward_ended:
             ended()
         running = root.calls.groups()  # a forward may run a backward inside
         for group in root.memory:
             if root.memory.reason(group) is not CALLER and group not in running:
                 self._free(group)
         if not running:
-            root.hide_kept()
-        root.first_entries.clear()
+            root.memory.hide_kept()
+        root.calls.first_entries.clear()
 
     # --- unshard and reshard ----------------------------------------------------------------------
 
     def enter(self, session: Session, call: Call) -> None:
         """Backward has reached the outputs of ``call``: have the parameters of its group unsharded."""
         root, group = self._root, call.group
-        for reached in root.points.node_reached:
+        for reached in root.features.node_reached:
             reached(session)
         if session.active.get(group) == call.enter and group.unsharded.state is UNSHARDED:
             return  # another output of the same call
@@ -181,7 +182,7 @@ class BackwardPass:
         while around is not None and session.active.get(around.group) is None:
             # Its outputs are not part of this backward, but what it ran before this call may be.
             session.active[around.group] = around.enter
-            root.unshard(around.group)
+            root.memory.unshard(around.group)
             self.follow_kept(around.group)
             around.group.unsharded.wait()
             around = around.parent
@@ -203,16 +204,16 @@ class BackwardPass:
             session.active[group] = RECOMPUTED
 
     def _unshard(self, group: ParameterGroup) -> None:
-        root, settings = self._root, group.settings
-        if group not in root.led:
-            root.backward_order.enter(group)
-            root.backward_order.resume_at(group)
+        memory, prefetch, settings = self._root.memory, self._root.prefetch, group.settings
+        if group not in memory.led:
+            prefetch.backward_order.enter(group)
+            prefetch.backward_order.resume_at(group)
         if settings.unshard_in_backward:
-            root.unshard_again(group)
+            memory.unshard_again(group)
         self.follow_kept(group)
-        root.unshard_led(group)
+        memory.unshard_led(group)
         if settings.backward_prefetch is not None or group.policy.backward_prefetch == "before":
-            root.prefetch(group, settings.backward_prefetch, in_backward=True)
+            prefetch.in_backward(group, settings.backward_prefetch)
         if settings.unshard_in_backward or group.unsharded.state is UNSHARDED:
             group.unsharded.wait()
 
@@ -224,10 +225,10 @@ class BackwardPass:
         memory, unsharded = self._root.memory, group.unsharded
         reason = memory.reason(group)
         if reason in (FOR_BACKWARD, FOR_EARLIER_BACKWARD):
-            unsharded.follow_versions()
+            unsharded.versions.follow()
             memory.hold(group, IN_USE)
-        elif unsharded.are_shards and unsharded.state is UNSHARDED and unsharded.shards_changed_since():
-            unsharded.follow_versions()
+        elif unsharded.are_shards and unsharded.state is UNSHARDED and unsharded.versions.shards_changed():
+            unsharded.versions.follow()
         if reason is AHEAD:
             memory.hold(group, IN_USE)
 
@@ -240,22 +241,22 @@ class BackwardPass:
     def _leave(self, session: Session, group: ParameterGroup, clock: int) -> None:
         root, settings = self._root, group.settings
         del session.active[group]
-        if group in root.led:
+        if group in root.memory.led:
             return  # it is resharded with the group around it
         # Groups that take part with zeros do so at the end of backward, in an order common to all ranks.
         has_gradients = group.gradients.state is PENDING and not settings.zeros_for_unused
         if has_gradients and settings.requires_gradient_sync and group.gradients.are_wanted:
-            first = root.first_entries.get(group)
+            first = root.calls.first_entries.get(group)
             if first is not None and first > clock:
                 self.reduce(group)  # some parameters were not used
         self._free(group)
-        for led in root.leads.get(group, ()):
+        for led in root.memory.leads.get(group, ()):
             self._free(led)
 
     def _free(self, group: ParameterGroup) -> None:
         if not group.settings.reshard_after_backward or self._is_used_around(group):
             return
-        if not any(needs(group) for needs in self._root.points.is_needed_later):
+        if not any(needs(group) for needs in self._root.features.is_needed_later):
             self._root.memory.release(group)
 
     def _is_used_around(self, group: ParameterGroup) -> bool:
@@ -282,7 +283,7 @@ class BackwardPass:
         if settings.backward_prefetch is None and group.policy.backward_prefetch == "after":
             if self._is_over_once_complete(group):
                 self._free(group)
-            self._root.prefetch(group, None, in_backward=True)
+            self._root.prefetch.in_backward(group, None)
 
     def _is_over_once_complete(self, group: ParameterGroup) -> bool:
         """True if nothing in this backward will use ``group`` again once its gradients are complete.
@@ -290,8 +291,8 @@ class BackwardPass:
         Nested backwards that recompute parts of a group add to gradients that were complete. Nothing
         announces them, so the group's first backward has to show whether there are any.
         """
-        gradients = group.gradients
-        is_plain = gradients.are_all_wanted and group is not self._root.group and group not in self._root.led
+        root, gradients = self._root, group.gradients
+        is_plain = gradients.are_all_wanted and group is not root.group and group not in root.memory.led
         return is_plain and gradients.were_reduced and not gradients.come_nested
 
     def reduce(self, group: ParameterGroup) -> None:

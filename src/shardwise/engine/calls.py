@@ -51,6 +51,8 @@ class CallStack:
         self.clock = 0
         """Ticks at every enter and exit."""
         self.running: list[Call] = []
+        self.first_entries: dict[ParameterGroup, int] = {}
+        """The clock of each group's first call that backward will reach; until backward ends."""
 
     def open(self, group: ParameterGroup, module: nn.Module) -> Call:
         """Push the call of ``module``, which is entered."""

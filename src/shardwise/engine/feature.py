@@ -1,7 +1,7 @@
 """The named points of a training step at which optional features are called."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.groups.group import ParameterGroup
 
@@ -74,13 +74,34 @@ class Feature:
         """All gradients are about to be dropped."""
 
 
-class Points:
-    """For each point, the methods of a root's features that override it."""
+_F = TypeVar("_F", bound=Feature)
 
-    def __init__(self, features: "list[Feature]") -> None:
+
+class Features:
+    """The features of one root, and for each point the methods of those that override it."""
+
+    def __init__(self) -> None:
+        self._features: list[Feature] = []
+        self._collect()
+
+    def find(self, kind: type[_F]) -> _F | None:
+        """The feature of class ``kind``, if there is one."""
+        return next((feature for feature in self._features if isinstance(feature, kind)), None)
+
+    def add(self, feature: Feature) -> None:
+        """Let ``feature`` take part."""
+        self._features.append(feature)
+        self._collect()
+
+    def remove(self, feature: Feature) -> None:
+        """Leave it out again."""
+        self._features.remove(feature)
+        self._collect()
+
+    def _collect(self) -> None:
         for name in _POINTS:
-            setattr(self, name, [getattr(f, name) for f in features if _overrides(f, name)])
-        self.ranks_run_alike = all(feature.ranks_run_alike for feature in features)
+            setattr(self, name, [getattr(f, name) for f in self._features if _overrides(f, name)])
+        self.ranks_run_alike = all(feature.ranks_run_alike for feature in self._features)
 
     tree_changed: list[Callable[[], None]]
     plan_changed: list[Callable[[], None]]
@@ -101,7 +122,7 @@ class Points:
     reset: list[Callable[[], None]]
 
 
-_POINTS = tuple(Points.__annotations__)
+_POINTS = tuple(Features.__annotations__)
 
 
 def _overrides(feature: Feature, name: str) -> bool:

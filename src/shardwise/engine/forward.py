@@ -41,15 +41,15 @@ class ForwardPass:
                 "with the full parameters as constants. They are freed after forward, so that the program "
                 "would read memory that is gone. Use torch.func.jvp or vjp, which compute anew."
             )
-        root.refuse_unfit()
-        for agree in root.points.agree:
+        root.preparation.refuse_unfit()
+        for agree in root.features.agree:
             agree()
-        for begins in root.points.pass_begins:
+        for begins in root.features.pass_begins:
             begins("a forward")
-        root.prepare()
+        root.preparation.complete()
         if torch.is_grad_enabled():
-            root.process_groups.connect()
-        for connected in root.points.connected:
+            root.preparation.process_groups.connect()
+        for connected in root.features.connected:
             connected()
         if root.backward is not None:  # no backward is running now, even if one was never ended
             root.abandon()
@@ -58,43 +58,43 @@ class ForwardPass:
         for group in root.groups:
             if group.unsharded.state is GATHERING:  # unsharded and not used, perhaps on some ranks only
                 group.unsharded.wait()
-        for forward_begins in root.points.forward_begins:
+        for forward_begins in root.features.forward_begins:
             forward_begins()
-        if root.points.ranks_run_alike:
-            root.free_stale([g for g in root.groups if root.memory.reason(g) is not FOR_EARLIER_BACKWARD])
-        event, root.post_optim_event = root.post_optim_event, None
-        root.streams.wait_for_optimizer(event)
-        root.forward_order.rewind()
+        if root.features.ranks_run_alike:
+            kept = [g for g in root.groups if root.memory.reason(g) is not FOR_EARLIER_BACKWARD]
+            root.memory.release_stale(kept, root.requests.post_optim_event)
+        root.preparation.streams.wait_for_optimizer(root.requests.take_post_optim_event())
+        root.prefetch.forward_order.rewind()
 
     def enter(self, call: Call) -> None:
         """The module of ``call`` is about to run: have the parameters of its group unsharded."""
-        root, group = self._root, call.group
-        if group not in root.led:
-            root.forward_order.enter(group)
+        root, group, memory = self._root, call.group, self._root.memory
+        if group not in memory.led:
+            root.prefetch.forward_order.enter(group)
             self._entered.append(group)
-        root.unshard(group)
-        if root.memory.reason(group) is not INFERENCE:
-            root.memory.hold(group, IN_USE)
-        root.unshard_led(group)
-        root.prefetch(group, group.settings.forward_prefetch, in_backward=False)
+        memory.unshard(group)
+        if memory.reason(group) is not INFERENCE:
+            memory.hold(group, IN_USE)
+        memory.unshard_led(group)
+        root.prefetch.in_forward(group)
         group.unsharded.wait()
         root.tell("forward", group)
 
     def exit(self, call: Call, outcome: Outcome) -> None:
         """The module of ``call`` has run: reshard its group, unless it is kept."""
-        root, group = self._root, call.group
-        is_led = group in root.led
+        root, group, memory = self._root, call.group, self._root.memory
+        is_led = group in memory.led
         if not is_led and (outcome is not NO_BACKWARD or not torch.is_grad_enabled()):
             self._exited.append(group)
         if outcome is ANNOUNCED:
-            root.first_entries.setdefault(group, call.enter)
+            root.calls.first_entries.setdefault(group, call.enter)
         if outcome is FAILED:
-            root.memory.release(group)
+            memory.release(group)
         elif not is_led and self._is_over(call, outcome):
-            if not any(keeps(group, outcome) for keeps in root.points.instead_of_reshard):
-                root.memory.release(group)
-            for led in root.leads.get(group, ()):
-                root.memory.release(led)
+            if not any(keeps(group, outcome) for keeps in root.features.instead_of_reshard):
+                memory.release(group)
+            for led in memory.leads.get(group, ()):
+                memory.release(led)
 
     def _is_over(self, call: Call, outcome: Outcome) -> bool:
         """Whether the group is to be resharded now that ``call`` is over."""
@@ -111,11 +111,11 @@ class ForwardPass:
         """The outermost module has run: record the order, and reshard what no backward will use."""
         root = self._root
         if outcome is not FAILED:
-            root.forward_order.plan(self._entered)
-        for ended in root.points.forward_ended:
+            root.prefetch.forward_order.plan(self._entered)
+        for ended in root.features.forward_ended:
             ended(outcome)
         if torch.is_grad_enabled():
-            root.backward_order.plan(self._exited[::-1])
+            root.prefetch.backward_order.plan(self._exited[::-1])
         if outcome in (ANNOUNCED, UNANNOUNCED) and torch.is_grad_enabled():
             unneeded = [*root.memory.held_for(AHEAD), *self._partly_run()]
         else:
@@ -123,9 +123,9 @@ class ForwardPass:
             unneeded = [g for g in root.memory if root.memory.reason(g) not in (CALLER, FOR_EARLIER_BACKWARD)]
         for group in unneeded:
             root.memory.release(group)
-        root.hide_kept()
+        root.memory.hide_kept()
         if not torch.is_grad_enabled():
-            root.let_host_write()
+            root.requests.let_host_write()
 
     def _partly_run(self) -> list[ParameterGroup]:
         """Groups of several modules, of which only some have run, that are to be resharded after forward."""

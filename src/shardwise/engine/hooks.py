@@ -69,7 +69,8 @@ def _announce(member: Member, call: Call, inputs: Any, output: Any) -> tuple[Any
     Tensors that forward puts into its inputs (a list to append to, a cache) are outputs as well.
     """
     group = call.group
-    member.root.refuse_added(group)
+    if not group.added.is_untouched():
+        group.refuse_added(member.root.module_names())
     output = group.casts.output(output)
     tensors = [output] if isinstance(output, Tensor) else find_tensors(output)
     given = [value for value in inputs if value is not None]
@@ -77,7 +78,7 @@ def _announce(member: Member, call: Call, inputs: Any, output: Any) -> tuple[Any
     if _may_be_unsharded(inside):
         _refuse_hidden_parameters(group, inside)
     if _may_be_unsharded(tensors):
-        groups = member.root.freed_by_exit(call)
+        groups = member.root.memory.freed_by_exit(call)
         unsharded_outputs = [t for t in tensors if any(each.unsharded.owns(t) for each in groups)]
         if unsharded_outputs:
             copies = {id(t): t.clone() for t in unsharded_outputs}

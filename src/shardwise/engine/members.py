@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from shardwise.groups.group import ParameterGroup
+from shardwise.groups.group import Listener, ParameterGroup
 
 if TYPE_CHECKING:
     from shardwise.engine.root import Root
@@ -43,7 +43,7 @@ def member_of(module: Any) -> Member:
 
 
 @dataclass(eq=False, slots=True)
-class GroupListener:
+class GroupListener(Listener):
     """Tells a root what happens to one of its groups."""
 
     root: "Root"
@@ -66,30 +66,9 @@ class GroupListener:
 
     def plan_changed(self) -> None:
         """Ranks have to compare their plans again."""
-        self.root.plan_changed()
+        self.root.preparation.plan_changed()
 
     def changes_followed(self) -> None:
         """Changes of the caller, to shards or settings, have been followed."""
-        for followed in self.root.points.changes_followed:
+        for followed in self.root.features.changes_followed:
             followed()
-
-
-def parents_of(groups: list[ParameterGroup], root: ParameterGroup) -> dict[ParameterGroup, ParameterGroup]:
-    """For each group, that of the sharded module right around its own."""
-    group_of = {module: group for group in groups for module in group.modules}
-    parents: dict[ParameterGroup, ParameterGroup] = {}
-    seen: set[nn.Module] = set()
-
-    def visit(module: nn.Module, around: ParameterGroup) -> None:
-        if module in seen:
-            return
-        seen.add(module)
-        for child in module.children():
-            own = group_of.get(child, around)
-            if own is not around:
-                parents.setdefault(own, around)
-            visit(child, own)
-
-    for module in root.modules:
-        visit(module, root)
-    return parents

@@ -35,14 +35,14 @@ class ReductionQueue:
             self._limit(group, part_reductions)
         for earlier in self._reducing:
             if earlier.gradients.state is REDUCING:  # otherwise a nested backward has already added to it
-                earlier.gradients.advance()
+                earlier.reductions.advance()
         self._reducing.append(group)
         while len(self._reducing) > group.max_in_flight:
             self._finish_oldest()
         over_replicas = max(0, len(self._reducing) - group.settings.max_reductions)
         for earlier in islice(self._reducing, over_replicas):
             if earlier.gradients.state is REDUCING:
-                earlier.gradients.release_unsharded()
+                earlier.reductions.release_unsharded()
 
     def send_ready(self, group: ParameterGroup) -> None:
         """Begin to reduce the parts of ``group`` that need not wait for the rest."""
@@ -55,20 +55,19 @@ class ReductionQueue:
         while held > self._room and len(self._parts) > 1:
             oldest_group, oldest = self._parts.popleft()
             held -= oldest.num_bytes
-            oldest_group.gradients.release_part(oldest)
+            oldest_group.reductions.release_part(oldest)
 
     def _finish_oldest(self) -> None:
         group = self._reducing.popleft()
-        gradients = group.gradients
-        if gradients.state is not REDUCING:
+        if group.gradients.state is not REDUCING:
             return
-        if gradients.arrive_on_host:
-            gradients.release_unsharded()
+        if group.reductions.arrive_on_host:
+            group.reductions.release_unsharded()
             for earlier in self._copying_to_host[-1:]:
-                earlier.gradients.release()  # the copy has had the time of a group's backward
+                earlier.reductions.release()  # the copy has had the time of a group's backward
             self._copying_to_host.append(group)
         else:
-            gradients.finish()
+            group.gradients.finish()
 
     def finish(self) -> None:
         """Wait for all reductions in flight."""

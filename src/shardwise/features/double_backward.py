@@ -72,7 +72,7 @@ class DoubleBackward(Feature):
             return
         session.notes[_CREATED] = mark
         for group in mark.groups:
-            self.root.unshard_again(group)
+            self.root.memory.unshard_again(group)
             self.root.running_backward.follow_kept(group)
         self._prefetch(mark)
         for group in mark.groups:
@@ -82,7 +82,7 @@ class DoubleBackward(Feature):
         if mark.next is not None and mark.groups and mark.groups[-1].policy.backward_prefetch is not None:
             last = mark.groups[-1]
             ahead = [group for group in mark.next.groups if group not in mark.groups]
-            self.root.prefetch(last, ahead[: last.policy.prefetch], in_backward=True)
+            self.root.prefetch.in_backward(last, ahead[: last.policy.prefetch])
 
 
 _MARK = object()  # key in a session's notes: the mark of what it creates

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from shardwise.comm.streams import nothing
 from shardwise.engine.feature import Feature
 from shardwise.engine.root import Root
+from shardwise.groups.gradients import average_ignored
 from shardwise.groups.group import ParameterGroup
 
 
@@ -66,7 +67,7 @@ class ManualFinalization(Feature):
         caller, root = "set_manual_backward_finalization", self.root
         if by_hand == root.ends_by_hand:
             return
-        root.refuse_at_work(caller, group)
+        root.requests.refuse_at_work(caller, group)
         self.pass_begins(f"{caller}()")
         if self._is_due:
             raise RuntimeError(
@@ -88,7 +89,7 @@ class ManualFinalization(Feature):
                 "complete. Call set_manual_backward_finalization(True) before forward, or leave this call "
                 "out."
             )
-        root.refuse_at_work("finalize_backward", group, "afterwards")
+        root.requests.refuse_at_work("finalize_backward", group, "afterwards")
         for each in root.groups:
             wants = each.gradients.have_sums_to_reduce or root.joins_by_hand(each)
             if each.settings.requires_gradient_sync and wants:
@@ -99,7 +100,7 @@ class ManualFinalization(Feature):
 
     def _finish(self) -> None:
         self.root.finish_reductions()
-        self.root.average_ignored()
+        average_ignored(self.root.groups)
 
     def pass_begins(self, what: str) -> None:
         """Refuse ``what`` while nobody has waited for the handle of the last ``finalize_backward``."""

@@ -20,7 +20,7 @@ import torch
 from shardwise.engine.calls import FAILED, Outcome
 from shardwise.engine.feature import Feature
 from shardwise.engine.memory import IN_USE, INFERENCE
-from shardwise.engine.prefetch_order import Order
+from shardwise.engine.prefetch import Order
 from shardwise.engine.root import Root
 from shardwise.groups.group import ParameterGroup, axes_of
 from shardwise.groups.states import SHARDED
@@ -42,7 +42,7 @@ class Inference(Feature):
         self._announces = False
         self._refusal: str | None = None  # why the unsharded parameters can no longer be used
         # Ranks may run different numbers of forwards, so the order recorded in them is dropped afterwards.
-        self._order_outside, root.forward_order = root.forward_order, Order()
+        self._order_outside, root.prefetch.forward_order = root.prefetch.forward_order, Order()
 
     def backward_begins(self) -> None:
         """Refuse a backward."""
@@ -79,8 +79,8 @@ class Inference(Feature):
         with ExitStack() as stack:
             for group in self.kept:
                 stack.callback(self._release, group)
-            stack.callback(root.remove_feature, self)
-            stack.callback(setattr, root, "forward_order", self._order_outside)
+            stack.callback(root.features.remove, self)
+            stack.callback(setattr, root.prefetch, "forward_order", self._order_outside)
             self._make_good()
             self._serve()
 
@@ -91,8 +91,8 @@ class Inference(Feature):
     def _check_weights(self) -> None:
         """Refuse to go on if shards or full parameters were changed, by their versions."""
         for group in self.kept if self._refusal is None else ():
-            if changed := group.unsharded.shards_changed_since() or group.unsharded.changed_in_place():
-                group.unsharded.follow_versions()  # raised here, and not again when the group is resharded
+            if changed := group.unsharded.versions.shards_changed() or group.unsharded.changed_in_place():
+                group.unsharded.versions.follow()  # raised here, and not again when the group is resharded
                 self._refusal = (
                     f"{changed[0]}: changed inside inference(), where the full parameters that were gathered "
                     "before are used. Leave the context, change weights, and enter it again."
@@ -136,34 +136,34 @@ class Inference(Feature):
 
 def begin_inference(root: Root, groups: Sequence[ParameterGroup], budget: float) -> int:
     """Keep as many groups unsharded as fit into ``budget`` bytes; returns the bytes they take."""
-    if root.feature(Inference) is not None:
+    if root.features.find(Inference) is not None:
         raise RuntimeError(
             f"inference: {groups[0].name} is in another inference() already, which would end with this "
             "one. Leave it first."
         )
-    root.prepare()
+    root.preparation.complete()
     kept: list[ParameterGroup] = []
     taken = 0
     for group in groups:
         if taken + group.unsharded.num_bytes <= budget:
             kept.append(group)
             taken += group.unsharded.num_bytes
-    root.streams.wait_for_optimizer(root.post_optim_event)
+    root.preparation.streams.wait_for_optimizer(root.requests.post_optim_event)
     for group in root.groups:
         root.memory.release(group)  # what was kept from before may be stale
     for group in kept:
-        root.unshard(group)
+        root.memory.unshard(group)
     for group in kept:
         group.unsharded.wait()
     for group in kept:
         root.memory.hold(group, INFERENCE)
-    root.add_feature(Inference(root, groups, set(kept)))
+    root.features.add(Inference(root, groups, set(kept)))
     return taken
 
 
 def end_inference(root: Root) -> None:
     """Leave the ``inference()`` of ``root``."""
-    inference = root.feature(Inference)
+    inference = root.features.find(Inference)
     assert inference is not None
     inference.end()
 

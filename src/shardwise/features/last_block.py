@@ -47,6 +47,6 @@ class LastBlock(Feature):
             group.settings.reshard_after_forward is None
             and group.settings.unshard_in_backward
             and all(each.settings.backward_prefetch is None for each in self.root.groups)
-            and self.root.points.ranks_run_alike
+            and self.root.features.ranks_run_alike
             and not group.unsharded.changed_in_place()
         )

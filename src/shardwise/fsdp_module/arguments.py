@@ -25,7 +25,7 @@ def groups_to_configure(module: Any, recurse: bool, caller: str) -> Iterator[Par
     check_bool(caller, "recurse", recurse)
     members = sharded_members(module) if recurse else [member_of(module)]
     for member in members if caller not in _OF_MICROBATCH else ():
-        member.root.plan_changed()
+        member.root.preparation.plan_changed()
     return (member.group for member in members)
 
 
@@ -55,6 +55,6 @@ def root_member(module: Any, caller: str) -> Member:
 
 def finalization_of(member: Member) -> ManualFinalization:
     """The feature of the member's root that lets the caller end backwards."""
-    found = member.root.feature(ManualFinalization)
+    found = member.root.features.find(ManualFinalization)
     assert found is not None
     return found

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from shardwise.comm.custom import CustomAllGather, CustomReduceScatter
 from shardwise.comm.streams import has_streams, in_stream
-from shardwise.engine.comm_choices import (
+from shardwise.engine.members import member_of
+from shardwise.fsdp_module.arguments import check_bool, groups_to_configure
+from shardwise.fsdp_module.comm_choices import (
     CUSTOM,
     allocate_from_process_group,
     check_choice,
@@ -19,8 +21,6 @@ from shardwise.engine.comm_choices import (
     made,
     with_symmetric_memory,
 )
-from shardwise.engine.members import member_of
-from shardwise.fsdp_module.arguments import check_bool, groups_to_configure
 
 
 class CommunicationSetters:
@@ -115,7 +115,7 @@ class CommunicationSetters:
             if has_streams(group.device):
                 hook = in_stream(hook, stream)
         group.configure(all_reduce_hook=hook)
-        member_of(self).root.plan_changed()
+        member_of(self).root.preparation.plan_changed()
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Choose whether the back end only sums the gradients of this module's own group.
@@ -286,7 +286,7 @@ class CommunicationSetters:
         check_bool("set_separate_reduce_scatter_group", "enable", enable)
         for group in groups_to_configure(self, recurse, "set_separate_reduce_scatter_group"):
             group.configure(separate_reduce_group=enable)
-        member_of(self).root.prepare_anew()
+        member_of(self).root.preparation.start_over()
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Limit how many groups' full gradients may be in flight, beside those of the group in backward.
@@ -319,7 +319,7 @@ class CommunicationSetters:
             raise ValueError(f"{caller}: max_input_buffers is {max_input_buffers}; it must be 1 or more.")
         for group in groups_to_configure(self, recurse, caller):
             group.configure(max_reductions=max_input_buffers)
-        member_of(self).root.prepare_anew()
+        member_of(self).root.preparation.start_over()
 
     def set_post_optim_event(self, event: Any) -> None:
         """Have the all-gathers of the next forward wait only for ``event``, not for the whole compute stream.
@@ -346,4 +346,4 @@ class CommunicationSetters:
         if event is not None or has_streams(device):
             why = "gathers would not wait for the optimizer"
             check_of_device("set_post_optim_event", "Event", event, device, why)
-        member.root.post_optim_event = event
+        member.root.requests.post_optim_event = event

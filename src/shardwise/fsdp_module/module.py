@@ -78,7 +78,7 @@ class FSDPModule(CommunicationSetters):
         """
         check_bool("unshard", "async_op", async_op)
         member = member_of(self)
-        member.root.unshard_for_caller(member.group)
+        member.root.requests.unshard(member.group)
         handle = UnshardHandle(member.group)
         if not async_op:
             handle.wait()
@@ -100,7 +100,7 @@ class FSDPModule(CommunicationSetters):
             model.blocks[0].reshard()
         """
         member = member_of(self)
-        member.root.reshard_for_caller(member.group)
+        member.root.requests.reshard(member.group)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Choose whether parameters are resharded after forward, in place of what ``fully_shard`` was told.
@@ -169,7 +169,7 @@ class FSDPModule(CommunicationSetters):
         """
         check_bool("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
         member_of(self).group.configure(unshard_in_backward=unshard_in_backward)
-        member_of(self).root.plan_changed()
+        member_of(self).root.preparation.plan_changed()
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Choose whether full parameters keep their memory while they are resharded (by default they do not).
@@ -219,7 +219,7 @@ class FSDPModule(CommunicationSetters):
         """
         chosen = groups_to_prefetch(modules, "set_modules_to_forward_prefetch")
         member_of(self).group.configure(forward_prefetch=chosen)
-        member_of(self).root.plan_changed()
+        member_of(self).root.preparation.plan_changed()
 
     def set_modules_to_backward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
         """Choose what this module's backward prefetches, in place of the recorded order.
@@ -243,7 +243,7 @@ class FSDPModule(CommunicationSetters):
         """
         chosen = groups_to_prefetch(modules, "set_modules_to_backward_prefetch")
         member_of(self).group.configure(backward_prefetch=chosen)
-        member_of(self).root.plan_changed()
+        member_of(self).root.preparation.plan_changed()
 
     # --- gradients --------------------------------------------------------------------------------
 
@@ -348,7 +348,7 @@ class FSDPModule(CommunicationSetters):
         check_bool("set_may_be_unused", "may_be_unused", may_be_unused)
         for group in groups_to_configure(self, True, "set_may_be_unused"):
             group.configure(may_be_unused=may_be_unused, zeros_for_unused=may_be_unused)
-        member_of(self).root.prepare_anew()
+        member_of(self).root.preparation.start_over()
 
     def set_reduce_ignored_params(self, reduce_ignored_params: bool, *, recurse: bool = True) -> None:
         """Choose whether the gradients of ``ignored_params`` are averaged over the ranks (by default not).

@@ -5,19 +5,18 @@ to reduce.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardwise.comm.reduction import PartReduction, Reduction
-from shardwise.groups.gradient_parts import PartQueue, QueuedPart
+from shardwise.comm.reduction import PartReduction
+from shardwise.groups.gradient_parts import PartQueue
+from shardwise.groups.reductions import without_graph
 from shardwise.groups.states import (
     DEFERRED,
     EMPTY,
@@ -28,20 +27,15 @@ from shardwise.groups.states import (
     next_state,
 )
 from shardwise.layout.mesh import Axis
-from shardwise.params.bucket import Bucket
-from shardwise.params.changes import are_all_there, take_gradients
-from shardwise.params.parameter import Param
 from shardwise.torch_compat import dtensor, dynamo
 from shardwise.torch_compat.functorch import outside_transforms
 
 if TYPE_CHECKING:
     from shardwise.groups.group import ParameterGroup
 
-_arrives_on_host = attrgetter("arrives_on_host")
-
 
 class Gradients:
-    """The gradients of ``group``: unsharded ones, reductions in flight, and deferred ones."""
+    """The unsharded gradients of ``group`` and those deferred to a later backward."""
 
     def __init__(self, group: "ParameterGroup") -> None:
         self._group = group
@@ -49,12 +43,10 @@ class Gradients:
         # What earlier backwards have shown: whether gradients were reduced, and arrived in nested backwards.
         self.were_reduced = False
         self.come_nested = False
-        self._reductions: list[Reduction | None] = []
         self.forget()
 
     def forget(self) -> None:
         """Start over, as the parameters were replaced."""
-        self._reductions = [None] * len(self._group.buckets)
         # Whether ``.grad`` of some shards may stand for unreduced gradients.
         self._has_deferred = any(param.remembers_deferred for param in self._group.shards.params)
         self._part_queue: PartQueue | None = None  # None: all gradients are reduced together
@@ -113,7 +105,7 @@ class Gradients:
 
     def _refuse_changed_shards(self) -> None:
         """Refuse a backward of weights that were changed since; no hook before backward has checked them."""
-        if changed := self._group.unsharded.shards_changed_since():
+        if changed := self._group.unsharded.versions.shards_changed():
             raise RuntimeError(
                 f"{', '.join(changed)}: changed in place between the forward that used it and this backward "
                 f"(group '{self._group.name}'), so that the gradient would be that of other weights. Run "
@@ -130,159 +122,56 @@ class Gradients:
     def send_ready(self) -> list[PartReduction]:
         """Begin to reduce the parts that are complete and need not wait for the others."""
         assert self._part_queue is not None
-        queue = self._part_queue
-        with _without_graph(), self._group.label("reduce"):
-            return self._issue(lambda: self._send(queue.take_ready()))
+        return self._group.reductions.send(self._part_queue.take_ready())
 
     def reduce(self) -> list[PartReduction]:
         """Begin to reduce the unsharded gradients that are left; return the reductions begun."""
         joins = self._group.settings.zeros_for_unused and self.state is EMPTY
         state = self._next("join" if joins else "reduce")
-        with _without_graph(), self._group.label("reduce"):
-            if not self._group.unsharded.params:  # it has not run on this rank
-                self._part_queue = self._plan_parts()
-            part_reductions = self._issue(self._send_rest)
-            for bucket, reduction in zip(self._group.buckets, self._reductions, strict=True):
-                self._close(bucket, reduction)
+        if not self._group.unsharded.params:  # it has not run on this rank
+            self._part_queue = self._plan_parts()
+        queue = self._part_queue
+        if queue is not None and self.state is not PENDING:
+            queue.begin()
+        part_reductions = self._group.reductions.send_rest(None if queue is None else queue.take_rest())
         self.state = state
         self._group.tell("reduce")
         return part_reductions
 
-    def _issue(self, send: Callable[[], list[PartReduction]]) -> list[PartReduction]:
-        waits = self._group.waits
-        try:
-            part_reductions = send()
-        except RuntimeError as error:
-            waits.raise_explained(error, waits.for_reduction)
-        waits.issued(waits.for_reduction)
-        return part_reductions
-
-    def _send_rest(self) -> list[PartReduction]:
-        """Begin to reduce all gradients that are left."""
-        if self._part_queue is None:
-            return self._send_all()
-        if self.state is not PENDING:
-            self._part_queue.begin()
-        return self._send(self._part_queue.take_rest())
-
-    def _send_all(self) -> list[PartReduction]:
-        """Begin to reduce the gradients of each bucket, all together."""
-        part_reductions = []
-        buckets = self._group.buckets
-        gradients = self._take(self._group.shards.params, self._group.unsharded.params)
-        for number, bucket in enumerate(buckets):
-            own = gradients
-            if len(buckets) > 1:
-                own, gradients = gradients[: len(bucket.params)], gradients[len(bucket.params) :]
-            reduction = self._open(number, is_filled=are_all_there(own))
-            part_reductions += [reduction.send(part, own) for part in bucket.parts]
-        return part_reductions
-
-    def _send(self, parts: Iterable[QueuedPart]) -> list[PartReduction]:
-        """Begin to reduce the gradients of these parts."""
-        part_reductions = []
-        all_params, all_fulls = self._group.shards.params, self._group.unsharded.params
-        for queued in parts:
-            reduction = self._reductions[queued.bucket] or self._open(queued.bucket, is_filled=False)
-            params = [all_params[index] for index in queued.indices]
-            fulls = [all_fulls[index] for index in queued.indices] if all_fulls else ()
-            gradients: list[Tensor | None] = [None] * len(self._group.buckets[queued.bucket].params)
-            taken = self._take(params, fulls)
-            for index, gradient in zip(queued.part.indices, taken, strict=True):
-                gradients[index] = gradient
-            part_reductions.append(reduction.send(queued.part, gradients))
-        return part_reductions
-
-    def _open(self, number: int, *, is_filled: bool) -> Reduction:
-        bucket = self._group.buckets[number]
-        divisor = self._group.settings.divide_factor or float(bucket.mesh.num_ranks)
-        self._reductions[number] = made = bucket.open_reduction(
-            self._group.streams, divisor, is_filled=is_filled
-        )
-        return made
-
-    def _close(self, bucket: Bucket, reduction: Reduction | None) -> None:
-        assert reduction is not None
-        settings = self._group.settings
-        bucket.close_reduction(reduction, settings.requires_all_reduce, settings.all_reduce_hook)
-
     @torch.no_grad()
     def _finish_sent(self) -> None:
         """Finish the reductions of parts that began before the group's other gradients arrived."""
-        for number, (bucket, reduction) in enumerate(zip(self._group.buckets, self._reductions, strict=True)):
-            if reduction is not None:
-                self._close(bucket, reduction)
-                self._finish(number)
+        self._group.reductions.close()
+        self._group.reductions.finish(without_hooks=self._are_added_plainly())
         there = [i for i in self._trainable if self._group.unsharded.params[i].grad is not None]
         self._awaited = set(self._trainable.difference(there))
         if self._part_queue is not None:
             self._part_queue.begin(there)
 
-    def advance(self) -> None:
-        """Let the reduction proceed to the all-reduce over replicas."""
-        for reduction in self._in_flight():
-            self._wait_for_ranks(reduction.advance)
-
-    @property
-    def arrive_on_host(self) -> bool:
-        """True if a reduction in flight copies its result to host memory; it is better waited for late."""
-        return any(map(_arrives_on_host, self._in_flight()))
-
-    def release_part(self, part_reduction: PartReduction) -> None:
-        """Wait for the sums of one part, and free its unsharded gradients."""
-        self._wait_for_ranks(part_reduction.release)
-
-    def release_unsharded(self) -> None:
-        """Wait for the sums over the shard axis, and free the unsharded gradients; replicas may follow."""
-        for reduction in self._in_flight():
-            self._wait_for_ranks(reduction.release_parts)
-
-    def release(self) -> None:
-        """Wait for the results of the reductions in flight, and free what the device made them of."""
-        for reduction in self._in_flight():
-            self._wait_for_ranks(reduction.release)
-
     def finish(self) -> None:
         """Wait for the reduction and add its result to ``.grad`` of the shards."""
         finished = self._next("finish")
-        with _without_graph():
-            are_left = [self._finish(number) for number in range(len(self._group.buckets))]
-            self.state = self._next("defer") if any(are_left) else finished
+        with without_graph():
+            are_left = self._group.reductions.finish(without_hooks=self._are_added_plainly())
+            self.state = self._next("defer") if are_left else finished
             self._group.tell("reduced")
             params = self._group.shards.params
             self._has_deferred = self._has_deferred and any(p.remembers_deferred for p in params)
-            if any(are_left):
+            if are_left:
                 self._mark_deferred()
 
-    def _finish(self, number: int) -> bool:
-        """Wait for the sums of one bucket; True if they are deferred until a sum over replicas."""
-        bucket, reduction = self._group.buckets[number], self._reductions[number]
-        assert reduction is not None
-        self._wait_for_ranks(reduction.finish)
-        self._reductions[number] = None
-        plainly = not self._has_deferred and self._group.shards.snapshot().has_no_gradient_hooks()
-        return bucket.accumulate(reduction, without_hooks=plainly)
-
-    def _wait_for_ranks(self, finish: Callable[[], Any]) -> None:
-        """Run ``finish``, which waits for other ranks; if that fails, explain why."""
-        self._group.waits.finish(finish, self._group.waits.for_reduction)
-
-    def _in_flight(self) -> Iterator[Reduction]:
-        return filter(None, self._reductions)
-
-    @property
-    def in_flight(self) -> list[Reduction]:
-        """The reductions that nobody has waited for."""
-        return list(self._in_flight())
+    def _are_added_plainly(self) -> bool:
+        """True if the shards have no hooks on gradients, and no ``.grad`` that stands for deferred ones."""
+        return not self._has_deferred and self._group.shards.snapshot().has_no_gradient_hooks()
 
     # --- deferred ---------------------------------------------------------------------------------
 
     def defer(self) -> None:
         """Leave the unsharded gradients unreduced until a later backward."""
-        if any(self._in_flight()):
+        if self._group.reductions.in_flight():
             self._finish_sent()  # synchronisation was switched off during this backward
         self._step("defer")
-        with _without_graph():
+        with without_graph():
             self._mark_deferred()
 
     def _mark_deferred(self) -> None:
@@ -335,9 +224,7 @@ class Gradients:
 
     def drop(self) -> None:
         """Forget unsharded gradients, in flight or not."""
-        for reduction in self._in_flight():
-            self._wait_for_ranks(reduction.drop)
-        self._reductions = [None] * len(self._group.buckets)
+        self._group.reductions.drop()
         for full in self._group.unsharded.params:
             full.grad = None
         for param in self._group.shards.params:
@@ -351,44 +238,6 @@ class Gradients:
         """Forget the gradients of a backward that failed; deferred ones of earlier backwards stay."""
         if self.state in (PENDING, REDUCING):
             self.drop()
-
-    # --- taken for a reduction --------------------------------------------------------------------
-
-    def _take(self, params: Sequence[Param], fulls: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
-        """Take the unsharded gradients of ``params``, which belong to the reduction from now on."""
-        if not fulls:
-            return [self._zeros_for(param) if param.sharded.requires_grad else None for param in params]
-        makes_graph = torch.is_grad_enabled()
-        has_zeros = self._group.settings.zeros_for_unused
-        if not (makes_graph or has_zeros or self._group.shards.is_tensor_parallel):
-            plain = take_gradients(fulls)
-            if plain is not None:
-                return plain
-        gradients: list[Tensor | None] = []
-        for param, full in zip(params, fulls, strict=True):
-            gradient = full.grad
-            if gradient is not None:
-                full.grad = None
-                if makes_graph:  # create_graph=True
-                    gradient = gradient.detach()
-                if gradient.layout is not torch.strided:
-                    raise RuntimeError(
-                        f"{param.fqn}: its gradient has layout {gradient.layout}; only dense gradients "
-                        "can be reduce-scattered. Build the module without sparse gradients "
-                        "(nn.Embedding(sparse=False))."
-                    )
-                if param.is_tensor_parallel:
-                    gradient = param.content_of(gradient)
-            elif full.requires_grad:
-                gradient = self._zeros_for(param)
-            gradients.append(gradient)
-        return gradients
-
-    def _zeros_for(self, param: Param) -> Tensor | None:
-        """Zeros in place of a gradient that has not arrived; None unless unused parameters take part."""
-        if not self._group.settings.zeros_for_unused:
-            return None
-        return torch.zeros(param.shape, dtype=param.precision.reduced, device=self._group.device)
 
     # --- questions --------------------------------------------------------------------------------
 
@@ -412,23 +261,22 @@ class Gradients:
 
 
 @torch.no_grad()
-def average_ignored(group: "ParameterGroup") -> None:
-    """Average the gradients of parameters that ``group`` ignores over all ranks, if the caller wants that.
+def average_ignored(groups: "Sequence[ParameterGroup]") -> None:
+    """Average the gradients of parameters that ``groups`` ignore over all ranks, where the caller wants that.
 
     Every trainable one takes part on every rank, with zeros if it has no gradient, so all ranks send the same
     number of bytes.
     """
-    if not group.settings.averages_ignored:
-        return
-    trainable = [param for param in group.ignored if param.requires_grad]
-    if not trainable:
-        return
-    for param in trainable:
-        if param.grad is None:
-            param.grad = torch.zeros_like(param)
-    gradients = [dtensor.plain(param.grad) for param in trainable if param.grad is not None]
-    for axis in group.mesh.axes():
-        _average(gradients, axis)
+    for group in groups:
+        trainable = [param for param in group.ignored if param.requires_grad]
+        if not (group.settings.averages_ignored and group.settings.requires_gradient_sync and trainable):
+            continue
+        for param in trainable:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        gradients = [dtensor.plain(param.grad) for param in trainable if param.grad is not None]
+        for axis in group.mesh.axes():
+            _average(gradients, axis)
 
 
 def _average(gradients: list[Tensor], axis: Axis) -> None:
@@ -448,18 +296,3 @@ def _tell_arrival(gradients: "weakref.ref[Gradients]", index: int, _full: Tensor
 
 
 dynamo.break_graphs(_tell_arrival)  # of compiled autograd
-
-_NO_CONTEXT = nullcontext()
-
-
-@contextmanager
-def _neither_graph_nor_inference() -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
-def _without_graph() -> AbstractContextManager[Any]:
-    """A context without grad mode or inference mode; most backwards run without both already."""
-    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        return _neither_graph_nor_inference()
-    return _NO_CONTEXT

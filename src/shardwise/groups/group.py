@@ -5,6 +5,7 @@
       shards        the registered parameters, and what the caller does to them
       unsharded     the full parameters: SHARDED -> GATHERING -> UNSHARDED -> SHARDED
       gradients     EMPTY -> PENDING -> REDUCING -> EMPTY
+      reductions    those of its gradients that are in flight
 
 The root decides *when* something happens to a group. The group knows *whether* that is allowed, and how.
 """
@@ -21,6 +22,7 @@ from shardwise.comm.streams import CommStreams
 from shardwise.groups.added_parameters import ModuleWatch
 from shardwise.groups.casts import Casts
 from shardwise.groups.gradients import Gradients
+from shardwise.groups.reductions import Reductions
 from shardwise.groups.settings import Settings
 from shardwise.groups.shards import Shards
 from shardwise.groups.side_tensors import SideTensors
@@ -43,8 +45,8 @@ class Observer(Protocol):
         """``event`` has happened to the group of this name."""
 
 
-class Listener(Protocol):
-    """Called with what happens to one group, to decide what to do when."""
+class Listener:
+    """Called with what happens to one group, to decide what to do when. This one does nothing."""
 
     def gradient_came(self) -> None:
         """The first gradient of a backward has arrived."""
@@ -60,18 +62,6 @@ class Listener(Protocol):
 
     def changes_followed(self) -> None:
         """In a pass, the group has adopted changes of the caller, and has not communicated yet."""
-
-
-class _NoListener:
-    def gradient_came(self) -> None: ...
-
-    def part_complete(self) -> None: ...
-
-    def gradients_complete(self) -> None: ...
-
-    def plan_changed(self) -> None: ...
-
-    def changes_followed(self) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,12 +105,13 @@ class ParameterGroup:
         self.added = ModuleWatch(managed_modules)
         self.side_tensors = SideTensors(managed_modules)
         self.observer: Observer | None = None
-        self.listener: Listener = _NoListener()
+        self.listener = Listener()
         self.streams: CommStreams
         self.waits = Waits(name)
         self.shards = Shards(self)
         self.unsharded = Unsharded(self)
         self.gradients = Gradients(self)
+        self.reductions = Reductions(self)
         self.shards.take_stock()
 
     def configure(self, **changes: Any) -> None:
@@ -245,8 +236,8 @@ class ParameterGroup:
     def __del__(self) -> None:
         """Keep communication in flight alive: the back end still writes into its memory."""
         own = vars(self)  # incomplete in a copy that failed
-        if "gradients" in own:
-            under_way = [self.unsharded.in_flight, *self.gradients.in_flight]
+        if "reductions" in own:
+            under_way = [self.unsharded.in_flight, *self.reductions.in_flight()]
             if any(each is not None for each in under_way):
                 c10d.keep_until_exit(under_way)
 

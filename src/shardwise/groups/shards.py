@@ -48,6 +48,7 @@ class Shards:
         self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
         group.unsharded.forget()
         group.gradients.forget()
+        group.reductions.forget()
         group.listener.plan_changed()
 
     # --- change of buckets, change of groups ------------------------------------------------------

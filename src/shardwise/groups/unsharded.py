@@ -3,6 +3,7 @@
 Owns the state of the parameters (states.py). The root decides *when*.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter, is_, methodcaller
 from typing import TYPE_CHECKING, NoReturn
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.streams import CommWork, Finish
+from shardwise.comm.streams import CommStream, CommWork, Finish
 from shardwise.groups.states import (
     GATHERING,
     PARTLY,
@@ -22,7 +23,8 @@ from shardwise.groups.states import (
     UnshardState,
     next_state,
 )
-from shardwise.params.changes import UnshardedView
+from shardwise.params.bucket import Bucket
+from shardwise.params.changes import UnshardedView, Versions
 from shardwise.params.parameter import FREED, Param
 from shardwise.torch_compat import autograd, dtensor
 from shardwise.torch_compat.functorch import innermost
@@ -46,7 +48,6 @@ class Unsharded:
         self.state = SHARDED
         self.is_shown = False
         self._work: CommWork | None = None
-        self._versions: list[int] = []  # of the shards, when they were all-gathered
         self.forget()
 
     def forget(self) -> None:
@@ -54,7 +55,7 @@ class Unsharded:
         self.params: tuple[nn.Parameter, ...] = ()
         self._freed: tuple[nn.Parameter, ...] = ()  # those whose memory is freed by a reshard
         self._view = UnshardedView((), ())
-        self._versions = [0] * len(self._group.shards.params)
+        self.versions = Versions(self._group.shards.params, ())
 
     def make(self) -> None:
         """Create them as views of the buffers that all-gathers fill."""
@@ -69,6 +70,7 @@ class Unsharded:
             full for b in group.buckets if not b.unsharded_buffer.is_alias for full in b.unsharded_params
         )
         self._view = UnshardedView(group.shards.params, self.params)
+        self.versions = Versions(group.shards.params, self.params)
         group.gradients.attach_hooks()
 
     # --- unshard ----------------------------------------------------------------------------------
@@ -112,33 +114,16 @@ class Unsharded:
         group = self._group
         group.refuse_if_summoned("gathering for a forward, a backward or unshard()", _FOR_FORWARDS)
         if self.state is SHARDED:  # from PARTLY, contents and versions are those of the all-gather before
-            self._versions = group.shards.snapshot().versions()
+            self.versions.note(group.shards.snapshot())
         group.tell("gather")
         with group.label("gather"):
             try:
-                self._work = group.streams.all_gather.submit(self._start_gather)
+                stream = group.streams.all_gather
+                self._work = stream.submit(partial(_start_all_gathers, stream, group.buckets))
             except RuntimeError as error:
                 group.waits.raise_explained(error, group.waits.for_gather)
         group.waits.issued(group.waits.for_gather)
         self._step("unshard")
-
-    def _start_gather(self) -> Finish:
-        stream, buckets = self._group.streams.all_gather, self._group.buckets
-        if len(buckets) == 1:
-            return buckets[0].start_all_gather(stream)
-        finishes: list[Finish] = []
-
-        def finish() -> None:
-            for each in finishes:
-                each()
-
-        try:
-            for bucket in buckets:
-                finishes.append(bucket.start_all_gather(stream))
-        except BaseException:
-            finish()  # all ranks issued these; if they were dropped, they would block later collectives
-            raise
-        return finish
 
     def wait(self) -> None:
         """Wait for the all-gather and let the modules see the unsharded parameters."""
@@ -149,7 +134,7 @@ class Unsharded:
         self._finish_gather()
         for bucket in self._group.buckets:
             bucket.drop_post_forward_shard()
-        autograd.set_versions(self.params, self._versions)
+        self.versions.restore()
         self.show()
         self.state = state
 
@@ -211,7 +196,7 @@ class Unsharded:
         changed = self.changed_in_place()
         self._free(state)
         if changed:
-            self._refuse_changes(changed)
+            _refuse_changes(self._group, changed)
 
     def keep_part(self) -> None:
         """Free them, except this rank's part of what a few ranks keep together until backward."""
@@ -224,7 +209,7 @@ class Unsharded:
                 bucket.keep_post_forward_shard()
         self._free(state)
         if changed:
-            self._refuse_changes(changed)
+            _refuse_changes(self._group, changed)
 
     def abandon(self) -> None:
         """Return to SHARDED from any state, after a failed iteration."""
@@ -266,48 +251,16 @@ class Unsharded:
 
     # --- changes ----------------------------------------------------------------------------------
 
-    def shards_changed_since(self) -> list[str]:
-        """Names of parameters whose shards changed since the all-gather, by PyTorch's version counters."""
-        return [
-            param.fqn
-            for param, version in zip(self._group.shards.params, self._versions, strict=True)
-            if param.version() != version
-        ]
-
-    def follow_versions(self) -> None:
-        """Take over the versions of the shards, whose contents are the same."""
-        self._versions = [param.version() for param in self._group.shards.params]
-        autograd.set_versions(self.params, self._versions)
-
     def changed_in_place(self) -> list[str]:
         """Names of full parameters changed since the all-gather: changes that ``reshard`` refuses to lose."""
         changed: list[str] = []
         for bucket in self._group.buckets:
             changed += bucket.relocated_params()
-        versions = self._view.versions()
-        if versions != self._versions:
-            rows = zip(self._group.shards.params, versions, self._versions, strict=True)
-            moved = [param for param, now, before in rows if now != before]
+        for param in self.versions.unsharded_changed():
             # Each forward renormalises a frozen embedding again, with the same result as doing it once.
-            changed += [p.fqn for p in moved if p.sharded.requires_grad or not _is_renormalised(p)]
+            if param.sharded.requires_grad or not _is_renormalised(param):
+                changed.append(param.fqn)
         return changed
-
-    def _refuse_changes(self, changed: list[str]) -> NoReturn:
-        name, params = self._group.name, self._group.shards.params
-        renormalised = [p.fqn for p in params if p.fqn in changed and _is_renormalised(p)]
-        if renormalised:
-            raise RuntimeError(
-                f"{', '.join(renormalised)}: nn.Embedding(max_norm=...) renormalises rows of its weight in "
-                f"place in each forward, here those of a gathered copy (group '{name}'). The shard "
-                "would keep the rows as they were, and training would go another way than in plain PyTorch. "
-                "Set max_norm to None and renormalise the shard after each optimizer step, under "
-                "torch.no_grad(). A frozen weight is allowed: requires_grad_(False)."
-            )
-        raise RuntimeError(
-            f"{', '.join(changed)}: changed in place while gathered (group '{name}'). Inside "
-            "forward a module sees a gathered copy, which is now freed, so the change would be "
-            "lost. Change the sharded parameter outside of forward, under torch.no_grad()."
-        )
 
     # --- questions --------------------------------------------------------------------------------
 
@@ -347,9 +300,45 @@ class Unsharded:
         self.state = self._next(event)
 
 
+def _start_all_gathers(stream: CommStream, buckets: Sequence[Bucket]) -> Finish:
+    if len(buckets) == 1:
+        return buckets[0].start_all_gather(stream)
+    finishes: list[Finish] = []
+
+    def finish() -> None:
+        for each in finishes:
+            each()
+
+    try:
+        for bucket in buckets:
+            finishes.append(bucket.start_all_gather(stream))
+    except BaseException:
+        finish()  # all ranks issued these; if they were dropped, they would block later collectives
+        raise
+    return finish
+
+
 def _is_renormalised(param: Param) -> bool:
     """True if an embedding with ``max_norm`` writes to the weight in forward."""
     return any(
         isinstance(site.module, (nn.Embedding, nn.EmbeddingBag)) and site.module.max_norm is not None
         for site in param.sites
+    )
+
+
+def _refuse_changes(group: "ParameterGroup", changed: list[str]) -> NoReturn:
+    name, params = group.name, group.shards.params
+    renormalised = [p.fqn for p in params if p.fqn in changed and _is_renormalised(p)]
+    if renormalised:
+        raise RuntimeError(
+            f"{', '.join(renormalised)}: nn.Embedding(max_norm=...) renormalises rows of its weight in "
+            f"place in each forward, here those of a gathered copy (group '{name}'). The shard "
+            "would keep the rows as they were, and training would go another way than in plain PyTorch. "
+            "Set max_norm to None and renormalise the shard after each optimizer step, under "
+            "torch.no_grad(). A frozen weight is allowed: requires_grad_(False)."
+        )
+    raise RuntimeError(
+        f"{', '.join(changed)}: changed in place while gathered (group '{name}'). Inside "
+        "forward a module sees a gathered copy, which is now freed, so the change would be "
+        "lost. Change the sharded parameter outside of forward, under torch.no_grad()."
     )

@@ -20,7 +20,7 @@ def mark_partly_loaded(model: nn.Module, why: str) -> None:
     groups = groups_in(model)
     for group in groups:
         group.partly_loaded = why
-        sharded_members(group.modules[0])[0].root.prepare_anew()
+        sharded_members(group.modules[0])[0].root.preparation.start_over()
     if not groups and _MARK not in model.__dict__:
         model.__dict__[_MARK] = _PartialLoadHooks(model, why)
 

@@ -216,14 +216,14 @@ def _summoned_params(group: ParameterGroup) -> list[Tensor]:
 def _full_gradients(group: ParameterGroup, summoned: list[Tensor]) -> Iterator[Tensor | None]:
     for full in (*group.unsharded.params, *summoned):
         yield full.grad
-    for reduction in group.gradients.in_flight:
+    for reduction in group.reductions.in_flight():
         yield from reduction.gradients
 
 
 def _reduced_gradients(group: ParameterGroup) -> Iterator[Tensor | None]:
     for param in group.shards.params:
         yield param.sharded.grad
-    for reduction in group.gradients.in_flight:
+    for reduction in group.reductions.in_flight():
         yield from reduction.sums
     for bucket in group.buckets:
         yield bucket.earlier

@@ -90,11 +90,48 @@ def take_gradients(unsharded: Sequence[nn.Parameter]) -> list[Tensor | None] | N
     return gradients
 
 
+class Versions:
+    """Whether the shards or the unsharded parameters of a group changed since the all-gather.
+
+    By PyTorch's version counters: an unsharded parameter carries the version of its shard.
+    """
+
+    def __init__(self, params: Sequence[Param], unsharded: Sequence[nn.Parameter]) -> None:
+        self._params = params
+        self._unsharded = unsharded
+        self._gathered = [0] * len(params)
+
+    def note(self, snapshot: ShardSnapshot) -> None:
+        """The shards, of which ``snapshot`` was taken, are about to be all-gathered."""
+        self._gathered = snapshot.versions()
+
+    def follow(self) -> None:
+        """Take over the versions of the shards, whose contents are the same."""
+        self._gathered = [param.version() for param in self._params]
+        self.restore()
+
+    def restore(self) -> None:
+        """Give the unsharded parameters those versions: their contents are those of the all-gather."""
+        autograd.set_versions(self._unsharded, self._gathered)
+
+    def shards_changed(self) -> list[str]:
+        """Names of parameters whose shards changed."""
+        rows = zip(self._params, self._gathered, strict=True)
+        return [param.fqn for param, version in rows if param.version() != version]
+
+    def unsharded_changed(self) -> list[Param]:
+        """Those whose unsharded parameters changed."""
+        versions = list(map(tensor_impl.version, self._unsharded))
+        if versions == self._gathered:
+            return []
+        rows = zip(self._params, versions, self._gathered, strict=True)
+        return [param for param, now, before in rows if now != before]
+
+
 class UnshardedView:
     """The unsharded parameters of a group, and where modules see them."""
 
     def __init__(self, params: Sequence[Param], unsharded: Sequence[nn.Parameter]) -> None:
-        self._unsharded = unsharded
         self._places = [
             (site.module.__dict__, site.name, full)
             for param, full in zip(params, unsharded, strict=True)
@@ -110,10 +147,6 @@ class UnshardedView:
         """Let the modules see the sharded parameters again."""
         for attributes, name, _ in self._places:
             attributes.pop(name, None)
-
-    def versions(self) -> list[int]:
-        """The version counters of the unsharded parameters."""
-        return list(map(tensor_impl.version, self._unsharded))
 
 
 def all_start_at(tensors: Sequence[Tensor], offsets: Sequence[int], start: int) -> bool:

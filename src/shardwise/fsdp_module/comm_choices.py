@@ -31,7 +31,7 @@ def communicate(module: Any, method: str, **choices: Any) -> None:
     member = member_of(module)
     member.group.shards.replan(lambda bucket: bucket.communicate(**choices))
     member.group.choices.add(method)
-    member.root.prepare_anew()
+    member.root.preparation.start_over()
 
 
 def allocate_from_process_group(module: Any, method: str, enable: bool) -> None:

@@ -1,0 +1,152 @@
+"""What a root makes once, before anything runs: process groups and streams, after a check of the model."""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.streams import CommStreams
+from shardwise.engine.reduction_queue import ReductionQueue, room_for
+from shardwise.groups.group import ParameterGroup
+from shardwise.groups.shards import meta_message
+from shardwise.layout.mesh import Axis
+from shardwise.params.bucket import Bucket
+from shardwise.torch_compat import c10d
+
+if TYPE_CHECKING:
+    from shardwise.engine.root import Root
+
+
+class Preparation:
+    """Checks the model of ``root``, and makes its process groups and streams, before the first pass."""
+
+    streams: CommStreams  # made when the first all-gather needs them
+
+    def __init__(self, root: "Root") -> None:
+        self._root = root
+        self._is_complete = False
+        self.process_groups = ProcessGroups(root.device)
+
+    def refuse_unfit(self) -> None:
+        """Once: check that the model can run as it is."""
+        if self._is_complete:
+            return
+        root = self._root
+        for group in root.groups:
+            group.shards.adopt_replaced()
+        names = [name for group in root.groups for name in group.shards.on_meta()]
+        if names:
+            raise RuntimeError(f"Cannot run forward: {meta_message(names)}")
+        for group in root.groups:
+            if not group.added.is_untouched():
+                group.refuse_added(root.module_names())
+            group.refuse_open_ties()
+            group.refuse_partly_loaded()
+        for check in root.features.check:
+            check()
+
+    def complete(self) -> None:
+        """Once: check the model, make streams and process groups."""
+        if self._is_complete:
+            return
+        self.refuse_unfit()  # a forward has done so; here for calls that come before one, such as unshard()
+        self._make_streams()
+        channel = 0
+        for group in self._root.groups:
+            group.attach(self.streams)
+            group.shards.follow_protocols()
+            for bucket in group.buckets:
+                axis = bucket.mesh.shard_axis
+                bucket.use_channel(channel)
+                choices: dict[str, Any] = {
+                    "reduce_pg": self.process_groups.for_reductions(group, axis.pg),
+                    "post_forward_axis": self.process_groups.of_part(axis, group.settings.ranks_that_keep),
+                }
+                if bucket.would_change(choices):
+                    group.shards.replan(partial(Bucket.communicate, **choices), bucket)
+                channel += 1
+        self._root.reductions = ReductionQueue(room_for(self._root.groups))
+        self._is_complete = True
+
+    def start_over(self) -> None:
+        """Look again at what the caller has chosen for the groups, before the next forward."""
+        self._is_complete = False
+        self._root.tree_changed()
+        self.plan_changed()
+
+    def plan_changed(self) -> None:
+        """Ranks must have the same plan, and this one's is another now."""
+        for changed in self._root.features.plan_changed:
+            changed()
+
+    def share_streams(self, others: "Sequence[Preparation]") -> None:
+        """Communicate on the same streams as ``others``."""
+        self._make_streams()
+        for other in others:
+            other.streams = self.streams
+            for group in other._root.groups if other._is_complete else ():
+                group.attach(self.streams)
+
+    def _make_streams(self) -> None:
+        if not hasattr(self, "streams"):
+            self.streams = CommStreams(self._root.device)
+
+
+class ProcessGroups:
+    """Creates each process group when it is first asked for, in an order common to all ranks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._for_reductions: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+        self._of_parts: dict[tuple[dist.ProcessGroup, int], Axis] = {}
+        self._unconnected: list[dist.ProcessGroup] = []
+
+    def take_over(self, other: "ProcessGroups") -> None:
+        """Take over the process groups of ``other``."""
+        self._of_parts.update(other._of_parts)
+        self._for_reductions.update(other._for_reductions)
+        self._unconnected += [pg for pg in other._unconnected if pg not in self._unconnected]
+
+    def for_reductions(self, group: ParameterGroup, pg: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+        """The process group for reductions; None if they share ``pg``, or this rank is alone.
+
+        On NCCL they have their own by default, or else all-gathers would wait for them.
+        """
+        wanted = group.settings.separate_reduce_group
+        if pg is None or pg.size() == 1 or wanted is False:
+            return None
+        if wanted is None and c10d.backend_name(pg, self._device) != "nccl":
+            return None
+        if pg not in self._for_reductions:
+            self._for_reductions[pg] = self._make(pg, range(pg.size()), "reduce")
+        return self._for_reductions[pg]
+
+    def of_part(self, axis: Axis, world: int | None) -> Axis | None:
+        """The ``world`` neighbouring ranks on ``axis`` with which this rank keeps unsharded parameters.
+
+        None if that would be all ranks of the axis or only this one, or if ``world`` does not divide the
+        axis: the parameters may be on another mesh than that of the ``fully_shard`` call.
+        """
+        if world is None or axis.pg is None or not 1 < world < axis.world or axis.world % world:
+            return None
+        if (axis.pg, world) not in self._of_parts:
+            first = axis.rank // world * world
+            pg = self._make(axis.pg, range(first, first + world), "part")
+            self._of_parts[axis.pg, world] = Axis(pg, world, axis.rank - first)
+        return self._of_parts[axis.pg, world]
+
+    def _make(self, pg: dist.ProcessGroup, members: Iterable[int], purpose: str) -> dist.ProcessGroup:
+        made = c10d.subgroup(pg, members, self._device, purpose)
+        self._unconnected.append(made)
+        return made
+
+    def connect(self) -> None:
+        """Connect new process groups before a backward needs them.
+
+        Called only before forwards with gradients and in backward, so a model that only runs inference does
+        not spend their memory.
+        """
+        while self._unconnected:
+            c10d.connect(self._unconnected.pop(0), self._device)
