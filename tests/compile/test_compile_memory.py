@@ -28,7 +28,7 @@ B = 4 * (2 * WIDTH * HIDDEN + HIDDEN + 3 * WIDTH)
 ROOT = 4 * (WIDTH * WIDTH + 2 * WIDTH + 1) / B
 REST = 0.1  # activations
 
-ALWAYS = [("module", "aot_eager", None), ("function", "aot_eager", True), ("function", "aot_eager", False)]
+ALWAYS = [("module", "aot_eager", None), ("function", "aot_eager", False)]
 OTHERS = [
     case for case in product(HOWS, ["aot_eager", "inductor"], [None, True, False]) if case not in ALWAYS
 ]

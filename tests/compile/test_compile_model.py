@@ -35,7 +35,7 @@ import shardwise
 from shardwise import MixedPrecisionPolicy, fully_shard
 
 HOWS = ["module", "function"]
-by_how = pytest.mark.parametrize("how", HOWS)
+by_how = pytest.mark.parametrize("how", ["module", pytest.param("function", marks=pytest.mark.slow)])
 
 
 def compiled(model: nn.Module, how: str, backend: Any = "aot_eager", **options: Any) -> Callable[..., Any]:
@@ -98,7 +98,7 @@ def train(
     [
         ("function", "eager"),
         ("module", "aot_eager"),
-        ("function", "inductor"),
+        pytest.param("function", "inductor", marks=pytest.mark.slow),
         pytest.param("module", "inductor", marks=pytest.mark.slow),
     ],
 )
@@ -108,7 +108,9 @@ def test_a_compiled_model_is_one_graph_and_trains_as_a_plain_one(
     assert_same(world2, train, Tower, how, backend, timeout=300)  # a first use of Inductor builds C++
 
 
-@pytest.mark.parametrize(("world", "how"), [(2, "module"), (3, "function")], indirect=["world"])
+@pytest.mark.parametrize(
+    ("world", "how"), [(2, "module"), pytest.param(3, "function", marks=pytest.mark.slow)], indirect=["world"]
+)
 def test_parameters_that_are_easy_to_get_wrong_train_right_in_a_graph(world: World, how: str) -> None:
     assert_same(world, train, OddModel, how, "aot_eager")
 
@@ -204,7 +206,7 @@ def compare_with_eager(
 SPARE = {f"blocks.{i}.spare.{name}" for i in range(3) for name in ("weight", "bias")}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("how", "case"), [(HOWS[i % 2], case) for i, case in enumerate(CASES)])
 def test_gradients_of_a_graph_are_bit_for_bit_those_of_eager_runs(world2: World, how: str, case: str) -> None:
     for graphs, unlike, wrong in world2.run(compare_with_eager, how, **CASES[case], timeout=120):
@@ -243,7 +245,11 @@ def tensor_parallel(how: str, plan: str, width: int, hidden: int) -> tuple[int, 
 
 @pytest.mark.parametrize(
     ("how", "plan", "sizes"),
-    [("function", "mlps", (8, 16)), ("module", "everything", (6, 10)), ("function", "sequences", (8, 16))],
+    [
+        ("module", "everything", (6, 10)),
+        pytest.param("function", "mlps", (8, 16), marks=pytest.mark.slow),
+        pytest.param("function", "sequences", (8, 16), marks=pytest.mark.slow),
+    ],
 )
 def test_parameters_of_tensor_parallel_modules_are_gathered_in_a_graph(
     world4: World, how: str, plan: str, sizes: tuple[int, int]
@@ -337,6 +343,7 @@ def wide_tower() -> nn.Module:
     return Tower(width=64, hidden=256)
 
 
+@pytest.mark.slow
 def test_gathered_weights_are_not_kept_for_backward_unless_asked_for(world2: World) -> None:
     """The blocks have 398592 bytes of weights, the root 17160, which stay for backward."""
     run = partial(world2.run, graphs_of, "function", wide_tower, 64, timeout=120)
@@ -413,7 +420,7 @@ def run_with_sizes(dynamic: bool | None) -> tuple[int, list[str]]:
     return num_graphs(), wrong_gradients(model, plain, 1e-10)
 
 
-@pytest.mark.parametrize(("dynamic", "graphs"), [(True, 1), (None, 2)])
+@pytest.mark.parametrize(("dynamic", "graphs"), [(True, 1), pytest.param(None, 2, marks=pytest.mark.slow)])
 def test_batches_may_differ_in_size(world2: World, dynamic: bool | None, graphs: int) -> None:
     assert world2.run(run_with_sizes, dynamic, timeout=120) == [(graphs, [])] * 2
 
@@ -463,7 +470,7 @@ def refusal(act: Callable[..., None], compiled_before: bool) -> str:
     return "accepted"
 
 
-@pytest.mark.parametrize("compiled_before", [False, True])
+@pytest.mark.parametrize("compiled_before", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_a_graph_cannot_do_is_refused(world2: World, compiled_before: bool) -> None:
     acts = [quiet_then_loud, after_quiet_eager, in_inference, with_differing_ranks]
     told = []
@@ -540,6 +547,7 @@ def with_compiled_autograd(how: str) -> str | list[str]:
     return wrong_gradients(model, plain, 1e-10)
 
 
+@pytest.mark.slow
 def test_compiled_autograd_takes_graphs_and_is_refused_where_hooks_have_work(world2: World) -> None:
     assert world2.run(with_compiled_autograd, "function", timeout=120) == [[], []]
     told, _ = world2.run(with_compiled_autograd, "module", timeout=120)

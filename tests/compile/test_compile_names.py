@@ -175,7 +175,7 @@ def round_trips(form: str, folder: str, is_flat: bool) -> None:
     assert not [name for name in kept["names"] if "_orig_mod" in name]
 
 
-@pytest.mark.thin(7)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("is_flat", [False, True], ids=["AdamW", "FlatOptimizer"])
 @forms
 def test_a_checkpoint_of_a_compiled_model_is_one_of_the_model(
@@ -427,7 +427,9 @@ def gradients_with_method(form: str) -> list[Tensor]:
     return [full(param.grad) for param in model.parameters()]
 
 
-@pytest.mark.parametrize("form", ["model.compile()", "torch.compile(model)"])
+@pytest.mark.parametrize(
+    "form", ["torch.compile(model)", pytest.param("model.compile()", marks=pytest.mark.slow)]
+)
 def test_a_registered_method_that_forward_calls_breaks_the_graph(world2: World, form: str) -> None:
     for got, want in zip(
         world2.run(gradients_with_method, form), world2.run(gradients_with_method, "plain"), strict=True
@@ -478,7 +480,9 @@ def strategies(form: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("form", ["block", "model", "block and model"])
+@pytest.mark.parametrize(
+    "form", ["block and model", *(pytest.param(form, marks=pytest.mark.slow) for form in ("block", "model"))]
+)
 def test_shard_model_chooses_by_names_and_classes_of_the_model(world2: World, form: str) -> None:
     for got, want in zip(world2.run(strategies, form), world2.run(strategies, "plain"), strict=True):
         assert_equal(got, want)

@@ -306,6 +306,7 @@ def unlike_eager(build: Callable[[], nn.Module]) -> tuple[list[str], list[str]]:
     return [name for name in want if not torch.equal(want[name], got[name])], left
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("build", DONE_WITHOUT_A_GRAPH, ids=lambda build: build.__name__)
 def test_what_a_graph_cannot_have_is_done_between_graphs(
     world2: World, build: Callable[[], nn.Module]
@@ -363,6 +364,7 @@ def replaced() -> tuple[str, bool, list[bool]]:
     return said, model.blocks[0].up.weight is new, found
 
 
+@pytest.mark.slow
 def test_a_parameter_that_was_replaced_is_used_or_refused_and_never_put_back(world2: World) -> None:
     for said, stays, found in world2.run(replaced, timeout=120):
         assert stays
@@ -394,8 +396,9 @@ def accumulated_by_turns(turns: str) -> tuple[list[str], float]:
     return wrong, abs(float(ours - nn.utils.clip_grad_norm_(plain.parameters(), 0.1)))
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("turns", ["ge", "eg", "gege", "egg"])
+@pytest.mark.parametrize(
+    "turns", ["ge", *(pytest.param(turns, marks=pytest.mark.slow) for turns in ("eg", "gege", "egg"))]
+)
 def test_gradients_of_graphs_and_of_eager_runs_add_up(world2: World, turns: str) -> None:
     for wrong, error in world2.run(accumulated_by_turns, turns, timeout=120):
         assert wrong == []

@@ -67,10 +67,12 @@ def train(name: str, arguments: list[str], parallel: bool) -> Curve:
 RUNS = [
     pytest.param(2, "train_moe", ["--ep", "2"], id="moe-2-experts-whole"),
     pytest.param(4, "train_moe", ["--ep", "2"], id="moe-4-experts-sharded"),
-    pytest.param(2, "train_moe", ["--ep", "1"], id="moe-2-one-mesh"),
-    pytest.param(2, "train_2d", ["--tp", "2"], id="2d-2-tensor-parallel-alone"),
+    pytest.param(2, "train_moe", ["--ep", "1"], id="moe-2-one-mesh", marks=pytest.mark.slow),
+    pytest.param(2, "train_2d", ["--tp", "2"], id="2d-2-tensor-parallel-alone", marks=pytest.mark.slow),
     pytest.param(4, "train_2d", ["--tp", "2", "--accumulate", "2"], id="2d-4-accumulating"),
-    pytest.param(4, "train_2d", ["--tp", "2", "--replicate", "2"], id="2d-4-replicated"),
+    pytest.param(
+        4, "train_2d", ["--tp", "2", "--replicate", "2"], id="2d-4-replicated", marks=pytest.mark.slow
+    ),
 ]
 
 
@@ -110,7 +112,7 @@ def train_gpt(arguments: list[str]) -> Curve:
         return history.train_loss, history.val_loss
 
 
-@pytest.mark.parametrize("part", ["block", "model"])
+@pytest.mark.parametrize("part", ["block", pytest.param("model", marks=pytest.mark.slow)])
 def test_the_gpt_trains_the_same_with_parts_compiled(world2: World, part: str) -> None:
     plain = world2.run(train_gpt, [])
     for got, want in zip(world2.run(train_gpt, ["--compile", part], timeout=300), plain, strict=True):
@@ -118,7 +120,9 @@ def test_the_gpt_trains_the_same_with_parts_compiled(world2: World, part: str) -
             assert mine == pytest.approx(other, rel=0, abs=1e-5)
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [("block", "model"), ("model", "block")])
+@pytest.mark.parametrize(
+    ("saved", "resumed"), [("block", "model"), pytest.param("model", "block", marks=pytest.mark.slow)]
+)
 def test_a_compiled_gpt_goes_on_with_other_parts_compiled(
     world2: World, tmp_path: Path, saved: str, resumed: str
 ) -> None:

@@ -143,6 +143,7 @@ def assert_goes_on(ended: Run, kills: list[Kill]) -> None:
         assert start in {last, max(0, last - EVERY)}, (ended.starts, kills)
 
 
+@pytest.mark.slow
 def test_f43_killed_at_random_steps(tmp_path: Path, unbroken: Losses) -> None:
     kills = random_kills(seed=0, count=3)
     ended = run(tmp_path, 2, kills)
@@ -188,7 +189,8 @@ def test_f43_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
         assert losses == pytest.approx(whole[name], rel=1e-5, abs=0.0), name
 
 
-@pytest.mark.parametrize(("whom", "code"), [("rank", 0), pytest.param("torchrun", 1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("whom", "code"), [("rank", 0), ("torchrun", 1)])
 def test_f43_told_to_stop(tmp_path: Path, unbroken: Losses, whom: str, code: int) -> None:
     """By a scheduler that needs the place: one rank hears of it, or torchrun, which tells all of its."""
     stopped = run(tmp_path, 2, [], term=(1, "backward", 6, whom))

@@ -362,7 +362,7 @@ def named_run(layout: Layout, recipe: Recipe, dims: dict[str, Any]) -> Any:
     return train_on(layout, model, recipe)
 
 
-@pairs(("chosen", "recipe"), NAMED, {"even": EVEN, "uneven": UNEVEN}, every=3)
+@pairs(("chosen", "recipe"), NAMED, {"even": EVEN, "uneven": UNEVEN}, every=5)
 def test_data_parallel_dimensions_are_chosen_by_name(
     world4: World, chosen: tuple[Layout, dict[str, Any]], recipe: Recipe
 ) -> None:

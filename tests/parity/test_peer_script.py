@@ -43,8 +43,8 @@ def one_history(world: World, library: str, **settings: Any) -> History:
 # Where two ranks add, nothing depends on the order, and every bit must agree; more ranks may add in another
 # order, and a bfloat16 forward rounds weights that differ in the last bit to neighbours 2**-8 apart.
 RUNS = [
-    pytest.param(2, (2,), "bfloat16", 0.0, id="2-bfloat16"),
-    pytest.param(4, (4,), "float32", 1e-5, id="4-float32"),
+    pytest.param(2, (2,), "bfloat16", 0.0, id="2-bfloat16", marks=pytest.mark.slow),
+    pytest.param(4, (4,), "float32", 1e-5, id="4-float32", marks=pytest.mark.slow),
     pytest.param(4, (2, 2), "bfloat16", 2e-3, id="2x2-bfloat16"),
 ]
 

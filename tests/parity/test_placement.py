@@ -113,7 +113,7 @@ def placed_run(layout: Layout, recipe: Recipe, place: PlacementFn, options: dict
     return train_on(layout, shard(built(recipe), recipe.but(options=options)), recipe)
 
 
-@pairs(("place", "recipe"), FUNCTIONS, RECIPES, every=3)
+@pairs(("place", "recipe"), FUNCTIONS, RECIPES, every=5)
 def test_parameters_may_be_sharded_on_any_dimension(
     world4: World, place: PlacementFn, recipe: Recipe
 ) -> None:
@@ -539,7 +539,7 @@ def habitual(feature: Feature | None, habit: Habit) -> dict[str, Any]:
     return {**notes, **parameters_of(model)}
 
 
-@pairs(("feature", "habit"), FEATURES, HABITS)
+@pairs(("feature", "habit"), FEATURES, HABITS, every=6)
 def test_every_placement_goes_with_every_habit(world4: World, feature: Feature, habit: Habit) -> None:
     assert_all_same(world4.run(habitual, feature, habit), habitual(None, habit))
 

@@ -85,7 +85,7 @@ def assert_trains_as_plainly(world: World, layout: Layout, run: Run) -> None:
 # --- training -------------------------------------------------------------------------------------
 
 
-@pairs(("sizes", "layout"), SIZES, named(LAYOUTS), every=3)
+@pairs(("sizes", "layout"), SIZES, named(LAYOUTS), every=5)
 def test_training_on_both_dimensions_equals_plain_training(
     world4: World, sizes: tuple[int, int, int], layout: Layout
 ) -> None:

@@ -213,10 +213,8 @@ for step in range(3):
     ("failing", "expected"),
     [
         (1, "because rank 1 has failed in its program: ValueError: batch 7 has no labels"),
-        (
-            0,
-            "rank 0 ",
-        ),  # it holds the store, which ends with it sooner or later than it is asked what was raised
+        # It holds the store, which ends with it sooner or later than it is asked what was raised.
+        pytest.param(0, "rank 0 ", marks=pytest.mark.slow),
     ],
 )
 def test_what_ends_a_program_is_told_to_the_others(failing: int, expected: str) -> None:

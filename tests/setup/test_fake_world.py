@@ -51,9 +51,9 @@ def planned(world: int, device: str) -> dict:
 @pytest.mark.parametrize(
     ("world", "local"),
     [
-        (8, [[64, 256], [64], [32, 512], [32]]),
+        pytest.param(8, [[64, 256], [64], [32, 512], [32]], marks=pytest.mark.slow),
         (86, [[2, 256], [2], [1, 512], [1]]),  # what is left for the last of 86 ranks
-        (4096, [[0, 256], [0], [0, 512], [0]]),
+        pytest.param(4096, [[0, 256], [0], [0, 512], [0]], marks=pytest.mark.slow),
     ],
 )
 def test_a_step_is_planned_for_a_rank_of_any_world(world: int, local: list[list[int]]) -> None:

@@ -308,6 +308,7 @@ def trained_on(plan: Plan | None, model: nn.Module, steps: Any, optimizer: Any =
         yield name, whole(param)
 
 
+@pytest.mark.slow
 def test_any_strategy_loads_what_any_other_has_saved(world2: World, tmp_path: Path) -> None:
     plans = [plan for plan in plans_for(2) if plan.hosts == (2 if plan.strategy in HYBRID else 1)]
     assert world2.run(checkpointed, str(tmp_path), plans) == [[], []]
@@ -379,6 +380,7 @@ TRAVELS: dict[str, dict[tuple[int, bool], tuple[int, int, int]]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("plan", [Plan("zero1", 2), Plan("zero3", 2), *FOUR], ids=str)
 def test_as_many_bytes_travel_as_the_formulas_say(request: pytest.FixtureRequest, plan: Plan) -> None:
     """Exactly. zero3's root counts twice where its blocks count three times: it is kept after forward, since
@@ -519,6 +521,7 @@ def formulas(plan: Plan) -> dict[str, float]:
     }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("plan", [Plan("zero1", 2), Plan("zero3", 2), *FOUR], ids=str)
 def test_as_much_is_held_as_the_formulas_say(request: pytest.FixtureRequest, plan: Plan) -> None:
     world: World = request.getfixturevalue(f"world{plan.ranks}")
