@@ -67,10 +67,8 @@ class Memory:
         """Heard at each event."""
         if event in ("forward", "backward"):
             self.phase = event
-        buckets = [bucket for group in self.groups for bucket in group.buckets]
-        gathered = sum(
-            b.unsharded_buffer._storage.nbytes() for b in buckets if hasattr(b, "unsharded_buffer")
-        )
+        buckets = [bucket for group in self.groups for bucket in group.unsharded.buckets]
+        gathered = sum(bucket.buffer._storage.nbytes() for bucket in buckets)
         waiting = [full.grad for group in self.groups for full in group.unsharded.params]
         flying = [g for group in self.groups for r in group.reductions.in_flight() for g in r.gradients]
         gradients = sum(g.untyped_storage().nbytes() for g in (*waiting, *flying) if g is not None)

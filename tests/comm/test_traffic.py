@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from shardwise.buckets import bucket_reduction
 from shardwise.comm import reduction
 from shardwise.observe import memory_snapshot
 from shardwise.optim import offload_optimizer_state
-from shardwise.params import bucket
 
 DEPTH = 5
 
@@ -122,7 +122,7 @@ def outputs_alive() -> int:
             super().finish()
             alive.discard(id(self))
 
-    with mock.patch.object(bucket, "Reduction", Counted):
+    with mock.patch.object(bucket_reduction, "Reduction", Counted):
         model(torch.ones(2, 8)).sum().backward()
     return most
 

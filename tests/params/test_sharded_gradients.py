@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardwise import FSDPModule, clip_grad_norm_, fully_shard
+from shardwise.buckets.sharded_gradients import ShardedGradients
 from shardwise.optim import FlatOptimizer
-from shardwise.params.sharded_gradients import ShardedGradients
 
 by_world = pytest.mark.parametrize("world", [1, 2], indirect=True)
 

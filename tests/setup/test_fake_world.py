@@ -87,7 +87,8 @@ def counts(block):
     fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     (bucket,) = block._shardwise_member.group.buckets
     collectives = len(bucket.computed.direct) + bool(bucket.computed.packed_bytes)
-    return collectives, len(bucket.parts), min(part.num_bytes for part in bucket.parts) // world >> 10
+    parts = bucket.reduction.parts
+    return collectives, len(parts), min(part.num_bytes for part in parts) // world >> 10
 
 with torch.device("meta"):
     wide = nn.Sequential(*(nn.Linear(4096, 3072) for _ in range(8)))

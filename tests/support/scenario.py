@@ -158,10 +158,8 @@ class Side:
             held = found.full_gradient_bytes
             assert held == 0, f"'{found.name}' holds {held} bytes of full gradients"
         for group in [member.group for member in members]:
-            for bucket in group.buckets if self.world > 1 and group.unsharded.params else ():
-                left = (
-                    0 if bucket.unsharded_buffer._keeps_memory else bucket.unsharded_buffer._storage.nbytes()
-                )
+            for bucket in group.unsharded.buckets if self.world > 1 else ():
+                left = 0 if bucket.buffer._keeps_memory else bucket.buffer._storage.nbytes()
                 assert left == 0, f"'{group.name}' holds {left} bytes of full parameters"
         for name, param in model.named_parameters():
             assert isinstance(param, DTensor), f"{name} is no DTensor"

@@ -124,6 +124,11 @@ def typed_range(buffer: Tensor, start: int, end: int, dtype: torch.dtype) -> Ten
     return buffer.view(dtype)
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, for comparisons bit by bit."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
 def local_views(buffer: Tensor, layout: Layout, rank: int) -> list[Tensor]:
     """The shards of ``rank`` in a buffer laid out as a flat shard, one for each parameter."""
     return [

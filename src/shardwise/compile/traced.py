@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.buckets.bucket import Bucket
 from shardwise.compile.functional import Piece, Ways, gather, gather_again_in_backward
 from shardwise.engine.members import Member
 from shardwise.groups.group import ParameterGroup, open_tie_message
@@ -30,7 +31,6 @@ from shardwise.groups.shards import meta_message
 from shardwise.groups.states import DEFERRED
 from shardwise.layout.mesh import Axis
 from shardwise.layout.nested import map_tensors
-from shardwise.params.bucket import Bucket
 from shardwise.params.parameter import Param
 from shardwise.torch_compat import dynamo
 
@@ -77,7 +77,7 @@ def _full_tensors(
         return run(shards)
 
     fulls = gather_again_in_backward(gathered, *shards) if gathers_again else gathered(*shards)
-    return [param.as_seen_in_graphs(full) for param, full in zip(params, fulls, strict=True)]
+    return [param.original.as_seen_in_graphs(full) for param, full in zip(params, fulls, strict=True)]
 
 
 def _piece(param: Param, shard: Tensor) -> Piece:
@@ -86,12 +86,12 @@ def _piece(param: Param, shard: Tensor) -> Piece:
 
 
 def _ways(group: ParameterGroup, bucket: Bucket) -> Ways:
-    mesh = bucket.mesh
+    mesh, reduce_pg = bucket.mesh, bucket.communication.options.reduce_pg
     return Ways(
         group.device,
         mesh.shard_axis.world,
         _name(mesh.shard_axis),
-        _name(mesh.shard_axis) if bucket.comms.reduce_pg is None else bucket.comms.reduce_pg.group_name,
+        _name(mesh.shard_axis) if reduce_pg is None else reduce_pg.group_name,
         _name(mesh.replicate_axis),
         group.settings.divide_factor or float(mesh.num_ranks),
     )
@@ -219,10 +219,11 @@ def _about_gradients(group: ParameterGroup) -> str:
 
 
 def _about_bucket(bucket: Bucket) -> str:
-    comms = bucket.comms
+    options = bucket.communication.options
     if type(bucket) is not Bucket:
         return "its parameters say themselves what is gathered of them, outside of graphs. Use plain ones"
-    own = (comms.make_all_gather, comms.make_reduce_scatter, comms.reducer, bucket.policy.quantized_gather)
+    quantized = bucket.policy.quantized_gather
+    own = (options.make_all_gather, options.make_reduce_scatter, options.reducer, quantized)
     if any(each is not None for each in own):  # torch 2.11 cannot trace whether a partial is true
         return (
             "it was given collectives or memory of its own (set_custom_all_gather, "
@@ -230,12 +231,12 @@ def _about_bucket(bucket: Bucket) -> str:
             "have those of the back end. Leave them away"
         )
     for param in bucket.params:
-        if param.has_own_class:
+        if param.original.has_own_class:
             return (
                 f"{param.fqn} is of a class of its own, but a gathered parameter is a plain tensor in a "
                 "graph. Use nn.Parameter"
             )
-        if param.has_hooks_of_original:
+        if param.original.has_hooks:
             return (
                 f"{param.fqn} had hooks for its full gradient, which is inside of the graph. Register them "
                 "after fully_shard, for the reduced one"
@@ -251,7 +252,7 @@ def _about_bucket(bucket: Bucket) -> str:
                 f"gradients of {param.fqn} are kept in {param.precision.kept}, but autograd puts those of a "
                 "graph in the dtype of the parameter. Leave out keep_low_precision_grads"
             )
-        if param.is_tensor_parallel and param.mesh.full_mesh is not None:
+        if param.original.is_tensor_parallel and param.mesh.full_mesh is not None:
             return (
                 f"{param.fqn} is a DTensor on the whole mesh, whose gradient DTensor would sum over "
                 "data-parallel ranks in a graph, before it is summed over them. Distribute it over the other "

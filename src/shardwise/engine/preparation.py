@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardwise.buckets.bucket import Bucket
 from shardwise.comm.streams import CommStreams
 from shardwise.engine.reduction_queue import ReductionQueue, room_for
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.shards import meta_message
 from shardwise.layout.mesh import Axis
-from shardwise.params.bucket import Bucket
 from shardwise.torch_compat import c10d
 
 if TYPE_CHECKING:
@@ -59,12 +59,12 @@ class Preparation:
             group.shards.follow_protocols()
             for bucket in group.buckets:
                 axis = bucket.mesh.shard_axis
-                bucket.use_channel(channel)
+                bucket.communication.use_channel(channel)
                 choices: dict[str, Any] = {
                     "reduce_pg": self.process_groups.for_reductions(group, axis.pg),
                     "post_forward_axis": self.process_groups.of_part(axis, group.settings.ranks_that_keep),
                 }
-                if bucket.would_change(choices):
+                if bucket.communication.would_change(choices):
                     group.shards.replan(partial(Bucket.communicate, **choices), bucket)
                 channel += 1
         self._root.reductions = ReductionQueue(room_for(self._root.groups))

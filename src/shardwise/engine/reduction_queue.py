@@ -89,7 +89,7 @@ def room_for(groups: list[ParameterGroup]) -> float:
     """
     rooms = [0]
     for group in groups:
-        parts = [part.num_bytes for bucket in group.buckets for part in bucket.parts]
+        parts = [part.num_bytes for bucket in group.buckets for part in bucket.reduction.parts]
         if len(parts) > len(group.buckets):
             rooms.append(group.settings.max_reductions * sum(parts) - max(parts))
     return max(rooms)

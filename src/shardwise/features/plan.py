@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.buckets.bucket import Bucket
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.settings import shared_settings
-from shardwise.params.bucket import Bucket
 from shardwise.params.parameter import Param
 
 Plan = dict[tuple[int, ...], dict[tuple[str, str], str]]
@@ -77,7 +77,8 @@ def _facts_of(param: Param, bucket: Bucket, group: ParameterGroup) -> dict[str, 
 
 def _settings_of(group: ParameterGroup, is_first: bool) -> dict[str, str]:
     settings = group.settings
-    reducers = {type(bucket.comms.reducer).__name__ for bucket in group.buckets if bucket.comms.reducer}
+    options = [bucket.communication.options for bucket in group.buckets]
+    reducers = {type(each.reducer).__name__ for each in options if each.reducer}
     return {
         "mesh": f"{_mesh_text(group.mesh.mesh)} ({', '.join(group.mesh.roles)})",
         **shared_settings(settings, with_those_of_microbatch=is_first),

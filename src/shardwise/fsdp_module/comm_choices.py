@@ -44,8 +44,8 @@ def allocate_from_process_group(module: Any, method: str, enable: bool) -> None:
             communicate(module, method, make_all_gather=with_memory, make_reduce_scatter=with_memory)
         group.choices.add(method)
     elif method in group.choices:
-        comms = group.buckets[0].comms  # alike in all of them
-        chosen = {name: getattr(comms, name) for name in ("make_all_gather", "make_reduce_scatter")}
+        options = group.buckets[0].communication.options  # alike in all of them
+        chosen = {name: getattr(options, name) for name in ("make_all_gather", "make_reduce_scatter")}
         communicate(module, method, **{name: None for name in chosen if chosen[name] is with_memory})
         group.choices.discard(method)
 

@@ -52,7 +52,7 @@ class CommunicationSetters:
             )
         groups = list(groups_to_configure(self, recurse, "set_gradient_divide_factor"))
         for group in groups:
-            if any(bucket.averages_itself for bucket in group.buckets):
+            if any(bucket.communication.averages_itself for bucket in group.buckets):
                 raise ValueError(
                     f"set_gradient_divide_factor: the gradients of {group.name} are reduced by a hook "
                     "(register_comm_hook), which divides by itself. Divide there."
@@ -136,7 +136,7 @@ class CommunicationSetters:
         """
         check_bool("set_force_sum_reduction_for_comms", "enable", enable)
         for bucket in member_of(self).group.buckets:
-            bucket.force_sums(enable)
+            bucket.communication.force_sums(enable)
 
     # --- the caller's own collectives and memory --------------------------------------------------
 

@@ -48,7 +48,7 @@ class Gradients:
     def forget(self) -> None:
         """Start over, as the parameters were replaced."""
         # Whether ``.grad`` of some shards may stand for unreduced gradients.
-        self._has_deferred = any(param.remembers_deferred for param in self._group.shards.params)
+        self._has_deferred = any(param.gradient.is_deferred for param in self._group.shards.params)
         self._part_queue: PartQueue | None = None  # None: all gradients are reduced together
         self._hooked: set[int] = set()
         self._trainable: frozenset[int] = frozenset()
@@ -62,7 +62,7 @@ class Gradients:
         trainable = [i for i, full in enumerate(fulls) if full.requires_grad]
         for index in trainable:
             if index not in self._hooked:
-                self._group.shards.params[index].attach_hooks_to_unsharded()
+                self._group.shards.params[index].original.attach_hooks(fulls[index])
                 fulls[index].register_post_accumulate_grad_hook(partial(_tell_arrival, own, index))
                 self._hooked.add(index)
         self._trainable = frozenset(trainable)
@@ -72,10 +72,10 @@ class Gradients:
     def _plan_parts(self) -> PartQueue | None:
         """The parts in which gradients are reduced; None if they are reduced together."""
         buckets = self._group.buckets
-        if all(len(bucket.parts) == 1 for bucket in buckets):
+        if all(len(bucket.reduction.parts) == 1 for bucket in buckets):
             return None
         firsts = accumulate([len(bucket.params) for bucket in buckets], initial=0)
-        parts = [bucket.parts for bucket in buckets]
+        parts = [bucket.reduction.parts for bucket in buckets]
         return PartQueue(list(zip(firsts, parts, strict=False)), self._trainable)
 
     @outside_transforms
@@ -156,7 +156,7 @@ class Gradients:
             self.state = self._next("defer") if are_left else finished
             self._group.tell("reduced")
             params = self._group.shards.params
-            self._has_deferred = self._has_deferred and any(p.remembers_deferred for p in params)
+            self._has_deferred = self._has_deferred and any(p.gradient.is_deferred for p in params)
             if are_left:
                 self._mark_deferred()
 
@@ -180,13 +180,15 @@ class Gradients:
         fulls = [full.grad for full in self._group.unsharded.params] or [None] * len(params)
         for param, is_left_for_later, full in zip(params, self._left_for_later(), fulls, strict=True):
             if is_left_for_later:
-                param.defer_gradient(full)
+                param.gradient.defer(full)
 
     def _left_for_later(self) -> list[bool]:
         """For each parameter, whether it has a deferred gradient, unsharded or reduce-scattered."""
         fulls = self._group.unsharded.params
         sums = [
-            bucket.has_earlier_for(i) for bucket in self._group.buckets for i in range(len(bucket.params))
+            bucket.reduction.has_earlier_for(i)
+            for bucket in self._group.buckets
+            for i in range(len(bucket.params))
         ]
         if not fulls:
             return sums
@@ -201,7 +203,7 @@ class Gradients:
             return True
         settings = self._group.settings
         return settings.requires_all_reduce and any(
-            bucket.earlier is not None for bucket in self._group.buckets
+            bucket.reduction.earlier is not None for bucket in self._group.buckets
         )
 
     def drop_cleared(self) -> None:
@@ -211,11 +213,11 @@ class Gradients:
         fulls, index = self._group.unsharded.params, 0
         for bucket in self._group.buckets:
             for own, param in enumerate(bucket.params):
-                if param.was_cleared():
+                if param.gradient.was_cleared():
                     if fulls:
                         fulls[index].grad = None
-                    if bucket.has_earlier_for(own):
-                        bucket.drop_earlier(own)
+                    if bucket.reduction.has_earlier_for(own):
+                        bucket.reduction.drop_earlier(own)
                 index += 1
         if any(self._left_for_later()):
             self._mark_deferred()
@@ -228,9 +230,9 @@ class Gradients:
         for full in self._group.unsharded.params:
             full.grad = None
         for param in self._group.shards.params:
-            param.hide_deferred()
+            param.gradient.hide_deferred()
         for bucket in self._group.buckets:
-            bucket.drop_all_earlier()
+            bucket.reduction.drop_all_earlier()
         if self.state is not EMPTY:
             self._step("drop")
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from shardwise.buckets.bucket import Bucket
 from shardwise.comm.streams import CommStreams
 from shardwise.groups.added_parameters import ModuleWatch
 from shardwise.groups.casts import Casts
@@ -31,7 +32,6 @@ from shardwise.groups.unsharded import Unsharded
 from shardwise.groups.waits import Waits
 from shardwise.layout.fqns import clean
 from shardwise.layout.mesh import Axis, ShardMesh
-from shardwise.params.bucket import Bucket
 from shardwise.params.parameter import Site
 from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.policies import CommPolicy

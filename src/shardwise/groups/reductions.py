@@ -71,7 +71,7 @@ class Reductions:
             if len(buckets) > 1:
                 own, gradients = gradients[: len(bucket.params)], gradients[len(bucket.params) :]
             reduction = self._open(number, is_filled=are_all_there(own))
-            part_reductions += [reduction.send(part, own) for part in bucket.parts]
+            part_reductions += [reduction.send(part, own) for part in bucket.reduction.parts]
         return part_reductions
 
     def _send(self, parts: Iterable[QueuedPart]) -> list[PartReduction]:
@@ -91,7 +91,7 @@ class Reductions:
     def _open(self, number: int, *, is_filled: bool) -> Reduction:
         bucket = self._group.buckets[number]
         divisor = self._group.settings.divide_factor or float(bucket.mesh.num_ranks)
-        self._of_buckets[number] = made = bucket.open_reduction(
+        self._of_buckets[number] = made = bucket.reduction.open(
             self._group.streams, divisor, is_filled=is_filled
         )
         return made
@@ -101,7 +101,7 @@ class Reductions:
         settings = self._group.settings
         for bucket, reduction in zip(self._group.buckets, self._of_buckets, strict=True):
             if reduction is not None:
-                bucket.close_reduction(reduction, settings.requires_all_reduce, settings.all_reduce_hook)
+                bucket.reduction.close(reduction, settings.requires_all_reduce, settings.all_reduce_hook)
 
     # --- take -------------------------------------------------------------------------------------
 
@@ -128,8 +128,8 @@ class Reductions:
                         "can be reduce-scattered. Build the module without sparse gradients "
                         "(nn.Embedding(sparse=False))."
                     )
-                if param.is_tensor_parallel:
-                    gradient = param.content_of(gradient)
+                if param.original.is_tensor_parallel:
+                    gradient = param.original.content_of(gradient, param.mesh)
             elif full.requires_grad:
                 gradient = self._zeros_for(param)
             gradients.append(gradient)
@@ -178,7 +178,8 @@ class Reductions:
             if reduction is not None:
                 self._wait_for_ranks(reduction.finish)
                 self._of_buckets[number] = None
-                is_some_left |= self._group.buckets[number].accumulate(reduction, without_hooks=without_hooks)
+                bucket = self._group.buckets[number]
+                is_some_left |= bucket.reduction.accumulate(reduction, without_hooks=without_hooks)
         return is_some_left
 
     def drop(self) -> None:

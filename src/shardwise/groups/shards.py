@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.buckets.bucket import Bucket
+from shardwise.buckets.extension import check_protocol, has_methods, split_off
 from shardwise.groups.states import EMPTY, SHARDED
-from shardwise.params.bucket import Bucket
 from shardwise.params.changes import ShardSnapshot
-from shardwise.params.extension import check_protocol, has_methods, split_off
 from shardwise.params.parameter import Param
+from shardwise.params.replaced_parameter import find_replacement
 from shardwise.torch_compat import dtensor
 from shardwise.torch_compat.nn_modules import refresh_flat_weights
 
@@ -42,7 +43,7 @@ class Shards:
         group = self._group
         self.params = [param for bucket in group.buckets for param in bucket.params]
         self.are_replicated = any(not bucket.mesh.replicate_axis.is_alone for bucket in group.buckets)
-        self.is_tensor_parallel = any(param.is_tensor_parallel for param in self.params)
+        self.is_tensor_parallel = any(param.original.is_tensor_parallel for param in self.params)
         self._snapshot = None  # made when the shards are first checked for changes
         modules = dict.fromkeys(site.module for param in self.params for site in param.sites)
         self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
@@ -116,7 +117,7 @@ class Shards:
         if self._group.unsharded.state is not SHARDED:
             return
         for param in self.params:
-            new = param.replaced_by()
+            new = find_replacement(param)
             if new is not None:
                 param.adopt(new)
 
@@ -172,13 +173,10 @@ class Shards:
         self.take_stock()
         if any(gradient is not None for gradient in carried):
             unsharded.make()
-            for bucket in self._group.buckets:
-                bucket.unsharded_buffer.free()
+            for bucket in unsharded.buckets:
+                bucket.buffer.free()
             for full, gradient, param in zip(unsharded.params, carried, self.params, strict=True):
                 full.grad = None if gradient is None else gradient.to(param.precision.accumulated)
-        else:
-            for bucket in self._group.buckets:
-                bucket.drop_unsharded_params()
 
     def refuse_meta(self) -> None:
         """Refuse to run while parameters are on the meta device."""
@@ -200,7 +198,7 @@ class Shards:
 
     def is_stale(self) -> bool:
         """True if this rank's shards changed since the unsharded parameters were gathered from them."""
-        return any(bucket.is_stale() for bucket in self._group.buckets)
+        return any(bucket.is_stale() for bucket in self._group.unsharded.buckets)
 
     def refresh_flat_weights(self) -> None:
         """Let RNN modules see the parameters that are shown now; they keep a list of their own."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.buckets.unsharded_bucket import UnshardedBucket
 from shardwise.comm.streams import CommStream, CommWork, Finish
 from shardwise.groups.states import (
     GATHERING,
@@ -23,7 +24,6 @@ from shardwise.groups.states import (
     UnshardState,
     next_state,
 )
-from shardwise.params.bucket import Bucket
 from shardwise.params.changes import UnshardedView, Versions
 from shardwise.params.parameter import FREED, Param
 from shardwise.torch_compat import autograd, dtensor
@@ -32,7 +32,7 @@ from shardwise.torch_compat.functorch import innermost
 if TYPE_CHECKING:
     from shardwise.groups.group import ParameterGroup
 
-_gathered = attrgetter("unsharded_buffer")
+_buffer = attrgetter("buffer")
 
 _FOR_FORWARDS = (
     "Leave the context first. To run forwards with parameters that stay gathered, as generation does, use "
@@ -52,23 +52,24 @@ class Unsharded:
 
     def forget(self) -> None:
         """Drop them; the next unshard makes new ones."""
+        self.buckets: list[UnshardedBucket] = []
         self.params: tuple[nn.Parameter, ...] = ()
         self._freed: tuple[nn.Parameter, ...] = ()  # those whose memory is freed by a reshard
         self._view = UnshardedView((), ())
         self.versions = Versions(self._group.shards.params, ())
+        for param in self._group.shards.params:
+            param.unsharded = None
 
     def make(self) -> None:
         """Create them as views of the buffers that all-gathers fill."""
         group = self._group
         group.shards.refuse_meta()
         with group.streams.all_gather.allocation_scope(), torch.inference_mode(False), torch.no_grad():
-            for bucket in group.buckets:
-                bucket.make_unsharded_params()
-                bucket.unsharded_buffer.keep_memory(group.settings.keeps_unsharded_storage)
-        self.params = tuple(full for bucket in group.buckets for full in bucket.unsharded_params)
-        self._freed = tuple(
-            full for b in group.buckets if not b.unsharded_buffer.is_alias for full in b.unsharded_params
-        )
+            self.buckets = [bucket.make_unsharded() for bucket in group.buckets]
+        for bucket in self.buckets:
+            bucket.buffer.keep_memory(group.settings.keeps_unsharded_storage)
+        self.params = tuple(full for bucket in self.buckets for full in bucket.params)
+        self._freed = tuple(full for b in self.buckets if not b.buffer.is_alias for full in b.params)
         self._view = UnshardedView(group.shards.params, self.params)
         self.versions = Versions(group.shards.params, self.params)
         group.gradients.attach_hooks()
@@ -119,7 +120,7 @@ class Unsharded:
         with group.label("gather"):
             try:
                 stream = group.streams.all_gather
-                self._work = stream.submit(partial(_start_all_gathers, stream, group.buckets))
+                self._work = stream.submit(partial(_start_all_gathers, stream, self.buckets))
             except RuntimeError as error:
                 group.waits.raise_explained(error, group.waits.for_gather)
         group.waits.issued(group.waits.for_gather)
@@ -132,7 +133,7 @@ class Unsharded:
             return
         state = self._next("wait")
         self._finish_gather()
-        for bucket in self._group.buckets:
+        for bucket in self.buckets:
             bucket.drop_post_forward_shard()
         self.versions.restore()
         self.show()
@@ -205,7 +206,7 @@ class Unsharded:
         stream = self._group.streams.all_gather
         stream.wait_for_compute()
         with stream.allocation_scope(), torch.inference_mode(False), torch.no_grad():
-            for bucket in self._group.buckets:
+            for bucket in self.buckets:
                 bucket.keep_post_forward_shard()
         self._free(state)
         if changed:
@@ -223,7 +224,7 @@ class Unsharded:
     def _drop_parts(self) -> None:
         self._step("reshard")
         with self._group.streams.all_gather.allocation_scope():
-            for bucket in self._group.buckets:
+            for bucket in self.buckets:
                 bucket.drop_post_forward_shard()
 
     def _free(self, state: UnshardState) -> None:
@@ -237,15 +238,15 @@ class Unsharded:
         stream = self._group.streams.all_gather
         stream.wait_for_compute()
         with stream.allocation_scope():
-            for bucket in self._group.buckets:
-                bucket.unsharded_buffer.free()
+            for bucket in self.buckets:
+                bucket.buffer.free()
 
     def keep_storage(self, keep: bool) -> None:
         """Choose whether they keep their memory while they are resharded."""
         if not self.params:
             return
-        for bucket in self._group.buckets:
-            bucket.unsharded_buffer.keep_memory(keep)
+        for bucket in self.buckets:
+            bucket.buffer.keep_memory(keep)
         if self.state is not UNSHARDED and self.state is not GATHERING:
             self._free_memory()
 
@@ -254,7 +255,7 @@ class Unsharded:
     def changed_in_place(self) -> list[str]:
         """Names of full parameters changed since the all-gather: changes that ``reshard`` refuses to lose."""
         changed: list[str] = []
-        for bucket in self._group.buckets:
+        for bucket in self.buckets:
             changed += bucket.relocated_params()
         for param in self.versions.unsharded_changed():
             # Each forward renormalises a frozen embedding again, with the same result as doing it once.
@@ -288,7 +289,7 @@ class Unsharded:
         if type(tensor) not in (Tensor, nn.Parameter):
             return False
         address = innermost(tensor).data_ptr()
-        return any(map(methodcaller("holds", address), map(_gathered, self._group.buckets)))
+        return any(map(methodcaller("holds", address), map(_buffer, self.buckets)))
 
     # ``wait``, ``reshard`` and ``keep_part`` ask for the next state first and set it last: an event that is
     # refused does nothing, and if the work fails, ``abandon`` finds the state in which it began.
@@ -300,7 +301,7 @@ class Unsharded:
         self.state = self._next(event)
 
 
-def _start_all_gathers(stream: CommStream, buckets: Sequence[Bucket]) -> Finish:
+def _start_all_gathers(stream: CommStream, buckets: Sequence[UnshardedBucket]) -> Finish:
     if len(buckets) == 1:
         return buckets[0].start_all_gather(stream)
     finishes: list[Finish] = []

@@ -171,7 +171,7 @@ def memory_snapshot(model: nn.Module) -> MemorySnapshot:
 def _snapshot_of(member: Member) -> GroupSnapshot:
     group, storages = member.group, _Storages()
     state, reason = group.unsharded.state, member.root.memory.reason(group)
-    buffers = [bucket.allocated_bytes() for bucket in group.buckets]
+    buffers = [bucket.allocated_bytes() for bucket in group.unsharded.buckets]
     here, kept = sum(whole for whole, _ in buffers), 0
     if state is not UNSHARDED and state is not GATHERING:
         here, kept = 0, here
@@ -226,7 +226,7 @@ def _reduced_gradients(group: ParameterGroup) -> Iterator[Tensor | None]:
     for reduction in group.reductions.in_flight():
         yield from reduction.sums
     for bucket in group.buckets:
-        yield bucket.earlier
+        yield bucket.reduction.earlier
 
 
 # --- how large it is ------------------------------------------------------------------------------

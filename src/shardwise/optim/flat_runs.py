@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwise.buckets.flat_slot import bucket_and_index
+from shardwise.buckets.sharded_gradients import GradientRange, ShardedGradients
 from shardwise.comm.buffers import FlatShard, typed_range
 from shardwise.layout.slots import ALIGNMENT
-from shardwise.params.flat_slot import bucket_and_index
-from shardwise.params.sharded_gradients import GradientRange, ShardedGradients
 from shardwise.torch_compat import dtensor, tensor_impl
 
 MAX_GAP = ALIGNMENT - 1

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.layout.mesh import axes_of, highest_over
-from shardwise.params.deferred import DeferredGradient
+from shardwise.params.sharded_gradient import DeferredGradient
 from shardwise.ranks.failures import relay_of_job
 from shardwise.torch_compat import dtensor, optimizers, tensor_impl
 

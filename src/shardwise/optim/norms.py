@@ -30,10 +30,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from shardwise.buckets.bucket import Bucket
+from shardwise.buckets.flat_slot import bucket_and_index
 from shardwise.comm.communicators import all_reduce
-from shardwise.params.bucket import Bucket
-from shardwise.params.deferred import DeferredGradient
-from shardwise.params.flat_slot import bucket_and_index
+from shardwise.params.sharded_gradient import DeferredGradient
 from shardwise.setup.validation import PLACE
 from shardwise.torch_compat import dtensor, foreach, nn_modules
 

@@ -1,1 +1,1 @@
-"""One parameter, and the bucket of those that are communicated together."""
+"""One parameter: sharded, unsharded, and its gradient."""

@@ -33,7 +33,7 @@ class ShardSnapshot:
         self._standing = [param.sharded for _, param in places]
         self._shards = [param.sharded for param in params]
         self._locals = [param.local for param in params]
-        self._post_hooks_of_originals = [param.original_post_hooks for param in params]
+        self._post_hooks_of_originals = [param.original.post_hooks for param in params]
         self._trained = [param.sharded.requires_grad for param in params]
         self._bases = [param.version_base for param in params]
         self._has_bases = any(self._bases)

@@ -1,7 +1,7 @@
-"""Original and summoned parameters that a sharded parameter has replaced."""
+"""Parameters that were replaced: full ones by their shards, and shards by the caller."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.layout.nested import find_tensors
 from shardwise.torch_compat import dtensor
+
+if TYPE_CHECKING:
+    from shardwise.params.parameter import Param
 
 NAME = "_shardwise_name"
 
@@ -83,7 +86,53 @@ def describe(tensor: Any) -> str:
     return f"{type(tensor).__name__}"
 
 
-def have_equal_shards(left: Any, right: Any) -> bool:
+def find_replacement(param: "Param") -> nn.Parameter | None:
+    """The sharded parameter that is registered at the sites of ``param`` instead of ours, or None.
+
+    Raises:
+        RuntimeError: something else is registered there, or different tensors at tied sites.
+    """
+    found = [site.registered() for site in param.sites]
+    if all(tensor is param.sharded for tensor in found):
+        return None
+    site, new = next((s, t) for s, t in zip(param.sites, found, strict=True) if t is not param.sharded)
+    if new is None:
+        raise RuntimeError(
+            f"{site.fqn}: the parameter was removed after fully_shard (deleted, set to None, or replaced "
+            "by a parametrization), but its group still gathers it. Put it back, or change the module "
+            "before fully_shard."
+        )
+    if not _can_replace(new, param.sharded):
+        raise RuntimeError(
+            f"{site.fqn}: the parameter was replaced after fully_shard by {describe(new)}, where a "
+            f"parameter sharded like the old one is expected: {describe(param.sharded)}. The group "
+            "gathers shards and cannot use it. Copy values into the sharded parameter instead (under "
+            "torch.no_grad(), param.copy_(torch.distributed.tensor.distribute_tensor(value, "
+            "param.device_mesh, param.placements))), or replace parameters before fully_shard. "
+            "torch.func.functional_call replaces them as well: it does not work on a sharded module."
+        )
+    for other_site, other in zip(param.sites, found, strict=True):
+        if other is not new and not _have_equal_shards(other, new):
+            raise RuntimeError(
+                f"{site.fqn} and {other_site.fqn} are tied (one parameter under two names), but "
+                f"{site.fqn} alone was replaced. Replace both with the same parameter, or untie "
+                "them before fully_shard."
+            )
+    assert isinstance(new, nn.Parameter)
+    return new
+
+
+def _can_replace(new: Any, sharded: Any) -> bool:
+    return (
+        isinstance(new, nn.Parameter)
+        and isinstance(new, DTensor)
+        and new.shape == sharded.shape
+        and new.placements == sharded.placements
+        and new.device_mesh == sharded.device_mesh
+    )
+
+
+def _have_equal_shards(left: Any, right: Any) -> bool:
     """True for two sharded parameters with equal contents, as ``load_state_dict(assign=True)`` makes
     of one tied parameter."""
     if not (isinstance(left, DTensor) and isinstance(right, DTensor)):

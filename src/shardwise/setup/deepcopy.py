@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.buckets.bucket import Bucket
+from shardwise.buckets.extension import ExtensionBucket
 from shardwise.compile.hooks import wrap_method, wrapped_methods
 from shardwise.engine.members import Member
 from shardwise.features.outside_calls import explain_calls
 from shardwise.features.standard import new_root
 from shardwise.groups.group import ParameterGroup
-from shardwise.params.bucket import Bucket
-from shardwise.params.extension import ExtensionBucket
 from shardwise.params.parameter import Param, Site
 from shardwise.torch_compat import dtensor
 
@@ -91,7 +91,7 @@ def _copied_bucket(old: Bucket, memo: Memo) -> Bucket:
         new: Bucket = ExtensionBucket(params[0], old.mesh, old.policy, old.storage, old.mp_policy)
     else:
         new = Bucket(params, old.mesh, old.policy, old.storage)
-    new.communicate_as(old)
+    new.communication.use(old.communication.options)
     new.lay_out(torch.device("meta"))
     return new
 

@@ -10,13 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from shardwise.buckets.bucket import Bucket, ShardStorage
+from shardwise.buckets.extension import ExtensionBucket, check_protocol, is_extension
 from shardwise.fsdp_module import FSDPModule
 from shardwise.groups.group import Tie
 from shardwise.layout.fqns import names_in
 from shardwise.layout.mesh import ShardMesh, resolve_mesh
 from shardwise.layout.precision import PrecisionRule, precision_of
-from shardwise.params.bucket import Bucket, ShardStorage
-from shardwise.params.extension import ExtensionBucket, check_protocol, is_extension
 from shardwise.params.parameter import Param, Site
 from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.policies import CommPolicy, DataParallelMeshDims

@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.buckets.bucket import Bucket
 from shardwise.engine.members import sharded_members
 from shardwise.groups.group import ParameterGroup, Tie
 from shardwise.groups.states import EMPTY, SHARDED
 from shardwise.layout.fqns import clean
 from shardwise.layout.mesh import ShardMesh
-from shardwise.params.bucket import Bucket
 from shardwise.params.parameter import Param, Site
 from shardwise.setup.discovery import Found, joined
 

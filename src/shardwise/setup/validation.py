@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.buckets.bucket import ShardStorage
 from shardwise.fsdp_module import FSDPModule
 from shardwise.fsdp_module.arguments import check_bool
 from shardwise.fsdp_module.identity import under_compile
@@ -14,7 +15,6 @@ from shardwise.groups import added_parameters
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.fqns import clean, uncompiled
 from shardwise.layout.mesh import ShardMesh
-from shardwise.params.bucket import ShardStorage
 from shardwise.setup.sharded_class import original_class
 from shardwise.torch_compat import nn_modules
 

@@ -16,19 +16,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.buckets.bucket import Bucket
+from shardwise.buckets.extension import ExtensionBucket
 from shardwise.comm.all_gather import AllGather
-from shardwise.comm.buffers import UnshardedBuffer, local_views
+from shardwise.comm.buffers import UnshardedBuffer, bytes_of, local_views
 from shardwise.comm.communicators import make_communicator
 from shardwise.comm.streams import HostStream
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import EMPTY
 from shardwise.layout.chunks import shard_of
 from shardwise.layout.slots import Layout, Slot
-from shardwise.params.bucket import Bucket, bytes_of
-from shardwise.params.deferred import DeferredGradient
-from shardwise.params.extension import ExtensionBucket
 from shardwise.params.parameter import Param
 from shardwise.params.replaced_parameter import mark_replaced
+from shardwise.params.sharded_gradient import DeferredGradient
 from shardwise.torch_compat import dtensor, nn_modules, tensor_impl
 
 
@@ -82,7 +82,8 @@ class _SummonedParam:
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's shard of a full tensor."""
-        return shard_of(self.param.content_in(whole.detach()), self.slot, self.bucket.mesh.shard_axis.rank)
+        content = self.param.original.content_in(whole.detach())
+        return shard_of(content, self.slot, self.bucket.mesh.shard_axis.rank)
 
     def write_back(self, new: Tensor | str | None, with_gradients: bool) -> list[str]:
         """Write changes back into the shard; returns problems as texts."""
@@ -134,7 +135,7 @@ class _SummonedParam:
                 f"{self.param.fqn}: .grad of its shard was replaced inside, by zero_grad() of an optimizer "
                 "perhaps, and that of its full parameter was changed as well. The shard's stays."
             ]
-        self.param.set_gradient(None if new is None else self.part(new))
+        self.param.gradient.set(None if new is None else self.part(new))
         return []
 
 
@@ -170,11 +171,12 @@ class SummonedGroup:
             return
         rows = zip(bucket.params, bucket.stored.slots, values, gradients, strict=True)
         for param, slot, value, gradient in rows:
-            full = param.as_original(self._on_device(value))
-            vars(full).update(param.attributes)
+            wants_grad = param.sharded.requires_grad
+            full = param.original.like(self._on_device(value), wants_grad)
+            vars(full).update(param.original.attributes)
             if gradient is not None:
                 tensor_impl.set_grad_dtype(full, gradient.dtype)
-                full.grad = param.as_original(self._on_device(gradient)).detach()
+                full.grad = param.original.like(self._on_device(gradient), wants_grad).detach()
             own = full.grad
             yield _SummonedParam(
                 param,
@@ -226,7 +228,7 @@ def gather_full_tensors(bucket: Bucket, flat: Tensor, layout: Layout) -> list[Te
         gathered.bytes.copy_(flat)
     else:
         comm = make_communicator(mesh.shard_axis.pg, mesh.device)
-        comm.channel = bucket.channel
+        comm.channel = bucket.communication.options.channel
         gather = AllGather(comm, layout, gathered)
         gather.start(HostStream(), gather.cut(flat))()
     return [gathered.unsharded_tensor(slot) for slot in layout.slots]
@@ -277,7 +279,7 @@ def _fitting(tensor: Tensor, param: Param) -> Tensor | str:
             f"{param.fqn}: what stands in its place is of {tensor.dtype} on {tensor.device}, where "
             f"{param.sharded.dtype} with values is expected. Convert the model outside, with .to()."
         )
-    is_alike = isinstance(tensor, DTensor) == param.is_tensor_parallel
+    is_alike = isinstance(tensor, DTensor) == param.original.is_tensor_parallel
     if tuple(tensor.shape) == wanted and is_alike:
         return tensor
     return (

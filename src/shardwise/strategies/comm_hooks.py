@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.buckets.bucket import Bucket
 from shardwise.comm.reducers import CommHookReducer, LowPrecisionReducer, QuantizedReducer, Reducer
 from shardwise.engine.members import Member, sharded_members
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import EMPTY
-from shardwise.params.bucket import Bucket
 from shardwise.policies import LowPrecisionReduction, QuantizedReduction
 
 _NAME = "register_comm_hook"

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from shardwise.buckets.bucket import Bucket
 from shardwise.engine.members import sharded_members
 from shardwise.fsdp_module.identity import is_sharded
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.fqns import names_in
 from shardwise.layout.mesh import ShardMesh
 from shardwise.layout.text_tables import aligned
-from shardwise.params.bucket import Bucket
 from shardwise.setup.validation import class_name, describe
 from shardwise.strategies.module_trees import range_of_names
 from shardwise.torch_compat import nn_modules

@@ -27,11 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.buckets.bucket import Bucket, ShardStorage
+from shardwise.buckets.unsharded_bucket import UnshardedBucket
 from shardwise.comm.streams import CommStream, Finish, nothing
 from shardwise.layout.chunks import round_up
 from shardwise.layout.mesh import ShardMesh
 from shardwise.layout.slots import ALIGNMENT
-from shardwise.params.bucket import Bucket, ShardStorage
 from shardwise.params.parameter import Param
 from shardwise.policies import CommPolicy
 from shardwise.torch_compat import dtensor, tensor_impl
@@ -99,12 +100,10 @@ class _ExtensionBuffer:
 
     is_alias = False
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Manage the memory of ``tensors``, which are in use."""
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
         self._keeps_memory = False
-
-    def add(self, tensors: Sequence[Tensor]) -> None:
-        """Manage the memory of ``tensors``, which are in use."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._storages.setdefault(tensor_impl.storage_key(storage), (storage, storage.nbytes()))
@@ -170,7 +169,6 @@ class ExtensionBucket(Bucket):
         """Plan the reduction; there is no flat shard."""
         super().lay_out(torch.device("meta"))
         self.flat_shard.bytes = torch.empty(0, dtype=torch.uint8, device=device)
-        self._outputs: list[Tensor] | None = None
 
     def sync_flat_shard(self) -> bool:
         """Adopt a local tensor that was moved, cast or assigned; True if the bucket was laid out anew."""
@@ -199,20 +197,26 @@ class ExtensionBucket(Bucket):
             local = moved
         self._param.rebase(local)
 
-    # --- the full parameter -----------------------------------------------------------------------
+    def make_unsharded(self) -> UnshardedBucket:
+        """Run the first all-gather, which makes the unsharded parameter."""
+        return _UnshardedExtension(self)
 
-    def make_unsharded_params(self) -> None:
-        """Run the first all-gather, which makes it: only then the outputs are known."""
-        self.unsharded_buffer = _ExtensionBuffer()  # type: ignore[assignment]
-        outputs, metadata = self._first_all_gather()
-        self._outputs = outputs
+
+class _UnshardedExtension(UnshardedBucket):
+    """The unsharded parameter of an ``ExtensionBucket``, made and filled by its protocol."""
+
+    _bucket: ExtensionBucket
+
+    def _make_params(self) -> Any:
+        """Run the first all-gather, which makes the parameter: only then the outputs are known."""
+        (self._param,) = self._bucket.params
+        self._outputs, metadata = self._first_all_gather()
+        self._is_fresh = True  # filled already; no all-gather before the first use
         local = self._param.local
-        result = local.fsdp_post_all_gather(outputs, metadata, self._param_dtype)  # type: ignore[attr-defined]
+        result = local.fsdp_post_all_gather(self._outputs, metadata, self._param_dtype)  # type: ignore[attr-defined]
         full, inner = self._checked(result, POST, "(tensor, inner tensors) where out is None")
-        self.unsharded_buffer.add([*outputs, *inner])  # type: ignore[attr-defined]
         self._param.make_unsharded_over(self._without_padding(full))
-        assert self._param.unsharded is not None
-        self.unsharded_params = [self._param.unsharded]
+        return _ExtensionBuffer([*self._outputs, *inner])
 
     def _without_padding(self, full: Any) -> Tensor:
         """``full`` without the padding rows at its end."""
@@ -236,7 +240,7 @@ class ExtensionBucket(Bucket):
     def _param_dtype(self) -> torch.dtype:
         if self._param.local.dtype.is_floating_point:
             return self._param.precision.computed
-        asked = None if self.mp_policy is None else self.mp_policy.param_dtype
+        asked = None if self._bucket.mp_policy is None else self._bucket.mp_policy.param_dtype
         return asked or self._param.local.dtype
 
     def _inputs(self) -> tuple[list[Tensor], Any]:
@@ -247,17 +251,17 @@ class ExtensionBucket(Bucket):
                 f"{POST}, by which its group gathers it. Methods that were put on a tensor stay with that "
                 "tensor: put them on the new local tensor as well, or on its class."
             )
-        if local.device != self.mesh.device:
-            moved = local.to(self.mesh.device, non_blocking=True)
+        if local.device != self._bucket.mesh.device:
+            moved = local.to(self._bucket.mesh.device, non_blocking=True)
             _carry_methods(local, moved)
             local = moved
-        mesh = self.mesh.shard_dim_mesh
+        mesh = self._bucket.mesh.shard_dim_mesh
         if len(inspect.signature(local.fsdp_pre_all_gather).parameters) == 1:
             result = local.fsdp_pre_all_gather(mesh)
         else:
             sharded = self._param.sharded
             result = local.fsdp_pre_all_gather(
-                mesh, sharded.size(), sharded.stride(), self._param.sites[0].module, self.mp_policy
+                mesh, sharded.size(), sharded.stride(), self._param.sites[0].module, self._bucket.mp_policy
             )
         inputs, metadata = self._checked(result, PRE, "(inputs, metadata)")
         if not isinstance(inputs, (tuple, list)) or not all(type(t) is Tensor for t in inputs) or not inputs:
@@ -282,8 +286,7 @@ class ExtensionBucket(Bucket):
         if self._is_fresh:
             self._is_fresh = False
             return nothing
-        self.unsharded_buffer.allocate()
-        assert self._outputs is not None
+        self.buffer.allocate()
         with _as_values():
             inputs, metadata = self._inputs()
             wait = self._start(inputs, self._outputs)
@@ -303,16 +306,15 @@ class ExtensionBucket(Bucket):
         outputs = []
         for index, tensor in enumerate(inputs):
             rows = sum(shapes[index][0] for shapes in self._shapes) if tensor.dim() else None
-            shape = (rows, *tensor.shape[1:]) if rows is not None else (self.mesh.shard_axis.world,)
+            shape = (rows, *tensor.shape[1:]) if rows is not None else (self._bucket.mesh.shard_axis.world,)
             outputs.append(tensor.new_empty(shape))
         self._start(inputs, outputs)()
-        self._is_fresh = True
         return outputs, metadata
 
     def _shapes_of_all(self, own: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
         """The input shapes of all ranks; asked once, and only if they may differ."""
-        axis = self.mesh.shard_axis
-        if axis.is_alone or self.stored.slots[0].is_even:
+        axis = self._bucket.mesh.shard_axis
+        if axis.is_alone or self._bucket.stored.slots[0].is_even:
             return [own] * axis.world
         found: list[Any] = [None] * axis.world
         dist.all_gather_object(found, own, group=axis.pg)
@@ -320,7 +322,7 @@ class ExtensionBucket(Bucket):
 
     def _start(self, inputs: list[Tensor], outputs: list[Tensor]) -> Finish:
         """All-gather each input into its output, padded in transit if ranks have different sizes."""
-        if self.mesh.shard_axis.is_alone:
+        if self._bucket.mesh.shard_axis.is_alone:
             for output, source in zip(outputs, inputs, strict=True):
                 output.view(source.shape).copy_(source)
             return nothing
@@ -343,7 +345,7 @@ class ExtensionBucket(Bucket):
         some = [i for i, send in enumerate(sends) if send.numel()]
         # One after the other: messages are told apart by their place in a shard buffer (see
         # comm/gloo.py), which these do not have.
-        waits = [self._all_gather_comm.all_gather([receives[i]], [sends[i]]) for i in some]
+        waits = [self._bucket.communication.all_gather.all_gather([receives[i]], [sends[i]]) for i in some]
 
         def finish() -> None:
             for wait in waits:
@@ -353,8 +355,6 @@ class ExtensionBucket(Bucket):
 
         return finish
 
-    # --- what a bucket of plain parameters does otherwise ------------------------------------------
-
     def relocated_params(self) -> list[str]:
         """Nothing: its memory is that of the protocol."""
         return []
@@ -362,11 +362,6 @@ class ExtensionBucket(Bucket):
     def is_stale(self) -> bool:
         """True: the unsharded parameter cannot be compared with the shard, so it is all-gathered again."""
         return True
-
-    def keep_post_forward_shard(self) -> None:
-        """Keep nothing: backward all-gathers from all ranks."""
-
-    _is_fresh = False
 
 
 def has_methods(bucket: Bucket) -> bool:
@@ -387,7 +382,7 @@ def split_off(bucket: Bucket, mp_policy: Any) -> list[Bucket]:
         if not param.local.is_meta:
             param.local.data = param.local.clone()  # the same tensor, over memory of its own
         own = ExtensionBucket(param, bucket.mesh, bucket.policy, bucket.storage, mp_policy)
-        own.communicate_as(bucket)
+        own.communication.use(bucket.communication.options)
         own.rebuild_flat_shard()
         made.append(own)
     bucket.params = [param for param in bucket.params if param not in leaving]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from shardwise.params.bucket import Bucket
+    from shardwise.buckets.bucket import Bucket
 
 FLAT_SLOT = "_shardwise_flat_slot"
 """The attribute of a sharded parameter that has its `FlatSlot`."""

@@ -39,7 +39,7 @@ class ShardedGradients:
     """The sharded gradients of a bucket, laid out as its flat shard."""
 
     def __init__(self, params: Sequence[Param], layout: Layout, rank: int) -> None:
-        self._params = params
+        self.params = params
         self._layout = layout
         self._views = LocalViews(layout, rank)
         # Whether all gradients form one tensor: one dtype, equal placements, no padding in between.
@@ -56,15 +56,15 @@ class ShardedGradients:
     @property
     def shards(self) -> list[nn.Parameter]:
         """The sharded parameters, in order."""
-        return list(map(_sharded, self._params))
+        return list(map(_sharded, self.params))
 
     # --- accumulation -----------------------------------------------------------------------------
 
     def accumulate(self, buffer: Tensor, present: Sequence[bool]) -> None:
         """Add ``buffer`` to ``.grad`` of the sharded parameters one by one, running their hooks."""
-        for index, (param, local) in enumerate(zip(self._params, self._views.of(buffer), strict=True)):
+        for index, (param, local) in enumerate(zip(self.params, self._views.of(buffer), strict=True)):
             if present[index]:
-                param.add_gradient(local)
+                param.gradient.add(local)
                 gradient = param.sharded.grad
                 if type(gradient) is DTensor and dtensor.local_tensor(gradient) is local:
                     self._made[index], self._buffers[index] = weakref.ref(local), buffer.data_ptr()
@@ -84,7 +84,7 @@ class ShardedGradients:
             flat.add_(typed_range(buffer, 0, self._end, flat.dtype))
             return True
         locals_ = self._views.of(buffer)
-        gradients = map(dtensor.make_dtensor, locals_, map(_gradient_spec, self._params))
+        gradients = map(dtensor.make_dtensor, locals_, map(_gradient_spec, self.params))
         with tensor_impl.plain_access():
             for shard, gradient in zip(shards, gradients, strict=True):
                 shard.grad = gradient

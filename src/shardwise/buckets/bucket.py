@@ -1,0 +1,197 @@
+"""The bucket: parameters of a group that share a mesh, and so their memory and their communication.
+
+    Bucket
+      communication      the collectives of its ranks
+      stored, ...        where each parameter lies in its buffers, by dtype
+      flat_shard         the shards of this rank
+      make_unsharded()   UnshardedBucket: the unsharded parameters, and how to all-gather them
+      reduction          how to reduce their gradients
+      sharded_gradients  ``.grad`` of the shards
+
+In most models a group has one bucket; it has several where its parameters are sharded over different meshes,
+as experts are. A bucket knows *how*; its group knows whether and when.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.buckets.bucket_reduction import BucketReduction
+from shardwise.buckets.communication import Communication
+from shardwise.buckets.flat_slot import FLAT_SLOT, FlatSlot
+from shardwise.buckets.sharded_gradients import ShardedGradients
+from shardwise.buckets.unsharded_bucket import UnshardedBucket
+from shardwise.comm.buffers import FlatShard
+from shardwise.comm.reduction import Destination
+from shardwise.layout.chunks import shard_of
+from shardwise.layout.mesh import Axis, ShardMesh
+from shardwise.layout.packing import choose_direct
+from shardwise.layout.slots import ALIGNMENT, Layout, SlotSpec, plan_layout
+from shardwise.params.parameter import Param
+from shardwise.policies import CommPolicy
+from shardwise.torch_compat import dtensor
+
+
+@dataclass(frozen=True)
+class ShardStorage:
+    """Where sharded parameters are stored."""
+
+    device: torch.device
+    is_pinned: bool = False
+
+
+class Bucket:
+    """Parameters that share all-gathers and reduce-scatters."""
+
+    def __init__(
+        self, params: list[Param], mesh: ShardMesh, policy: CommPolicy, storage: ShardStorage
+    ) -> None:
+        self.params = params
+        self.mesh = mesh
+        self.storage = storage
+        self.policy = policy
+        self.communication = Communication(mesh)
+
+    def communicate(self, **choices: Any) -> None:
+        """Change some of ``CommOptions``, while everything is sharded."""
+        if self.communication.would_change(choices):
+            self.communication.use(replace(self.communication.options, **choices))
+            self.rebuild_flat_shard()
+
+    takes_more = True
+    """Whether more parameters of the same mesh may join."""
+
+    # --- planning ---------------------------------------------------------------------------------
+
+    def make_shards(self) -> list[nn.Parameter]:
+        """Lay out the bucket and make its sharded parameters from the originals; touches no module."""
+        on_meta = any(param.sharded.is_meta for param in self.params)
+        self.lay_out(torch.device("meta") if on_meta else self.storage.device)
+        rank = self.mesh.shard_axis.rank
+        shards = []
+        for param, slot, view in zip(self.params, self.stored.slots, self.flat_shard.views, strict=True):
+            part = shard_of(param.content(), slot, rank)
+            if view.is_meta and not part.is_meta:
+                # Other parameters of the bucket have no values yet: until then this one has its own memory.
+                view = torch.empty(part.shape, dtype=part.dtype, device=self.storage.device)
+            shards.append(param.make_shard(view.copy_(part)))
+        return shards
+
+    def lay_out(self, device: torch.device) -> None:
+        """Plan buffers and collectives for the parameters of now; the flat shard is not filled yet."""
+        self.stored = self._layout("stored")
+        self.computed = self._layout("computed")
+        self.reduced = self._layout("reduced")
+        self.kept = self._layout("kept")
+        is_pinned = self.storage.is_pinned and device.type == "cpu"
+        self.flat_shard = FlatShard(self.stored, self.mesh.shard_axis.rank, device, is_pinned=is_pinned)
+        self.sharded_gradients = ShardedGradients(self.params, self.kept, self.mesh.shard_axis.rank)
+        self.reduction = BucketReduction(
+            self.communication,
+            self.reduced,
+            self.policy.part_bytes,
+            self.sharded_gradients,
+            Destination(self.kept, self.storage.device, self.storage.is_pinned),
+        )
+        for index, param in enumerate(self.params):
+            param.mark(FLAT_SLOT, FlatSlot(self, index))
+
+    def _layout(self, form: str, world: int | None = None, slots_serve: int | None = None) -> Layout:
+        """The layout of the parameters in one of the dtypes of their Precision; equal layouts are shared."""
+        dtypes = [getattr(param.precision, form) for param in self.params]
+        if world is None and form != "stored":
+            for other in ("stored", "computed", "reduced"):
+                if other == form:
+                    break
+                if dtypes == [getattr(param.precision, other) for param in self.params]:
+                    return getattr(self, other)
+        entries = [
+            SlotSpec(
+                param.shape,
+                dtype,
+                dtype.itemsize,
+                param.precision,
+                max(1, ALIGNMENT // param.precision.smallest_itemsize),
+                param.dim,
+            )
+            for param, dtype in zip(self.params, dtypes, strict=True)
+        ]
+        own = self.mesh.shard_axis.world
+        is_direct = self._are_direct(
+            [
+                e.chunk_numel(own) * p.precision.computed.itemsize
+                for e, p in zip(entries, self.params, strict=True)
+            ]
+        )
+        if slots_serve is None and (axis := self.communication.options.post_forward_axis) is not None:
+            slots_serve = axis.world
+        return plan_layout(entries, own if world is None else world, is_direct, slots_serve)
+
+    def post_forward_layout(self, axis: Axis) -> Layout:
+        """The layout of the parameters as computed with, over the few ranks that keep them after forward."""
+        return self._layout("computed", axis.world, self.mesh.shard_axis.world)
+
+    def _are_direct(self, chunk_bytes: list[int]) -> list[bool]:
+        """Whether parameters with shards of these sizes have collectives of their own, without copies."""
+        comm, limit = self.communication.all_gather, self.policy.packing_limit_bytes
+        packs_everything = comm.packs_everything or self.communication.reduce_scatter.packs_everything
+        if packs_everything or self.is_quantized:
+            return [False] * len(chunk_bytes)
+        if limit is not None:
+            return [size >= limit for size in chunk_bytes]
+        world = self.mesh.shard_axis.world
+        return choose_direct(chunk_bytes, world, comm.packing_limit_bytes, comm.most_direct)
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if unsharded parameters are only close to the sharded ones."""
+        return self.policy.quantized_gather is not None and not self.mesh.shard_axis.is_alone
+
+    @property
+    def is_offloaded(self) -> bool:
+        """True if sharded parameters are in host memory, and computation is on a device."""
+        return self.storage.device != self.mesh.device
+
+    def make_unsharded(self) -> UnshardedBucket:
+        """Make the unsharded parameters."""
+        return UnshardedBucket(self)
+
+    @torch.no_grad()
+    def sync_flat_shard(self) -> bool:
+        """Copy moved, converted or assigned shards into the flat shard; True if that was rebuilt."""
+        for param in self.params:
+            local = dtensor.local_tensor(param.sharded)
+            if local.device not in (self.storage.device, self.mesh.device):
+                raise RuntimeError(
+                    f"{param.fqn}: its shard is on {local.device}, but its mesh is of {self.mesh.device}, "
+                    f"where it has to be gathered. Move the model back with .to('{self.mesh.device}'), or "
+                    "shard it over a mesh of the other device."
+                )
+        has_new_dtype = any(param.sharded.dtype != param.precision.stored for param in self.params)
+        if has_new_dtype or self.flat_shard.bytes.device != self.storage.device:
+            for param in self.params:
+                param.follow_dtype()
+            self.rebuild_flat_shard()
+            return True
+        self._fill_flat_shard()
+        return False
+
+    @torch.no_grad()
+    def rebuild_flat_shard(self) -> None:
+        """Lay out a new flat shard, and copy all shards into it."""
+        if any(param.sharded.is_meta for param in self.params):
+            self.lay_out(torch.device("meta"))
+            return
+        with torch.inference_mode(False):
+            self.lay_out(self.storage.device)
+        self._fill_flat_shard()
+
+    def _fill_flat_shard(self) -> None:
+        locals_ = [dtensor.local_tensor(param.sharded) for param in self.params]
+        with torch.inference_mode(False):
+            self.flat_shard.fill(locals_)
+        for param, view, local in zip(self.params, self.flat_shard.views, locals_, strict=True):
+            if local is not view:
+                param.rebase(view)

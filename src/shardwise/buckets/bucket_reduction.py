@@ -1,0 +1,132 @@
+"""How the gradients of a bucket are reduced, over the ranks that share it and over those that have copies.
+
+Sums that are not to go on to the replicas yet stay here, and are added to the next ones.
+"""
+
+from functools import partial
+from operator import or_
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.buckets.communication import Communication
+from shardwise.buckets.sharded_gradients import ShardedGradients
+from shardwise.comm.buffers import buffer_for
+from shardwise.comm.quantized import QuantizedExchange, QuantizedSum
+from shardwise.comm.reduce_scatter import ReduceScatter
+from shardwise.comm.reduction import NO_REPLICAS, Destination, Hook, Reduction, ReplicaReduction
+from shardwise.comm.streams import CommStreams
+from shardwise.layout.slots import Layout
+
+
+class BucketReduction:
+    """The reductions of a bucket's gradients, one after the other. ``layout``: of the sums."""
+
+    def __init__(
+        self,
+        communication: Communication,
+        layout: Layout,
+        part_bytes: float | None,
+        gradients: ShardedGradients,
+        destination: Destination,
+    ) -> None:
+        self._params = gradients.params
+        self._communication = communication
+        self._mesh = mesh = communication.mesh
+        self._layout = layout
+        self._reduce_scatter = ReduceScatter(communication.reduce_scatter, layout, mesh.device, part_bytes)
+        self.parts = self._reduce_scatter.parts
+        """Which gradients are reduced together; indices are those of the parameters."""
+        for each in (communication.reduce_scatter, communication.sum_over_replicas):
+            if isinstance(each, (QuantizedExchange, QuantizedSum)):
+                each.plan_for(layout)
+        self._gradients = gradients
+        self._destination = destination
+        self._has_unequal_copies = self._can_copies_differ()
+        self.earlier: Tensor | None = None
+        """Sums that have yet to be summed over replicas."""
+        # Set by close for accumulate: which parameters have a gradient in the reduction or in the earlier
+        # sums, and whether the reduction goes on to the replicas.
+        self._has_sum: list[bool] = [False] * len(gradients.params)
+        self._covers_replicas = True
+
+    def open(self, streams: CommStreams, divisor: float, *, is_filled: bool) -> Reduction:
+        """A reduction with nothing sent yet. ``is_filled``: every parameter will have a gradient."""
+        allocate = partial(buffer_for, self._layout, self._mesh.device, is_filled=is_filled)
+        divisor = 1.0 if self._communication.averages_itself else divisor
+        return Reduction(self._reduce_scatter, self._layout, divisor, streams, allocate, is_filled=is_filled)
+
+    def close(self, reduction: Reduction, all_reduces: bool, hook: Hook | None) -> None:
+        """All gradients are sent: continue with the replicas, if ``all_reduces``."""
+        self._covers_replicas = all_reduces or self._mesh.replicate_axis.is_alone
+        self._has_sum = list(map(or_, self._has_sum, reduction.present))
+        earlier, self.earlier = self.earlier, None
+        replica_sum = self._communication.sum_over_replicas if self._covers_replicas else None
+        destination = (
+            self._destination if self._covers_replicas else Destination(self._layout, self._mesh.device)
+        )
+        agree = self._broadcast_copies if self._has_unequal_copies else None
+        replicas = NO_REPLICAS
+        if replica_sum is not None or earlier is not None or hook is not None or agree is not None:
+            summed = [
+                index
+                for index, (param, has_sum) in enumerate(zip(self._params, self._has_sum, strict=True))
+                if has_sum or param.sharded.requires_grad
+            ]
+            own_hook = hook if self._covers_replicas else None
+            replicas = ReplicaReduction(frozenset(summed), replica_sum, earlier, own_hook, agree)
+        reduction.close(replicas, destination)
+
+    def _can_copies_differ(self) -> bool:
+        """True if ranks keep the same scalar, but may get different bits for its gradient."""
+        if self._mesh.shard_axis.is_alone or not any(slot.is_replicated for slot in self._layout.slots):
+            return False
+        comm, options = self._communication.reduce_scatter, self._communication.options
+        return not comm.sums_are_bitwise_equal or options.reducer is not None
+
+    def _broadcast_copies(self, output: Tensor) -> None:
+        """Broadcast the first rank's gradients of what all ranks keep."""
+        copies = [
+            output[slot.shard_offset : slot.shard_offset + slot.spec.itemsize]
+            for slot in self._layout.slots
+            if slot.is_replicated
+        ]
+        flat = torch.cat(copies)
+        pg = self._communication.options.reduce_pg or self._mesh.shard_axis.pg
+        dist.broadcast(flat, group=pg, group_src=0)
+        for copy, agreed in zip(copies, flat.split([len(copy) for copy in copies]), strict=True):
+            copy.copy_(agreed)
+
+    def accumulate(self, reduction: Reduction, *, without_hooks: bool) -> bool:
+        """Add reduced gradients to ``.grad`` of the sharded parameters; True: they wait for the replicas.
+
+        ``without_hooks``: no sharded parameter has gradient hooks or a deferred gradient.
+        """
+        if not self._covers_replicas:
+            self.earlier = reduction.output
+            return True
+        has_sum, self._has_sum = self._has_sum, [False] * len(self._params)
+        if not (without_hooks and all(has_sum) and self._gradients.accumulate_all(reduction.output)):
+            self._gradients.accumulate(reduction.output, has_sum)
+        return False
+
+    # --- sums that wait for the replicas ----------------------------------------------------------
+
+    def has_earlier_for(self, index: int) -> bool:
+        """True while the sum of this parameter waits to be summed over replicas."""
+        return self.earlier is not None and self._has_sum[index]
+
+    def drop_earlier(self, index: int) -> None:
+        """Drop the waiting sums of one parameter."""
+        assert self.earlier is not None
+        self._has_sum[index] = False
+        slot = self._layout.slots[index]
+        self.earlier[slot.shard_offset : slot.shard_offset + slot.padded_bytes].zero_()
+        if not any(self._has_sum):
+            self.earlier = None
+
+    def drop_all_earlier(self) -> None:
+        """Drop all waiting sums, and what was in flight."""
+        self.earlier = None
+        self._has_sum = [False] * len(self._params)
