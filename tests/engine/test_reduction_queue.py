@@ -11,7 +11,7 @@ from shardwise.groups.states import EMPTY, PENDING, REDUCING
 
 
 class StandIn:
-    """The gradients of a group."""
+    """The gradients of a group, and their reductions."""
 
     are_reduced_in_parts = False
 
@@ -42,7 +42,9 @@ def order_of(num_groups: int, *, replicates: bool, to_host: bool) -> str:
     for number in range(num_groups):
         gradients = StandIn(f"group {number}", log, to_host=to_host)
         settings = SimpleNamespace(max_reductions=1)
-        group: Any = SimpleNamespace(gradients=gradients, settings=settings, max_in_flight=1 + replicates)
+        group: Any = SimpleNamespace(
+            gradients=gradients, reductions=gradients, settings=settings, max_in_flight=1 + replicates
+        )
         queue.reduce(group)
     log.append("-- backward ends")
     queue.finish()
