@@ -49,6 +49,8 @@ class Stream:
         return Event(self.name, self.device.log)
 
     def wait_event(self, event: Event) -> None:
+        if not isinstance(event, Event):
+            raise TypeError(f"wait_event() takes an event of the device, not {type(event)}")
         event.wait(self)
 
     def wait_stream(self, other: "Stream") -> None:
@@ -78,6 +80,20 @@ class GenericStream:
     def wait_stream(self, other: object) -> None: ...
 
 
+class StreamType:
+    """What makes a device's streams, and tells them from others: `torch.cuda.Stream` is to CUDA what this is here."""
+
+    def __init__(self, device: "Device") -> None:
+        self._device = device
+
+    def __call__(self, device: torch.device, priority: int = 0) -> Stream:
+        assert isinstance(device, torch.device)
+        return self._device.make_stream(next(self._device.names, "stream"))
+
+    def __instancecheck__(self, thing: object) -> bool:
+        return isinstance(thing, Stream)
+
+
 class Device:
     """The module of the device: what ``torch.get_device_module`` returns."""
 
@@ -85,25 +101,36 @@ class Device:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.current: list[Stream] = [Stream("computing", self)]
+        self.Stream = StreamType(self)
+        self.current: list[Stream] = [self.make_stream("computing")]
         self.names = iter(())
 
     def name_streams(self, *names: str) -> None:
         """What the streams that are made next are called; they are streams otherwise."""
         self.names = iter(names)
 
-    def Stream(self, device: torch.device, priority: int = 0) -> Stream:
-        assert isinstance(device, torch.device)
-        return Stream(next(self.names, "stream"), self)
+    def make_stream(self, name: str) -> Stream:
+        return Stream(name, self)
 
     def current_stream(self, device: torch.device) -> Stream:
         assert isinstance(device, torch.device)
         return self.current[-1]
 
+    def is_available(self) -> bool:
+        return True
 
-def install(patch: pytest.MonkeyPatch) -> Device:
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device: Any) -> None: ...
+
+
+def install(patch: pytest.MonkeyPatch, simulated: Device | None = None) -> Device:
     """Have ``torch.get_device_module`` return a simulated device from now on."""
-    simulated = Device()
+    simulated = Device() if simulated is None else simulated
     generic: Any = GenericStream
     patch.setattr(torch, "Stream", generic)
     patch.setattr(torch.accelerator, "current_stream", generic)

@@ -1,0 +1,407 @@
+"""Scenarios: other kinds of parameters, memory and collectives, and what a caller does between passes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from custom_comms import Comms
+from models import WIDTH as SMALL_WIDTH
+from models import Tower
+from tensor_parallel import PLANS
+from tensor_parallel import Stack as ParallelStack
+from tensor_subclasses import RowScaled, TravelsLow, Wrapper
+from tensor_subclasses import Stack as SubclassStack
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import shardwise
+from races.scenarios import (
+    DIRECT,
+    LOW,
+    MIXED,
+    WIDTH,
+    Recipe,
+    Step,
+    batch,
+    forward_backward,
+    mesh_of,
+    scenario,
+    sgd,
+    tower,
+    training,
+)
+from races.simulation import Simulation
+from shardwise import CommPolicy, CPUOffloadPolicy
+from shardwise.optim import FlatOptimizer
+from shardwise.policies import LowPrecisionReduction, QuantizedGather, QuantizedReduction
+from shardwise.strategies import register_comm_hook
+
+# --- other kinds of parameters --------------------------------------------------------------------
+
+
+def tensor_parallel(plan: str) -> Recipe:
+    def recipe(_: Simulation) -> Step:
+        mesh = mesh_of(4, 2, names=("data", "tp"))
+        model = ParallelStack(WIDTH, 2 * WIDTH, WIDTH)
+        PLANS[plan](model, mesh["tp"])
+        return training(tower(model=model, mesh=mesh["data"]))
+
+    return recipe
+
+
+scenario("tensor parallel")(tensor_parallel("mlps"))
+scenario("tensor and sequence parallel")(tensor_parallel("sequences"))
+
+
+class Experts(nn.Module):
+    """A block in which each rank uses other experts, or all of them, each rank in another order."""
+
+    def __init__(self, count: int = 4, used: int = 2) -> None:
+        super().__init__()
+        self.used = used
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(count)
+        )
+        self.gate = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.gate(x)
+        for step in range(self.used):
+            x = x + self.experts[(dist.get_rank() + step) % len(self.experts)](x)
+        return x
+
+
+class ExpertTower(Tower):
+    def __init__(self, used: int = 2) -> None:
+        super().__init__(WIDTH, 2 * WIDTH, depth=0)
+        self.blocks = nn.ModuleList(Experts(used=used) for _ in range(2))
+
+
+def experts(*shape: int, **options: Any) -> Any:
+    """Each expert is a group that some ranks do not use."""
+    model = ExpertTower()
+    given = {"mesh": mesh_of(*shape or (8,)), "comm_policy": DIRECT, **options}
+    for block in model.blocks:
+        for expert in block.experts:  # type: ignore[union-attr]
+            shardwise.fully_shard(expert, **given)
+    made = tower(model=model, **given)
+    for block in model.blocks:
+        for expert in block.experts:  # type: ignore[union-attr]
+            expert.set_may_be_unused()
+    return made
+
+
+@scenario("experts")
+def routed(_: Simulation) -> Step:
+    return training(experts())
+
+
+@scenario("experts, hybrid")
+def routed_hybrid(_: Simulation) -> Step:
+    return training(experts(2, 4))
+
+
+@scenario("experts in one group, all in use")
+def rotated(_: Simulation) -> Step:
+    """Gradients come in another order on each rank."""
+    return training(tower(model=ExpertTower(used=4)))
+
+
+@scenario("experts in one group")
+def routed_in_one_group(_: Simulation) -> Step:
+    """Gradients come in another order on each rank, and some do not come at all."""
+    model = tower(model=ExpertTower())
+    model.set_reduce_scatter_unused_params(True)
+    return training(model)
+
+
+def subclasses(kind: type[Wrapper]) -> Recipe:
+    """What travels is what the class says."""
+
+    def recipe(_: Simulation) -> Step:
+        sharded = tower(model=SubclassStack(kind, 16, is_sharded=True), comm_policy=None)
+
+        def step() -> nn.Module:
+            sharded(torch.randn(4, SMALL_WIDTH, dtype=torch.float64)).square().mean().backward()
+            return sharded
+
+        return step
+
+    return recipe
+
+
+scenario("extension: bytes and scales")(subclasses(RowScaled))
+scenario("extension: travels in low precision")(subclasses(TravelsLow))
+
+
+@scenario("frozen parameters")
+def frozen(_: Simulation) -> Step:
+    model = Tower(WIDTH, 2 * WIDTH)
+    for block in model.blocks[1:]:
+        block.requires_grad_(False)
+    return training(tower(model=model))
+
+
+# --- other collectives ----------------------------------------------------------------------------
+
+
+@scenario("int8 all-gathers")
+def quantized_gather(_: Simulation) -> Step:
+    return training(tower(comm_policy=CommPolicy(quantized_gather=QuantizedGather())))
+
+
+def hooked(hook: Any, *shape: int) -> Recipe:
+    def recipe(_: Simulation) -> Step:
+        model = tower(*shape or (8,))
+        register_comm_hook(model, None, hook)
+        return training(model)
+
+    return recipe
+
+
+def by_hand(state: None, grad: Tensor, output: Tensor) -> None:
+    """A hook with buffers of its own."""
+    scaled = grad / dist.get_world_size()
+    dist.reduce_scatter_tensor(output, scaled) if not hasattr(dist, "reduce_scatter_single") else (
+        dist.reduce_scatter_single(output, scaled)
+    )
+
+
+scenario("int8 reduction")(hooked(QuantizedReduction()))
+scenario("int8 reduction, hybrid")(hooked(QuantizedReduction(), 2, 4))
+scenario("low-precision reduction")(hooked(LowPrecisionReduction()))
+scenario("low-precision reduction, hybrid")(hooked(LowPrecisionReduction(), 2, 4))
+scenario("comm hook")(hooked(by_hand))
+
+
+def custom(returns_work: bool) -> Recipe:
+    def recipe(_: Simulation) -> Step:
+        model = tower()
+        Comms(model, returns_work=returns_work)
+        return training(model)
+
+    return recipe
+
+
+scenario("custom collectives")(custom(returns_work=True))
+scenario("custom collectives that wait")(custom(returns_work=False))
+
+
+@scenario("hook on its own stream")
+def hook_on_a_stream(simulation: Simulation) -> Step:
+    model = tower()
+    for module in (*model.blocks, model):
+        module.set_all_reduce_hook(lambda gradient: gradient.mul_(0.5), stream=simulation.stream("hooks"))
+    return training(model)
+
+
+# --- offload --------------------------------------------------------------------------------------
+
+
+# The host waits for the copy of each group's gradients, and for the last all-gathers' copies of the shards.
+OFFLOAD = {"event_synchronize": 4, "stream_synchronize": 1}
+
+
+def offloaded(*shape: int, microbatches: int = 1, pin_memory: bool = True, **options: Any) -> Recipe:
+    def recipe(_: Simulation) -> Step:
+        policy = CPUOffloadPolicy(pin_memory=pin_memory)
+        return training(tower(*shape or (8,), offload_policy=policy, **options), microbatches=microbatches)
+
+    return recipe
+
+
+scenario("offload", **OFFLOAD)(offloaded())
+scenario("offload, mixed precision", **OFFLOAD)(offloaded(mp_policy=MIXED))
+scenario("offload, low precision", **OFFLOAD)(offloaded(mp_policy=LOW))
+scenario("offload, hybrid", **OFFLOAD)(offloaded(2, 4, mp_policy=MIXED))
+scenario("offload, accumulation", event_synchronize=4, stream_synchronize=2)(offloaded(microbatches=2))
+scenario("offload to pageable memory", **OFFLOAD, copy_to_the_host=4)(offloaded(pin_memory=False))
+
+
+@scenario(
+    "offload, edits after a forward without backward",
+    known_race="nothing waits for the copies of a forward that had no backward",
+    **OFFLOAD,
+)
+def offload_with_early_edits(_: Simulation) -> Step:
+    model = tower(offload_policy=CPUOffloadPolicy())
+    train = training(model)
+
+    def step() -> nn.Module:
+        model(batch())
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.99)
+        return train()
+
+    return step
+
+
+@scenario("offload, edits between passes", event_synchronize=4, stream_synchronize=2)
+def offload_with_edits(_: Simulation) -> Step:
+    model = tower(offload_policy=CPUOffloadPolicy())
+    train = training(model)
+
+    def step() -> nn.Module:
+        with torch.no_grad():
+            model(batch())
+            for param in model.parameters():
+                param.mul_(0.99)
+        return train()
+
+    return step
+
+
+# --- what a caller does ---------------------------------------------------------------------------
+
+
+@scenario("summon", equal=22)  # has a parameter been changed?
+def summon(_: Simulation) -> Step:
+    model = tower()
+    train = training(model)
+
+    def step() -> nn.Module:
+        with shardwise.unsharded(model), torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.9)
+        return train()
+
+    return step
+
+
+@scenario("evaluation between steps")
+def evaluation(_: Simulation) -> Step:
+    model = tower()
+    train = training(model)
+
+    def step() -> nn.Module:
+        train()
+        model.eval()
+        with torch.no_grad():
+            model(batch())
+        model.train()
+        return model
+
+    return step
+
+
+@scenario("inference")
+def inference(_: Simulation) -> Step:
+    model = tower()
+    train = training(model)
+
+    def step() -> nn.Module:
+        with shardwise.inference(model), torch.no_grad():
+            for _ in range(3):
+                model(batch())
+        return train()
+
+    return step
+
+
+@scenario("unshard by hand", equal=18, copy_to_the_device=1, copy_to_the_host=1)  # are they still the same?
+def unshard_by_hand(_: Simulation) -> Step:
+    model = tower()
+    train = training(model)
+
+    def step() -> nn.Module:
+        handles = [block.unshard(async_op=True) for block in model.blocks]
+        for handle in handles:
+            handle.wait()
+        return train()
+
+    return step
+
+
+@scenario("optimizer in backward")
+def optimizer_in_backward(_: Simulation) -> Step:
+    model = tower()
+
+    def update(param: nn.Parameter) -> None:
+        assert isinstance(param, DTensor)
+        with torch.no_grad():
+            param.to_local().add_(param.grad.to_local(), alpha=-0.01)  # type: ignore[union-attr]
+        param.grad = None
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(update)
+
+    def step() -> nn.Module:
+        forward_backward(model)
+        return model
+
+    return step
+
+
+def beside(recipe: Callable[[], Any]) -> Recipe:
+    """The optimizer steps on a stream of its own while the computing stream goes on."""
+
+    def begin(simulation: Simulation) -> Step:
+        model = recipe()
+        optimizer = sgd(model)
+        side = simulation.stream("optimizer")
+
+        def step() -> nn.Module:
+            forward_backward(model)
+            side.wait_stream(simulation.device.computing)
+            with side:
+                optimizer.step()
+            model.set_post_optim_event(side.record_event())
+            optimizer.zero_grad()
+            unrelated = (
+                torch.sin(batch().to(simulation.torch_device, non_blocking=True)) + 1
+            )  # what a pipeline of data does
+            del unrelated
+            return model
+
+        return step
+
+    return begin
+
+
+scenario("optimizer on a side stream")(beside(tower))
+scenario("optimizer on a side stream, mixed precision")(beside(lambda: tower(mp_policy=MIXED)))
+scenario("optimizer on a side stream, hybrid")(beside(lambda: tower(2, 4, mp_policy=LOW)))
+
+
+@scenario("clipping")
+def clipping(_: Simulation) -> Step:
+    model = tower()
+    optimizer = sgd(model)
+
+    def step() -> nn.Module:
+        forward_backward(model)
+        shardwise.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return model
+
+    return step
+
+
+@scenario("flat optimizer")
+def flat_optimizer(_: Simulation) -> Step:
+    model = tower()
+    return training(model, FlatOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)))
+
+
+@scenario("manual finalization")
+def manual_finalization(_: Simulation) -> Step:
+    model = tower()
+    model.set_manual_backward_finalization(True)
+    optimizer = sgd(model)
+
+    def step() -> nn.Module:
+        model.set_requires_gradient_sync(False)
+        for _ in range(2):
+            forward_backward(model)
+        model.set_requires_gradient_sync(True)
+        handle = model.finalize_backward(async_op=True)
+        handle.wait()
+        optimizer.step()
+        optimizer.zero_grad()
+        return model
+
+    return step

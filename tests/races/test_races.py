@@ -1,0 +1,44 @@
+"""No scenario has a race, leaves a value unwritten, or has the host wait in a steady step."""
+
+import pytest
+
+from races import caller_recipes, settings_recipes
+from races.launch_order import first_disagreement
+from races.reports import told
+from races.scenarios import SCENARIOS, Scenario, run
+
+assert caller_recipes
+assert settings_recipes
+
+
+def cases() -> list[object]:
+    marks = {
+        name: [pytest.mark.xfail(reason=each.known_race, strict=True)] if each.known_race else []
+        for name, each in SCENARIOS.items()
+    }
+    return [pytest.param(each, marks=marks[name], id=name) for name, each in SCENARIOS.items()]
+
+
+@pytest.mark.parametrize("scenario", cases())
+def test_every_access_waits_for_what_it_depends_on(scenario: Scenario) -> None:
+    outcome = run(scenario)
+    assert not outcome.findings, told(outcome.findings)
+    assert not outcome.unwritten
+    assert outcome.num_checks > 50, "nothing was in flight beside anything else"
+    assert outcome.host_waits == scenario.host_waits
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "experts",
+        "experts in one group",
+        "experts in one group, all in use",
+        pytest.param("experts, hybrid", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_route_to_other_experts_launch_in_the_same_order(name: str) -> None:
+    launches = {rank: run(SCENARIOS[name], rank, steps=2).launches for rank in (0, 1, 5)}
+    assert len({launch.communicator for launch in launches[0]}) >= 2
+    disagreement = first_disagreement(launches)
+    assert disagreement is None, disagreement
