@@ -1,0 +1,78 @@
+"""Every way to train, with values that really travel: in a world of clones, and with ranks as threads.
+
+On the host some of them always run, and the rest are slow; on a GPU all do, with delays of every lane.
+"""
+
+import pytest
+import torch
+from gpu_parts import correctness
+from one_device.lanes import LANES
+from one_device.recipes import RECIPES
+
+from shardwise.comm import communicators
+
+pytestmark = pytest.mark.processes
+
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def marked(test: object) -> object:
+    for mark in on_gpu:
+        test = mark(test)
+    return test
+
+
+@pytest.mark.sample(7)
+@pytest.mark.parametrize("name", RECIPES)
+def test_clones_train_as_one_process_does(name: str) -> None:
+    correctness.check_in_clones(name, "cpu", lanes=["gather"])
+
+
+@pytest.mark.sample(7)
+@pytest.mark.parametrize("name", RECIPES)
+def test_ranks_as_threads_train_as_one_process_does(name: str) -> None:
+    correctness.check_in_threads(name, "cpu", 4 if name in correctness.NEEDS_FOUR else 2)
+
+
+def test_every_lane_of_a_recipe_is_passed() -> None:
+    """A delay of a lane that nothing passes would show nothing."""
+    assert all(correctness.check_in_clones("hybrid", "cpu", LANES)["delays"].values())
+
+
+def test_a_reduction_that_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums that are not divided."""
+    monkeypatch.setattr(communicators.foreach, "div_", lambda tensors, divisor: None)
+    with pytest.raises(AssertionError, match=r"full: .* is off by"):
+        correctness.check_in_clones("full", "cpu", lanes=[])
+    with pytest.raises(AssertionError, match=r"full, rank 0 of 2: .* is off by"):
+        correctness.check_in_threads("full", "cpu", 2)
+
+
+def test_memory_that_is_read_unwritten_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All-gathers that move nothing."""
+    monkeypatch.setattr(
+        communicators.BackendCollectives, "all_gather", lambda self, outputs, inputs: lambda: None
+    )
+    with pytest.raises(AssertionError, match="holds nan"):
+        correctness.check_in_clones("full", "cpu", lanes=[])
+
+
+@marked
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_delay_changes_a_bit(name: str) -> None:
+    correctness.check_in_clones(name, "cuda")
+
+
+@marked
+@pytest.mark.parametrize("name", RECIPES)
+def test_ranks_as_threads_of_one_gpu_train_as_one_process_does(name: str) -> None:
+    correctness.check_in_threads(name, "cuda", 4 if name in correctness.NEEDS_FOUR else 2)
+
+
+@marked
+@pytest.mark.parametrize(("missing", "lane"), correctness.MISSING_WAITS)
+def test_a_missing_wait_is_noticed(missing: str, lane: str) -> None:
+    correctness.check_that_a_missing_wait_is_seen(missing, lane)
