@@ -1,0 +1,158 @@
+"""Compiled steps: a CUDA graph of a step, reduce-overhead for each block, Inductor over the whole model.
+
+Claim: a step is made of work that a CUDA graph can hold; blocks may be compiled with `mode="reduce-overhead"`
+where unsharded parameters keep their addresses (`set_keep_unsharded_storage`); a whole model becomes one
+graph. Losses and gradients are those of the eager step, to the rounding of the dtype.
+
+How: the fake process group is of no use where values are compared, so the world is one of 8 clones
+(groups.py); for Inductor over the whole model it is the fake group, whose functional collectives Inductor may
+bucket, and losses are compared in a world of one.
+
+Refuted by: an error, another loss, or more time than the eager step takes, by more than the quartiles.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from common import OURS, PEER, Spread, alternate
+from one_device.groups import CloneWorld
+from torch import Tensor
+
+import shardwise
+from gpu_parts.plan import Item, Options, Row, Skipped
+from gpu_parts.speed import WORLD, Case, Trainer, fake_world
+
+MODEL = "4 x 4096, 512 tokens"
+TOLERANCE = 2e-2
+"""Of losses in bfloat16, relative."""
+
+
+def items(options: Options) -> Iterator[Item]:
+    """Three ways to compile."""
+    case = Case("tiny" if options.is_tiny else MODEL, WORLD, "bf16", options.device)
+    yield "CUDA graph of a step", partial(graph_of_a_step, case, keeps=False)
+    yield "CUDA graph of a step, kept addresses", partial(graph_of_a_step, case, keeps=True)
+    yield "reduce-overhead, each block", partial(_in_clones, partial(blocks, case, options))
+    yield "Inductor, whole model", partial(whole_model, case, options, OURS)
+    yield "Inductor, whole model, the peer", partial(whole_model, case, options, PEER)
+
+
+def _in_clones(act: Callable[[], Row]) -> Row:
+    with CloneWorld(WORLD).joined():
+        return act()
+
+
+def _steps(options: Options) -> dict[str, int]:
+    return {"warmup": 1, "steps": 2} if options.is_tiny else {"warmup": 5, "steps": 20}
+
+
+def loss_of(trainer: Trainer) -> float:
+    """Without changing anything."""
+    with torch.no_grad():
+        return float(trainer.model(*trainer.batch))
+
+
+def graph_of_a_step(case: Case, keeps: bool) -> Row:
+    """Capture forward and backward, replay it, and compare gradients with those of an eager step."""
+    if case.device != "cuda":
+        raise Skipped("there are no CUDA graphs on the host")
+    with CloneWorld(WORLD).joined():
+        trainer = Trainer(OURS, case)
+        model: Any = trainer.model
+        if keeps:
+            model.set_keep_unsharded_storage(True)
+        capturing = torch.cuda.Stream()
+        capturing.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(capturing):
+            for _ in range(3):
+                model.zero_grad()
+                trainer.step()
+            expected = _gradients(model)
+            model.zero_grad()
+        torch.cuda.synchronize()
+        gc.collect()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=capturing):
+            trainer.step()
+        for gradient in _local_gradients(model):
+            gradient.fill_(float("nan"))  # a replay that writes nothing would be noticed
+        graph.replay()
+        torch.cuda.synchronize()
+        off = max((a - b).abs().max().item() for a, b in zip(_gradients(model), expected, strict=True))
+        assert off == 0, f"gradients of a replayed step are off by {off}"
+        timed = alternate({"graph": lambda _: _timed(graph.replay)}, warmup=2, steps=10)
+        return {"step_ms": vars(Spread.of(timed["graph"]["step_ms"])), "off_by": off}
+
+
+def _timed(act: Callable[[], None]) -> dict[str, float]:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    act()
+    end.record()
+    torch.cuda.synchronize()
+    return {"step_ms": begin.elapsed_time(end)}
+
+
+def _local_gradients(model: Any) -> list[Tensor]:
+    return [param.grad.to_local() for param in model.parameters()]
+
+
+def _gradients(model: Any) -> list[Tensor]:
+    return [gradient.detach().float().clone() for gradient in _local_gradients(model)]
+
+
+def blocks(case: Case, options: Options) -> Row:
+    """Eager beside compiled blocks, in turns."""
+    eager, compiled = Trainer(OURS, case), Trainer(OURS, case)
+    model: Any = compiled.model
+    model.set_keep_unsharded_storage(True)
+    for block in model.blocks:
+        if case.device == "cuda":
+            block.compile(mode="reduce-overhead")
+        else:
+            block.compile(backend="aot_eager")  # what the host has of it: hooks around compiled frames
+    return _compared(eager, compiled, options)
+
+
+def whole_model(case: Case, options: Options, variant: str) -> Row:
+    """The whole model as one graph, beside the eager step."""
+    world: AbstractContextManager[None] = fake_world(case.world)
+    with world:
+        eager, compiled = Trainer(variant, case), Trainer(variant, case)
+        settings = shardwise.compile_options() if variant == OURS and case.device == "cuda" else {}
+        backend = "inductor" if case.device == "cuda" else "aot_eager"
+        compiled.model = torch.compile(  # type: ignore[assignment]
+            compiled.model, backend=backend, fullgraph=variant == OURS, options=settings or None
+        )
+        row = _compared(eager, compiled, options, compares=False)
+    if variant == OURS:
+        alone = Case(case.model, 1, case.precision, case.device)
+        with CloneWorld(1).joined():
+            eager, compiled = Trainer(variant, alone), Trainer(variant, alone)
+            compiled.model = torch.compile(compiled.model, backend=backend, fullgraph=True)  # type: ignore[assignment]
+            row["off_by"] = _assert_alike(eager, compiled)
+    return row
+
+
+def _compared(eager: Trainer, compiled: Trainer, options: Options, compares: bool = True) -> Row:
+    timed = alternate({"eager": eager.timed_step, "compiled": compiled.timed_step}, **_steps(options))
+    step_ms = {name: each["step_ms"] for name, each in timed.items()}
+    row: Row = {
+        "step_ms": vars(Spread.of(step_ms["compiled"])),
+        "eager_ms": vars(Spread.of(step_ms["eager"])),
+        "ratio": vars(Spread.of(step_ms["compiled"] / step_ms["eager"])),
+    }
+    if compares:
+        row["off_by"] = _assert_alike(eager, compiled)
+    return row
+
+
+def _assert_alike(eager: Trainer, compiled: Trainer) -> float:
+    expected, got = loss_of(eager), loss_of(compiled)
+    off = abs(got - expected) / abs(expected)
+    assert off <= TOLERANCE, f"the loss is {got} instead of {expected}"
+    return off

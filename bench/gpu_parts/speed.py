@@ -1,0 +1,376 @@
+"""Steps beside the peer's on one GPU: time, host, launches, waits, memory; and what a wire would leave.
+
+Claim: where copies around collectives weigh most (sequences of 8), a step takes shardwise at most 0.80 of the
+time of torch's FSDP2 ("the peer"), and its peak memory is at most 0.85 of the peer's. Of the time of a wire
+no more is left over than with the peer as it comes.
+
+How (`items`): torch's fake process group, world 8: kernels, copies, allocations and launches of a step are
+real, the wire is not. Models in bf16 and in mixed precision: 4 blocks of width 4096 with sequences of 8 and
+of 512 tokens, and a GPT of 1 B parameters. In one process the variants take turns, step by step: `plain`
+(unsharded), the peer as it comes, the peer tuned by hand, and this library. A step is forward and backward;
+gradients are cleared after the clock has stopped.
+
+    step      between two CUDA events around the step, the GPU idle before (in the JSON wall_ms as well: until
+              the whole device is idle again; more, if a stream is left behind)
+    host      until the calls have returned, the GPU still at work
+    busy      some kernel or copy runs on the GPU, in one more step (torch's profiler)
+    kernels   kernels, copies and fills launched in that step, without those inside of collectives
+    in group  what the fake group launches itself: it copies the shard into every rank's place of what is
+              gathered, chunk by chunk, and so does more the larger the world. Its GPU time is beside it
+    exposed   of that time, what no other work of the step covers, for each block
+    copied    bytes that operators copy beyond the plain step, see copies.py; without collectives' insides
+    syncs, mallocs    calls that wait for the GPU, and that take or return its memory, in that steady step
+    allocated, reserved    max_memory_allocated and _reserved over three steps of a model of its own, less
+              what was allocated before it was built: shards and gradients are in it, and plain's full ones in
+              the row `plain`
+
+How (`items_of_overlap`): a world of 8 clones (groups.py) in which each collective lasts as long as its bytes
+would take on a wire of so many GB/s, on the stream that it is queued on. The step is timed with and without
+the wire; the difference is what of the wire was not hidden, beside the wire's whole time.
+
+Floor: `plain` (no communication), and the bytes that any sharding writes; of overlap 0, or the wire's time
+less the computation's.
+
+Refuted by: a ratio above those by more than the quartiles.
+
+What it cannot show: how NCCL's kernels compete with the computation's for the GPU, and a wire's latency.
+"""
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import (
+    OURS,
+    PEER,
+    PEER_TUNED,
+    PLAIN,
+    VARIANTS,
+    Sample,
+    Spread,
+    alternate,
+    find_library,
+    print_table,
+    ratios_to_peer,
+    shard,
+)
+from copies import Copies, count_copies
+from gpt import GPT, batch_of
+from one_device.groups import CloneWorld
+from one_device.lanes import Wire, cycles_per_ms
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from gpu_parts.plan import Item, Options, Row
+from gpu_parts.trace import COUNTED, Launches, read_trace
+
+WORLD = 8
+WIDE = {"layers": 4, "width": 4096, "heads": 32, "vocab": 256, "batch": 1}
+MODELS: dict[str, dict[str, int]] = {
+    "4 x 4096, 8 tokens": {**WIDE, "context": 8},
+    "4 x 4096, 512 tokens": {**WIDE, "context": 512},
+    # 16 x 12 x 2048^2 and two tables of 50304 x 2048: 1.01 B.
+    "GPT of 1 B": {"layers": 16, "width": 2048, "heads": 16, "vocab": 50304, "context": 1024, "batch": 4},
+    # Only where there is a wire: enough to compute to hide it.
+    "8 x 4096, 4096 tokens": {**WIDE, "layers": 8, "context": 2048, "batch": 2},
+    "tiny": {"layers": 2, "width": 64, "heads": 2, "vocab": 32, "context": 8, "batch": 1},
+}
+MEASURED = ("4 x 4096, 8 tokens", "4 x 4096, 512 tokens", "GPT of 1 B")
+WITH_WIRE = ("8 x 4096, 4096 tokens",)
+PRECISIONS = ("bf16", "mixed")
+WIRES_GB_PER_S = (50.0, 200.0)
+TIME_COLUMNS = {
+    "name": "model",
+    "variant": "variant",
+    "step_ms": "step, ms",
+    "ratio_to_peer": "ratio to peer",
+    "host_ms": "host, ms",
+    "host_to_peer": "ratio to peer",
+    "busy_ms": "busy, ms",
+    "in_group_ms": "in group, ms",
+    "exposed_ms_a_block": "exposed, ms a block",
+}
+COUNT_COLUMNS = {
+    "name": "model",
+    "variant": "variant",
+    "kernels": "kernels",
+    "in_group_kernels": "in group",
+    "copied_mb": "copied, MB",
+    "filled_mb": "filled, MB",
+    "syncs": "syncs",
+    "mallocs": "mallocs",
+    "allocated_mb": "allocated, MB",
+    "allocated_to_peer": "to peer",
+    "reserved_mb": "reserved, MB",
+    "reserved_to_peer": "to peer",
+}
+WIRE_COLUMNS = {
+    "name": "model",
+    "variant": "variant",
+    "without_ms": "without, ms",
+    "with_ms": "with, ms",
+    "wire_ms": "the wire's time, ms",
+    "left_ms": "left over, ms",
+    "left_ms_a_block": "a block",
+    "left_to_peer": "ratio to peer",
+}
+
+
+# --- a step, timed --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured together."""
+
+    model: str
+    world: int
+    precision: str
+    device: str
+
+    @property
+    def sizes(self) -> argparse.Namespace:
+        return argparse.Namespace(**MODELS[self.model])
+
+
+class Trainer:
+    """One variant on the device."""
+
+    def __init__(self, variant: str, case: Case) -> None:
+        self.case = case
+        torch.manual_seed(0)
+        is_mixed = case.precision == "mixed"
+        with torch.device(case.device):
+            model = GPT(case.sizes)
+        settings: dict[str, Any] = {"mesh": init_device_mesh(case.device, (case.world,))}
+        if is_mixed and variant != PLAIN:
+            policy = find_library(variant).MixedPrecisionPolicy
+            settings["mp_policy"] = policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        else:
+            model.to(torch.bfloat16)
+        shard(variant, model, model.blocks, **settings)
+        self.model = model
+        self.batch = [tensor.to(case.device) for tensor in batch_of(0, case.sizes)]
+
+    def step(self) -> None:
+        """What is timed."""
+        self.model(*self.batch).backward()
+
+    def timed_step(self, _: int) -> Sample:
+        """Time a step on the device and on the host, from an idle device on."""
+        synchronize(self.case.device)
+        if self.case.device == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            start = time.perf_counter()
+            self.step()
+            host = time.perf_counter() - start
+            end.record()
+            torch.cuda.synchronize()
+            wall = time.perf_counter() - start
+            elapsed = begin.elapsed_time(end)
+        else:
+            start = time.perf_counter()
+            self.step()
+            host = wall = time.perf_counter() - start
+            elapsed = host * 1e3
+        self.model.zero_grad()
+        return {"step_ms": elapsed, "host_ms": host * 1e3, "wall_ms": wall * 1e3}
+
+    def copies(self) -> Copies:
+        """What a step copies; backward on this thread, where a dispatch mode sees it."""
+        with torch.autograd.set_multithreading_enabled(False):
+            counted = count_copies(self.step)
+        self.model.zero_grad()
+        if not counted.saw_backward:
+            raise RuntimeError("The dispatch mode saw no operator of backward; counts are wrong.")
+        return counted
+
+    def launches(self) -> Launches:
+        """What a step launches on the device, from the profiler's trace."""
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.case.device == "cuda")
+        synchronize(self.case.device)
+        with profile(activities=activities, acc_events=True) as seen:
+            with record_function(COUNTED):
+                self.step()
+            synchronize(self.case.device)
+        self.model.zero_grad()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "trace.json")
+            seen.export_chrome_trace(str(path))
+            return read_trace(json.loads(path.read_text())["traceEvents"])
+
+
+def synchronize(device: str) -> None:
+    """Let the device become idle."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def peaks(variant: str, case: Case) -> dict[str, float]:
+    """The most memory of three steady steps of a model of its own, in MB; empty without a CUDA device."""
+    if case.device != "cuda":
+        return {}
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before, before_reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    trainer = Trainer(variant, case)
+    for index in range(6):
+        if index == 3:  # what building and the first steps left is not what a step needs
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        trainer.step()
+        trainer.model.zero_grad()
+    torch.cuda.synchronize()
+    return {
+        "allocated_mb": (torch.cuda.max_memory_allocated() - before) / 1e6,
+        "reserved_mb": (torch.cuda.max_memory_reserved() - before_reserved) / 1e6,
+    }
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def measure(case: Case, *, warmup: int, steps: int) -> list[dict[str, Any]]:
+    """One row per variant."""
+    trainers = {variant: Trainer(variant, case) for variant in VARIANTS}
+    timed = {variant: trainer.timed_step for variant, trainer in trainers.items()}
+    times = alternate(timed, warmup=warmup, steps=steps)
+    copies = {variant: trainer.copies() for variant, trainer in trainers.items()}
+    launches = {variant: trainer.launches() for variant, trainer in trainers.items()}
+    has_device = case.device == "cuda"
+    trainers.clear()
+    timed.clear()
+    memory = {variant: peaks(variant, case) for variant in VARIANTS}
+    ratios = ratios_to_peer({v: t["step_ms"] for v, t in times.items()})
+    host_ratios = ratios_to_peer({v: t["host_ms"] for v, t in times.items()})
+    rows = []
+    for variant, measured in times.items():
+        beyond, launched = copies[variant].beyond(copies[PLAIN]), launches[variant]
+        row = {
+            "variant": variant,
+            "step_ms": vars(Spread.of(measured["step_ms"])),
+            "host_ms": vars(Spread.of(measured["host_ms"])),
+            "wall_ms": vars(Spread.of(measured["wall_ms"])),
+            "ratio_to_peer": vars(ratios[variant]) if variant in ratios else None,
+            "host_to_peer": vars(host_ratios[variant]) if variant in host_ratios else None,
+            "copied_mb": beyond.total("copied") / 1e6,
+            "filled_mb": beyond.total("filled") / 1e6,
+            "arithmetic_mb": beyond.total("arithmetic") / 1e6,
+            "collectives": beyond.num_collectives,
+            **memory[variant],
+        }
+        for key, value in vars(launched).items():
+            row[key] = value if has_device else None
+        row["exposed_ms_a_block"] = launched.exposed_ms / case.sizes.layers if has_device else None
+        row["by_name"] = dict(launched.by_name.most_common(12))
+        for key in ("allocated_mb", "reserved_mb"):
+            if key in row and PEER in memory:
+                row[key.replace("_mb", "_to_peer")] = row[key] / memory[PEER][key]
+        rows.append(row)
+    return rows
+
+
+@contextmanager
+def fake_world(world: int) -> Iterator[None]:
+    """Rank 0 of so many, of which there is one."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+# --- items ----------------------------------------------------------------------------------------
+
+
+def items(options: Options) -> Iterator[Item]:
+    """One case each: a model in a precision."""
+    for model in ("tiny",) if options.is_tiny else MEASURED:
+        for precision in PRECISIONS:
+            case = Case(model, WORLD, precision, options.device)
+            yield f"{model}, {precision}", partial(_measured, case, options)
+
+
+def _measured(case: Case, options: Options) -> list[Row]:
+    with fake_world(case.world):
+        return measure(case, warmup=1 if options.is_tiny else 5, steps=2 if options.is_tiny else 20)
+
+
+def items_of_overlap(options: Options) -> Iterator[Item]:
+    """One wire each."""
+    for model in ("tiny",) if options.is_tiny else WITH_WIRE:
+        for speed in WIRES_GB_PER_S:
+            case = Case(model, WORLD, "bf16", options.device)
+            yield f"{model}, {speed:.0f} GB/s", partial(_with_wire, case, speed, options)
+
+
+def _with_wire(case: Case, gigabytes_per_s: float, options: Options) -> list[Row]:
+    """What of the wire's time is left over in a step."""
+    warmup, steps = (1, 2) if options.is_tiny else (3, 10)
+    counted = cycles_per_ms() if case.device == "cuda" else 0.0
+    times: dict[str, dict[str, Any]] = {}
+    wire = Wire(case.world, gigabytes_per_s, counted)
+    free = Wire(case.world, float("inf"), counted)
+    for which, lanes in (("without", free), ("with", wire)):
+        with CloneWorld(case.world, lanes).joined():
+            trainers = {variant: Trainer(variant, case) for variant in (PLAIN, PEER, PEER_TUNED, OURS)}
+            one_step(trainers[PLAIN])
+            wire.total_ms = 0.0
+            one_step(trainers[OURS])
+            total_ms = wire.total_ms
+            timed = alternate({v: t.timed_step for v, t in trainers.items()}, warmup=warmup, steps=steps)
+            times[which] = {variant: each["step_ms"] for variant, each in timed.items()}
+            trainers.clear()
+            gc.collect()
+    rows: list[Row] = []
+    for variant in (PEER, PEER_TUNED, OURS):
+        left = times["with"][variant] - Spread.of(times["without"][variant]).median
+        to_peer = times["with"][PEER] - Spread.of(times["without"][PEER]).median
+        rows.append(
+            {
+                "variant": variant,
+                "without_ms": vars(Spread.of(times["without"][variant])),
+                "with_ms": vars(Spread.of(times["with"][variant])),
+                "plain_ms": vars(Spread.of(times["without"][PLAIN])),
+                "wire_ms": total_ms,
+                "left_ms": vars(Spread.of(left)),
+                "left_ms_a_block": Spread.of(left).median / case.sizes.layers,
+                "left_to_peer": Spread.of(left).median / (Spread.of(to_peer).median or float("nan")),
+            }
+        )
+    return rows
+
+
+def one_step(trainer: Trainer) -> None:
+    """A step whose time does not count."""
+    trainer.step()
+    trainer.model.zero_grad()
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """The tables of rows of either kind."""
+    measured = [row for row in rows if "variant" in row]
+    with_wire = [row for row in measured if "wire_ms" in row]
+    if with_wire:
+        print_table(with_wire, WIRE_COLUMNS)
+        return
+    print_table(measured, TIME_COLUMNS)
+    print()
+    print_table(measured, COUNT_COLUMNS)
