@@ -25,8 +25,9 @@ import torch
 from torch import Tensor, nn
 
 LANES = ("gather", "reduce", "replicate", "compute", "optimizer")
-CYCLES = 400_000
-"""Of a delay: 0.2 ms at 2 GHz, several times a kernel of these recipes with its launch."""
+CYCLES = 4_000_000
+"""Of a delay: 2 ms at 2 GHz. Longer than the host takes for a block, or what is gathered one block ahead
+would be there in time whether anybody waits for it or not."""
 
 _MOST_SIZES = 12
 
