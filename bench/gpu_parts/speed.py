@@ -322,40 +322,45 @@ def items_of_overlap(options: Options) -> Iterator[Item]:
 
 
 def _with_wire(case: Case, gigabytes_per_s: float, options: Options) -> list[Row]:
-    """What of the wire's time is left over in a step."""
+    """What of the wire's time is left over in a step: steps with and without it take turns as well."""
     warmup, steps = (1, 2) if options.is_tiny else (3, 10)
-    counted = cycles_per_ms() if case.device == "cuda" else 0.0
-    times: dict[str, dict[str, Any]] = {}
-    wire = Wire(case.world, gigabytes_per_s, counted)
-    free = Wire(case.world, float("inf"), counted)
-    for which, lanes in (("without", free), ("with", wire)):
-        with CloneWorld(case.world, lanes).joined():
-            trainers = {variant: Trainer(variant, case) for variant in (PLAIN, PEER, PEER_TUNED, OURS)}
-            one_step(trainers[PLAIN])
-            wire.total_ms = 0.0
-            one_step(trainers[OURS])
-            total_ms = wire.total_ms
-            timed = alternate({v: t.timed_step for v, t in trainers.items()}, warmup=warmup, steps=steps)
-            times[which] = {variant: each["step_ms"] for variant, each in timed.items()}
-            trainers.clear()
-            gc.collect()
-    rows: list[Row] = []
-    for variant in (PEER, PEER_TUNED, OURS):
-        left = times["with"][variant] - Spread.of(times["without"][variant]).median
-        to_peer = times["with"][PEER] - Spread.of(times["without"][PEER]).median
-        rows.append(
-            {
-                "variant": variant,
-                "without_ms": vars(Spread.of(times["without"][variant])),
-                "with_ms": vars(Spread.of(times["with"][variant])),
-                "plain_ms": vars(Spread.of(times["without"][PLAIN])),
-                "wire_ms": total_ms,
-                "left_ms": vars(Spread.of(left)),
-                "left_ms_a_block": Spread.of(left).median / case.sizes.layers,
-                "left_to_peer": Spread.of(left).median / (Spread.of(to_peer).median or float("nan")),
-            }
-        )
-    return rows
+    wire = Wire(case.world, gigabytes_per_s, cycles_per_ms() if case.device == "cuda" else 0.0)
+    with CloneWorld(case.world, wire).joined():
+        trainers = {variant: Trainer(variant, case) for variant in (PLAIN, PEER, PEER_TUNED, OURS)}
+        one_step(trainers[OURS])
+        wire.total_ms = 0.0
+        one_step(trainers[OURS])
+        total_ms = wire.total_ms
+        turns = {
+            (variant, is_up): partial(_timed_step, trainer, wire, is_up)
+            for variant, trainer in trainers.items()
+            for is_up in (False, True)
+        }
+        timed = alternate({str(turn): act for turn, act in turns.items()}, warmup=warmup, steps=steps)
+        trainers.clear()
+        turns.clear()
+    gc.collect()
+    step_ms = {turn: each["step_ms"] for turn, each in timed.items()}
+    left = {v: step_ms[str((v, True))] - step_ms[str((v, False))] for v in (PEER, PEER_TUNED, OURS)}
+    peers = Spread.of(left[PEER]).median
+    return [
+        {
+            "variant": variant,
+            "plain_ms": vars(Spread.of(step_ms[str((PLAIN, False))])),
+            "without_ms": vars(Spread.of(step_ms[str((variant, False))])),
+            "with_ms": vars(Spread.of(step_ms[str((variant, True))])),
+            "wire_ms": total_ms,
+            "left_ms": vars(Spread.of(beyond)),
+            "left_ms_a_block": Spread.of(beyond).median / case.sizes.layers,
+            "left_to_peer": Spread.of(beyond).median / peers if peers else None,
+        }
+        for variant, beyond in left.items()
+    ]
+
+
+def _timed_step(trainer: Trainer, wire: Wire, is_up: bool, index: int) -> Sample:
+    wire.is_up = is_up
+    return trainer.timed_step(index)
 
 
 def one_step(trainer: Trainer) -> None:

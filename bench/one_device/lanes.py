@@ -91,16 +91,20 @@ class Wire(Lanes):
     """A wire of ``gigabytes_per_s`` between ``world`` ranks: a collective lasts as long as its bytes take.
 
     A kernel that only waits stands on the stream of the collective; it takes none of the memory's bandwidth,
-    and one of the multiprocessors' many places. ``total_ms`` sums up what went over the wire.
+    and one of the multiprocessors' many places. ``total_ms`` sums up what went over the wire. While it is not
+    ``is_up``, collectives take no more than their copies.
     """
 
     def __init__(self, world: int, gigabytes_per_s: float, cycles_per_ms: float) -> None:
         super().__init__()
         self.total_ms = 0.0
+        self.is_up = True
         self._world, self._speed, self._cycles_per_ms = world, gigabytes_per_s, cycles_per_ms
 
     def leave(self, lane: str, tensors: Sequence[Tensor] = ()) -> None:
         """Last until the bytes are over: all pieces but the own one."""
+        if not self.is_up:
+            return
         num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
         share = self._world - 1 if lane == "gather" else (self._world - 1) / self._world
         milliseconds = num_bytes * share / self._speed / 1e6
