@@ -20,6 +20,7 @@ before the first forward.
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -243,7 +244,8 @@ class _UnshardedExtension(UnshardedBucket):
         asked = None if self._bucket.mp_policy is None else self._bucket.mp_policy.param_dtype
         return asked or self._param.local.dtype
 
-    def _inputs(self) -> tuple[list[Tensor], Any]:
+    def _inputs(self, stream: CommStream | None = None) -> tuple[list[Tensor], Any]:
+        """What travels, and what goes with it; a shard on the host is copied for ``stream``, or at once."""
         local: Any = self._param.local
         if not is_extension(local):
             raise RuntimeError(
@@ -252,7 +254,8 @@ class _UnshardedExtension(UnshardedBucket):
                 "tensor: put them on the new local tensor as well, or on its class."
             )
         if local.device != self._bucket.mesh.device:
-            moved = local.to(self._bucket.mesh.device, non_blocking=True)
+            to_device = partial(local.to, self._bucket.mesh.device)
+            moved = to_device() if stream is None else stream.copy_in(partial(to_device, non_blocking=True))
             _carry_methods(local, moved)
             local = moved
         mesh = self._bucket.mesh.shard_dim_mesh
@@ -288,7 +291,7 @@ class _UnshardedExtension(UnshardedBucket):
             return nothing
         self.buffer.allocate()
         with _as_values():
-            inputs, metadata = self._inputs()
+            inputs, metadata = self._inputs(stream)
             wait = self._start(inputs, self._outputs)
 
         def finish() -> None:

@@ -1,13 +1,15 @@
 """The unsharded parameters of a bucket: their memory, and the all-gather that fills it."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from shardwise.comm.all_gather import AllGather
+from shardwise.comm.all_gather import AllGather, InPlaceAllGather
 from shardwise.comm.buffers import UnshardedBuffer, bytes_of, cast_buffer, local_views
 from shardwise.comm.communicators import Communicator
+from shardwise.comm.custom import PooledCollectives
 from shardwise.comm.quantized import Int8AllGather
 from shardwise.comm.streams import CommStream, Finish, nothing
 from shardwise.layout.chunks import shard_of
@@ -58,6 +60,8 @@ class UnshardedBucket:
     def _make_all_gather(self, buffer: UnshardedBuffer) -> AllGather:
         comm, layout = self._bucket.communication.all_gather, self._bucket.computed
         if (quantized := self._bucket.policy.quantized_gather) is None:
+            if isinstance(comm, PooledCollectives):
+                return InPlaceAllGather(comm, layout, buffer, self._bucket.mesh.shard_axis.rank)
             return AllGather(comm, layout, buffer)
         return Int8AllGather(comm, layout, buffer, quantized.block_size)
 
@@ -66,16 +70,21 @@ class UnshardedBucket:
         self.buffer.allocate()
         if self._post_forward is not None and self._post_forward.has_contents:
             return self._post_forward.start_all_gather(stream)
+        if self._all_gather is not None and self._pieces is not None:
+            return self._all_gather.start(stream, self._pieces)
+        flat = self._on_device(stream)
         if self._all_gather is None:  # a single rank
             if not self._sends_flat_shard:
-                self._copy_flat_shard(self.buffer.bytes, stream)
+                self._cast(flat, self.buffer.bytes)
             return nothing
-        if self._pieces is not None:
-            return self._all_gather.start(stream, self._pieces)
+        if isinstance(self._all_gather, InPlaceAllGather):
+            return self._all_gather.start_from(stream, partial(self._cast, flat))
+        if self._bucket.computed is self._bucket.stored:
+            return self._all_gather.start(stream, self._all_gather.cut(flat))
         num_bytes = self._bucket.computed.shard_bytes
         scratch = stream.acquire(num_bytes, self._device)
         send = scratch.bytes[:num_bytes]
-        self._copy_flat_shard(send, stream)
+        self._cast(flat, send)
         wait = self._all_gather.start(stream, self._all_gather.cut(send))
 
         def finish() -> None:
@@ -84,17 +93,18 @@ class UnshardedBucket:
 
         return finish
 
-    def _copy_flat_shard(self, target: Tensor, stream: CommStream) -> None:
-        """Copy the flat shard to ``target``, on the computing device and in the computing dtypes."""
-        source, stored, computed = self._bucket.flat_shard.bytes, self._bucket.stored, self._bucket.computed
-        if source.device != target.device and computed is not stored:
-            scratch = stream.acquire(source.numel(), target.device)
-            staged = scratch.bytes[: source.numel()]
-            staged.copy_(source, non_blocking=True)
-            cast_buffer(staged, stored, target, computed)
-            stream.release(scratch)
-        else:
-            cast_buffer(source, stored, target, computed)
+    def _on_device(self, stream: CommStream) -> Tensor:
+        """The flat shard on the computing device, in the dtypes that are stored."""
+        flat = self._bucket.flat_shard.bytes
+        if not self._bucket.is_offloaded:
+            return flat
+        return stream.copy_in(
+            lambda: torch.empty_like(flat, device=self._device).copy_(flat, non_blocking=True)
+        )
+
+    def _cast(self, flat: Tensor, target: Tensor) -> None:
+        """Copy the flat shard to ``target``, in the dtypes that are computed with."""
+        cast_buffer(flat, self._bucket.stored, target, self._bucket.computed)
 
     def keep_post_forward_shard(self) -> None:
         """Keep this rank's post-forward shard, if there is a post-forward axis."""

@@ -1,6 +1,7 @@
 """The all-gather of a layout."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from shardwise.comm.buffers import UnshardedBuffer
 from shardwise.comm.communicators import BufferPool, Communicator
 from shardwise.comm.pieces import Staging, packed_ranges, strided_pieces
-from shardwise.comm.streams import CommStream, Finish
+from shardwise.comm.streams import CommStream, Finish, Scratch, nothing
 from shardwise.layout.slots import Layout
 from shardwise.torch_compat import foreach
 
@@ -30,20 +31,23 @@ class AllGather:
 
     def start(self, stream: CommStream, inputs: Sequence[Tensor]) -> Finish:
         """Fill the unsharded buffer from ``inputs``, which ``cut`` makes; returns the function that waits."""
-        packed_bytes = self._layout.packed_bytes
-        if not packed_bytes:
+        if not self._layout.packed_bytes:
             return self._comm.all_gather(self._outputs, inputs)
         pool: BufferPool = self._comm.pool or stream
-        scratch = pool.acquire(self._world * packed_bytes, self._buffer.bytes.device, self._dtype)
-        staging = scratch.view(self._staged, self._stage)
+        scratch, staging = self._acquire_staging(pool)
         wait = self._comm.all_gather([*self._outputs, staging.flat], inputs)
+        return partial(self._end, wait, staging, pool, scratch)
 
-        def finish() -> None:
-            wait()
-            self._unpack(staging)
-            pool.release(scratch)
+    def _acquire_staging(self, pool: BufferPool) -> "tuple[Scratch, Staging]":
+        """A buffer for the packed pieces of all ranks, from ``pool``."""
+        num_bytes = self._world * self._layout.packed_bytes
+        scratch = pool.acquire(num_bytes, self._buffer.bytes.device, self._dtype)
+        return scratch, scratch.view(self._staged, self._stage)
 
-        return finish
+    def _end(self, wait: Finish, staging: "Staging", pool: BufferPool, scratch: Scratch) -> None:
+        wait()
+        self._unpack(staging)
+        pool.release(scratch)
 
     def cut(self, send: Tensor) -> list[Tensor]:
         """The inputs of the all-gather: pieces of ``send``, which is laid out as a flat shard."""
@@ -96,3 +100,35 @@ class AllGather:
         for slot, full in self._strided:
             for piece, part in strided_pieces(slot, staging.rows, self._layout.packed_start, full):
                 part.copy_(piece)
+
+
+class InPlaceAllGather(AllGather):
+    """The all-gather of a bucket that is packed whole, in memory from the communicator's pool.
+
+    This rank's shard is copied, or cast, into its own place among the shards of all ranks:
+
+        staging on rank 1   | shard 0 | shard 1 | shard 2 | ...
+                                       ^ input of the all-gather; the output is all of it
+
+    So the back end reads and writes memory of its own allocator alone. On NCCL this is what lets it gather
+    without copies of its own, or by the copy engines.
+    """
+
+    def __init__(self, comm: Communicator, layout: Layout, buffer: UnshardedBuffer, rank: int) -> None:
+        super().__init__(comm, layout, buffer)
+        self._rank = rank
+
+    def start(self, stream: CommStream, inputs: Sequence[Tensor]) -> Finish:
+        """As ``AllGather.start``: copies its one input first."""
+        if not inputs:
+            return nothing
+        (flat,) = inputs
+        return self.start_from(stream, lambda own: own.copy_(flat))
+
+    def start_from(self, stream: CommStream, fill: Callable[[Tensor], Any]) -> Finish:
+        """The all-gather of what ``fill`` writes to a buffer that is laid out as a flat shard."""
+        pool: BufferPool = self._comm.pool
+        scratch, staging = self._acquire_staging(pool)
+        own = staging.rows[self._rank]
+        fill(own)
+        return partial(self._end, self._comm.all_gather([staging.flat], [own]), staging, pool, scratch)

@@ -6,15 +6,16 @@ price of a copy.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.communicators import BackendCollectives, divided_before
-from shardwise.comm.streams import Finish, Scratch, waiting_for
+from shardwise.comm.streams import Finish, Scratch, current_stream, has_streams, waiting_for
 from shardwise.torch_compat import c10d, foreach
 
 
@@ -109,29 +110,38 @@ class ProcessGroupPool:
         """Nothing to do: the back end's allocator frees the buffer with its last reference."""
 
 
+_Buffers = WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, list[Scratch]]]
+
+
 class SymmetricMemoryPool:
     """Buffers that all ranks of a process group can address.
 
-    Each size is set up once, collectively, and kept.
+    To set one up is collective, and the host waits for it, so they are kept for as long as the process
+    group. All that use the same stream take turns with the same buffers: the blocks of a model need one of
+    each size together, not one each.
     """
+
+    _kept: ClassVar[_Buffers] = WeakKeyDictionary()
 
     def __init__(self, pg: dist.ProcessGroup) -> None:
         self._pg = pg
-        self._kept: dict[int, list[Scratch]] = {}
 
     def acquire(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
-        """A buffer of undefined contents."""
-        if self._kept.get(num_bytes):
-            return self._kept[num_bytes].pop()
-        return Scratch(c10d.symmetric_buffer(self._pg, num_bytes, device))
+        """A buffer of undefined contents, which is free once the current stream comes to it."""
+        unused = self._unused(num_bytes, device)
+        return unused.pop() if unused else Scratch(c10d.symmetric_buffer(self._pg, num_bytes, device))
 
     def release(self, scratch: Scratch) -> None:
-        """Keep the buffer for the next use."""
-        self._kept.setdefault(scratch.bytes.numel(), []).append(scratch)
+        """Keep the buffer for the next use on the current stream."""
+        self._unused(scratch.num_bytes, scratch.bytes.device).append(scratch)
+
+    def _unused(self, num_bytes: int, device: torch.device) -> list[Scratch]:
+        stream = current_stream(device) if has_streams(device) else None
+        return self._kept.setdefault(self._pg, {}).setdefault((stream, num_bytes), [])
 
 
 class PooledCollectives(BackendCollectives):
-    """The back end's collectives over packed buffers that come from ``pool``."""
+    """The back end's collectives over packed buffers that come from ``pool``; see ``InPlaceAllGather``."""
 
     packs_everything = True
     smallest_part_bytes = math.inf

@@ -13,6 +13,7 @@ does not wait for a ``torch.cuda.Event``: it reads the base of the event, which 
 stream of ``torch.cuda`` waits for both kinds.
 """
 
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -134,12 +135,74 @@ class HostStream:
     def wait_for_compute(self, event: Any = None) -> None:
         """Nothing to do: computation on the host is done when the call returns."""
 
-    def synchronize(self) -> None:
-        """Nothing to do: what was waited for is over."""
+    def wait_for_optimizer(self, event: Any = None) -> None:
+        """Nothing to do: it is done as well."""
+
+    def copy_in(self, copy: Callable[[], _V]) -> _V:
+        """The result of ``copy``, which reads memory of the host."""
+        return copy()
+
+    def wait_until_host_was_read(self) -> None:
+        """Nothing to do: a copy is done when the call returns."""
 
     def allocation_scope(self) -> AbstractContextManager[Any]:
         """The context in which this stream's buffers are allocated and freed."""
         return _NOWHERE
+
+
+class HostCopies:
+    """Copies from host memory for the work of another stream, ``user``, on a stream of their own.
+
+    They run ahead: while one collective of ``user`` is under way, the copy for the next one runs, and does
+    not wait for it. What was copied lies in memory of the copying stream, and is kept until that has waited
+    for the work that uses it. There are copies for two pieces of work at most:
+
+        copies     [copy 1][copy 2]        [copy 3]         copy 3 waits for the end of AG 1
+        user               [  AG 1  ][  AG 2  ][  AG 3  ]
+    """
+
+    _MOST_KEPT = 2
+
+    def __init__(self, stream: Any, user: Any) -> None:
+        self._stream = stream
+        self._user = user
+        self._new: list[Any] = []  # for work that is being submitted
+        self._kept: deque[tuple[list[Any], Any]] = deque()  # with the event at the end of the work
+        self._last: Any = None  # the event behind the last copy
+        self.wait_for_user()
+
+    def wait_for_user(self) -> None:
+        """Order later copies behind what ``user`` was given."""
+        self._stream.wait_stream(self._user)
+
+    def run(self, copy: Callable[[], _V]) -> _V:
+        """The result of ``copy``, for which ``user`` waits."""
+        if not self._new:
+            while len(self._kept) >= self._MOST_KEPT:
+                results, used = self._kept.popleft()
+                self._stream.wait_event(used)
+                del results
+        with self._stream:
+            result = copy()
+            self._last = self._stream.record_event()
+        self._user.wait_event(self._last)
+        self._new.append(result)
+        return result
+
+    def were_used(self, event: Any) -> None:
+        """``event`` is at the end of the work that uses the new copies."""
+        if self._new:
+            self._kept.append((self._new, event))
+            self._new = []
+
+    def synchronize(self) -> None:
+        """Block the host until all copies are done, and drop them: the host may write what they have read."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.synchronize()
+            for _, used in self._kept:
+                self._stream.wait_event(used)
+            self._kept.clear()
 
 
 class DeviceStream:
@@ -147,14 +210,32 @@ class DeviceStream:
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self._current = partial(_own(device, "current_stream", torch.accelerator), device)
-        self._stream = _own(device, "Stream", torch)(device, priority=priority)
+        self._make_stream = partial(_own(device, "Stream", torch), device, priority=priority)
+        self._stream = self._make_stream()
+        self._host_copies: HostCopies | None = None  # made when there are any
 
     def submit(self, start: StartWork) -> CommWork:
         """Queue the work on the stream; its ``wait`` makes the computing stream wait for it."""
         with self._stream:
             start()()
             done = self._stream.record_event()
+        if self._host_copies is not None:
+            self._host_copies.were_used(done)
         return CommWork(lambda: self._current().wait_event(done), done.synchronize)
+
+    def copy_in(self, copy: Callable[[], _V]) -> _V:
+        """The result of ``copy``, which reads memory of the host, for the work that is being submitted.
+
+        It is made on a stream of its own, and belongs to the memory of that; see ``HostCopies``.
+        """
+        if self._host_copies is None:
+            self._host_copies = HostCopies(self._make_stream(), self._stream)
+        return self._host_copies.run(copy)
+
+    def wait_until_host_was_read(self) -> None:
+        """Block the host until every ``copy_in`` is done, and for nothing else: it may write there now."""
+        if self._host_copies is not None:
+            self._host_copies.synchronize()
 
     def wait_for(self, other: "CommStream", work: CommWork) -> None:
         """Order everything submitted later behind everything that ``other`` was given."""
@@ -168,9 +249,11 @@ class DeviceStream:
         else:
             self._stream.wait_stream(self._current())
 
-    def synchronize(self) -> None:
-        """Block the host until everything submitted is over."""
-        self._stream.synchronize()
+    def wait_for_optimizer(self, event: Any = None) -> None:
+        """As ``wait_for_compute``, for ``copy_in`` as well: the optimizer may have written there."""
+        self.wait_for_compute(event)
+        if self._host_copies is not None:
+            self._host_copies.wait_for_user()
 
     def allocation_scope(self) -> AbstractContextManager[Any]:
         """The context in which this stream's buffers are allocated and freed."""
@@ -252,7 +335,7 @@ class CommStreams:
         Reductions wait for the event as well: they may reuse the memory of gradients that the optimizer
         reads there. Behind the computing stream they are ordered in any case.
         """
-        self.all_gather.wait_for_compute(event)
+        self.all_gather.wait_for_optimizer(event)
         if event is not None:
             self.reduce_scatter.wait_for_compute(event)
             self.all_reduce.wait_for_compute(event)

@@ -124,8 +124,7 @@ class ForwardPass:
         for group in unneeded:
             root.memory.release(group)
         root.memory.hide_kept()
-        if not torch.is_grad_enabled():
-            root.requests.let_host_write()
+        root.requests.let_host_write()
 
     def _partly_run(self) -> list[ParameterGroup]:
         """Groups of several modules, of which only some have run, that are to be resharded after forward."""

@@ -66,9 +66,7 @@ class Requests:
 
     def let_host_write(self) -> None:
         """Wait for copies out of shards in host memory, which the caller may change from now on."""
-        root, streams = self._root, self._root.preparation.streams
-        if streams.are_device_streams and any(b.is_offloaded for g in root.groups for b in g.buckets):
-            streams.all_gather.synchronize()
+        self._root.preparation.streams.all_gather.wait_until_host_was_read()
 
     def take_post_optim_event(self) -> Any:
         """The event of ``set_post_optim_event``, for the one who waits for it; nobody has to after that."""

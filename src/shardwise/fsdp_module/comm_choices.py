@@ -50,6 +50,21 @@ def allocate_from_process_group(module: Any, method: str, enable: bool) -> None:
         group.choices.discard(method)
 
 
+def use_symmetric_memory(module: Any, method: str) -> None:
+    """Have a module's own group be unsharded through symmetric memory of NCCL."""
+    group = member_of(module).group
+    check_choice(module, method, CUSTOM)
+    try:
+        c10d.choose_symmetric_memory_of_nccl(group.device)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{method}: symmetric memory of this process belongs to another back end than NCCL ({error}), "
+            f"and NCCL's collectives, by which {group.name} is gathered, cannot use that. Call this before "
+            "anything else allocates symmetric memory."
+        ) from error
+    communicate(module, method, make_all_gather=with_symmetric_memory)
+
+
 def made(kind: Any, comm: Any, pg: Any, device: torch.device) -> Any:
     """The caller's own collective, or a plain one on a rank that is alone."""
     return make_communicator(pg, device) if pg is None or pg.size() == 1 else kind(comm, pg, device)

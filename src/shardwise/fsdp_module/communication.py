@@ -12,14 +12,13 @@ from shardwise.comm.streams import has_streams, in_stream
 from shardwise.engine.members import member_of
 from shardwise.fsdp_module.arguments import check_bool, groups_to_configure
 from shardwise.fsdp_module.comm_choices import (
-    CUSTOM,
     allocate_from_process_group,
     check_choice,
     check_comm,
     check_of_device,
     communicate,
     made,
-    with_symmetric_memory,
+    use_symmetric_memory,
 )
 
 
@@ -210,7 +209,8 @@ class CommunicationSetters:
         """Choose whether this module's own group communicates from memory of the process group's allocator.
 
         All its parameters, and all its gradients, then travel packed in one call each, with a copy, instead
-        of directly from and to where they lie. Changes nothing if the back end has no allocator. A custom
+        of directly from and to where they lie. Shards are gathered in place, so that the back end reads and
+        writes parameters in that memory alone. Changes nothing if the back end has no allocator. A custom
         all-gather or reduce-scatter that is set afterwards takes its place.
 
         Args:
@@ -233,8 +233,18 @@ class CommunicationSetters:
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Unshard this module's own group through symmetric memory. Needs CUDA and NCCL.
 
-        All parameters of the group then travel packed in one call: this costs a buffer of the group's full
-        parameters, which is set up collectively and kept, and a copy out of it.
+        All parameters of the group then travel packed in one call: each rank copies its shard to its place in
+        a buffer of full parameters, the call fills the rest, and a copy leads out of it. The buffer is set up
+        collectively, in the first forward, and kept; groups of one size share it. NCCL chooses faster
+        kernels for such memory. None at all, but the copy engines, so that all-gathers take nothing from the
+        computation, if the process group of the mesh was made for it (NCCL 2.28 or later; ranks within
+        NVLink's reach)::
+
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+            dist.init_process_group("nccl", device_id=device, pg_options=options)
+
+        Not run on a GPU yet.
 
         Args:
             backend: "NCCL" (default), the only one supported.
@@ -242,7 +252,8 @@ class CommunicationSetters:
         Raises:
             ValueError: ``backend`` is another, the mesh is not of CUDA devices, or the group has a custom
                 all-gather, reduce-scatter or communication hook already.
-            RuntimeError: the group is unsharded, or has unreduced gradients.
+            RuntimeError: the group is unsharded, or has unreduced gradients; or symmetric memory of another
+                back end was allocated before in this process, which has one back end for it.
 
         Example::
 
@@ -257,16 +268,23 @@ class CommunicationSetters:
                 f"set_symm_mem_for_comm: the mesh is of {group.device.type}, and symmetric memory of NCCL is "
                 "memory of CUDA devices. Leave the call out."
             )
-        check_choice(self, "set_symm_mem_for_comm", CUSTOM)
-        communicate(self, "set_symm_mem_for_comm", make_all_gather=with_symmetric_memory)
+        use_symmetric_memory(self, "set_symm_mem_for_comm")
 
     # --- when it runs -----------------------------------------------------------------------------
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Choose whether reduce-scatters have a process group of their own, apart from the all-gathers.
 
-        On NCCL they have one by default, since collectives of one process group wait for each other; on
-        other back ends they do not. The next forward creates the process group, which is collective.
+        On NCCL they have one by default, since collectives of one communicator run one after the other, in
+        the order of their calls: backward would wait for the all-gather of a block behind the reduce-scatter
+        of the block before. On other back ends they do not. The next forward creates the process group, which
+        is collective.
+
+        A second communicator takes memory on each device, which ``torch.cuda.max_memory_allocated`` does not
+        count (``torch.cuda.mem_get_info`` does): buffers for each channel and peer, of hundreds of megabytes
+        by NCCL's defaults. Neither they nor the time that they buy have been measured yet. Where they do not
+        fit, set ``NCCL_BUFFSIZE`` or ``NCCL_MAX_CTAS`` lower, or share the communicator. All ranks call
+        both in one common order, also where their data take different routes through a block.
 
         Args:
             enable: True (default) creates one; False shares that of the all-gathers, and saves the back

@@ -255,10 +255,30 @@ def allocate_from_group(
     return pg._get_backend(device).allocate_tensor(numel, dtype=dtype, device=device)
 
 
-def symmetric_buffer(pg: dist.ProcessGroup, num_bytes: int, device: torch.device) -> Tensor:
-    """A buffer of bytes that all ranks of ``pg`` can address; collective. Its module is still private."""
+def choose_symmetric_memory_of_nccl(device: torch.device) -> None:
+    """Have symmetric memory on ``device`` be NCCL's, which its collectives need; torch's default is another.
+
+    The choice is one for the process, and final once anything is allocated. The module is still private
+    (2.11 to 2.15).
+
+    Raises:
+        RuntimeError: another back end has allocated already.
+    """
     import torch.distributed._symmetric_memory as symmetric
 
+    if symmetric.get_backend(device) != "NCCL":
+        symmetric.set_backend("NCCL")
+
+
+def symmetric_buffer(pg: dist.ProcessGroup, num_bytes: int, device: torch.device) -> Tensor:
+    """A buffer of bytes that all ranks of ``pg`` can address. Collective, and the host waits for the device.
+
+    NCCL registers memory with a communicator, which torch makes at the first collective: without one, the
+    rendezvous fails with "invalid argument".
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    dist.all_reduce(torch.zeros(1, device=device), group=pg)
     buffer = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
     symmetric.rendezvous(buffer, pg.group_name)
     return buffer

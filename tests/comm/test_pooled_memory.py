@@ -1,0 +1,202 @@
+"""Communication from memory of a process group's allocator, and from symmetric memory of NCCL.
+
+Neither exists here, so stand-ins allocate. They are as strict as torch: what it refuses, they refuse. That the
+numbers stay right, that the back end sees memory of its own alone, and the order of the calls is what is tested.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+from expecttest import assert_expected_inline
+from failure_models import built
+from harness import World
+from models import even_tower, uneven_tower
+from reference import adamw
+from scenario import Side, assert_same
+from torch import Tensor
+
+from shardwise import fully_shard
+from shardwise.comm import communicators, custom
+from shardwise.comm.custom import SymmetricMemoryPool
+from shardwise.fsdp_module.comm_choices import use_symmetric_memory
+from shardwise.torch_compat import c10d
+
+
+class Symmetric:
+    """What stands in for torch's module, and what it was asked for."""
+
+    def __init__(self, others_backend: str | None = None) -> None:
+        self.log: list[str] = []
+        self.backend, self.has_allocated = others_backend, others_backend is not None
+        self.connected: set[str] = set()
+        self.registered: dict[int, Tensor] = {}  # by address
+        self._all_reduce = dist.all_reduce
+
+    def get_backend(self, device: torch.device) -> str | None:
+        assert isinstance(device, torch.device)
+        return self.backend
+
+    def set_backend(self, name: str) -> None:
+        if self.has_allocated:
+            raise RuntimeError("symmetric memory is allocated already")
+        assert name in ("NVSHMEM", "CUDA", "NCCL")
+        self.log.append(f"set_backend {name}")
+        self.backend = name
+
+    def empty(self, *size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        assert self.backend == "NCCL", f"NCCL cannot register memory of {self.backend}"
+        assert all(isinstance(number, int) for number in size)
+        self.has_allocated = True
+        self.log.append(f"empty {size}")
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def rendezvous(self, tensor: Tensor, group: str) -> object:
+        assert isinstance(group, str)
+        if group not in self.connected:
+            raise RuntimeError("Failed to window register / invalid argument")
+        self.log.append(f"rendezvous of {tensor.numel()}")
+        self.registered[tensor.data_ptr()] = tensor
+        return object()
+
+    def all_reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.connected.add(kwargs["group"].group_name)
+        return self._all_reduce(tensor, *args, **kwargs)
+
+    def holds(self, tensor: Tensor) -> bool:
+        return any(0 <= tensor.data_ptr() - start < whole.numel() for start, whole in self.registered.items())
+
+
+@contextmanager
+def symmetric_memory(others_backend: str | None = None) -> Iterator[Symmetric]:
+    """Inside, the host has symmetric memory, and may be told to use it."""
+    stand_in = Symmetric(others_backend)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("get_backend", "set_backend", "empty", "rendezvous"):
+            patch.setattr(symmetric, name, getattr(stand_in, name))
+        patch.setattr(dist, "all_reduce", stand_in.all_reduce)
+        yield stand_in
+
+
+@contextmanager
+def gathers_checked(holds: Any) -> Iterator[list[str]]:
+    """Inside, each all-gather of the back end is checked: in place, and in memory that it knows."""
+    found: list[str] = []
+    gather = c10d.all_gather
+
+    def checked(pg: Any, output: Tensor, source: Tensor, is_async: bool) -> Any:
+        start = output.data_ptr() + pg.rank() * source.numel() * source.itemsize
+        found.append("in place" if source.data_ptr() == start else "from elsewhere")
+        if not (holds(output) and holds(source)):
+            found.append("memory that the back end does not know")
+        return gather(pg, output, source, is_async)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(communicators.c10d, "all_gather", checked)
+        yield found
+
+
+def train_in_symmetric_memory(side: Side, make: Any) -> None:
+    model = built(make)
+    if not side.is_sharded:
+        side.steps(model, adamw(model), range(3), width=7 if make is uneven_tower else 8)
+        side.note_parameters(model)
+        return
+    with symmetric_memory() as memory, gathers_checked(memory.holds) as found:
+        side.shard_tower(model)
+        for module in (*model.blocks, model):
+            use_symmetric_memory(module, "set_symm_mem_for_comm")
+        side.steps(model, adamw(model), range(3), width=7 if make is uneven_tower else 8)
+        side.note_parameters(model)
+    assert set(found) == {"in place"}, found
+
+
+@pytest.mark.parametrize("make", [even_tower, uneven_tower])
+@pytest.mark.parametrize("world", [2, 3], indirect=True)
+def test_groups_gather_in_place_in_symmetric_memory(world: World, make: Any) -> None:
+    assert_same(world, train_in_symmetric_memory, make)
+
+
+def calls_of_first_steps() -> list[str]:
+    """The calls of torch's module in two steps of three equal blocks."""
+    torch.manual_seed(0)
+    model: Any = even_tower()
+    with symmetric_memory() as memory:
+        for block in model.blocks:
+            fully_shard(block)
+            use_symmetric_memory(block, "set_symm_mem_for_comm")
+        fully_shard(model)
+        for _ in range(2):
+            model(torch.randn(4, 8)).sum().backward()
+    SymmetricMemoryPool._kept.clear()
+    return memory.log
+
+
+def test_the_back_end_is_chosen_the_communicator_made_and_equal_blocks_take_turns(world2: World) -> None:
+    """One buffer, and on the host, where the next gather begins before this one has ended, one more."""
+    first, second = world2.run(calls_of_first_steps)
+    assert first == second
+    assert_expected_inline(
+        "\n".join(first),
+        """\
+set_backend NCCL
+empty (1184,)
+rendezvous of 1184
+empty (1184,)
+rendezvous of 1184""",
+    )
+
+
+def error_where_another_back_end_has_allocated() -> str:
+    model: Any = even_tower()
+    fully_shard(model)
+    with symmetric_memory(others_backend="CUDA"), pytest.raises(RuntimeError) as caught:
+        use_symmetric_memory(model, "set_symm_mem_for_comm")
+    return str(caught.value)
+
+
+def test_a_back_end_that_was_chosen_before_is_named(world1: World) -> None:
+    (text,) = world1.run(error_where_another_back_end_has_allocated)
+    assert_expected_inline(
+        text,
+        """\
+set_symm_mem_for_comm: symmetric memory of this process belongs to another back end than NCCL \
+(symmetric memory is allocated already), and NCCL's collectives, by which Tower is gathered, cannot use \
+that. Call this before anything else allocates symmetric memory.""",
+    )
+
+
+def train_in_memory_of_the_group(side: Side, make: Any) -> None:
+    model = built(make)
+    if not side.is_sharded:
+        side.steps(model, adamw(model), range(3), width=7 if make is uneven_tower else 8)
+        side.note_parameters(model)
+        return
+    allocated: list[Tensor] = []
+
+    def allocate(pg: Any, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        assert isinstance(pg, dist.ProcessGroup)
+        allocated.append(torch.full((numel,), 7, dtype=dtype, device=device))
+        return allocated[-1]
+
+    def holds(tensor: Tensor) -> bool:
+        return any(0 <= tensor.data_ptr() - a.data_ptr() < a.numel() * a.itemsize for a in allocated)
+
+    with pytest.MonkeyPatch.context() as patch, gathers_checked(holds) as found:
+        patch.setattr(c10d, "can_allocate", lambda pg, device: True)
+        patch.setattr(custom.c10d, "allocate_from_group", allocate)
+        side.shard_tower(model)
+        for module in (*model.blocks, model):
+            module.set_allocate_memory_from_process_group_for_comm(True)
+        side.steps(model, adamw(model), range(3), width=7 if make is uneven_tower else 8)
+        side.note_parameters(model)
+    assert set(found) == {"in place"}, found
+
+
+@pytest.mark.parametrize("make", [even_tower, uneven_tower])
+def test_groups_gather_in_place_in_memory_of_the_process_group(world2: World, make: Any) -> None:
+    assert_same(world2, train_in_memory_of_the_group, make)
