@@ -362,9 +362,10 @@ class _UnshardedExtension(UnshardedBucket):
         """Nothing: its memory is that of the protocol."""
         return []
 
-    def is_stale(self) -> bool:
-        """True: the unsharded parameter cannot be compared with the shard, so it is all-gathered again."""
-        return True
+    @property
+    def can_be_compared(self) -> bool:
+        """False: the unsharded parameter has another form than the shard, so it is all-gathered again."""
+        return False
 
 
 def has_methods(bucket: Bucket) -> bool:

@@ -118,23 +118,28 @@ class UnshardedBucket:
 
     # --- questions --------------------------------------------------------------------------------
 
-    def is_stale(self) -> bool:
-        """True if this rank's sharded parameters have changed since the all-gather.
+    @property
+    def can_be_compared(self) -> bool:
+        """False if the parameters are only close to the shards, or the caller has replaced or frozen some."""
+        bucket = self._bucket
+        return not bucket.is_quantized and all(param.is_untouched() for param in bucket.params)
+
+    def differs(self) -> Tensor:
+        """Whether this rank's sharded parameters have changed since the all-gather: a bool on the device.
 
         Compares them with its own part of the buffer: versions do not tell, since foreach and fused
-        optimizers, and changes through ``.data``, do not count on a DTensor.
+        optimizers, and changes through ``.data``, do not count on a DTensor. Waits for nothing.
         """
-        bucket = self._bucket
-        if bucket.is_quantized or not all(param.is_untouched() for param in bucket.params):
-            return True
+        bucket, slots = self._bucket, self._bucket.computed.slots
+        answer = torch.zeros((), dtype=torch.bool, device=self._device)
         if self._is_alone and self._sends_flat_shard:
-            return False
-        for param, slot in zip(bucket.params, bucket.computed.slots, strict=True):
+            return answer
+        for param, slot in zip(bucket.params, slots, strict=True):
             part = shard_of(param.unsharded_data().detach(), slot, bucket.mesh.shard_axis.rank)
             now = param.local.detach().to(part.device, part.dtype)
-            if now.numel() and not torch.equal(bytes_of(now), bytes_of(part)):
-                return True
-        return False
+            if now.numel():
+                answer |= torch.ne(bytes_of(now), bytes_of(part)).any()
+        return answer
 
     def relocated_params(self) -> list[str]:
         """Names of unsharded parameters that were given other memory (``param.data = ...``)."""

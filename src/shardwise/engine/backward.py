@@ -163,6 +163,7 @@ class BackwardPass:
                 self._free(group)
         if not running:
             root.memory.hide_kept()
+            root.memory.accumulates = not any(group.settings.requires_gradient_sync for group in root.groups)
         root.calls.first_entries.clear()
 
     # --- unshard and reshard ----------------------------------------------------------------------

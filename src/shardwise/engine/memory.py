@@ -1,16 +1,19 @@
 """Which groups are unsharded or being unsharded, and why: one reason each."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 import torch
 
+from shardwise.buckets.bucket import Bucket
+from shardwise.buckets.optimizer_steps import tell_of_steps
 from shardwise.engine.calls import Call
 from shardwise.engine.feature import Features
 from shardwise.groups.group import ParameterGroup, axes_of
 from shardwise.groups.states import GATHERING, PARTLY, UNSHARDED
 from shardwise.layout.mesh import highest_over
+from shardwise.torch_compat.tensor_impl import assert_later
 
 
 class Reason(Enum):
@@ -38,6 +41,10 @@ class Memory:
         # Groups that are unsharded and freed with another, and are part of no order; see optional_blocks.py.
         self.leads: Mapping[ParameterGroup, Sequence[ParameterGroup]] = {}
         self.led: frozenset[ParameterGroup] = frozenset()
+        self.accumulates = False
+        """Whether nothing has run since a backward without synchronisation."""
+        self._hears_of_steps = False
+        self._stepped: set[ParameterGroup] = set()  # since they were unsharded
 
     # --- reasons ----------------------------------------------------------------------------------
 
@@ -84,6 +91,7 @@ class Memory:
         if self._reasons.get(group) is INFERENCE:
             return
         self._reasons.pop(group, None)
+        self._stepped.discard(group)
         unsharded = group.unsharded
         if unsharded.state is GATHERING:
             unsharded.wait()
@@ -91,17 +99,45 @@ class Memory:
             unsharded.reshard()
 
     def release_stale(self, groups: Sequence[ParameterGroup], optimizer: Any) -> None:
-        """Of ``groups``, reshard those that were kept unsharded while shards were changed.
+        """Of ``groups``, reshard those that were kept unsharded while shards were changed on any rank.
 
-        Changed on any rank: the ranks agree, since all of them unshard or none. ``optimizer``: the event
-        after which it has written the shards, if the caller has given one.
+        All ranks reshard a group or none, for they unshard it together. Two cases need no communication and
+        no answer of the device: the step of an optimizer, which changes all shards on all ranks, and the next
+        microbatch of an accumulation without synchronisation, before which nothing may change them.
+
+        ``optimizer``: the event after which it has written the shards, if the caller has given one.
         """
+        accumulates, self.accumulates = self.accumulates and torch.is_grad_enabled(), False
         kept = [group for group in groups if group.unsharded.state is UNSHARDED]
         if not kept:
             return
-        if optimizer is not None:
+        if not self._hears_of_steps:
+            self._hears_of_steps = True
+            tell_of_steps(self)
+        for group in [group for group in kept if group in self._stepped]:
+            self.release(group)
+            kept.remove(group)
+        if kept and optimizer is not None:
             kept[0].streams.make_compute_wait_for(optimizer)  # it is about to read the shards
-        flags = torch.tensor([g.shards.is_stale() for g in kept], dtype=torch.int32, device=kept[0].device)
+        if kept and accumulates and not any(group.shards.are_offloaded for group in kept):
+            self._refuse_changes(kept)
+        elif kept:
+            self._release_changed(kept)
+
+    def optimizer_stepped(self, buckets: Iterable[Bucket]) -> None:
+        """An optimizer has stepped: if it has a parameter of a group in memory, all trainable ones are stale.
+
+        All of them, because the ranks have to agree, and an optimizer may leave out shards that are empty on
+        its rank.
+        """
+        trainable = [group for group in self._reasons if group.gradients.are_wanted]
+        own = {id(bucket) for group in trainable for bucket in group.buckets}
+        if any(id(bucket) in own for bucket in buckets):
+            self._stepped.update(trainable)
+
+    def _release_changed(self, kept: Sequence[ParameterGroup]) -> None:
+        """Compare on the device, on all ranks. The host waits once, for the answer."""
+        flags = torch.stack([group.shards.differ() for group in kept]).to(torch.int32)
         highest_over(flags, axes_of(kept))
         for group, is_stale in zip(kept, flags.tolist(), strict=True):
             if is_stale:
@@ -109,11 +145,22 @@ class Memory:
             else:
                 group.unsharded.versions.follow()
 
+    def _refuse_changes(self, kept: Sequence[ParameterGroup]) -> None:
+        """Refuse changes on this rank. The host sees those that torch counts; the device finds the others."""
+        for group in kept:
+            if not group.shards.can_be_compared:  # frozen or unfrozen, which ranks do alike, or quantized
+                self.release(group)
+                continue
+            if changed := group.unsharded.versions.shards_changed():
+                raise RuntimeError(_changed_message(f"{', '.join(changed)} has", group))
+            assert_later(~group.shards.differ(), _changed_message("its parameters have", group))
+
     def abandon(self) -> None:
         """After a failure: reshard everything, whatever state it is in."""
         for group in self:
             group.unsharded.abandon()
         self._reasons.clear()
+        self._stepped.clear()
 
     def hide_kept(self) -> None:
         """Between passes modules show their shards, whatever is kept in memory, but for ``inference()``."""
@@ -126,3 +173,13 @@ class Memory:
         if call.is_outermost:
             return tuple(self._reasons)
         return (call.group, *self.leads.get(call.group, ()))
+
+
+def _changed_message(what: str, group: ParameterGroup) -> str:
+    return (
+        f"{group.name}: {what} changed between microbatches, after a backward without gradient "
+        "synchronisation. The group was kept unsharded for the next microbatch, whose forward would compute "
+        "with the old values, and it does not ask the other ranks whether theirs have changed as well. "
+        "Change parameters after a backward with synchronisation, or have the group resharded after each "
+        "backward: set_reshard_after_backward(True)."
+    )

@@ -128,8 +128,12 @@ class FSDPModule(CommunicationSetters):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Choose whether parameters are resharded after backward (by default they are).
 
-        While they are kept, each forward begins with an all-reduce of one flag per group, and unshards again
-        the groups whose shards have changed on any rank.
+        The next forward unshards again what has changed meanwhile. After the step of an optimizer of torch's,
+        or of a class derived from one, these are all trainable groups. After a backward without gradient
+        synchronisation (``set_requires_gradient_sync(False)``, ``no_sync``) nothing may change, and nobody is
+        asked. In any other case, such as a step that is written by hand, each rank compares its shards, and
+        an all-reduce of one flag per group tells whether those of any rank have changed; the host waits for
+        the device there.
 
         Args:
             reshard_after_backward: False keeps the full parameters, and their memory, for the next
@@ -138,6 +142,8 @@ class FSDPModule(CommunicationSetters):
 
         Raises:
             TypeError: an argument is not a bool.
+            RuntimeError: in the next forward: parameters were changed between microbatches without
+                synchronisation. A CUDA device reports it later, unless the change was one that torch counts.
 
         Example::
 

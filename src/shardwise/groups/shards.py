@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.buckets.bucket import Bucket
@@ -196,9 +196,21 @@ class Shards:
             self._snapshot = ShardSnapshot(self.params)
         return self._snapshot
 
-    def is_stale(self) -> bool:
-        """True if this rank's shards changed since the unsharded parameters were gathered from them."""
-        return any(bucket.is_stale() for bucket in self._group.unsharded.buckets)
+    @property
+    def are_offloaded(self) -> bool:
+        """True if some are in host memory, and computation is on a device."""
+        return any(bucket.is_offloaded for bucket in self._group.buckets)
+
+    @property
+    def can_be_compared(self) -> bool:
+        """False if unsharded parameters have to be gathered again, whether or not their contents changed."""
+        return all(bucket.can_be_compared for bucket in self._group.unsharded.buckets)
+
+    def differ(self) -> Tensor:
+        """Whether this rank's shards changed since the all-gather, as a bool on the device."""
+        if not self.can_be_compared:
+            return torch.ones((), dtype=torch.bool, device=self._group.device)
+        return torch.stack([bucket.differs() for bucket in self._group.unsharded.buckets]).any()
 
     def refresh_flat_weights(self) -> None:
         """Let RNN modules see the parameters that are shown now; they keep a list of their own."""

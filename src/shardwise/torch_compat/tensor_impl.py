@@ -68,6 +68,14 @@ def as_subclass_of_parameter(cls: type, data: Tensor, requires_grad: bool) -> nn
     return torch.Tensor._make_subclass(cls, data, requires_grad)  # type: ignore[return-value]
 
 
+def assert_later(is_right: Tensor, message: str) -> None:
+    """Raise a RuntimeError if ``is_right`` is False: at once on the host; a device stops when it comes to it.
+
+    The host does not wait for the device. There is no public function (2.11 to 2.15).
+    """
+    torch._assert_async(is_right, message)
+
+
 def set_grad_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
     """Have gradients of ``tensor``, a leaf, be cast to ``dtype`` and added up in it.
 

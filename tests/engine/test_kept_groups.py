@@ -1,0 +1,235 @@
+"""Groups that stay unsharded from one forward to the next: when they are gathered again, and what finding out costs.
+
+Each comparison whose answer the host reads makes it wait for all that the device has been given.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from failure_models import built
+from harness import World
+from models import even_tower, random_batch
+from reference import mean_of_squares
+from scenario import Side, assert_same
+from torch import Tensor, nn
+
+from shardwise.engine.members import sharded_members
+from shardwise.optim import FlatOptimizer
+
+READS = ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero")
+
+
+@contextmanager
+def counted(model: Any) -> Iterator[dict[str, int]]:
+    """Inside, what a forward costs: all-gathers, all-reduces, and answers of the device that the host reads."""
+    counts = {"gathers": 0, "all-reduces": 0, "reads": 0}
+
+    def counting(what: str, call: Any) -> Any:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            counts[what] += 1
+            return call(*args, **kwargs)
+
+        return count
+
+    def observe(event: str, name: str) -> None:
+        counts["gathers"] += event == "gather"
+
+    (root,) = {member.root for member in sharded_members(model)}
+    root.observe(observe)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", counting("all-reduces", dist.all_reduce))
+        patch.setattr(torch, "equal", counting("reads", torch.equal))
+        for name in READS:
+            patch.setattr(Tensor, name, counting("reads", getattr(Tensor, name)))
+        yield counts
+    root.observe(None)
+
+
+def kept_tower() -> Any:
+    torch.manual_seed(0)
+    model: Any = Side(is_sharded=True).shard_tower(even_tower(), reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    return model
+
+
+def sgd(model: nn.Module) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.01, foreach=True)
+
+
+def flat_adamw(model: nn.Module) -> Any:
+    return FlatOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+
+
+class ByHand:
+    """Not an optimizer of torch's: nobody is told of its steps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.params = list(model.parameters())
+
+    def step(self) -> None:
+        for param in self.params:
+            param.data.add_(param.grad, alpha=-0.01)
+
+    def zero_grad(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+
+def costs_of_a_step(make_optimizer: Callable[[Any], Any], syncs: list[bool]) -> list[str]:
+    """Of each forward in the third step, with a microbatch for each item of ``syncs``."""
+    model = kept_tower()
+    optimizer = make_optimizer(model)
+    costs = []
+    for step in range(3):
+        for microbatch, sync in enumerate(syncs):
+            model.set_requires_gradient_sync(sync)
+            inputs = random_batch(4 * step + microbatch, 4, dtype=torch.float32)
+            with counted(model) as counts:
+                loss = mean_of_squares(model, inputs)
+            costs.append(", ".join(f"{number} {what}" for what, number in counts.items()))
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return costs[-len(syncs) :]
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, flat_adamw])
+def test_an_accumulation_asks_nobody_and_reads_nothing(world2: World, make_optimizer: Any) -> None:
+    first, second = world2.run(costs_of_a_step, make_optimizer, [False, False, True])
+    assert first == second
+    assert_expected_inline(
+        "\n".join(first),
+        """\
+4 gathers, 0 all-reduces, 0 reads
+0 gathers, 0 all-reduces, 0 reads
+0 gathers, 0 all-reduces, 0 reads""",
+    )
+
+
+def test_after_a_synchronised_microbatch_one_answer_is_read(world2: World) -> None:
+    """For the caller has gradients then, and may have changed shards in any way, on any rank."""
+    first, second = world2.run(costs_of_a_step, sgd, [True, True])
+    assert first == second
+    assert_expected_inline(
+        "\n".join(first),
+        """\
+4 gathers, 0 all-reduces, 0 reads
+0 gathers, 1 all-reduces, 1 reads""",
+    )
+
+
+def test_after_a_step_that_nobody_told_of_one_answer_is_read(world2: World) -> None:
+    first, second = world2.run(costs_of_a_step, ByHand, [False, True])
+    assert first == second
+    assert_expected_inline(
+        "\n".join(first),
+        """\
+4 gathers, 1 all-reduces, 1 reads
+0 gathers, 0 all-reduces, 0 reads""",
+    )
+
+
+def gathers_with_frozen_blocks() -> list[list[str]]:
+    """What each of three steps gathers where the blocks are frozen, and another optimizer steps in between."""
+    model = kept_tower()
+    model.blocks.requires_grad_(False)
+    other = nn.Linear(2, 2)
+    optimizers = [
+        torch.optim.SGD(p, lr=0.1) for p in (filter(wants_grad, model.parameters()), other.parameters())
+    ]
+    (root,) = {member.root for member in sharded_members(model)}
+    found = []
+    for step in range(4):
+        gathered: list[str] = []
+        root.observe(lambda event, name, to=gathered: to.append(name) if event == "gather" else None)
+        mean_of_squares(model, random_batch(step, 4, dtype=torch.float32)).backward()
+        other(torch.ones(2)).sum().backward()
+        optimizers[1 if step == 1 else 0].step()
+        found.append(gathered)
+    return found
+
+
+def wants_grad(param: Tensor) -> bool:
+    return param.requires_grad
+
+
+def test_what_no_optimizer_steps_is_not_gathered_again(world2: World) -> None:
+    for first, second, third, fourth in world2.run(gathers_with_frozen_blocks):
+        assert len(first) == 4
+        assert (second, third, fourth) == (["Tower"], [], ["Tower"])
+
+
+# --- the numbers ----------------------------------------------------------------------------------------
+
+
+def train_accumulating(side: Side, make_optimizer: Any) -> None:
+    """With a step that changes shards unseen, evaluation between steps, and weights loaded in between."""
+    model = built(even_tower)
+    side.shard_tower(model, reshard_after_forward=False)
+    if side.is_sharded:
+        model.set_reshard_after_backward(False)  # type: ignore[operator]
+    optimizer = make_optimizer(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        for microbatch in range(3):
+            side.sync(model, microbatch == 2)
+            mean_of_squares(model, side.inputs(4 * step + microbatch)).backward()
+        side.note_gradients(model)
+        optimizer.step()
+        if step == 1:
+            with torch.no_grad():
+                side.note_mean("evaluation", mean_of_squares(model, side.inputs(40)))
+        if step == 2:  # the gathered groups are there, and an optimizer has stepped
+            model.load_state_dict({name: value.clone() * 0.5 for name, value in model.state_dict().items()})
+    side.note_parameters(model)
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, ByHand, flat_adamw])
+def test_accumulation_trains_as_without_sharding(world2: World, make_optimizer: Any) -> None:
+    assert_same(world2, train_accumulating, make_optimizer)
+
+
+# --- what is refused ------------------------------------------------------------------------------------
+
+
+def counted_change(param: Tensor) -> None:
+    param.mul_(2)
+
+
+def unseen_change(param: Tensor) -> None:
+    param.data.mul_(2)
+
+
+def answer_to_a_change(change: Callable[[Tensor], None]) -> tuple[str, list[str]]:
+    """What the forward after it says, and what the one after that gathers."""
+    model = kept_tower()
+    model.set_requires_gradient_sync(False)
+    inputs = random_batch(0, 4, dtype=torch.float32)
+    model(inputs).sum().backward()
+    with torch.no_grad():
+        change(model.blocks[1].up.weight)
+    with pytest.raises(RuntimeError) as caught:
+        model(inputs)
+    (root,) = {member.root for member in sharded_members(model)}
+    gathered: list[str] = []
+    root.observe(lambda event, name: gathered.append(name) if event == "gather" else None)
+    model(inputs)
+    return str(caught.value), gathered
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [(counted_change, "blocks.1.up.weight has changed"), (unseen_change, "its parameters have changed")],
+)
+def test_a_change_between_unsynchronised_microbatches_is_refused(
+    world2: World, change: Any, says: str
+) -> None:
+    """And not used in part: the forward after that gathers what was changed."""
+    for message, gathered in world2.run(answer_to_a_change, change):
+        assert f"blocks.1: {says} between microbatches" in message
+        assert gathered == ["blocks.1"]
