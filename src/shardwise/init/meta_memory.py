@@ -53,6 +53,9 @@ def give_memory(model: nn.Module) -> None:
         nn_modules.map_tensors(
             model, lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
         )
+        for group in groups_in(model):
+            for param in group.shards.params:
+                param.describe_itself()
 
 
 def _give_plain_memory(model: nn.Module, device: torch.device) -> None:

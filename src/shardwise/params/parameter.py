@@ -236,6 +236,7 @@ class Param:
 
     def describe_itself(self) -> None:
         """Restore what a conversion or an assignment has lost on the sharded parameter."""
+        dtensor.restore_mesh(self.sharded, self.joint_mesh)
         self._allow_gradients(self.sharded)
         for key, value in self.original.attributes.items():
             vars(self.sharded).setdefault(key, value)

@@ -65,14 +65,23 @@ def make_dtensor(local: Tensor, spec: DTensorSpec, cls: type[DTensor] = DTensor)
 def make_parameter(local: Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
     """A parameter that is a DTensor over ``local``, with the process groups of the mesh of ``spec``.
 
-    ``nn.Parameter`` detaches its tensor, and DTensor's cache of operations then answers with the first equal
-    mesh that it has seen, whose process groups may be others, or gone. Seen on 2.11 to 2.15. A mesh with the
-    same process groups stays: compiled graphs are good for one object.
+    ``nn.Parameter`` detaches its tensor, which may change the mesh: see ``restore_mesh``.
     """
     param = nn.Parameter(make_dtensor(local, spec), requires_grad)
-    if spec_of(param).mesh._dim_group_names != spec.mesh._dim_group_names:
-        param._spec = spec  # type: ignore[attr-defined]
+    restore_mesh(param, spec.mesh)
     return param
+
+
+def restore_mesh(tensor: Tensor, mesh: DeviceMesh) -> None:
+    """Give ``tensor``, a DTensor that an operation has returned, the process groups of ``mesh`` again.
+
+    DTensor's cache of operations answers with the first equal mesh that it has seen, whose process groups may
+    be others, or gone. Seen on 2.11 to 2.15. A mesh with the same process groups stays: compiled graphs are
+    good for one object.
+    """
+    spec = spec_of(tensor)
+    if spec.mesh._dim_group_names != mesh._dim_group_names:
+        tensor._spec = DTensorSpec(mesh, spec.placements, tensor_meta=spec.tensor_meta)  # type: ignore[attr-defined]
 
 
 @cache
