@@ -1,7 +1,7 @@
 """A device that is simulated on the host: its module, with streams and events that write down who waits for whom.
 
 As strict as torch. A generic ``torch.Stream`` waits for nothing, silently, where it is given an event of the
-device; an event or a stream of the device takes only its own kind.
+device; an event or a stream of the device takes only its own kind; a stream that is entered is not entered again.
 """
 
 from collections.abc import Iterator
@@ -37,6 +37,8 @@ class Stream:
         self.name, self.device = name, device
 
     def __enter__(self) -> None:
+        if self in self.device.current[1:]:  # torch 2.11 refuses it so
+            raise RuntimeError("Stream's context should not be initialized.")
         self.device.log.append(f"{self.name} is current")
         self.device.current.append(self)
 
