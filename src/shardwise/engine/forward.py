@@ -2,8 +2,8 @@
 
 The order is recorded, then replayed: a forward records the groups that it enters. In the next forward, each
 group that is entered first prefetches the one that came after it, whose all-gather overlaps with the
-computation. Every step checks the record; if the order differs, prefetch stops until the next forward, which
-follows the new order.
+computation. Every step checks the record. A forward that leaves out some groups goes on behind them; if the
+order differs otherwise, prefetch stops until the next forward, which follows the new order.
 """
 
 from typing import TYPE_CHECKING
@@ -70,7 +70,7 @@ class ForwardPass:
         """The module of ``call`` is about to run: have the parameters of its group unsharded."""
         root, group, memory = self._root, call.group, self._root.memory
         if group not in memory.led:
-            root.prefetch.forward_order.enter(group)
+            root.prefetch.enter_in_forward(group)
             self._entered.append(group)
         memory.unshard(group)
         if memory.reason(group) is not INFERENCE:

@@ -29,14 +29,22 @@ class Order:
         self._cursor = 0
         self._is_followed = True
 
-    def enter(self, group: ParameterGroup) -> None:
-        """``group`` is used now: advance, or stop following if another was planned."""
+    def enter(self, group: ParameterGroup) -> Sequence[ParameterGroup]:
+        """``group`` is used now: advance to it. Returns the groups that were planned before it.
+
+        If it does not come any more, the plan is not followed from now on.
+        """
         if not self._is_followed:
-            return
-        if self._cursor < len(self._planned) and self._planned[self._cursor] is group:
+            return ()
+        start = self._cursor
+        if start < len(self._planned) and self._planned[start] is group:
             self._cursor += 1
-        elif self._cursor == 0 or self._planned[self._cursor - 1] is not group:
+        elif start == 0 or self._planned[start - 1] is not group:
+            if group in self._planned[start:]:
+                self._cursor = self._planned.index(group, start) + 1
+                return self._planned[start : self._cursor - 1]
             self._is_followed = False
+        return ()
 
     def resume_at(self, group: ParameterGroup) -> None:
         """If the plan is not being followed, follow it again from the next place of ``group`` in it."""
@@ -59,6 +67,15 @@ class Prefetch:
         self._root = root
         self.forward_order = Order()
         self.backward_order = Order()
+
+    def enter_in_forward(self, group: ParameterGroup) -> None:
+        """``group`` is used now. Of those left out, what was unsharded ahead gives way to what comes next."""
+        memory, skipped = self._root.memory, self.forward_order.enter(group)
+        if not skipped or not self.forward_order.upcoming(group.policy.prefetch):
+            return
+        for each in skipped:
+            if each is not group and memory.reason(each) is AHEAD:
+                memory.release(each)
 
     def in_forward(self, group: ParameterGroup) -> None:
         """Begin to unshard what comes after ``group`` in forward."""
