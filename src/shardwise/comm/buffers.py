@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import to_dlpack
 
 from shardwise.layout.slots import Layout, Slot
 
@@ -108,7 +109,10 @@ def with_own_storage(view: Tensor) -> Tensor:
     A view that is saved alone drags the whole buffer along. And torch cannot copy (``copy.deepcopy``)
     DTensors whose local tensor does not begin at the start of its storage.
     """
-    return view if view.is_meta else torch.from_dlpack(view)
+    if view.is_meta:
+        return view
+    # By a capsule: given the tensor itself, torch asks that its device be the current one.
+    return torch.from_dlpack(to_dlpack(view))
 
 
 def dtype_of(slot: Slot) -> torch.dtype:
