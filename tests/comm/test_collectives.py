@@ -3,21 +3,24 @@
 The values are small integers, so that sums are exact in every dtype and in every order.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from expecttest import assert_expected_inline
 from harness import World
 from torch import Tensor
 
 from shardwise.comm.all_gather import AllGather
-from shardwise.comm.buffers import FlatShard, UnshardedBuffer
+from shardwise.comm.buffers import FlatShard, UnshardedBuffer, with_own_storage
 from shardwise.comm.communicators import BackendCollectives, Communicator, SingleRank, make_communicator
 from shardwise.comm.gloo import GlooExchange
 from shardwise.comm.reduce_scatter import ReduceScatter
 from shardwise.comm.streams import HostStream
 from shardwise.layout.slots import Layout, SlotSpec, plan_layout
+from shardwise.torch_compat import c10d
 
 CPU = torch.device("cpu")
 SHAPES: list[tuple[tuple[int, ...], torch.dtype, int]] = [  # and the dim to shard on
@@ -148,6 +151,97 @@ def chosen_communicators() -> list[str]:
 def test_gloo_on_the_host_is_served_by_direct_exchange(world1: World, world2: World) -> None:
     assert world2.run(chosen_communicators)[0] == ["GlooExchange", "BackendCollectives"]
     assert world1.run(chosen_communicators)[0] == ["SingleRank", "SingleRank"]
+
+
+def calls_of_a_sum(
+    monkeypatch: pytest.MonkeyPatch, divisor: float, *, force_sum: bool = False, backend: str = "nccl"
+) -> list[str]:
+    """What 8 ranks are asked to sum of the number 64 in each dtype, and what is done with a sum of 64."""
+    told = []
+
+    def summed(_pg: Any, output: Tensor, source: Tensor, op: Any, _is_async: bool) -> None:
+        by = f" of {source[0].item():g} times {op.factor:g}" if isinstance(op, c10d.PremultipliedSum) else ""
+        name = by or f" {str(op).rsplit('.', 1)[-1].lower()} of {source[0].item():g}"
+        told.append(f"{str(output.dtype).removeprefix('torch.')}:{name}")
+        output.fill_(64)
+
+    monkeypatch.setattr(c10d, "backend_name", lambda *_: backend)
+    monkeypatch.setattr(c10d, "reduce_scatter", summed)
+    pg: Any = SimpleNamespace(size=lambda: 8)
+    comm = BackendCollectives(pg, CPU)
+    comm.force_sum = force_sum
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    outputs = [torch.zeros(1, dtype=dtype) for dtype in dtypes]
+    comm.reduce_scatter(outputs, [torch.full((8,), 64.0, dtype=dtype) for dtype in dtypes], divisor)()
+    return [f"{line}, then 64 -> {output.item():g}" for line, output in zip(told, outputs, strict=True)]
+
+
+def test_the_back_end_divides_as_far_as_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums in float16 are divided in two steps; bfloat16 never by a factor, which torch passes wrongly."""
+    cases: list[tuple[float, dict[str, Any]]] = [
+        (8.0, {}),
+        (16.0, {}),  # 2 replicas of 8 shards
+        (1.0, {}),
+        (8.0, {"force_sum": True}),
+        (8.0, {"backend": "mpi"}),
+    ]
+    told: list[str] = []
+    for by, how in cases:
+        told += [f"by {by:g} {how or 'on NCCL'}", *calls_of_a_sum(monkeypatch, by, **how)]
+    assert_expected_inline(
+        "\n".join(told),
+        """\
+by 8 on NCCL
+float32: avg of 64, then 64 -> 64
+bfloat16: avg of 64, then 64 -> 64
+float16: of 64 times 0.25, then 64 -> 32
+by 16 on NCCL
+float32: of 64 times 0.0625, then 64 -> 64
+bfloat16: sum of 64, then 64 -> 4
+float16: of 64 times 0.25, then 64 -> 16
+by 1 on NCCL
+float32: sum of 64, then 64 -> 64
+bfloat16: sum of 64, then 64 -> 64
+float16: sum of 64, then 64 -> 64
+by 8 {'force_sum': True}
+float32: sum of 64, then 64 -> 8
+bfloat16: sum of 64, then 64 -> 8
+float16: sum of 16, then 64 -> 32
+by 8 {'backend': 'mpi'}
+float32: sum of 64, then 64 -> 8
+bfloat16: sum of 64, then 64 -> 8
+float16: sum of 16, then 64 -> 32""",
+    )
+
+
+def test_each_factor_is_an_operation_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's objects for two factors count as equal, and options are cached."""
+    made: list[float] = []
+    monkeypatch.setattr(
+        dist.distributed_c10d,
+        "_make_nccl_premul_sum",
+        lambda factor: (made.append(factor), dist.ReduceOp.SUM)[1],
+        raising=False,
+    )
+    c10d._reduce_options.cache_clear()
+    for factor in (0.5, 0.25, 0.5):
+        c10d._reduce_options(c10d.PremultipliedSum(factor), True)
+    c10d._reduce_options.cache_clear()
+    assert made == [0.5, 0.25]
+
+
+def test_storage_of_its_own_is_made_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a CUDA tensor that is not on the current device, ``__dlpack__`` refuses to tell."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BufferError("Can't export tensors on a different CUDA device index.")
+
+    monkeypatch.setattr(Tensor, "__dlpack__", refuse)
+    base = torch.arange(8.0)
+    own = with_own_storage(base[2:4])
+    base.mul_(10)
+    assert own.tolist() == [20.0, 30.0]
+    assert own.untyped_storage().nbytes() == 8
 
 
 def messages_beside_ours() -> tuple[float, bool]:

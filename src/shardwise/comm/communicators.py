@@ -130,6 +130,9 @@ class SingleRank:
         return nothing
 
 
+_AVERAGE = (dist.ReduceOp.AVG, 1.0, 1.0)
+
+
 class BackendCollectives:
     """The back end's own collectives, several as one call where it can.
 
@@ -159,8 +162,8 @@ class BackendCollectives:
         )
         self._is_async = device.type == "cpu"
         self._can_coalesce = True
-        # The fake back end moves nothing, and counts as one that averages.
-        self._averages = c10d.backend_name(pg, device) in ("nccl", "fake")
+        # The fake back end moves nothing, and counts as one that divides.
+        self._divides = c10d.backend_name(pg, device) in ("nccl", "fake")
         self.force_sum = False
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
@@ -176,25 +179,56 @@ class BackendCollectives:
         return waiting_for(works)
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
-        """Sum and divide, in the back end where it averages over exactly this world."""
-        averages = self._averages and not self.force_sum and divisor == self._world
-        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
-        if averages and len(outputs) == 1:
-            return waiting_for([c10d.reduce_scatter(self._pg, outputs[0], inputs[0], op, self._is_async)])
-        works: list[Any] = []
-        inputs, before = (inputs, 1.0) if averages else divided_before(inputs, divisor)
+        """Sum and divide, in the back end as far as it can."""
+        if len(outputs) == 1:
+            return self._reduce_scatter(outputs, inputs, divisor)
+        finishes = []
         for dtype in dict.fromkeys(output.dtype for output in outputs):
             pairs = [(o, i) for o, i in zip(outputs, inputs, strict=True) if o.dtype == dtype]
             outs, ins = [o for o, _ in pairs], [i for _, i in pairs]
-            issued = self._coalesced(c10d.reduce_scatter_coalesced, outs, ins, op)
-            works += issued or [c10d.reduce_scatter(self._pg, o, i, op, self._is_async) for o, i in pairs]
+            finishes.append(self._reduce_scatter(outs, ins, divisor))
 
         def finish() -> None:
-            waiting_for(works)()
-            if outputs and not averages and divisor != before:
-                foreach.div_(list(outputs), divisor / before)
+            for each in finishes:
+                each()
 
         return finish
+
+    def _reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
+        """The same for tensors of one dtype."""
+        op, before, after = self._division(outputs[0].dtype, divisor)
+        if before != 1:
+            inputs = [source / before for source in inputs]
+        works = self._coalesced(c10d.reduce_scatter_coalesced, outputs, inputs, op) or [
+            c10d.reduce_scatter(self._pg, output, source, op, self._is_async)
+            for output, source in zip(outputs, inputs, strict=True)
+        ]
+        wait = waiting_for(works)
+        if after == 1:
+            return wait
+
+        def finish() -> None:
+            wait()
+            foreach.div_(list(outputs), after)
+
+        return finish
+
+    def _division(self, dtype: torch.dtype, divisor: float) -> tuple[Any, float, float]:
+        """How to divide a sum: the operation of the back end, and what is left before and after it.
+
+        The sum of float16 numbers is divided in two steps whatever the divisor: an average divides by all of
+        it first, and small numbers are lost.
+        """
+        divides = self._divides and not self.force_sum
+        if divides and divisor == self._world and dtype is not torch.float16:
+            return _AVERAGE
+        before = factor_before_sum(dtype, divisor)
+        if not divides:
+            return dist.ReduceOp.SUM, before, divisor / before
+        first = divisor if before == 1 else before
+        if first != 1 and dtype in c10d.PremultipliedSum.dtypes:
+            return c10d.PremultipliedSum(1 / first), 1.0, divisor / first
+        return dist.ReduceOp.SUM, before, divisor / before
 
     def _coalesced(self, call: Any, outputs: Any, inputs: Any, *more: Any) -> list[Any] | None:
         """One call for all pairs; None where there is only one pair, or the back end cannot."""
