@@ -8,13 +8,15 @@ import torch.distributed as dist
 from events import events_of
 from expecttest import assert_expected_inline
 from harness import World
+from simulated_device import streams_on_the_host
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from shardwise.buckets import bucket_reduction
+from shardwise.buckets import bucket_reduction, communication
 from shardwise.comm import reduction
+from shardwise.comm.communicators import BackendCollectives
 from shardwise.observe import memory_snapshot
 from shardwise.optim import offload_optimizer_state
 
@@ -102,6 +104,53 @@ reduced 1
 sum over replicas
 reduced 0""",
         )
+
+
+class Scaled(nn.Module):
+    """A layer and a scalar, which every rank keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4, bias=False), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale
+
+
+def streams_of_a_scalar(shape: tuple[int, ...]) -> tuple[list[str], float]:
+    """The streams that broadcasts of its gradient ran on, and that gradient."""
+    names = ("replicate", "shard")[-len(shape) :]
+    on_back_end = mock.patch.object(communication, "make_communicator", BackendCollectives)
+    with streams_on_the_host() as device, on_back_end:
+        torch.manual_seed(0)
+        model = Scaled()
+        fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+        used: list[str] = []
+        plain = dist.broadcast
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            used.append(device.current[-1].name)
+            return plain(*args, **kwargs)
+
+        with mock.patch.object(dist, "broadcast", noted):
+            model(torch.full((1, 4), 1.0 + dist.get_rank())).sum().backward()
+        streams = [line for line in device.log if line == "replicate is current"]
+    return used + streams, model.scale.grad.full_tensor().item()  # type: ignore[attr-defined]
+
+
+def test_scalars_are_broadcast_by_the_stream_that_reduces(world2: World) -> None:
+    """On the stream of the replicas, later reductions of the same communicator would wait for it."""
+    torch.manual_seed(0)
+    plain = Scaled()
+    sum(plain(torch.full((1, 4), 1.0 + rank)).sum() / 2 for rank in range(2)).backward()  # type: ignore[union-attr]
+    for used, gradient in world2.run(streams_of_a_scalar, (2,)):
+        assert used == ["reduce"]
+        torch.testing.assert_close(gradient, plain.scale.grad.item())  # type: ignore[union-attr]
+
+
+def test_with_replicas_they_are_broadcast_once_replicas_are_summed(world4: World) -> None:
+    for used, _ in world4.run(streams_of_a_scalar, (2, 2)):
+        assert used == ["replicate", "replicate is current"]
 
 
 def outputs_alive() -> int:

@@ -3,6 +3,7 @@
 Sums that are not to go on to the replicas yet stay here, and are added to the next ones.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from operator import or_
 
@@ -43,7 +44,10 @@ class BucketReduction:
                 each.plan_for(layout)
         self._gradients = gradients
         self._destination = destination
-        self._has_unequal_copies = self._can_copies_differ()
+        # Copies are made equal behind the last sum: over the shards, or over replicas.
+        can_differ, has_replicas = self._can_copies_differ(), not mesh.replicate_axis.is_alone
+        self._differ_over_shards = can_differ and not has_replicas
+        self._differ_over_replicas = can_differ and has_replicas
         self.earlier: Tensor | None = None
         """Sums that have yet to be summed over replicas."""
         # Set by close for accumulate: which parameters have a gradient in the reduction or in the earlier
@@ -55,7 +59,15 @@ class BucketReduction:
         """A reduction with nothing sent yet. ``is_filled``: every parameter will have a gradient."""
         allocate = partial(buffer_for, self._layout, self._mesh.device, is_filled=is_filled)
         divisor = 1.0 if self._communication.averages_itself else divisor
-        return Reduction(self._reduce_scatter, self._layout, divisor, streams, allocate, is_filled=is_filled)
+        return Reduction(
+            self._reduce_scatter,
+            self._layout,
+            divisor,
+            streams,
+            allocate,
+            is_filled=is_filled,
+            agree=self._broadcast_copies if self._differ_over_shards else None,
+        )
 
     def close(self, reduction: Reduction, all_reduces: bool, hook: Hook | None) -> None:
         """All gradients are sent: continue with the replicas, if ``all_reduces``."""
@@ -66,7 +78,7 @@ class BucketReduction:
         destination = (
             self._destination if self._covers_replicas else Destination(self._layout, self._mesh.device)
         )
-        agree = self._broadcast_copies if self._has_unequal_copies else None
+        agree = self._broadcast_copies if self._differ_over_replicas else None
         replicas = NO_REPLICAS
         if replica_sum is not None or earlier is not None or hook is not None or agree is not None:
             summed = [
@@ -85,13 +97,16 @@ class BucketReduction:
         comm, options = self._communication.reduce_scatter, self._communication.options
         return not comm.sums_are_bitwise_equal or options.reducer is not None
 
-    def _broadcast_copies(self, output: Tensor) -> None:
-        """Broadcast the first rank's gradients of what all ranks keep."""
+    def _broadcast_copies(self, output: Tensor, indices: Sequence[int]) -> None:
+        """Broadcast the first rank's gradients of what all ranks keep of these parameters."""
+        slots = [self._layout.slots[index] for index in indices]
         copies = [
             output[slot.shard_offset : slot.shard_offset + slot.spec.itemsize]
-            for slot in self._layout.slots
+            for slot in slots
             if slot.is_replicated
         ]
+        if not copies:
+            return
         flat = torch.cat(copies)
         pg = self._communication.options.reduce_pg or self._mesh.shard_axis.pg
         dist.broadcast(flat, group=pg, group_src=0)

@@ -21,6 +21,7 @@ from shardwise.comm.streams import CommStreams, CommWork, Finish
 from shardwise.layout.slots import Layout
 
 Hook = Callable[[Tensor], None]
+Agree = Callable[[Tensor, Sequence[int]], None]
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,14 @@ class ReplicaReduction:
 
     ``summed``: indices of the parameters that may have gradients on some rank. ``all_reduce`` sums over
     replicas in place; None where there are no replicas, or not now. ``earlier``: sums of earlier backwards
-    that have yet to be summed over replicas. ``agree`` gives ranks that keep the same scalars the same bits.
+    that have yet to be summed over replicas. ``agree``: see ``Reduction``; here for sums over replicas.
     """
 
     summed: frozenset[int] = frozenset()
     all_reduce: AllReduce | None = None
     earlier: Tensor | None = None
     hook: Hook | None = None
-    agree: Callable[[Tensor], None] | None = None
+    agree: Agree | None = None
 
     @property
     def has_work(self) -> bool:
@@ -82,6 +83,8 @@ class Reduction:
     called on the reducing stream: memory that the optimizer reads goes back to that stream's pool, from which
     only later reductions allocate, and those come after the optimizer. The computing stream may be far ahead
     of an optimizer that runs on a stream of its own. ``is_filled``: every parameter will have a gradient.
+    ``agree`` gives scalars, which all ranks keep, the same bits on all of them: those among the parameters of
+    these indices, in a buffer of sums. It communicates as the reduce-scatter does, and so on its stream.
     """
 
     def __init__(
@@ -93,8 +96,10 @@ class Reduction:
         allocate: Callable[[], Tensor],
         *,
         is_filled: bool,
+        agree: Agree | None = None,
     ) -> None:
         self._reduce = reduce
+        self._agree = agree
         self._layout = layout
         self._divisor = divisor
         self._streams = streams
@@ -127,7 +132,16 @@ class Reduction:
     def _start(self, part: GradientPart, gradients: Sequence[Tensor | None]) -> Finish:
         if not self.part_reductions:
             self.output = self._allocate()
-        return self._reduce.start(self._streams.reduce_scatter, part, gradients, self.output, self._divisor)
+        finish = self._reduce.start(self._streams.reduce_scatter, part, gradients, self.output, self._divisor)
+        if self._agree is None:
+            return finish
+        agree = partial(self._agree, self.output, part.indices)
+
+        def finish_alike() -> None:
+            finish()
+            agree()
+
+        return finish_alike
 
     def close(self, replicas: ReplicaReduction, destination: Destination) -> None:
         """All parts are sent; say what happens to the sums."""
@@ -203,7 +217,7 @@ class Reduction:
             if wait is not None:
                 wait()
             if replicas.agree is not None:
-                replicas.agree(self.output)
+                replicas.agree(self.output, range(len(self._layout.slots)))
             if replicas.hook is not None:
                 for part in parts:
                     replicas.hook(part)
