@@ -632,3 +632,36 @@ def test_what_a_forward_adds_to_containers_that_it_was_given_is_there_afterwards
 ) -> None:
     for graphs, unlike, wrong in world2.run(collect, dtype, timeout=120):
         assert (graphs, unlike, wrong) == (1, [], [])
+
+
+# --- between whom ---------------------------------------------------------------------------------
+
+
+def process_groups_in_graphs(how: str) -> tuple[list[str], list[str], int]:
+    """By which process groups the collectives of a model's graphs go, and how many graphs there are.
+
+    Compiled before any eager step, and with the number of graphs after one.
+    """
+    found: dict[str, set[str]] = {"all_gather_into_tensor": set(), "reduce_scatter_tensor": set()}
+
+    def look(graph: Any, _inputs: Any) -> Any:
+        for node in graph.graph.nodes:
+            name = str(node.target).split(".")[-2:][0]
+            if name in found:
+                found[name].add(str(node.args[-1]))
+        return make_boxed_func(graph.forward)
+
+    model: Any = shard_blocks(Tower())
+    model.set_separate_reduce_scatter_group(True)
+    run = compiled(model, how, aot_autograd(fw_compiler=look, bw_compiler=look))
+    for each in (run, model, run):
+        each(random_batch(0, 4).float()).sum().backward()
+    gathers, reductions = map(sorted, found.values())
+    return gathers, reductions, num_graphs()
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_graphs_reduce_over_a_process_group_of_their_own_from_the_first_on(world2: World, how: str) -> None:
+    for gathers, reductions, graphs in world2.run(process_groups_in_graphs, how):
+        assert (len(gathers), graphs) == (1, 1)
+        assert [name.startswith("shardwise_reduce") for name in reductions] == [True]

@@ -41,9 +41,11 @@ def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) ->
     is_root = group is member.root.group
     _refuse_in_graphs(member)
     gathers_again = member.root.reshards_after_forward(group) and torch.is_grad_enabled()
-    for bucket in group.buckets:
+    reduce_groups = member.names_of_reduce_groups().splitlines()
+    for bucket, reduce_group in zip(group.buckets, reduce_groups, strict=True):
         params = _params_of(module, group, bucket)
-        fulls = _full_tensors(group, bucket, params, gathers_again)
+        ways = _ways(group, bucket, reduce_group)
+        fulls = _full_tensors(ways, params, gathers_again)
         dynamo.allowed_in_checkpoints(_shadow, params, fulls)
     if is_root and group.device.type != "cpu":
         args, kwargs = map_tensors((args, kwargs), lambda t: t.to(group.device, non_blocking=True))
@@ -66,12 +68,10 @@ def _params_of(module: nn.Module, group: ParameterGroup, bucket: Bucket) -> list
     return [p for p in bucket.params if any(site.module is m for site in p.sites for m in inside)]
 
 
-def _full_tensors(
-    group: ParameterGroup, bucket: Bucket, params: Sequence[Param], gathers_again: bool
-) -> list[Tensor]:
+def _full_tensors(ways: Ways, params: Sequence[Param], gathers_again: bool) -> list[Tensor]:
     shards = [_registered(param).to_local() for param in params]
     pieces = [_piece(param, shard) for param, shard in zip(params, shards, strict=True)]
-    run = partial(gather, pieces=pieces, ways=_ways(group, bucket))
+    run = partial(gather, pieces=pieces, ways=ways)
 
     def gathered(*shards: Tensor) -> list[Tensor]:
         return run(shards)
@@ -85,13 +85,15 @@ def _piece(param: Param, shard: Tensor) -> Piece:
     return Piece(param.shape, param.dim, own_size, param.precision.computed, param.precision.reduced)
 
 
-def _ways(group: ParameterGroup, bucket: Bucket) -> Ways:
-    mesh, reduce_pg = bucket.mesh, bucket.communication.options.reduce_pg
+def _ways(group: ParameterGroup, bucket: Bucket, reduce_group: str) -> Ways:
+    mesh = bucket.mesh
+    if group.settings.separate_reduce_group is False:  # read here, so that a graph ends with the choice
+        reduce_group = ""
     return Ways(
         group.device,
         mesh.shard_axis.world,
         _name(mesh.shard_axis),
-        _name(mesh.shard_axis) if reduce_pg is None else reduce_pg.group_name,
+        reduce_group or _name(mesh.shard_axis),
         _name(mesh.replicate_axis),
         group.settings.divide_factor or float(mesh.num_ranks),
     )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from shardwise.groups.group import Listener, ParameterGroup
+from shardwise.torch_compat import dynamo
 
 if TYPE_CHECKING:
     from shardwise.engine.root import Root
@@ -19,6 +20,19 @@ class Member:
 
     group: ParameterGroup
     root: "Root"
+
+    @dynamo.call_while_tracing
+    def names_of_reduce_groups(self) -> str:
+        """For each bucket a line: the name of the process group for reductions, empty if it has none.
+
+        For graphs that are compiled before any eager forward has made the process groups.
+        """
+        preparation = self.root.preparation
+        groups = [
+            preparation.process_groups.for_reductions(self.group, bucket.mesh.shard_axis.pg)
+            for bucket in self.group.buckets
+        ]
+        return "".join("\n" if pg is None else f"{pg.group_name}\n" for pg in groups)
 
 
 def set_member(module: nn.Module, member: Member) -> None:

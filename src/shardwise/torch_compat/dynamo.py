@@ -1,10 +1,12 @@
 """What ``torch.compile`` traces, and what it must leave alone. Seen on 2.11 to 2.13."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+_C = TypeVar("_C", bound=Callable[..., Any])
 
 functional_collectives: Any = torch.ops._c10d_functional
 """Collectives as operators of a graph. Those of ``torch.distributed`` cannot be part of an operator of ours,
@@ -29,6 +31,16 @@ def break_graphs(function: Callable[..., Any]) -> None:
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = "shardwise gathers, frees and reduces here"
     run_outside_graphs(function)
+
+
+def call_while_tracing(function: _C) -> _C:
+    """Have dynamo call ``function``, a method without arguments, while it traces; the result is a constant.
+
+    As ``torch.compiler.assume_constant_result`` does, by the mark that it leaves; but that imports dynamo.
+    """
+    marked: Any = function
+    marked._dynamo_marked_constant = True
+    return function
 
 
 def skip_frame(function: Callable[..., Any]) -> None:
