@@ -134,6 +134,9 @@ class CPUOffloadPolicy(OffloadPolicy):
     Args:
         pin_memory: True (default) pins the host memory of shards and gradients, which other processes then
             cannot use. False makes the computation wait for the copies. Changes nothing on a CPU mesh.
+            Torch rounds each pinned buffer up to a power of two, here one for the shards and one for the
+            gradients of a group: up to twice the memory. From torch 2.13 on
+            ``PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1`` has it round small buffers alone.
 
     Raises:
         TypeError: from ``fully_shard``: ``pin_memory`` is not a bool.

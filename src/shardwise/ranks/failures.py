@@ -12,6 +12,10 @@ On a device, the host does not wait: collectives are queued. There the thread re
 been issued for half a second, and aborts the communicators, so that the device does not hang; the error is
 raised at the next forward, backward or public call.
 
+What NCCL itself finds (a network that fails, a timeout) is seen by a thread of torch, not by a call of ours:
+it writes to the log and ends the process, on every rank. TORCH_NCCL_ASYNC_ERROR_HANDLING=2 has it abort the
+communicators instead, upon which the next collective raises here, and is explained as any other.
+
 A rank may catch an exception and continue: then it marks its note as over, for which others have some
 patience.
 All ranks may raise alike and continue, some sooner than others: a rank that has failed itself after as many
