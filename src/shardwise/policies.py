@@ -322,6 +322,8 @@ class CommPolicy:
             take much memory, and for at most 64 parameters of a group, the largest.
         prefetch: how many groups are unsharded ahead of the one in use, in forward and in backward (default
             1). At most ``prefetch + 1`` groups are unsharded at once, beside those that the caller keeps.
+            With 0, and in the first forward, an all-gather waits for the computation before it, whose memory
+            is freed first.
         backward_prefetch: when backward prefetches. "before" (default): before it computes the gradients of
             the group in use, for the most overlap. "after": when these gradients are complete and being
             reduced, and the group in use is resharded, for less memory. "after" reshards later where some
