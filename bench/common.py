@@ -77,7 +77,7 @@ def tune_peer(model: Any, blocks: Iterable[Any]) -> list[str]:
     """Set on the peer's sharded ``model`` what its users can set by hand; return the names of the settings.
 
     A communicator of its own for reductions, two buffers of gradients in flight (both from torch 2.13 on:
-    what the installed one lacks is left out), and gathers one block ahead, in forward, where the peer has
+    what the installed one lacks is left out), and unshards one block ahead, in forward, where the peer has
     nothing under way on its own without a stream, and in backward. Collective where a communicator is made:
     call it on all ranks, after `fully_shard` and before the first step.
 
@@ -96,7 +96,7 @@ def tune_peer(model: Any, blocks: Iterable[Any]) -> list[str]:
             done.append(name)
     for this, following in pairwise(chain):
         this.set_modules_to_forward_prefetch([following])
-    # Backward begins with the root's own parameters, which stay gathered; then it runs the blocks in reverse.
+    # Backward begins with the root's own parameters, which stay unsharded; then come the blocks in reverse.
     for this, following in pairwise([model, *reversed(chain[1:])]):
         this.set_modules_to_backward_prefetch([following])
     return [*done, "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"]

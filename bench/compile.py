@@ -3,7 +3,7 @@
 Claim: compiled block by block, a step of a 25 M parameter GPT on two processes of one core each takes
 shardwise at most 0.75 of the time it takes torch's FSDP2 ("the peer") by its own recipe for that. Compiled as
 a whole, the model is one graph without breaks, takes no longer than the peer's blocks, and holds at most a
-block more than eager steps at its peaks: a gather is copied into place in a graph, and not ahead of time.
+block more than eager steps at its peaks: an all-gather is copied into place in a graph, not ahead of time.
 What `model ahead` gains on that is shown; nothing is claimed of it.
 
 How: one launch over gloo. Every rank holds every variant, from the same seed, and runs them in turn; a

@@ -34,7 +34,7 @@ from strategies import sent_bytes
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from shardwise import CommPolicy, shard_model
-from shardwise.policies import LowPrecisionReduction, QuantizedGather, QuantizedReduction
+from shardwise.policies import LowPrecisionReduction, QuantizedAllGather, QuantizedReduction
 from shardwise.strategies import register_comm_hook
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_gpt.py"
@@ -51,7 +51,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "int8 gradients and weights": {
         "hook": QuantizedReduction(),
-        "weights": QuantizedGather(),
+        "weights": QuantizedAllGather(),
         **{"gradient_share": INT8, "weight_share": INT8},
         "options": ["--send-gradients", "int8", "--send-weights", "int8"],
     },
@@ -68,7 +68,7 @@ COLUMNS = {
 def measure(setting: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
     """Bytes and time of a step, on this rank."""
     torch.manual_seed(0)
-    policy = CommPolicy(quantized_gather=setting["weights"])
+    policy = CommPolicy(quantized_all_gather=setting["weights"])
     model = shard_model(GPT(options), strategy=options.strategy, comm_policy=policy)
     if setting["hook"] is not None:
         register_comm_hook(model, None, setting["hook"])
@@ -94,9 +94,9 @@ def formula(setting: dict[str, Any], options: argparse.Namespace) -> float:
         model = GPT(options)
     whole = sum(p.numel() * 4 for p in model.parameters()) / 1e6
     blocks = sum(p.numel() * 4 for block in model.blocks for p in block.parameters()) / 1e6
-    gathers = whole if options.strategy != "zero3" else whole + blocks
+    all_gathers = whole if options.strategy != "zero3" else whole + blocks
     share = (options.processes - 1) / options.processes
-    return (gathers * setting["weight_share"] + whole * setting["gradient_share"]) * share
+    return (all_gathers * setting["weight_share"] + whole * setting["gradient_share"]) * share
 
 
 def worker(rank: int, options: argparse.Namespace, folder: str) -> None:

@@ -15,13 +15,13 @@ peer and shardwise's for ours.
 
 Floor: for forward and backward the row `floor` issues, for each block, what any sharding must issue: two
 all-gathers and one reduce-scatter over preallocated buffers of the size that Shard(0) makes of its
-parameters, nothing else. No variant that gathers again in backward can add less (one that keeps its
-parameters gathered could, and at world 1 nothing need be issued at all). For the optimizer it is the same
+parameters, nothing else. No variant that all-gathers again in backward can add less (one that keeps its
+parameters unsharded could, and at world 1 nothing need be issued at all). For the optimizer it is the same
 AdamW on one flat tensor, and beside it on the shards as plain tensors.
 
 Refuted by: a ratio above its target that stands out of the noise, which is how far `peer again` (a
 second instance of the peer) is from 1.0. Or by a variant that skips work: compare
-`collectives` with the peer's (one less is meant: the last block is gathered once for forward and backward).
+`collectives` with the peer's (one less is meant: the last block is unsharded once for forward and backward).
 
 What it cannot show: device time, overlap, real networks. The fake group leaves this rank's own numbers,
 or none, where those of others belong, so that the results are meaningless (denormals are flushed, lest they

@@ -1,17 +1,17 @@
 """What prefetching costs in memory, and what it brings, by the settings of `CommPolicy`.
 
-Claim: gathers begun earlier hide behind the computation, for the memory of the groups gathered ahead:
+Claim: all-gathers begun earlier hide behind the computation, for the memory of the groups unsharded ahead:
 `prefetch` of them in forward and backward; with backward_prefetch "after" none beside the group in use.
-What it brings depends on how long a gather takes beside the computation of a block. So the first table
+What it brings depends on how long an all-gather takes beside the computation of a block. So the first table
 is of the loopback interface as it is, and the second of one that passes --mbit megabits a second
 (`tc tbf` in a network namespace of its own: needs root and iproute2; left out where it cannot be made).
 
 How: one launch a table, 2 processes of one core, the GPT of step_time.py in all settings from one seed,
-in turn, as there; times are medians over steps of the slower rank. Memory: the most bytes of gathered
+in turn, as there; times are medians over steps of the slower rank. Memory: the most bytes of unsharded
 buffers and of full gradients that were allocated at once in a step, looked at after each event of the
 schedule, in units of a block.
 
-Refuted by: more gathered groups than prefetch + 1 beside the root; different losses.
+Refuted by: more unsharded groups than prefetch + 1 beside the root; different losses.
 
     python bench/prefetch.py --json prefetch.json
 """
@@ -41,7 +41,7 @@ SETTINGS = {
     "default": CommPolicy(),
     "prefetch=0": CommPolicy(prefetch=0),
     "prefetch=2": CommPolicy(prefetch=2),
-    "prefetch=2, max_gathers=1": CommPolicy(prefetch=2, max_gathers=1),
+    "prefetch=2, max_prefetched=1": CommPolicy(prefetch=2, max_prefetched=1),
     'backward "after"': CommPolicy(backward_prefetch="after"),
     "backward None": CommPolicy(backward_prefetch=None),
 }
@@ -49,14 +49,14 @@ COLUMNS = {
     "setting": "setting",
     "step_ms": "step, ms",
     "ratio": "ratio to default",
-    "forward": "gathered in forward, blocks",
-    "backward": "gathered in backward, blocks",
+    "forward": "unsharded in forward, blocks",
+    "backward": "unsharded in backward, blocks",
     "gradients": "full gradients, blocks",
 }
 
 
 class Memory:
-    """The most bytes that a schedule had in gathered buffers and full gradients."""
+    """The most bytes that a schedule had in unsharded buffers and full gradients."""
 
     def __init__(self, model: nn.Module) -> None:
         self.groups = [member.group for member in sharded_members(model)]
@@ -68,11 +68,11 @@ class Memory:
         if event in ("forward", "backward"):
             self.phase = event
         buckets = [bucket for group in self.groups for bucket in group.unsharded.buckets]
-        gathered = sum(bucket.buffer._storage.nbytes() for bucket in buckets)
+        unsharded = sum(bucket.buffer._storage.nbytes() for bucket in buckets)
         waiting = [full.grad for group in self.groups for full in group.unsharded.params]
         flying = [g for group in self.groups for r in group.reductions.in_flight() for g in r.gradients]
         gradients = sum(g.untyped_storage().nbytes() for g in (*waiting, *flying) if g is not None)
-        self.peaks[self.phase] = max(self.peaks[self.phase], gathered)
+        self.peaks[self.phase] = max(self.peaks[self.phase], unsharded)
         self.peaks["gradients"] = max(self.peaks["gradients"], gradients)
 
 

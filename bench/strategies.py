@@ -6,7 +6,7 @@ state holds and sends what the paper says (Rajbhandari et al., 2020, sections 5 
     ddp            P + P + 2 P             sends 2 P a step
     zero1          P + P + (2 P + P) / N         2 P     shards beside the full parameters
     zero2          P + (P + 2 P + P) / N         2 P     likewise; full only from forward to backward
-    zero3          (P + P + 2 P) / N             3 P     2 P for what stays gathered from forward to backward:
+    zero3          (P + P + 2 P) / N             3 P     2 P for what stays unsharded into backward:
                                                          the root's group and the last block
 
 times (N - 1) / N for what is sent, by each rank; `hybrid` is zero3 over the ranks of a host (half of
@@ -148,8 +148,8 @@ def formulas(strategy: str, options: argparse.Namespace) -> dict[str, float]:
     keeps = strategy in ("zero1", "zero2", "hybrid_zero2")
     parameters = whole if shard == 1 else whole / shard + (whole if keeps else stays)
     gradients = whole if strategy in ("ddp", "zero1") else whole / shard
-    gathers = 0 if strategy == "ddp" else whole if keeps else 2 * whole - stays
-    sent = (gathers + whole) * (ranks - 1) / ranks
+    all_gathers = 0 if strategy == "ddp" else whole if keeps else 2 * whole - stays
+    sent = (all_gathers + whole) * (ranks - 1) / ranks
     if hosts > 1:
         sent += 2 * whole / ranks * (hosts - 1) / hosts
     if strategy == "ddp":

@@ -11,7 +11,7 @@ peer tuned by hand, and this library. A step is forward, backward, AdamW and zer
 float32 parameters; its time is the maximum over hosts.
 
 Bound: `compute` is forward and backward of the plain row, while both hosts compute, and of its AdamW the
-share of one of the ranks. `bytes` is what a rank has to send: every block but the last is gathered in
+share of one of the ranks. `bytes` is what a rank has to send: every block but the last is all-gathered in
 forward and in backward, the last and the root's group once, and every gradient goes to its owner, once.
 `bandwidth` is that of the wire. (`measured` is what gloo gets of it: the fastest of a few large exchanges,
 both directions at once, before and after the steps. Headers take 5 %; `share of its core` is CPU time over
@@ -104,7 +104,7 @@ def raw_mbit(num_mb: int) -> list[float]:
 
 
 def bytes_to_send(options: argparse.Namespace) -> float:
-    """What a rank has to send in a step: blocks gathered twice but for the last, the root once, and every
+    """What a rank has to send in a step: blocks all-gathered twice but for the last, the root once, and every
     gradient once."""
     with torch.device("meta"):
         model = GPT(options)

@@ -4,7 +4,7 @@
                                                                  -> logits (batch, length, 256)
 
 `model.blocks` is where `fully_shard` is applied block by block: a block is the unit whose weights
-are gathered together, used, and given back.
+are unsharded together, used, and given back.
 """
 
 import math
@@ -94,8 +94,8 @@ class GPT(nn.Module):
 def generate(model: GPT, prompt: bytes, count: int, seed: int, temperature: float = 0.8) -> bytes:
     """Continue `prompt` by `count` bytes.
 
-    Every rank has to call this with the same arguments: each forward gathers the weights, and a
-    gather needs all ranks. The number of forwards does not depend on what is drawn, so the ranks
+    Every rank has to call this with the same arguments: each forward all-gathers the weights,
+    which needs all ranks. The number of forwards does not depend on what is drawn, so the ranks
     stay together.
     """
     device = next(model.parameters()).device

@@ -70,7 +70,7 @@ def main() -> None:
             print(f"told to stop: saved at step {done} of {settings.steps}; --resume goes on", flush=True)
         dist.destroy_process_group()
         return
-    # All ranks take part: a forward gathers weights. It draws the same bytes on each of them.
+    # All ranks take part: a forward all-gathers weights. It draws the same bytes on each of them.
     with sampling(model, settings):
         sample = generate(model, SAMPLE_PROMPT, SAMPLE_BYTES, settings.seed)
 
@@ -103,13 +103,13 @@ def compile_parts(model: GPT, settings: argparse.Namespace) -> None:
 
 
 def shard_by_name(model: GPT, settings: argparse.Namespace) -> None:
-    """Let a strategy decide what each rank holds; a block's weights are gathered for its own work."""
+    """Let a strategy decide what each rank holds; a block's weights are unsharded for its own work."""
     from shardwise import CommPolicy, shard_model
-    from shardwise.policies import LowPrecisionReduction, QuantizedGather, QuantizedReduction
+    from shardwise.policies import LowPrecisionReduction, QuantizedAllGather, QuantizedReduction
     from shardwise.strategies import register_comm_hook
 
     sends_int8 = settings.send_weights == "int8"
-    policy = CommPolicy(quantized_gather=QuantizedGather() if sends_int8 else None)
+    policy = CommPolicy(quantized_all_gather=QuantizedAllGather() if sends_int8 else None)
     shard_model(model, strategy=settings.strategy, wrap=type(model.blocks[0]), comm_policy=policy)
     if settings.send_gradients == "bf16":
         register_comm_hook(model, None, LowPrecisionReduction(torch.bfloat16))
@@ -119,9 +119,9 @@ def shard_by_name(model: GPT, settings: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def sampling(model: GPT, settings: argparse.Namespace) -> Iterator[None]:
-    """Gather the weights once for many forwards, where the implementation can; and compile none of these.
+    """Unshard the weights once for many forwards, where the implementation can; and compile none of these.
 
-    Each is one byte longer than the one before, and a graph gathers weights whenever it runs.
+    Each is one byte longer than the one before, and a graph all-gathers weights whenever it runs.
     """
     with contextlib.ExitStack() as stack:
         if settings.compile is not None:
@@ -138,7 +138,7 @@ def shard_by_hand(model: GPT, settings: argparse.Namespace) -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(settings.device.type, settings.mesh, mesh_dim_names=("shard",))
-    # One call per block: its weights are gathered for its own forward and backward, then freed.
+    # One call per block: its weights are unsharded for its own forward and backward, then freed.
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     # The call on the whole model takes what is left: embeddings, last norm, head.
@@ -241,7 +241,7 @@ def mean_loss(model: GPT, windows: torch.Tensor, settings: argparse.Namespace) -
 
 @torch.no_grad()
 def evaluate(model: GPT, batches: list[torch.Tensor], settings: argparse.Namespace) -> float:
-    """Validation loss over all ranks, which must hold equally many batches: forwards gather."""
+    """Validation loss over all ranks, which must hold equally many batches: forwards all-gather."""
     losses = [mean_loss(model, rows_of_this_rank(batch), settings) for batch in batches]
     return mean_over_ranks(torch.stack(losses).mean())
 

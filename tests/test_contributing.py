@@ -82,6 +82,6 @@ def events_of_the_second_step() -> str:
 
 
 def test_it_shows_the_events_of_a_step_in_order(world2: World) -> None:
-    (block,) = re.findall(r"```\n(gather R.*?)```", TEXT, flags=re.DOTALL)
+    (block,) = re.findall(r"```\n(unshard R.*?)```", TEXT, flags=re.DOTALL)
     lines = [re.split(r" {2,}", line)[0] for line in block.splitlines()]
     assert world2.run(events_of_the_second_step) == [", ".join(lines)] * 2

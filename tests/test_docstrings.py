@@ -32,7 +32,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     )
 } | {
     name: getattr(policies, name)
-    for name in ("LowPrecisionReduction", "QuantizedGather", "QuantizedReduction", "ShardPlacementResult")
+    for name in ("LowPrecisionReduction", "QuantizedAllGather", "QuantizedReduction", "ShardPlacementResult")
 }
 DOCUMENTED = METHODS | HANDLES | FUNCTIONS
 CANNOT_FAIL = {"ShardPlacementResult"}

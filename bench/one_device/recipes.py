@@ -24,7 +24,7 @@ from one_device.side import STEPS, WIDTH, Side, building, loss_of, train
 from shardwise import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
 from shardwise.policies import (
     LowPrecisionReduction,
-    QuantizedGather,
+    QuantizedAllGather,
     QuantizedReduction,
     ShardPlacementResult,
 )
@@ -35,7 +35,7 @@ def tower(depth: int = 3) -> nn.Module:
     return models.Tower(WIDTH, 2 * WIDTH, depth)
 
 
-# --- how parameters are sharded, gathered and kept ------------------------------------------------
+# --- how parameters are sharded, unsharded and kept -----------------------------------------------
 
 
 def full(side: Side) -> None:
@@ -170,7 +170,7 @@ def by_strategy(strategy: str, side: Side) -> None:
 
 
 def extensions(side: Side) -> None:
-    """Weights that say themselves what of them is gathered: bfloat16 of a master in float64."""
+    """Weights that say themselves what of them is all-gathered: bfloat16 of a master in float64."""
     side.width = models.WIDTH
     make = partial(Stack, TravelsLow, 16, side.is_sharded)
     train(side, side.shard(side.build(make, dtype=None)))
@@ -235,8 +235,8 @@ def by_hook(hook: Any, side: Side) -> None:
     train(side, model)
 
 
-def quantized_gather(side: Side) -> None:
-    policy = CommPolicy(quantized_gather=QuantizedGather(block_size=16))
+def quantized_all_gather(side: Side) -> None:
+    policy = CommPolicy(quantized_all_gather=QuantizedAllGather(block_size=16))
     train(side, side.shard(side.build(tower), comm_policy=policy))
 
 
@@ -400,7 +400,7 @@ RECIPES: dict[str, Recipe] = {
     "comm hook": Recipe(comm_hook),
     "low-precision reduction": Recipe(partial(by_hook, LowPrecisionReduction()), LOW),
     "quantized reduction": Recipe(partial(by_hook, QuantizedReduction(block_size=16)), ROUNDED),
-    "quantized gather": Recipe(quantized_gather, ROUNDED),
+    "quantized all-gather": Recipe(quantized_all_gather, ROUNDED),
     "custom collectives": Recipe(custom),
     "separate communicator": Recipe(separate_communicator),
     "accumulation": Recipe(accumulation),

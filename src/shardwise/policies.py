@@ -18,7 +18,7 @@ __all__ = [
     "LowPrecisionReduction",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
-    "QuantizedGather",
+    "QuantizedAllGather",
     "QuantizedReduction",
     "ShardPlacementResult",
 ]
@@ -215,7 +215,7 @@ class ShardPlacementResult:
 
 
 @dataclass(frozen=True)
-class QuantizedGather:
+class QuantizedAllGather:
     """All-gather parameters as int8, with a float32 scale for each block of elements.
 
     Sends a quarter of the bytes of float32, half of those of bfloat16. All ranks compute with the same
@@ -233,14 +233,14 @@ class QuantizedGather:
 
     Example::
 
-        fully_shard(model, comm_policy=CommPolicy(quantized_gather=QuantizedGather()))
+        fully_shard(model, comm_policy=CommPolicy(quantized_all_gather=QuantizedAllGather()))
     """
 
     block_size: int = 256
 
     def __post_init__(self) -> None:
         """Refuse a ``block_size`` that is not a size."""
-        _check_count("QuantizedGather", "block_size", self.block_size, 1)
+        _check_count("QuantizedAllGather", "block_size", self.block_size, 1)
 
 
 @dataclass(frozen=True)
@@ -329,10 +329,10 @@ class CommPolicy:
             reduced, and the group in use is resharded, for less memory. "after" reshards later where some
             parameters of a group are frozen, or a nested backward (reentrant checkpointing) recomputes parts
             of it, which the group's first backward shows. None: never.
-        max_gathers: the largest number of prefetched groups at once, whatever asks for more,
+        max_prefetched: the largest number of prefetched groups at once, whatever asks for more,
             ``set_modules_to_forward_prefetch`` included. None (default): no limit.
-        quantized_gather: all-gather parameters in fewer bytes; see :class:`QuantizedGather`. None (default):
-            as they are.
+        quantized_all_gather: all-gather parameters in fewer bytes; see :class:`QuantizedAllGather`. None
+            (default): as they are.
         part_bytes: large gradients of a group are reduced, and freed, before the others are complete, in
             parts of at least this many bytes of full gradients and at least a quarter of the group's. 0: in
             quarters of any size. None (default): the default of the back end, which spares small groups the
@@ -340,9 +340,10 @@ class CommPolicy:
             reduced together in any case.
 
     Raises:
-        TypeError: a size or count is not an int, or ``quantized_gather`` is not a :class:`QuantizedGather`.
-        ValueError: a size or ``prefetch`` is below 0, ``max_gathers`` is below 1, or ``backward_prefetch`` is
-            none of the three.
+        TypeError: a size or count is not an int, or ``quantized_all_gather`` is not a
+            :class:`QuantizedAllGather`.
+        ValueError: a size or ``prefetch`` is below 0, ``max_prefetched`` is below 1, or ``backward_prefetch``
+            is none of the three.
 
     Example::
 
@@ -353,8 +354,8 @@ class CommPolicy:
     packing_limit_bytes: int | None = None
     prefetch: int = 1
     backward_prefetch: Literal["before", "after"] | None = "before"
-    max_gathers: int | None = None
-    quantized_gather: QuantizedGather | None = None
+    max_prefetched: int | None = None
+    quantized_all_gather: QuantizedAllGather | None = None
     part_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -364,17 +365,17 @@ class CommPolicy:
         if self.part_bytes is not None:
             _check_count("CommPolicy", "part_bytes", self.part_bytes, 0)
         _check_count("CommPolicy", "prefetch", self.prefetch, 0)
-        if self.max_gathers is not None:
-            _check_count("CommPolicy", "max_gathers", self.max_gathers, 1)
+        if self.max_prefetched is not None:
+            _check_count("CommPolicy", "max_prefetched", self.max_prefetched, 1)
         if self.backward_prefetch not in ("before", "after", None):
             raise ValueError(
                 f'CommPolicy: backward_prefetch is {self.backward_prefetch!r}; pass "before", "after" or '
                 "None."
             )
-        if not isinstance(self.quantized_gather, (QuantizedGather, type(None))):
+        if not isinstance(self.quantized_all_gather, (QuantizedAllGather, type(None))):
             raise TypeError(
-                f"CommPolicy: quantized_gather is {self.quantized_gather!r}; pass a "
-                "shardwise.policies.QuantizedGather or None."
+                f"CommPolicy: quantized_all_gather is {self.quantized_all_gather!r}; pass a "
+                "shardwise.policies.QuantizedAllGather or None."
             )
 
 
@@ -382,7 +383,7 @@ _MEANINGS = {
     "packing_limit_bytes": "it is a size in bytes, 0 or more, or None for the default of the back end",
     "part_bytes": "it is a size in bytes, 0 or more, or None for the default of the back end",
     "prefetch": "it counts groups, 0 (none) or more",
-    "max_gathers": "it counts groups, 1 or more, or None for no limit",
+    "max_prefetched": "it counts groups, 1 or more, or None for no limit",
     "block_size": "it counts numbers, 1 or more",
 }
 

@@ -565,7 +565,7 @@ class SettingsRun(Run):
                 module.unshard(async_op=True)
 
     def do_unshard_edit(self, block: nn.Module, step: Draw) -> None:
-        """What was gathered ahead is not what the next forward uses."""
+        """What was unsharded ahead is not what the next forward uses."""
         self.do_unshard_async(block, step)
         self.do_edit(block, step)
 

@@ -461,7 +461,7 @@ class Leg:
         times = 1 + how["twice"]
         if how["inside"] == "inference" and self.leg["start"] != "meta" and sharded_members(self.model):
             self.model.eval()
-            with inference(self.model):  # what was gathered is not used any more
+            with inference(self.model):  # what was unsharded is not used any more
                 self.model(self.batch(3))
                 self.load_once(before, how)
             self.model.train()

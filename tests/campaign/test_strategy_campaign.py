@@ -250,7 +250,7 @@ def comm_policy_of(draw: Draw) -> CommPolicy:
         packing_limit_bytes=draw["packing"],
         prefetch=draw["prefetch"],
         backward_prefetch=draw["backward_prefetch"],
-        max_gathers=draw["max_gathers"],
+        max_prefetched=draw["max_prefetched"],
         part_bytes=draw["parts"],
     )
 
@@ -451,7 +451,7 @@ DRAWS = Record(
         "parts": Choice(None, 0, 100),
         "prefetch": Choice(1, 0, 2, 3),
         "backward_prefetch": Choice("before", "after", "after", None),
-        "max_gathers": Choice(None, None, 1, 2),
+        "max_prefetched": Choice(None, None, 1, 2),
         "unused": Choice(None, None, None, 0, 1, 2),
         "ignored": Choice(*(None,) * 8, "params", "module", "block"),
         "inner": Choice(*(None,) * 8, "block", "child"),
@@ -545,11 +545,11 @@ def _without_what_is_known(draw: Draw) -> Draw:
             draw["checkpoint"] = "non_reentrant"
     for action in actions_of(draw):
         if action["kind"] == "inference":
-            # A first forward that fails on some ranks is played in the order of calls, not of gathers; and
+            # A first forward that fails on some ranks is played in the order of calls, not of unshards; and
             # ranks that run different numbers keep different orders, by which they prefetch afterwards.
             action["warm"] = True
         if action["kind"] == "unshard":
-            # A gather on its way reads shards that are changed and changed back, and nothing tells.
+            # An all-gather on its way reads shards that are changed and changed back, and nothing tells.
             action["waits"] = True
     return draw
 
@@ -940,7 +940,7 @@ class StrategyRun(Run):
     # --- checking ---
 
     def assert_settled(self) -> None:
-        """Nothing is left unreduced or shadowed, nor gathered but where that was asked for."""
+        """Nothing is left unreduced or shadowed, nor unsharded but where that was asked for."""
         if not self.is_sharded:
             return
         for member, found in zip(

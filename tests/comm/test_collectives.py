@@ -92,7 +92,7 @@ def part_of(tensor: Tensor, dim: int, start: int, end: int) -> Tensor:
     return tensor.narrow(dim, start, end - start)
 
 
-def gather_everything(limit: int) -> None:
+def all_gather_everything(limit: int) -> None:
     layout = layout_of(limit)
     expected = full_values(0)
     for comm in communicators():
@@ -110,8 +110,8 @@ def gather_everything(limit: int) -> None:
 
 @all_worlds
 @all_limits
-def test_every_rank_gathers_every_parameter(world: World, limit: int) -> None:
-    world.run(gather_everything, limit)
+def test_every_rank_all_gathers_every_parameter(world: World, limit: int) -> None:
+    world.run(all_gather_everything, limit)
 
 
 def reduce_everything(limit: int, missing: int | None, divisor: float) -> None:
@@ -245,7 +245,7 @@ def test_storage_of_its_own_is_made_on_any_device(monkeypatch: pytest.MonkeyPatc
 
 
 def messages_beside_ours() -> tuple[float, bool]:
-    """The caller's own point-to-point messages must not meet those of a gather in flight."""
+    """The caller's own point-to-point messages must not meet those of an all-gather in flight."""
     rank, other = dist.get_rank(), 1 - dist.get_rank()
     layout = planned([((4,), torch.float32, 0)], 2, 0)
     shard = FlatShard(layout, rank, CPU)
@@ -262,5 +262,5 @@ def messages_beside_ours() -> tuple[float, bool]:
     return theirs[0].item(), torch.equal(full, torch.tensor([0.0, 0.0, 1.0, 1.0]))
 
 
-def test_the_callers_own_messages_do_not_mix_with_a_gather(world2: World) -> None:
+def test_the_callers_own_messages_do_not_mix_with_an_all_gather(world2: World) -> None:
     assert world2.run(messages_beside_ours) == [(11.0, True), (10.0, True)]

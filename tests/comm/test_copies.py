@@ -58,7 +58,7 @@ def test_even_parameters_above_the_packing_limit_are_never_copied(world: World) 
 
 def test_packing_costs_a_copy_each_way(world2: World) -> None:
     for counts in world2.run(copies_of_a_step, WIDTH, 1 << 30):
-        assert counts["copied"] == 8 * BLOCK  # out after five gathers, in before three reductions
+        assert counts["copied"] == 8 * BLOCK  # out after five all-gathers, in before three reductions
 
 
 def test_an_uneven_gradient_is_padded_once(world2: World) -> None:

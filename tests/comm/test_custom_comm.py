@@ -39,7 +39,7 @@ def train_with_custom_comms(side: Side, make: Any, returns_work: bool, names: li
         if comms is not None and side.world > 1:  # a rank alone need not communicate
             chosen = 4 if names is None else len(names)
             assert len(comms.reduce.calls) == chosen, "each group is reduced by one call"
-            assert len(comms.gather.calls) >= 2 * chosen - 1, "forward and backward gather by a call each"
+            assert len(comms.gather.calls) >= 2 * chosen - 1, "forward and backward all-gather by a call each"
             assert sum(call["sent"] for call in comms.reduce.calls) >= numel(model, names)
             comms.check(side.world)
             comms.clear()
@@ -348,7 +348,7 @@ def test_an_event_is_kept_until_the_next_forward_and_no_longer(world1: World) ->
 # --- weights that backward does not need ----------------------------------------------------------
 
 
-def embedding_not_gathered_for_backward(side: Side) -> None:
+def embedding_not_unsharded_for_backward(side: Side) -> None:
     model = built(language_model)
     side.shard(model.embed, *model.blocks, model, reshard_after_forward=True)
     gathers = AllGather(returns_work=True)
@@ -365,14 +365,14 @@ def embedding_not_gathered_for_backward(side: Side) -> None:
         optimizer.step()
         side.assert_settled(model)
         if side.is_sharded:
-            assert len(gathers.calls) == 1, f"gathered {len(gathers.calls)} times in a step"
+            assert len(gathers.calls) == 1, f"all-gathered {len(gathers.calls)} times in a step"
             gathers.calls.clear()
     side.note_parameters(model)
 
 
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
-def test_an_embedding_need_not_be_gathered_for_backward(world: World) -> None:
-    assert_same(world, embedding_not_gathered_for_backward)
+def test_an_embedding_need_not_be_unsharded_for_backward(world: World) -> None:
+    assert_same(world, embedding_not_unsharded_for_backward)
 
 
 def backward_without_its_weights() -> str:

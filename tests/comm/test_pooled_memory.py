@@ -83,7 +83,7 @@ def symmetric_memory(others_backend: str | None = None) -> Iterator[Symmetric]:
 
 
 @contextmanager
-def gathers_checked(holds: Any) -> Iterator[list[str]]:
+def all_gathers_checked(holds: Any) -> Iterator[list[str]]:
     """Inside, each all-gather of the back end is checked: in place, and in memory that it knows."""
     found: list[str] = []
     gather = c10d.all_gather
@@ -106,7 +106,7 @@ def train_in_symmetric_memory(side: Side, make: Any) -> None:
         side.steps(model, adamw(model), range(3), width=7 if make is uneven_tower else 8)
         side.note_parameters(model)
         return
-    with symmetric_memory() as memory, gathers_checked(memory.holds) as found:
+    with symmetric_memory() as memory, all_gathers_checked(memory.holds) as found:
         side.shard_tower(model)
         for module in (*model.blocks, model):
             use_symmetric_memory(module, "set_symm_mem_for_comm")
@@ -117,7 +117,7 @@ def train_in_symmetric_memory(side: Side, make: Any) -> None:
 
 @pytest.mark.parametrize("make", [even_tower, uneven_tower])
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
-def test_groups_gather_in_place_in_symmetric_memory(world: World, make: Any) -> None:
+def test_groups_all_gather_in_place_in_symmetric_memory(world: World, make: Any) -> None:
     assert_same(world, train_in_symmetric_memory, make)
 
 
@@ -137,7 +137,7 @@ def calls_of_first_steps() -> list[str]:
 
 
 def test_the_back_end_is_chosen_the_communicator_made_and_equal_blocks_take_turns(world2: World) -> None:
-    """One buffer, and on the host, where the next gather begins before this one has ended, one more."""
+    """One buffer, and on the host, where the next all-gather begins before this one has ended, one more."""
     first, second = world2.run(calls_of_first_steps)
     assert first == second
     assert_expected_inline(
@@ -165,7 +165,7 @@ def test_a_back_end_that_was_chosen_before_is_named(world1: World) -> None:
         text,
         """\
 set_symm_mem_for_comm: symmetric memory of this process belongs to another back end than NCCL \
-(symmetric memory is allocated already), and NCCL's collectives, by which Tower is gathered, cannot use \
+(symmetric memory is allocated already), and NCCL's collectives, by which Tower is unsharded, cannot use \
 that. Call this before anything else allocates symmetric memory.""",
     )
 
@@ -186,7 +186,7 @@ def train_in_memory_of_the_group(side: Side, make: Any) -> None:
     def holds(tensor: Tensor) -> bool:
         return any(0 <= tensor.data_ptr() - a.data_ptr() < a.numel() * a.itemsize for a in allocated)
 
-    with pytest.MonkeyPatch.context() as patch, gathers_checked(holds) as found:
+    with pytest.MonkeyPatch.context() as patch, all_gathers_checked(holds) as found:
         patch.setattr(c10d, "can_allocate", lambda pg, device: True)
         patch.setattr(custom.c10d, "allocate_from_group", allocate)
         side.shard_tower(model)
@@ -198,5 +198,5 @@ def train_in_memory_of_the_group(side: Side, make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [even_tower, uneven_tower])
-def test_groups_gather_in_place_in_memory_of_the_process_group(world2: World, make: Any) -> None:
+def test_groups_all_gather_in_place_in_memory_of_the_process_group(world2: World, make: Any) -> None:
     assert_same(world2, train_in_memory_of_the_group, make)

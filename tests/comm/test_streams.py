@@ -223,7 +223,7 @@ def named_streams() -> CommStreams:
     return streams
 
 
-def test_gathers_reductions_and_replicas_have_streams_of_their_own(log: list[str]) -> None:
+def test_all_gathers_reductions_and_replicas_have_streams_of_their_own(log: list[str]) -> None:
     on_device, on_host = named_streams(), CommStreams(CPU)
     assert (on_device.are_device_streams, on_host.are_device_streams) == (True, False)
     assert (

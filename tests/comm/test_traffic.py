@@ -1,4 +1,4 @@
-"""How much is cast, sent and held: one cast a gather, one sum over replicas a group, few at a time."""
+"""How much is cast, sent and held: one cast an all-gather, one sum over replicas a group, few at a time."""
 
 from typing import Any
 from unittest import mock
@@ -46,7 +46,7 @@ class Casts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def casts_of_a_gather() -> tuple[list[int], int]:
+def casts_of_an_all_gather() -> tuple[list[int], int]:
     model = stack(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     model(torch.ones(2, 8))
     with Casts() as casts:
@@ -55,8 +55,8 @@ def casts_of_a_gather() -> tuple[list[int], int]:
     return casts.numels, memory_snapshot(model[0]).shard_bytes // 4
 
 
-def test_a_gather_casts_the_flat_shard_once(world2: World) -> None:
-    for numels, shard in world2.run(casts_of_a_gather):
+def test_an_all_gather_casts_the_flat_shard_once(world2: World) -> None:
+    for numels, shard in world2.run(casts_of_an_all_gather):
         assert numels == [shard]
 
 

@@ -61,12 +61,12 @@ def free(model: nn.Module) -> None:
     for_blocks(model, lambda block: block.set_reshard_after_forward(True))
 
 
-def gather(model: nn.Module) -> None:
+def unshard(model: nn.Module) -> None:
     for_blocks(model, lambda block: block.unshard())
 
 
 def reshard(model: nn.Module) -> None:
-    gather(model)
+    unshard(model)
     for_blocks(model, lambda block: block.reshard())
 
 
@@ -75,7 +75,7 @@ def nothing(model: nn.Module) -> None:
 
 
 EVENTS: list[Callable[[nn.Module], Any]] = [
-    *(nothing, nothing, keep, nothing, free, gather, reshard, nn.Module.eval, nn.Module.train, nothing),
+    *(nothing, nothing, keep, nothing, free, unshard, reshard, nn.Module.eval, nn.Module.train, nothing),
 ]
 
 
@@ -129,7 +129,7 @@ def test_no_graph_is_made_that_would_not_be_without_sharding(
         lives, how, model_class, "aot_eager", torch.float64, timeout=180
     ):
         assert after == before
-        assert after[1] == after[6]  # nor by gathering, keeping and freeing
+        assert after[1] == after[6]  # nor by unsharding, keeping and freeing
         assert (wrong, counted) == ([], {})
 
 

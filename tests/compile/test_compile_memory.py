@@ -98,7 +98,7 @@ def kept_for_backward(how: str, backend: str, **options: Any) -> float:
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
 @by_case
-def test_a_graph_keeps_gathered_blocks_for_backward_only_if_it_is_told_to(
+def test_a_graph_keeps_unsharded_blocks_for_backward_only_if_it_is_told_to(
     world2: World, how: str, backend: str, reshard: bool | None
 ) -> None:
     for kept in world2.run(kept_for_backward, how, backend, reshard_after_forward=reshard, timeout=300):
@@ -131,7 +131,7 @@ def held(how: str, backend: str, **options: Any) -> Held:
     return Held(log.alive_bytes(log.marks["forward"][1]) / B, *peaks)
 
 
-# What was gathered and copies of it in place; in backward what was gathered and gradients, with Inductor beside
+# What was unsharded and copies of it in place; in backward what was unsharded and gradients, with Inductor beside
 # those that are packed.
 BLOCKS_ALIVE = {"aot_eager": (2, 2), "inductor": (2, 3)}
 

@@ -251,7 +251,7 @@ def tensor_parallel(how: str, plan: str, width: int, hidden: int) -> tuple[int, 
         pytest.param("function", "sequences", (8, 16), marks=pytest.mark.slow),
     ],
 )
-def test_parameters_of_tensor_parallel_modules_are_gathered_in_a_graph(
+def test_parameters_of_tensor_parallel_modules_are_unsharded_in_a_graph(
     world4: World, how: str, plan: str, sizes: tuple[int, int]
 ) -> None:
     assert world4.run(tensor_parallel, how, plan, *sizes, timeout=120) == [(1, [], [])] * 4
@@ -303,7 +303,7 @@ def graphs_of(
     return "\n".join(graphs.lines), graphs.saved_bytes
 
 
-def test_a_graph_has_one_gather_and_one_reduction_a_group_and_gathers_again_in_backward(
+def test_a_graph_has_one_all_gather_and_one_reduction_a_group_and_unshards_again_in_backward(
     world2: World,
 ) -> None:
     (graph, _), other = world2.run(graphs_of, "function", timeout=120)
@@ -317,7 +317,7 @@ backward: mm mm gather(148) mm mm mm mm reduce(296) gather(148) mm mm mm mm redu
     )
 
 
-def test_a_compiled_module_gathers_for_itself_outside_of_its_graph(world2: World) -> None:
+def test_a_compiled_module_unshards_for_itself_outside_of_its_graph(world2: World) -> None:
     (graph, _), _ = world2.run(graphs_of, "module", timeout=120)
     assert_expected_inline(
         graph,
@@ -328,7 +328,7 @@ backward: mm mm gather(148) mm mm mm mm reduce(296) gather(148) mm mm mm mm redu
     )
 
 
-def test_checkpointed_blocks_gather_once_for_their_recomputation_and_backward(world2: World) -> None:
+def test_checkpointed_blocks_unshard_once_for_their_recomputation_and_backward(world2: World) -> None:
     (graph, _), _ = world2.run(graphs_of, "function", CheckpointedTower, timeout=120)
     assert_expected_inline(
         graph,
@@ -344,7 +344,7 @@ def wide_tower() -> nn.Module:
 
 
 @pytest.mark.slow
-def test_gathered_weights_are_not_kept_for_backward_unless_asked_for(world2: World) -> None:
+def test_unsharded_weights_are_not_kept_for_backward_unless_asked_for(world2: World) -> None:
     """The blocks have 398592 bytes of weights, the root 17160, which stay for backward."""
     run = partial(world2.run, graphs_of, "function", wide_tower, 64, timeout=120)
     (_, freed), _ = run()
@@ -491,8 +491,8 @@ graph does not know of. Run the last of these steps uncompiled. Or compile the s
 by one (module.compile()), not the one around them: their hooks are then outside of their graphs,
 and do all that they do in eager runs.
 
-Unsupported: Tower: inference() keeps parameters gathered, but a graph gathers by itself. Leave the
-context. Or compile the sharded modules one by one (module.compile()), not the one around them:
+Unsupported: Tower: inference() keeps parameters unsharded, but a graph unshards by itself. Leave
+the context. Or compile the sharded modules one by one (module.compile()), not the one around them:
 their hooks are then outside of their graphs, and do all that they do in eager runs.
 
 Unsupported: Tower: ranks were said to differ in what they use, but a graph communicates in what it
@@ -502,13 +502,13 @@ all that they do in eager runs.""",
     )
 
 
-def test_a_graph_is_not_compiled_over_parameters_that_are_gathered(world2: World) -> None:
+def test_a_graph_is_not_compiled_over_parameters_that_are_unsharded(world2: World) -> None:
     first, _ = world2.run(refusal, while_unsharded, False, timeout=120)
     assert_expected_inline(
         textwrap.fill(first, 100),
         """\
-Unsupported: blocks.0.norm.weight: a graph is being compiled that gathers this parameter, but a full
-one stands where its shard should: inside unsharded(), after unshard(), or where a module calls
+Unsupported: blocks.0.norm.weight: a graph is being compiled that unshards this parameter, but a
+full one stands where its shard should: inside unsharded(), after unshard(), or where a module calls
 itself. Leave the context, or call reshard(), before the first compiled forward.""",
     )
 
@@ -587,7 +587,7 @@ def events_with_compiled_blocks() -> tuple[list[str], list[str], int, list[str]]
 def test_blocks_that_are_compiled_gather_ahead_and_reduce_as_in_eager_runs(world2: World) -> None:
     for eager, with_graphs, graphs, wrong in world2.run(events_with_compiled_blocks, timeout=120):
         assert with_graphs == eager
-        assert "gather blocks.1" in eager[: eager.index("forward blocks.0")]
+        assert "unshard blocks.1" in eager[: eager.index("forward blocks.0")]
         assert (graphs, wrong) == (1, [])  # the blocks share their code
 
 

@@ -289,7 +289,7 @@ def messages(form: str) -> dict[str, str]:
     events = events_of(model)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         model(batch())
-    said["events"] = ", ".join(sorted(set(events)))  # nothing is gathered ahead the first time
+    said["events"] = ", ".join(sorted(set(events)))  # nothing is unsharded ahead the first time
     with shardwise.unsharded(model), torch.no_grad():
         said["forward in unsharded"] = told(lambda: model(batch()))
     block.up.extra = nn.Parameter(torch.ones(2))

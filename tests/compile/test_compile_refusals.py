@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 import shardwise
 from shardwise import CommPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
 from shardwise.init.partial_loads import mark_partly_loaded
-from shardwise.policies import LowPrecisionReduction, QuantizedGather
+from shardwise.policies import LowPrecisionReduction, QuantizedAllGather
 from shardwise.strategies import register_comm_hook
 
 # --- models that a graph cannot have ----------------------------------------------------------------
@@ -40,7 +40,7 @@ def tower() -> nn.Module:
     return Tower()
 
 
-def with_custom_gather() -> nn.Module:
+def with_custom_all_gather() -> nn.Module:
     model = shard_blocks(tower())
     model.blocks[1].set_custom_all_gather(AllGather(returns_work=True))
     return model
@@ -58,8 +58,8 @@ def with_comm_hook() -> nn.Module:
     return model
 
 
-def with_quantized_gather() -> nn.Module:
-    return shard_blocks(tower(), comm_policy=CommPolicy(quantized_gather=QuantizedGather()))
+def with_quantized_all_gather() -> nn.Module:
+    return shard_blocks(tower(), comm_policy=CommPolicy(quantized_all_gather=QuantizedAllGather()))
 
 
 def with_all_reduce_hook() -> nn.Module:
@@ -163,7 +163,13 @@ def with_sums_in_a_dtype_of_their_own() -> nn.Module:
 
 
 DONE_WITHOUT_A_GRAPH = [
-    *(with_custom_gather, with_custom_reduction, with_comm_hook, with_quantized_gather, with_all_reduce_hook),
+    *(
+        with_custom_all_gather,
+        with_custom_reduction,
+        with_comm_hook,
+        with_quantized_all_gather,
+        with_all_reduce_hook,
+    ),
     *(with_extension, with_hook_on_original, with_post_hook_on_original, with_gradients_in_low_precision),
     *(with_class_of_its_own, on_the_whole_mesh, with_sums_in_a_dtype_of_their_own),
     with_an_event_of_the_optimizer,
@@ -207,27 +213,27 @@ def test_what_only_eager_runs_do_is_refused_in_graphs(world2: World) -> None:
     assert_expected_inline(
         told(world2, DONE_WITHOUT_A_GRAPH),
         """\
-with_custom_gather: blocks.1: it was given collectives or memory of its own (set_custom_all_gather,
-set_custom_reduce_scatter, register_comm_hook, quantized_gather, or an allocator), but graphs have
-those of the back end. Leave them away. Or ...
+with_custom_all_gather: blocks.1: it was given collectives or memory of its own
+(set_custom_all_gather, set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an
+allocator), but graphs have those of the back end. Leave them away. Or ...
 
 with_custom_reduction: blocks.1: it was given collectives or memory of its own
-(set_custom_all_gather, set_custom_reduce_scatter, register_comm_hook, quantized_gather, or an
+(set_custom_all_gather, set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an
 allocator), but graphs have those of the back end. Leave them away. Or ...
 
 with_comm_hook: Tower: it was given collectives or memory of its own (set_custom_all_gather,
-set_custom_reduce_scatter, register_comm_hook, quantized_gather, or an allocator), but graphs have
-those of the back end. Leave them away. Or ...
+set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an allocator), but graphs
+have those of the back end. Leave them away. Or ...
 
-with_quantized_gather: Tower: it was given collectives or memory of its own (set_custom_all_gather,
-set_custom_reduce_scatter, register_comm_hook, quantized_gather, or an allocator), but graphs have
-those of the back end. Leave them away. Or ...
+with_quantized_all_gather: Tower: it was given collectives or memory of its own
+(set_custom_all_gather, set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an
+allocator), but graphs have those of the back end. Leave them away. Or ...
 
 with_all_reduce_hook: blocks.1: set_all_reduce_hook() or set_reduce_ignored_params() was called, but
 a graph reduces without asking. Do without it. Or ...
 
-with_extension: blocks.0: its parameters say themselves what is gathered of them, outside of graphs.
-Use plain ones. Or ...
+with_extension: blocks.0: its parameters say themselves what is all-gathered of them, outside of
+graphs. Use plain ones. Or ...
 
 with_hook_on_original: blocks.0: blocks.0.up.weight had hooks for its full gradient, which is inside
 of the graph. Register them after fully_shard, for the reduced one. Or ...
@@ -239,7 +245,7 @@ with_gradients_in_low_precision: Tower: gradients of inlet.weight are kept in to
 autograd puts those of a graph in the dtype of the parameter. Leave out keep_low_precision_grads. Or
 ...
 
-with_class_of_its_own: blocks.0: blocks.0.up.weight is of a class of its own, but a gathered
+with_class_of_its_own: blocks.0: blocks.0.up.weight is of a class of its own, but an unsharded
 parameter is a plain tensor in a graph. Use nn.Parameter. Or ...
 
 on_the_whole_mesh: OnMesh: weight is a DTensor on the whole mesh, whose gradient DTensor would sum
@@ -250,7 +256,7 @@ with_sums_in_a_dtype_of_their_own: Tower: gradients of inlet.weight are to add u
 (accumulate_dtype), but a graph adds up those of several uses as they are computed. Leave
 accumulate_dtype out. Or ...
 
-with_an_event_of_the_optimizer: Tower: set_post_optim_event() was called, but a graph gathers
+with_an_event_of_the_optimizer: Tower: set_post_optim_event() was called, but a graph unshards
 without waiting for it. Let the computing stream wait for the event instead:
 torch.accelerator.current_stream().wait_event(event). Or ...""",
     )
@@ -261,7 +267,7 @@ def test_parts_that_a_few_ranks_keep_are_refused_in_graphs(world4: World) -> Non
         told(world4, [kept_by_pairs]),
         """\
 kept_by_pairs: Tower: reshard_after_forward=2 keeps parameters together among so many ranks until
-backward, but a graph gathers them again from all. Use True or False. Or ...""",
+backward, but a graph unshards them again from all. Use True or False. Or ...""",
     )
 
 
@@ -316,7 +322,7 @@ def test_what_a_graph_cannot_have_is_done_between_graphs(
 
 def left_by_refusal() -> list[str]:
     """Wrong gradients of an eager run and of one of compiled blocks, after a graph was refused."""
-    model, expected = with_custom_gather(), with_custom_gather()
+    model, expected = with_custom_all_gather(), with_custom_all_gather()
     inputs = batch_for(model)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         compiled(model, "function")(inputs)

@@ -48,7 +48,7 @@ def ordered(program: str) -> str:
     return " ".join(step.name for step in one_ahead(steps))
 
 
-def test_each_gather_begins_before_the_one_ahead_of_it_is_waited_for() -> None:
+def test_each_all_gather_begins_before_the_one_ahead_of_it_is_waited_for() -> None:
     assert_expected_inline(
         ordered(
             "p1, G1(p1), w1(G1), c1(w1), p2, G2(p2), w2(G2), c2(c1 w2), p3, G3(p3), w3(G3), c3(c2 w3), out(c3)"
@@ -148,7 +148,7 @@ def test_ranks_begin_collectives_in_one_order_wherever_other_steps_stand(
 
 
 @given(st.integers(1, 8))
-def test_no_more_than_two_gathers_are_under_way_or_in_use(count: int) -> None:
+def test_no_more_than_two_unshards_are_under_way_or_in_use(count: int) -> None:
     steps: list[Step] = []
     for i in range(count):
         before = (f"c{i - 1}",) if i else ()

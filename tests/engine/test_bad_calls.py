@@ -74,7 +74,7 @@ number above 0. The default is the number of ranks, which averages;
 
 @dataclass(frozen=True)
 class Prefetching:
-    """`blocks.0` is told what to gather ahead: a list of the modules of these names, or something else."""
+    """`blocks.0` is told what to unshard ahead: a list of the modules of these names, or something else."""
 
     direction: str
     names: tuple[str, ...] | None = None
@@ -185,7 +185,7 @@ TypeError: register_fsdp_forward_method: type is not an nn.Module.""",
     )
 
 
-def change_a_gathered_weight(model: nn.Module) -> None:
+def change_an_unsharded_weight(model: nn.Module) -> None:
     model.unshard()
     try:
         with torch.no_grad():
@@ -194,12 +194,12 @@ def change_a_gathered_weight(model: nn.Module) -> None:
         model.reshard()
 
 
-def test_f03_a_change_of_a_gathered_weight_that_would_be_lost_is_refused(world2: World) -> None:
+def test_f03_a_change_of_an_unsharded_weight_that_would_be_lost_is_refused(world2: World) -> None:
     assert_expected_inline(
-        refusals(world2, change_a_gathered_weight, build=sharded_tower, **SHARDED),
+        refusals(world2, change_an_unsharded_weight, build=sharded_tower, **SHARDED),
         """\
-RuntimeError: inlet.weight: changed in place while gathered (group
-'Tower'). Inside forward a module sees a gathered copy, which is now
+RuntimeError: inlet.weight: changed in place while unsharded (group
+'Tower'). Inside forward a module sees an unsharded copy, which is now
 freed, so the change would be lost. Change the sharded parameter
 outside of forward, under torch.no_grad().""",
     )
@@ -240,17 +240,17 @@ def copy_one_of_a_list(model: nn.Module) -> None:
     copy.deepcopy(model.blocks[1])
 
 
-def gather_and_copy_one_of_a_list(model: nn.Module) -> None:
+def unshard_and_copy_one_of_a_list(model: nn.Module) -> None:
     model.blocks[1].unshard()
     try:
         copy.deepcopy(model.blocks[1])
     finally:
         is_hidden = isinstance(model.blocks[1].up.weight, DTensor)
         model.blocks[1].reshard()
-        assert not is_hidden, "the failed copy has hidden what was gathered"
+        assert not is_hidden, "the failed copy has hidden what was unsharded"
 
 
-@pytest.mark.parametrize("act", [copy_one_of_a_list, gather_and_copy_one_of_a_list])
+@pytest.mark.parametrize("act", [copy_one_of_a_list, unshard_and_copy_one_of_a_list])
 def test_f34_a_group_is_not_copied_in_part(world2: World, act: Any) -> None:
     text = refusal(world2, act, build=tower_with_blocks_in_a_list, **SHARDED)
     assert_says(

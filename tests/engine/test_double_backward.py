@@ -148,7 +148,7 @@ def energies_and_forces(side: Side, reshard: bool | None) -> None:
 
 
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_f27_forces_leave_nothing_gathered(world2: World, reshard: bool | None) -> None:
+def test_f27_forces_leave_nothing_unsharded(world2: World, reshard: bool | None) -> None:
     assert_same(world2, energies_and_forces, reshard)
 
 
@@ -193,13 +193,13 @@ def events_of_a_penalty() -> list[str]:
     punished = penalty(model, side.inputs(0))
     observe(model, lambda event, name: events.append(f"{event} {name}"))
     punished.backward()
-    return [event for event in events if event.startswith(("gather", "free"))]
+    return [event for event in events if event.startswith(("unshard", "free"))]
 
 
-def test_f45_the_backward_of_a_graph_gathers_each_group_once_and_ahead(world2: World) -> None:
+def test_f45_the_backward_of_a_graph_unshards_each_group_once_and_ahead(world2: World) -> None:
     for events in world2.run(events_of_a_penalty):
         names = ["Tower", "blocks.0", "blocks.1", "blocks.2"]
-        assert [event for event in events if event.startswith("gather")] == [f"gather {n}" for n in names]
+        assert [event for event in events if event.startswith("unshard")] == [f"unshard {n}" for n in names]
         assert sorted(event for event in events if event.startswith("free")) == sorted(
             f"free {n}" for n in names
         )

@@ -1,4 +1,4 @@
-"""What one training step does, in which order: gathers ahead, frees behind, one reduction a group."""
+"""What one training step does, in which order: unshards ahead, frees behind, one reduction a group."""
 
 import torch
 from events import events_of
@@ -37,46 +37,46 @@ def the_same_on_all_ranks(logs: list[list[str]]) -> str:
     return "\n".join(logs[0])
 
 
-def test_the_first_step_records_and_gathers_each_group_as_it_comes(world2: World) -> None:
+def test_the_first_step_records_and_unshards_each_group_as_it_comes(world2: World) -> None:
     log = the_same_on_all_ranks(world2.run(events_of_steps, 1))
     forward = log[: log.index("backward")]
     assert_expected_inline(
         forward,
         """\
-gather Tower
+unshard Tower
 forward Tower
-gather blocks.0
+unshard blocks.0
 forward blocks.0
 free blocks.0
-gather blocks.1
+unshard blocks.1
 forward blocks.1
 free blocks.1
-gather blocks.2
+unshard blocks.2
 forward blocks.2
 """,
     )
 
 
-def test_from_the_second_step_on_the_next_group_is_gathered_during_the_computation(world2: World) -> None:
+def test_from_the_second_step_on_the_next_group_is_unsharded_during_the_computation(world2: World) -> None:
     assert_expected_inline(
         the_same_on_all_ranks(world2.run(events_of_steps, 2)),
         """\
-gather Tower
-gather blocks.0
+unshard Tower
+unshard blocks.0
 forward Tower
-gather blocks.1
+unshard blocks.1
 forward blocks.0
 free blocks.0
-gather blocks.2
+unshard blocks.2
 forward blocks.1
 free blocks.1
 forward blocks.2
 backward Tower
-gather blocks.1
+unshard blocks.1
 backward blocks.2
 reduce blocks.2
 free blocks.2
-gather blocks.0
+unshard blocks.0
 backward blocks.1
 reduce blocks.1
 reduced blocks.2
@@ -92,17 +92,17 @@ free blocks.0""",
     )
 
 
-def test_groups_kept_after_forward_are_not_gathered_again(world2: World) -> None:
+def test_groups_kept_after_forward_are_not_unsharded_again(world2: World) -> None:
     log = the_same_on_all_ranks(world2.run(events_of_steps, 2, reshard_after_forward=False))
     assert_expected_inline(
         log,
         """\
-gather Tower
-gather blocks.0
+unshard Tower
+unshard blocks.0
 forward Tower
-gather blocks.1
+unshard blocks.1
 forward blocks.0
-gather blocks.2
+unshard blocks.2
 forward blocks.1
 forward blocks.2
 backward Tower
@@ -124,36 +124,36 @@ free blocks.0""",
     )
 
 
-def test_without_prefetch_a_group_is_gathered_when_it_is_entered(world2: World) -> None:
+def test_without_prefetch_a_group_is_unsharded_when_it_is_entered(world2: World) -> None:
     log = the_same_on_all_ranks(world2.run(events_of_steps, 2, prefetch=0))
     assert_expected_inline(
         log[: log.index("backward blocks.1")],
         """\
-gather Tower
+unshard Tower
 forward Tower
-gather blocks.0
+unshard blocks.0
 forward blocks.0
 free blocks.0
-gather blocks.1
+unshard blocks.1
 forward blocks.1
 free blocks.1
-gather blocks.2
+unshard blocks.2
 forward blocks.2
 backward Tower
 backward blocks.2
 reduce blocks.2
 free blocks.2
-gather blocks.1
+unshard blocks.1
 """,
     )
 
 
-def gathered_at_once(log: list[str]) -> int:
-    """The largest number of blocks that were gathered at the same time."""
+def unsharded_at_once(log: list[str]) -> int:
+    """The largest number of blocks that were unsharded at the same time."""
     present: set[str] = set()
     most = 0
     for event, name in (line.split(" ", 1) for line in log):
-        if event == "gather":
+        if event == "unshard":
             present.add(name)
         elif event == "free":
             present.discard(name)
@@ -161,8 +161,8 @@ def gathered_at_once(log: list[str]) -> int:
     return most
 
 
-def test_at_most_prefetch_plus_one_blocks_are_gathered_at_once(world2: World) -> None:
-    counts = [gathered_at_once(world2.run(events_of_steps, 3, prefetch=n)[0]) for n in (0, 1, 2)]
+def test_at_most_prefetch_plus_one_blocks_are_unsharded_at_once(world2: World) -> None:
+    counts = [unsharded_at_once(world2.run(events_of_steps, 3, prefetch=n)[0]) for n in (0, 1, 2)]
     assert counts == [1, 2, 3]
 
 
@@ -200,52 +200,52 @@ def test_a_new_order_stops_prefetch_and_is_what_the_next_forward_follows(world2:
         the_same_on_all_ranks(world2.run(events_as_the_order_changes)),
         """\
 -- [0, 1, 2]
-gather Switching
+unshard Switching
 forward Switching
-gather blocks.0
+unshard blocks.0
 forward blocks.0
 free blocks.0
-gather blocks.1
+unshard blocks.1
 forward blocks.1
 free blocks.1
-gather blocks.2
+unshard blocks.2
 forward blocks.2
 free blocks.2
 free Switching
 -- [0, 1, 2]
-gather Switching
-gather blocks.0
+unshard Switching
+unshard blocks.0
 forward Switching
-gather blocks.1
+unshard blocks.1
 forward blocks.0
 free blocks.0
-gather blocks.2
+unshard blocks.2
 forward blocks.1
 free blocks.1
 forward blocks.2
 free blocks.2
 free Switching
 -- [2, 0, 1]
-gather Switching
-gather blocks.0
+unshard Switching
+unshard blocks.0
 forward Switching
-gather blocks.2
+unshard blocks.2
 forward blocks.2
 free blocks.2
 forward blocks.0
 free blocks.0
-gather blocks.1
+unshard blocks.1
 forward blocks.1
 free blocks.1
 free Switching
 -- [2, 0, 1]
-gather Switching
-gather blocks.2
+unshard Switching
+unshard blocks.2
 forward Switching
-gather blocks.0
+unshard blocks.0
 forward blocks.2
 free blocks.2
-gather blocks.1
+unshard blocks.1
 forward blocks.0
 free blocks.0
 forward blocks.1
@@ -276,11 +276,11 @@ def events_of_a_checkpointed_step(use_reentrant: bool) -> list[str]:
     return events
 
 
-def test_a_recomputed_block_is_gathered_once_in_backward(world2: World) -> None:
+def test_a_recomputed_block_is_unsharded_once_in_backward(world2: World) -> None:
     logs = [the_same_on_all_ranks(world2.run(events_of_a_checkpointed_step, r)) for r in (False, True)]
     for log in logs:
         backward = log[log.index("backward Tower") :].splitlines()
-        assert [line for line in backward if line.startswith("gather")] == ["gather blocks.0"]
+        assert [line for line in backward if line.startswith("unshard")] == ["unshard blocks.0"]
         assert [line for line in backward if line.startswith("reduce ")] == [
             "reduce blocks.1",
             "reduce blocks.0",

@@ -535,7 +535,7 @@ def edit_own_rows(side: Side, reshards_after_backward: bool) -> None:
         model.set_reshard_after_backward(reshards_after_backward)
     mean_of_squares(model, side.inputs(0)).backward()
     if reshards_after_backward:
-        model(side.inputs(0))  # the root stays gathered for a backward that does not come
+        model(side.inputs(0))  # the root stays unsharded for a backward that does not come
     if side.rank == 0:
         with torch.no_grad():
             for name, weight in model.named_parameters():
@@ -548,7 +548,7 @@ def edit_own_rows(side: Side, reshards_after_backward: bool) -> None:
 
 
 @pytest.mark.parametrize("reshards_after_backward", [True, False])
-def test_f03_an_edit_on_one_rank_is_gathered_by_all(world2: World, reshards_after_backward: bool) -> None:
+def test_f03_an_edit_on_one_rank_is_unsharded_by_all(world2: World, reshards_after_backward: bool) -> None:
     assert_same(world2, edit_own_rows, reshards_after_backward)
 
 
@@ -584,7 +584,7 @@ def sgd_foreach(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("make_optimizer", [adamw_fused, adamw_foreach, adamw_loop, sgd_foreach])
-def test_f03_groups_kept_gathered_follow_every_kind_of_optimizer(world2: World, make_optimizer: Any) -> None:
+def test_f03_groups_kept_unsharded_follow_every_kind_of_optimizer(world2: World, make_optimizer: Any) -> None:
     assert_same(world2, kept_between_steps, make_optimizer)
 
 
@@ -633,7 +633,7 @@ def test_f20_blocks_that_are_not_used_get_no_gradient(world: World, use: list[tu
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_f20_unused_blocks_are_not_kept_gathered(world2: World, reshard: bool) -> None:
+def test_f20_unused_blocks_are_not_kept_unsharded(world2: World, reshard: bool) -> None:
     options = {"reshard_after_forward": reshard, "comm_policy": CommPolicy(prefetch=3)}
     assert_same(world2, unused_blocks, [(0, 1, 2), (0, 2), (1,), (0, 1, 2)], options)
 
@@ -679,7 +679,7 @@ def test_f20_a_loss_on_features_trains_what_made_them(world2: World, make: Any, 
     assert_same(world2, output_not_in_the_loss, make, reshard)
 
 
-def gathers_of_frozen_blocks() -> dict[str, int]:
+def unshards_of_frozen_blocks() -> dict[str, int]:
     side = Side(is_sharded=True)
     model = side.shard_tower(built(even_tower))
     model.inlet.requires_grad_(False)
@@ -687,13 +687,13 @@ def gathers_of_frozen_blocks() -> dict[str, int]:
     model.blocks[2].set_reshard_after_forward(True)  # else it is kept for backward
     mean_of_squares(model, side.inputs(0)).backward()
     events: list[str] = []
-    observe(model, lambda event, name: events.append(name) if event == "gather" else None)
+    observe(model, lambda event, name: events.append(name) if event == "unshard" else None)
     mean_of_squares(model, side.inputs(0)).backward()
     return {f"blocks.{index}": events.count(f"blocks.{index}") for index in range(3)}
 
 
-def test_f20_frozen_blocks_that_no_gradient_reaches_are_gathered_once(world2: World) -> None:
-    for counts in world2.run(gathers_of_frozen_blocks):
+def test_f20_frozen_blocks_that_no_gradient_reaches_are_unsharded_once(world2: World) -> None:
+    for counts in world2.run(unshards_of_frozen_blocks):
         assert counts == {"blocks.0": 1, "blocks.1": 1, "blocks.2": 2}
 
 

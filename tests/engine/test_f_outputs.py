@@ -297,7 +297,7 @@ def test_f26_a_block_may_return_its_own_parameter(world2: World, how: str) -> No
     assert_same(world2, returned_weights, how, True)
 
 
-def test_f26_a_block_kept_gathered_may_return_its_own_parameter(world2: World) -> None:
+def test_f26_a_block_kept_unsharded_may_return_its_own_parameter(world2: World) -> None:
     assert_same(world2, returned_weights, "itself", False)
 
 
@@ -621,7 +621,7 @@ def test_f25_a_block_may_hand_on_its_inputs(world2: World, reshard: bool | None)
     assert_same(world2, passing_through, reshard)
 
 
-def gathers_of_passing_through() -> dict[str, int]:
+def unshards_of_passing_through() -> dict[str, int]:
     side = Side(is_sharded=True)
     model = side.shard_tower(built(Dense))
     model.set_reshard_after_forward(True)
@@ -629,11 +629,11 @@ def gathers_of_passing_through() -> dict[str, int]:
     events: list[tuple[str, str]] = []
     observe(model, lambda event, name: events.append((event, name)))
     mean_of_squares(model, side.inputs(0)).backward()
-    return {name: events.count(("gather", name)) for name in dict(model.named_modules()) if "." in name}
+    return {name: events.count(("unshard", name)) for name in dict(model.named_modules()) if "." in name}
 
 
-def test_f25_inputs_handed_on_cause_no_further_gathers(world2: World) -> None:
-    for counts in world2.run(gathers_of_passing_through):
+def test_f25_inputs_handed_on_cause_no_further_unshards(world2: World) -> None:
+    for counts in world2.run(unshards_of_passing_through):
         blocks = {name: count for name, count in counts.items() if name.count(".") == 1 and "blocks" in name}
         assert len(blocks) == 4
         assert set(blocks.values()) == {2}, blocks  # forward and backward

@@ -314,7 +314,7 @@ def leftovers(side: Side, fails: str, reshard: bool | None) -> None:
 
 @pytest.mark.parametrize("reshard", RESHARD)
 @pytest.mark.parametrize("fails", ["early", "late", "backward"])
-def test_f41_nothing_is_left_gathered_after_a_failure(
+def test_f41_nothing_is_left_unsharded_after_a_failure(
     world2: World, fails: str, reshard: bool | None
 ) -> None:
     assert_same(world2, leftovers, fails, reshard)

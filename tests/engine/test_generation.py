@@ -76,7 +76,7 @@ def test_a_forward_inside_unsharded_is_told_of_inference(world2: World) -> None:
     assert first == second
     assert_expected_inline(
         first,
-        """Linear: gathering for a forward, a backward or unshard() is not possible inside unsharded(), which has put full parameters in place of the shards that its group works with. Leave the context first. To run forwards with parameters that stay gathered, as generation does, use inference().""",
+        """Linear: unsharding for a forward, a backward or unshard() is not possible inside unsharded(), which has put full parameters in place of the shards that its group works with. Leave the context first. To run forwards with parameters that stay unsharded, as generation does, use inference().""",
     )
 
 
@@ -119,5 +119,5 @@ def test_training_an_embedding_that_renormalises_itself_is_refused(world2: World
     assert first == second
     assert_expected_inline(
         first,
-        """0.weight: nn.Embedding(max_norm=...) renormalises rows of its weight in place in each forward, here those of a gathered copy (group 'Sequential'). The shard would keep the rows as they were, and training would go another way than in plain PyTorch. Set max_norm to None and renormalise the shard after each optimizer step, under torch.no_grad(). A frozen weight is allowed: requires_grad_(False).""",
+        """0.weight: nn.Embedding(max_norm=...) renormalises rows of its weight in place in each forward, here those of an unsharded copy (group 'Sequential'). The shard would keep the rows as they were, and training would go another way than in plain PyTorch. Set max_norm to None and renormalise the shard after each optimizer step, under torch.no_grad(). A frozen weight is allowed: requires_grad_(False).""",
     )

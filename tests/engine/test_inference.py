@@ -1,4 +1,4 @@
-"""inference: full parameters stay gathered while a model only runs forward, as many as fit in a budget.
+"""inference: full parameters stay unsharded while a model only runs forward, as many as fit in a budget.
 
 Outputs are those of plain PyTorch in float64 to 1e-10; what travels and what is held is weighed
 (strategies.py). Ranks may run different numbers of forwards: whoever is done serves the others.
@@ -227,7 +227,7 @@ class Ordered(nn.Module):
 
 
 def ordered(plan: Plan | None, order: list[int], counts: list[int], budget: int | None, steps: int) -> Any:
-    """A rank that runs nothing inside must know what the others gather, also if none ever ran."""
+    """A rank that runs nothing inside must know what the others unshard, also if none ever ran."""
     model = built(Ordered, order)
     if plan is not None:
         plan.shard(model)
@@ -380,7 +380,7 @@ def test_with_room_for_all_nobody_serves(world2: World) -> None:
 
 
 def test_replicas_keep_what_they_have(world2: World) -> None:
-    """Nothing is gathered under ddp, and nothing is held beside the parameters."""
+    """Nothing is unsharded under ddp, and nothing is held beside the parameters."""
     for found in world2.run(weighed, Plan("ddp", 2), None, [2, 0]):
         assert found["entering"] + sum(found["forwards"]) + found["leaving"] == 0
         assert found["inside"] == pytest.approx(0, abs=0.01)
@@ -438,7 +438,7 @@ def failed_midway(plan: Plan | None, where: str, budget: int | None) -> dict[str
 
 
 @pytest.mark.parametrize("where", ["inlet", "blocks.1", "outlet", ""])
-def test_a_rank_that_fails_midway_still_gathers_what_the_others_wait_for(world3: World, where: str) -> None:
+def test_a_rank_that_fails_midway_still_unshards_what_the_others_wait_for(world3: World, where: str) -> None:
     with one_thread():
         want = failed_midway(None, where, None)
     for budget in BUDGETS:
@@ -468,7 +468,7 @@ def failed_at_first(order: list[int], steps: int) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("order", [[2, 1, 0], [0, 1, 2, 0, 1, 2], [1]], ids=str)
-def test_a_rank_that_fails_in_its_first_forward_gathers_in_the_order_of_the_others(
+def test_a_rank_that_fails_in_its_first_forward_unshards_in_the_order_of_the_others(
     world2: World, order: list[int]
 ) -> None:
     for steps in (1, 0):

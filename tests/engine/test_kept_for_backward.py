@@ -1,4 +1,4 @@
-"""Where forward turns into backward: what both of them use there is gathered once."""
+"""Where forward turns into backward: what both of them use there is unsharded once."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -45,30 +45,30 @@ def step(model: nn.Module, *order: int) -> None:
     model(random_batch(dist.get_rank(), 4), order).pow(2).mean().backward()
 
 
-def gathered(events: list[str]) -> list[str]:
+def unsharded(events: list[str]) -> list[str]:
     """The groups that were, in order."""
-    return [event.removeprefix("gather ") for event in events if event.startswith("gather ")]
+    return [event.removeprefix("unshard ") for event in events if event.startswith("unshard ")]
 
 
-def gathers_of(model: Any, *order: int) -> str:
-    """What a step gathers before backward, and in it."""
+def unshards_of(model: Any, *order: int) -> str:
+    """What a step unshards before backward, and in it."""
     events = events_of(model)
     loss = model(random_batch(dist.get_rank(), 4), order).pow(2).mean()
-    events.append("gather |")
+    events.append("unshard |")
     loss.backward()
-    return " ".join(name.removeprefix("blocks.") for name in gathered(events))
+    return " ".join(name.removeprefix("blocks.") for name in unsharded(events))
 
 
-def gathers_of_steps(*orders: Sequence[int], **options: Any) -> list[str]:
+def unshards_of_steps(*orders: Sequence[int], **options: Any) -> list[str]:
     model = path(**options)
-    return [gathers_of(model, *order) for order in orders]
+    return [unshards_of(model, *order) for order in orders]
 
 
 IN_ORDER = (0, 1, 2)
 
 
-def test_the_block_that_backward_begins_with_is_gathered_once(world2: World) -> None:
-    for steps in world2.run(gathers_of_steps, IN_ORDER, IN_ORDER):
+def test_the_block_that_backward_begins_with_is_unsharded_once(world2: World) -> None:
+    for steps in world2.run(unshards_of_steps, IN_ORDER, IN_ORDER):
         assert_expected_inline(
             "\n".join(steps),
             """\
@@ -78,7 +78,7 @@ Path 0 1 2 | 1 0""",
 
 
 def test_it_is_the_last_of_the_tree_in_whatever_order_they_run(world2: World) -> None:
-    for steps in world2.run(gathers_of_steps, IN_ORDER, IN_ORDER, (2, 1, 0), (2, 1, 0), (0, 1), IN_ORDER):
+    for steps in world2.run(unshards_of_steps, IN_ORDER, IN_ORDER, (2, 1, 0), (2, 1, 0), (0, 1), IN_ORDER):
         assert_expected_inline(
             "\n".join(steps),
             """\
@@ -92,12 +92,12 @@ Path 0 1 2 | 1 0""",
 
 
 def test_what_runs_twice_is_kept_in_between(world2: World) -> None:
-    for steps in world2.run(gathers_of_steps, (2, 0, 1, 2)):
+    for steps in world2.run(unshards_of_steps, (2, 0, 1, 2)):
         assert steps == ["Path 2 0 1 | 1 0 2"]
 
 
 def test_what_is_to_be_freed_is(world2: World) -> None:
-    for steps in world2.run(gathers_of_steps, IN_ORDER, IN_ORDER, reshard_after_forward=True):
+    for steps in world2.run(unshards_of_steps, IN_ORDER, IN_ORDER, reshard_after_forward=True):
         assert steps[1] == "Path 0 1 2 | 2 1 0"
 
 
@@ -128,7 +128,7 @@ CROSSED = ((1, 2), (2, 1))
 
 
 def crossed_gradients(steps: int) -> tuple[dict[str, Tensor | None], list[str]]:
-    """Ranks run the blocks in different orders, which they may where all are gathered before."""
+    """Ranks run the blocks in different orders, which they may where all are unsharded before."""
     model = path()
     blocks = list(model.blocks)[1:]
     model.set_modules_to_forward_prefetch(blocks)
@@ -136,11 +136,11 @@ def crossed_gradients(steps: int) -> tuple[dict[str, Tensor | None], list[str]]:
     for each in blocks:
         each.set_modules_to_forward_prefetch([])
         each.set_modules_to_backward_prefetch([])
-    gathers = []
+    unshards = []
     for _ in range(steps):
         model.zero_grad()
-        gathers.append(gathers_of(model, *CROSSED[dist.get_rank()]))
-    return {name: full(param.grad) for name, param in model.named_parameters()}, gathers
+        unshards.append(unshards_of(model, *CROSSED[dist.get_rank()]))
+    return {name: full(param.grad) for name, param in model.named_parameters()}, unshards
 
 
 def plain_gradients() -> dict[str, Tensor | None]:
@@ -151,10 +151,10 @@ def plain_gradients() -> dict[str, Tensor | None]:
     return {name: full(param.grad) for name, param in model.named_parameters()}
 
 
-def test_lists_of_the_callers_are_gathered_as_they_are(world2: World) -> None:
+def test_lists_of_the_callers_are_unsharded_as_they_are(world2: World) -> None:
     expected = plain_gradients()
-    for actual, gathers in world2.run(crossed_gradients, 3):
-        assert gathers == ["Path 1 2 | 2 1"] * 3
+    for actual, unshards in world2.run(crossed_gradients, 3):
+        assert unshards == ["Path 1 2 | 2 1"] * 3
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -171,7 +171,7 @@ def trained_where_one_rank_needs_no_gradients() -> list[str]:
         events.clear()
         inputs = random_batch(0, 4).requires_grad_(index < 2 or dist.get_rank() == 0)
         model(inputs).pow(2).mean().backward()
-    return gathered(events)
+    return unsharded(events)
 
 
 def test_they_are_what_ranks_have_in_common_whose_gradients_flow_differently(world2: World) -> None:
@@ -193,7 +193,7 @@ def changes_in_last_block() -> list[str]:
     with pytest.raises(RuntimeError, match=r"blocks\.2\.weight: changed in place"):
         model(random_batch(0, 4))
     hook.remove()
-    return [gathers_of(model, *IN_ORDER) for _ in range(2)]
+    return [unshards_of(model, *IN_ORDER) for _ in range(2)]
 
 
 def test_an_edit_of_what_is_kept_is_refused_where_it_happens(world2: World) -> None:
@@ -240,7 +240,7 @@ class Fails(Exception):
     pass
 
 
-def gathers_around_a_failure() -> list[str]:
+def unshards_around_a_failure() -> list[str]:
     """Of a model whose root has no parameters; one rank's forward fails behind the last block."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).double()
@@ -260,16 +260,16 @@ def gathers_around_a_failure() -> list[str]:
     hook.remove()
     events = events_of(model)
     mean_of_squares(model, random_batch(0, 4)).backward()
-    return gathered(events)
+    return unsharded(events)
 
 
 def test_ranks_of_which_one_has_failed_go_on_together(world2: World) -> None:
-    for gathers in world2.run(gathers_around_a_failure):
-        assert [name for name in gathers if name != "Sequential"] == ["0", "1", "2", "1", "0"]
+    for unshards in world2.run(unshards_around_a_failure):
+        assert [name for name in unshards if name != "Sequential"] == ["0", "1", "2", "1", "0"]
 
 
 def after_evaluation() -> list[str]:
-    """A second forward comes before the backward of the first, and gathers for itself."""
+    """A second forward comes before the backward of the first, and unshards for itself."""
     model = path()
     step(model, *IN_ORDER)
     loss = model(random_batch(0, 4)).pow(2).mean()
@@ -277,12 +277,12 @@ def after_evaluation() -> list[str]:
     with torch.no_grad():
         model(random_batch(1, 4))
     loss.backward()
-    return gathered(events)
+    return unsharded(events)
 
 
-def test_another_forward_gathers_it_anew(world2: World) -> None:
-    for gathers in world2.run(after_evaluation):
-        assert " ".join(name.removeprefix("blocks.") for name in gathers) == "0 1 2 Path 2 1 0"
+def test_another_forward_unshards_it_anew(world2: World) -> None:
+    for unshards in world2.run(after_evaluation):
+        assert " ".join(name.removeprefix("blocks.") for name in unshards) == "0 1 2 Path 2 1 0"
 
 
 class Measured(nn.Sequential):
@@ -290,7 +290,7 @@ class Measured(nn.Sequential):
         return x.abs().mean()
 
 
-def gathers_around_a_look() -> list[str]:
+def unshards_around_a_look() -> list[str]:
     """Of a model whose root has no parameters; between forward and backward one rank runs it without blocks."""
     torch.manual_seed(0)
     model: Any = Measured(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).double()
@@ -305,15 +305,15 @@ def gathers_around_a_look() -> list[str]:
             model.measure(random_batch(0, 4))
     events = events_of(model)
     loss.backward()
-    return gathered(events)
+    return unsharded(events)
 
 
-def test_a_forward_of_one_rank_that_gathers_nothing_frees_nothing(world2: World) -> None:
-    for gathers in world2.run(gathers_around_a_look):
-        assert [name for name in gathers if name != "Measured"] == ["1", "0"]
+def test_a_forward_of_one_rank_that_unshards_nothing_frees_nothing(world2: World) -> None:
+    for unshards in world2.run(unshards_around_a_look):
+        assert [name for name in unshards if name != "Measured"] == ["1", "0"]
 
 
-def gathers_of_a_list() -> list[str]:
+def unshards_of_a_list() -> list[str]:
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).double()
     fully_shard(model[0])
@@ -323,11 +323,11 @@ def gathers_of_a_list() -> list[str]:
     mean_of_squares(model, random_batch(0, 4)).backward()
     events = events_of(model)
     mean_of_squares(model, random_batch(0, 4)).backward()
-    return gathered(events)
+    return unsharded(events)
 
 
 def test_modules_of_one_group_are_kept_together(world2: World) -> None:
-    assert world2.run(gathers_of_a_list) == [["Sequential", "0", "1", "2, 3", "1", "0"]] * 2
+    assert world2.run(unshards_of_a_list) == [["Sequential", "0", "1", "2, 3", "1", "0"]] * 2
 
 
 def held_inside_inference() -> list[str]:
@@ -342,19 +342,19 @@ def test_inference_keeps_nothing_for_a_backward(world2: World) -> None:
     assert world2.run(held_inside_inference) == [["Path"]] * 2
 
 
-def gathers_after_unshard() -> list[str]:
+def unshards_after_unshard() -> list[str]:
     model = path()
     step(model, *IN_ORDER)
     model(random_batch(0, 4))
     events = events_of(model)
     model.blocks[2].unshard()
     model(random_batch(0, 4))
-    return gathered(events)
+    return unsharded(events)
 
 
 def test_what_the_caller_unshards_meanwhile_is_the_callers(world2: World) -> None:
     """No forward came between: it is in memory already, and stays there for the next."""
-    assert world2.run(gathers_after_unshard) == [["blocks.0", "blocks.1"]] * 2
+    assert world2.run(unshards_after_unshard) == [["blocks.0", "blocks.1"]] * 2
 
 
 def events_of_experts() -> list[str]:
@@ -379,8 +379,8 @@ def test_groups_inside_that_may_be_unused_are_freed(world2: World) -> None:
         assert_expected_inline(
             "\n".join(events),
             """\
-gather blocks.2
-gather blocks.2.1
+unshard blocks.2
+unshard blocks.2.1
 forward blocks.2
 forward blocks.2.1
 free blocks.2.1""",

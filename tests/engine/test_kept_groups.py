@@ -1,4 +1,4 @@
-"""Groups that stay unsharded from one forward to the next: when they are gathered again, and what finding out costs.
+"""Groups that stay unsharded from one forward to the next: when they are unsharded again, and what that costs.
 
 Each comparison whose answer the host reads makes it wait for all that the device has been given.
 """
@@ -27,7 +27,7 @@ READS = ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero")
 @contextmanager
 def counted(model: Any) -> Iterator[dict[str, int]]:
     """Inside, what a forward costs: all-gathers, all-reduces, and answers of the device that the host reads."""
-    counts = {"gathers": 0, "all-reduces": 0, "reads": 0}
+    counts = {"all-gathers": 0, "all-reduces": 0, "reads": 0}
 
     def counting(what: str, call: Any) -> Any:
         def count(*args: Any, **kwargs: Any) -> Any:
@@ -37,7 +37,7 @@ def counted(model: Any) -> Iterator[dict[str, int]]:
         return count
 
     def observe(event: str, name: str) -> None:
-        counts["gathers"] += event == "gather"
+        counts["all-gathers"] += event == "unshard"
 
     (root,) = {member.root for member in sharded_members(model)}
     root.observe(observe)
@@ -105,9 +105,9 @@ def test_an_accumulation_asks_nobody_and_reads_nothing(world2: World, make_optim
     assert_expected_inline(
         "\n".join(first),
         """\
-4 gathers, 0 all-reduces, 0 reads
-0 gathers, 0 all-reduces, 0 reads
-0 gathers, 0 all-reduces, 0 reads""",
+4 all-gathers, 0 all-reduces, 0 reads
+0 all-gathers, 0 all-reduces, 0 reads
+0 all-gathers, 0 all-reduces, 0 reads""",
     )
 
 
@@ -118,8 +118,8 @@ def test_after_a_synchronised_microbatch_one_answer_is_read(world2: World) -> No
     assert_expected_inline(
         "\n".join(first),
         """\
-4 gathers, 0 all-reduces, 0 reads
-0 gathers, 1 all-reduces, 1 reads""",
+4 all-gathers, 0 all-reduces, 0 reads
+0 all-gathers, 1 all-reduces, 1 reads""",
     )
 
 
@@ -129,13 +129,13 @@ def test_after_a_step_that_nobody_told_of_one_answer_is_read(world2: World) -> N
     assert_expected_inline(
         "\n".join(first),
         """\
-4 gathers, 1 all-reduces, 1 reads
-0 gathers, 0 all-reduces, 0 reads""",
+4 all-gathers, 1 all-reduces, 1 reads
+0 all-gathers, 0 all-reduces, 0 reads""",
     )
 
 
-def gathers_with_frozen_blocks() -> list[list[str]]:
-    """What each of three steps gathers where the blocks are frozen, and another optimizer steps in between."""
+def unshards_with_frozen_blocks() -> list[list[str]]:
+    """What each of three steps unshards where the blocks are frozen, and another optimizer steps in between."""
     model = kept_tower()
     model.blocks.requires_grad_(False)
     other = nn.Linear(2, 2)
@@ -145,12 +145,12 @@ def gathers_with_frozen_blocks() -> list[list[str]]:
     (root,) = {member.root for member in sharded_members(model)}
     found = []
     for step in range(4):
-        gathered: list[str] = []
-        root.observe(lambda event, name, to=gathered: to.append(name) if event == "gather" else None)
+        unsharded: list[str] = []
+        root.observe(lambda event, name, to=unsharded: to.append(name) if event == "unshard" else None)
         mean_of_squares(model, random_batch(step, 4, dtype=torch.float32)).backward()
         other(torch.ones(2)).sum().backward()
         optimizers[1 if step == 1 else 0].step()
-        found.append(gathered)
+        found.append(unsharded)
     return found
 
 
@@ -158,8 +158,8 @@ def wants_grad(param: Tensor) -> bool:
     return param.requires_grad
 
 
-def test_what_no_optimizer_steps_is_not_gathered_again(world2: World) -> None:
-    for first, second, third, fourth in world2.run(gathers_with_frozen_blocks):
+def test_what_no_optimizer_steps_is_not_unsharded_again(world2: World) -> None:
+    for first, second, third, fourth in world2.run(unshards_with_frozen_blocks):
         assert len(first) == 4
         assert (second, third, fourth) == (["Tower"], [], ["Tower"])
 
@@ -184,7 +184,7 @@ def train_accumulating(side: Side, make_optimizer: Any) -> None:
         if step == 1:
             with torch.no_grad():
                 side.note_mean("evaluation", mean_of_squares(model, side.inputs(40)))
-        if step == 2:  # the gathered groups are there, and an optimizer has stepped
+        if step == 2:  # the unsharded groups are there, and an optimizer has stepped
             model.load_state_dict({name: value.clone() * 0.5 for name, value in model.state_dict().items()})
     side.note_parameters(model)
 
@@ -206,7 +206,7 @@ def unseen_change(param: Tensor) -> None:
 
 
 def answer_to_a_change(change: Callable[[Tensor], None]) -> tuple[str, list[str]]:
-    """What the forward after it says, and what the one after that gathers."""
+    """What the forward after it says, and what the one after that unshards."""
     model = kept_tower()
     model.set_requires_gradient_sync(False)
     inputs = random_batch(0, 4, dtype=torch.float32)
@@ -216,10 +216,10 @@ def answer_to_a_change(change: Callable[[Tensor], None]) -> tuple[str, list[str]
     with pytest.raises(RuntimeError) as caught:
         model(inputs)
     (root,) = {member.root for member in sharded_members(model)}
-    gathered: list[str] = []
-    root.observe(lambda event, name: gathered.append(name) if event == "gather" else None)
+    unsharded: list[str] = []
+    root.observe(lambda event, name: unsharded.append(name) if event == "unshard" else None)
     model(inputs)
-    return str(caught.value), gathered
+    return str(caught.value), unsharded
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def answer_to_a_change(change: Callable[[Tensor], None]) -> tuple[str, list[str]
 def test_a_change_between_unsynchronised_microbatches_is_refused(
     world2: World, change: Any, says: str
 ) -> None:
-    """And not used in part: the forward after that gathers what was changed."""
-    for message, gathered in world2.run(answer_to_a_change, change):
+    """And not used in part: the forward after that unshards what was changed."""
+    for message, unsharded in world2.run(answer_to_a_change, change):
         assert f"blocks.1: {says} between microbatches" in message
-        assert gathered == ["blocks.1"]
+        assert unsharded == ["blocks.1"]

@@ -8,7 +8,7 @@ import torch
 from harness import World
 from reference import adamw
 from scenario import Side, assert_same
-from test_memory import DEPTH, WIDTH, B, Pair, gathered_bytes
+from test_memory import DEPTH, WIDTH, B, Pair, unsharded_bytes
 from torch import Tensor, nn
 
 from shardwise import CommPolicy, MixedPrecisionPolicy
@@ -44,15 +44,15 @@ def addresses_over_steps(keep: bool, options: dict[str, Any]) -> dict[str, Any]:
     for _ in range(3):
         model(torch.randn(2, WIDTH)).sum().backward()
         others += [torch.empty(B // 2, dtype=torch.uint8) for _ in range(3)]
-        between.append(gathered_bytes(model) / B)
-    kept = gathered_bytes(model) / B
+        between.append(unsharded_bytes(model) / B)
+    kept = unsharded_bytes(model) / B
     model.set_keep_unsharded_storage(False)
     return {
         "addresses": max(map(len, seen.values())),
         "weights": len(seen),
         "between steps": between,
         "kept": kept,
-        "after": gathered_bytes(model) / B,
+        "after": unsharded_bytes(model) / B,
     }
 
 
@@ -85,7 +85,7 @@ def kept_for_one_block() -> float:
     model[1].set_keep_unsharded_storage(True)
     model.set_keep_unsharded_storage(True, recurse=False)  # it has no parameters of its own
     model(torch.randn(2, WIDTH)).sum().backward()
-    return gathered_bytes(model) / B
+    return unsharded_bytes(model) / B
 
 
 def test_it_concerns_the_modules_it_was_called_for(world2: World) -> None:
@@ -93,7 +93,7 @@ def test_it_concerns_the_modules_it_was_called_for(world2: World) -> None:
 
 
 def training_with_kept_storage(side: Side) -> None:
-    """Weights are gathered anew each time, whatever lies in the memory that was kept."""
+    """Weights are unsharded anew each time, whatever lies in the memory that was kept."""
     model = pairs(side).double()
     if side.is_sharded:
         model.set_keep_unsharded_storage(True)

@@ -37,7 +37,7 @@ def stack(policy: CommPolicy | None = None, **options: Any) -> nn.Module:
     return fully_shard(model, comm_policy=policy, **options)
 
 
-def gathered_bytes(model: nn.Module) -> int:
+def unsharded_bytes(model: nn.Module) -> int:
     """Bytes of full parameters that are allocated now, in use or kept."""
     snapshot = memory_snapshot(model)
     return snapshot.unsharded_bytes + snapshot.kept_storage_bytes
@@ -51,14 +51,14 @@ def peaks_of_a_step(part_bytes: int | None) -> dict[str, float]:
     phase = "forward"
 
     def look(_event: str, _name: str) -> None:
-        peaks[phase] = max(peaks[phase], gathered_bytes(model) / B)
+        peaks[phase] = max(peaks[phase], unsharded_bytes(model) / B)
         peaks["gradients"] = max(peaks["gradients"], memory_snapshot(model).full_gradient_bytes / B)
 
     observe(model, look)
     loss = model(x).sum()
     phase = "backward"
     loss.backward()
-    peaks["after"] = (gathered_bytes(model) + memory_snapshot(model).full_gradient_bytes) / B
+    peaks["after"] = (unsharded_bytes(model) + memory_snapshot(model).full_gradient_bytes) / B
     return peaks
 
 

@@ -1,4 +1,4 @@
-"""FSDPModule: gathering by hand, and what each setter does and reaches."""
+"""FSDPModule: unsharding by hand, and what each setter does and reaches."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ from shardwise import FSDPModule, fully_shard
 # --- unshard and reshard --------------------------------------------------------------------------
 
 
-def views_of_a_gathered_model(async_op: bool) -> dict[str, Any]:
+def views_of_an_unsharded_model(async_op: bool) -> dict[str, Any]:
     model = sharded_tower()
     everything = names_of_dtensors(model)
     registered = dict(model.named_parameters())
@@ -49,7 +49,7 @@ def views_of_a_gathered_model(async_op: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 def test_between_unshard_and_reshard_a_module_sees_its_full_parameters(world: World, async_op: bool) -> None:
     values = dict(plain_tower().named_parameters())
-    for seen in world.run(views_of_a_gathered_model, async_op):
+    for seen in world.run(views_of_an_unsharded_model, async_op):
         assert seen["before"] == seen["after"] == list(values)
         # Its own group only: the blocks stay as they were.
         assert seen["between"] == [name for name in values if name not in ROOT]
@@ -80,7 +80,7 @@ def test_an_asynchronous_unshard_shows_its_result_after_the_wait(world2: World) 
         assert views == [sharded, [], sharded]
 
 
-def events_with_gathers_by_hand(async_op: bool, waits: bool) -> tuple[list[str], dict[str, Tensor | None]]:
+def events_with_unshards_by_hand(async_op: bool, waits: bool) -> tuple[list[str], dict[str, Tensor | None]]:
     model = sharded_tower()
     events = events_of(model)
     for module in (model, model.blocks[0], model.blocks[0]):
@@ -92,18 +92,18 @@ def events_with_gathers_by_hand(async_op: bool, waits: bool) -> tuple[list[str],
 
 
 @pytest.mark.parametrize(("async_op", "waits"), [(False, False), (True, True), (True, False)])
-def test_forward_uses_what_was_gathered_by_hand(world2: World, async_op: bool, waits: bool) -> None:
-    for events, got in world2.run(events_with_gathers_by_hand, async_op, waits):
+def test_forward_uses_what_was_unsharded_by_hand(world2: World, async_op: bool, waits: bool) -> None:
+    for events, got in world2.run(events_with_unshards_by_hand, async_op, waits):
         forward = events[: events.index("forward blocks.1")]
-        assert counts(forward, "gather") == {"Tower": 1, "blocks.0": 1, "blocks.1": 1}
-        assert events.index("gather blocks.0") < events.index("forward Tower")
+        assert counts(forward, "unshard") == {"Tower": 1, "blocks.0": 1, "blocks.1": 1}
+        assert events.index("unshard blocks.0") < events.index("forward Tower")
         # Once used, it is freed as ever.
         assert "free blocks.0" in forward
         assert_close(got, plain_gradients(0))
 
 
 def outputs_by_hand() -> Tensor:
-    """The parts of the model, run one by one inside of what the caller gathered."""
+    """The parts of the model, run one by one inside of what the caller unsharded."""
     model = sharded_tower()
     model.unshard()
     x = model.inlet(random_batch(0, 4))
@@ -122,7 +122,7 @@ def test_layers_run_by_hand_inside_of_unshard_and_reshard(world2: World) -> None
         assert torch.equal(output, expected)
 
 
-def gathers_around_an_eval_forward() -> tuple[list[str], list[str]]:
+def unshards_around_an_eval_forward() -> tuple[list[str], list[str]]:
     model = sharded_tower()
     model.unshard()
     with torch.no_grad():
@@ -134,9 +134,9 @@ def gathers_around_an_eval_forward() -> tuple[list[str], list[str]]:
     return freed, names_of_dtensors(model.blocks[2])
 
 
-def test_what_was_gathered_by_hand_stays_until_a_forward_has_used_it(world2: World) -> None:
+def test_what_was_unsharded_by_hand_stays_until_a_forward_has_used_it(world2: World) -> None:
     everything = [name for name, _ in plain_tower().named_parameters()]
-    for freed, kept in world2.run(gathers_around_an_eval_forward):
+    for freed, kept in world2.run(unshards_around_an_eval_forward):
         assert freed == everything
         assert kept == []
 
@@ -152,26 +152,26 @@ def gradients_after_resharding_between_forward_and_backward() -> dict[str, Tenso
     return gradients(model)
 
 
-def test_what_the_caller_freed_between_forward_and_backward_is_gathered_again(world2: World) -> None:
+def test_what_the_caller_freed_between_forward_and_backward_is_unsharded_again(world2: World) -> None:
     for got in world2.run(gradients_after_resharding_between_forward_and_backward):
         assert_close(got, plain_gradients(0))
 
 
-def views_of_a_block_gathered_before_its_parent_is_sharded() -> tuple[list[str], dict[str, Tensor | None]]:
+def views_of_a_block_unsharded_before_its_parent_is_sharded() -> tuple[list[str], dict[str, Tensor | None]]:
     model = plain_tower()
     for block in model.blocks:
         fully_shard(block)
     model.blocks[1].unshard()
     fully_shard(model)
-    gathered = names_of_dtensors(model.blocks[1])
+    unsharded = names_of_dtensors(model.blocks[1])
     backward(model)
     assert names_of_dtensors(model) == [name for name, _ in model.named_parameters()]
-    return gathered, gradients(model)
+    return unsharded, gradients(model)
 
 
-def test_a_block_may_be_gathered_while_its_parent_is_sharded(world2: World) -> None:
-    for gathered, got in world2.run(views_of_a_block_gathered_before_its_parent_is_sharded):
-        assert gathered == []
+def test_a_block_may_be_unsharded_while_its_parent_is_sharded(world2: World) -> None:
+    for unsharded, got in world2.run(views_of_a_block_unsharded_before_its_parent_is_sharded):
+        assert unsharded == []
         assert_close(got, plain_gradients(0))
 
 
@@ -184,7 +184,7 @@ def views_of_a_pair() -> list[list[str]]:
     return [names_of_dtensors(block) for block in (first, second, third)]
 
 
-def test_modules_of_one_group_are_gathered_together(world2: World) -> None:
+def test_modules_of_one_group_are_unsharded_together(world2: World) -> None:
     names = [name for name, _ in plain_tower().blocks[0].named_parameters()]
     for views in world2.run(views_of_a_pair):
         assert views == [[], names, []]
@@ -260,17 +260,17 @@ def test_a_setting_made_before_the_parent_is_sharded_stays(world2: World) -> Non
 # --- set_reshard_after_forward and _backward ------------------------------------------------------
 
 
-def gathers_of_a_step(after_forward: bool, on: str, recurse: bool) -> dict[str, int]:
+def unshards_of_a_step(after_forward: bool, on: str, recurse: bool) -> dict[str, int]:
     model = sharded_tower()
     model.set_reshard_after_forward(not after_forward)
     model.get_submodule(on).set_reshard_after_forward(after_forward, recurse=recurse)
     events = events_of(model)
     backward(model)
-    return counts(events, "gather")
+    return counts(events, "unshard")
 
 
 @pytest.mark.parametrize(
-    ("after_forward", "on", "recurse", "gathers"),
+    ("after_forward", "on", "recurse", "unshards"),
     [
         (True, "", True, [2, 2, 2, 2]),
         (False, "", True, [1, 1, 1, 1]),
@@ -280,14 +280,14 @@ def gathers_of_a_step(after_forward: bool, on: str, recurse: bool) -> dict[str, 
         (False, "blocks.1", True, [2, 2, 1, 2]),
     ],
 )
-def test_what_is_freed_after_forward_is_gathered_again_for_backward(
-    world2: World, after_forward: bool, on: str, recurse: bool, gathers: list[int]
+def test_what_is_freed_after_forward_is_unsharded_again_for_backward(
+    world2: World, after_forward: bool, on: str, recurse: bool, unshards: list[int]
 ) -> None:
-    for got in world2.run(gathers_of_a_step, after_forward, on, recurse):
-        assert got == dict(zip(GROUPS, gathers, strict=True))
+    for got in world2.run(unshards_of_a_step, after_forward, on, recurse):
+        assert got == dict(zip(GROUPS, unshards, strict=True))
 
 
-def gathers_of_the_next_forward(on: str, recurse: bool, updates: bool) -> list[dict[str, int]]:
+def unshards_of_the_next_forward(on: str, recurse: bool, updates: bool) -> list[dict[str, int]]:
     model = sharded_tower(reshard_after_forward=False)
     model.get_submodule(on).set_reshard_after_backward(False, recurse=recurse)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -301,27 +301,27 @@ def gathers_of_the_next_forward(on: str, recurse: bool, updates: bool) -> list[d
         backward(plain)
         torch.optim.SGD(plain.parameters(), lr=0.1).step()
     torch.testing.assert_close(output, plain(random_batch(1, 4)), rtol=0, atol=1e-10)
-    gathers = [counts(events, "gather")]
+    unshards = [counts(events, "unshard")]
     model.set_reshard_after_backward(True)
     output.sum().backward()
     assert names_of_dtensors(model) == [name for name, _ in model.named_parameters()]
-    return gathers
+    return unshards
 
 
 @pytest.mark.parametrize(
-    ("on", "recurse", "gathered"),
+    ("on", "recurse", "unsharded"),
     [("", True, []), ("", False, ["blocks.0", "blocks.1", "blocks.2"]), ("blocks.1", True, [0, 1, 3])],
 )
-def test_what_is_kept_after_backward_is_not_gathered_by_the_next_forward(
-    world2: World, on: str, recurse: bool, gathered: list[Any]
+def test_what_is_kept_after_backward_is_not_unsharded_by_the_next_forward(
+    world2: World, on: str, recurse: bool, unsharded: list[Any]
 ) -> None:
-    expected = {name if isinstance(name, str) else GROUPS[name]: 1 for name in gathered}
-    for got in world2.run(gathers_of_the_next_forward, on, recurse, updates=False):
+    expected = {name if isinstance(name, str) else GROUPS[name]: 1 for name in unsharded}
+    for got in world2.run(unshards_of_the_next_forward, on, recurse, updates=False):
         assert got == [expected]
 
 
-def test_what_is_kept_after_backward_is_gathered_anew_once_the_weights_have_changed(world2: World) -> None:
-    for got in world2.run(gathers_of_the_next_forward, "", True, updates=True):
+def test_what_is_kept_after_backward_is_unsharded_anew_once_the_weights_have_changed(world2: World) -> None:
+    for got in world2.run(unshards_of_the_next_forward, "", True, updates=True):
         assert got == [dict.fromkeys(GROUPS, 1)]
 
 
@@ -348,7 +348,7 @@ def test_every_backward_ends_with_its_reductions_whether_it_is_the_last_or_not(w
 # --- prefetch lists -------------------------------------------------------------------------------
 
 
-def gathers_with_lists(direction: str, lists: dict[str, list[str]], before_root: bool) -> list[str]:
+def unshards_with_lists(direction: str, lists: dict[str, list[str]], before_root: bool) -> list[str]:
     model = plain_tower()
     for block in model.blocks:
         fully_shard(block)
@@ -361,7 +361,7 @@ def gathers_with_lists(direction: str, lists: dict[str, list[str]], before_root:
     backward(model)
     cut = events.index("forward blocks.2") + 1
     events = events[:cut] if direction == "forward" else events[cut:]
-    return [event for event in events if event.split()[0] in ("gather", "forward", "backward")]
+    return [event for event in events if event.split()[0] in ("unshard", "forward", "backward")]
 
 
 def choose(model: Tower, direction: str, lists: dict[str, list[str]]) -> None:
@@ -371,42 +371,42 @@ def choose(model: Tower, direction: str, lists: dict[str, list[str]]) -> None:
 
 
 @pytest.mark.parametrize("before_root", [False, True])
-def test_forward_gathers_ahead_what_the_caller_chose_in_the_first_step_already(
+def test_forward_unshards_ahead_what_the_caller_chose_in_the_first_step_already(
     world2: World, before_root: bool
 ) -> None:
     lists = {"blocks.0": ["blocks.1", "blocks.2"]}
-    for events in world2.run(gathers_with_lists, "forward", lists, before_root):
+    for events in world2.run(unshards_with_lists, "forward", lists, before_root):
         assert_expected_inline(
             "\n".join(events),
             """\
-gather Tower
+unshard Tower
 forward Tower
-gather blocks.0
-gather blocks.1
-gather blocks.2
+unshard blocks.0
+unshard blocks.1
+unshard blocks.2
 forward blocks.0
 forward blocks.1
 forward blocks.2""",
         )
 
 
-def test_backward_gathers_ahead_what_the_caller_chose(world2: World) -> None:
+def test_backward_unshards_ahead_what_the_caller_chose(world2: World) -> None:
     lists: dict[str, list[str]] = {"": ["blocks.2", "blocks.1"], "blocks.2": [], "blocks.1": []}
-    for events in world2.run(gathers_with_lists, "backward", lists, before_root=False):
+    for events in world2.run(unshards_with_lists, "backward", lists, before_root=False):
         assert_expected_inline(
             "\n".join(events),
             """\
-gather blocks.2
-gather blocks.1
+unshard blocks.2
+unshard blocks.1
 backward Tower
 backward blocks.2
 backward blocks.1
-gather blocks.0
+unshard blocks.0
 backward blocks.0""",
         )
 
 
-def gathers_of_the_second_step(emptied: list[str]) -> list[str]:
+def unshards_of_the_second_step(emptied: list[str]) -> list[str]:
     model = sharded_tower()
     backward(model)
     for name in emptied:
@@ -414,23 +414,23 @@ def gathers_of_the_second_step(emptied: list[str]) -> list[str]:
         model.get_submodule(name).set_modules_to_backward_prefetch([])
     events = events_of(model)
     backward(model)
-    return [event for event in events if event.split()[0] in ("gather", "forward", "backward")]
+    return [event for event in events if event.split()[0] in ("unshard", "forward", "backward")]
 
 
-def test_an_empty_list_stops_a_module_from_gathering_ahead(world2: World) -> None:
-    """Each gather then comes right before its own use."""
-    for events in world2.run(gathers_of_the_second_step, ["", "blocks.0", "blocks.1", "blocks.2"]):
-        gathers = [i for i, event in enumerate(events) if event.startswith("gather")]
-        assert len(gathers) >= 6
-        for index in gathers:
+def test_an_empty_list_stops_a_module_from_unsharding_ahead(world2: World) -> None:
+    """Each unshard then comes right before its own use."""
+    for events in world2.run(unshards_of_the_second_step, ["", "blocks.0", "blocks.1", "blocks.2"]):
+        unshards = [i for i, event in enumerate(events) if event.startswith("unshard")]
+        assert len(unshards) >= 6
+        for index in unshards:
             assert events[index].split()[1] == events[index + 1].split()[1], events
 
 
 def test_an_empty_list_concerns_its_own_module_only(world2: World) -> None:
-    for events in world2.run(gathers_of_the_second_step, ["blocks.0"]):
-        assert events.index("gather blocks.0") < events.index("forward Tower")
-        assert events.index("gather blocks.1") > events.index("forward blocks.0")
-        assert events.index("gather blocks.2") < events.index("forward blocks.1")
+    for events in world2.run(unshards_of_the_second_step, ["blocks.0"]):
+        assert events.index("unshard blocks.0") < events.index("forward Tower")
+        assert events.index("unshard blocks.1") > events.index("forward blocks.0")
+        assert events.index("unshard blocks.2") < events.index("forward blocks.1")
 
 
 # --- set_gradient_divide_factor -------------------------------------------------------------------

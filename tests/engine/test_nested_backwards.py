@@ -110,6 +110,6 @@ def forces(side: Side, with_energy: bool, options: Any) -> None:
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])
-def test_f45_a_loss_on_forces_leaves_nothing_gathered(world2: World, reshard: bool | None) -> None:
+def test_f45_a_loss_on_forces_leaves_nothing_unsharded(world2: World, reshard: bool | None) -> None:
     for with_energy in (False, True):
         assert_same(world2, forces, with_energy, {"reshard_after_forward": reshard})

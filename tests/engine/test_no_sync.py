@@ -242,7 +242,7 @@ def test_an_exception_inside_leaves_what_was_there_before(world2: World) -> None
 
 
 def sent_inside(plan: Plan) -> dict[str, float]:
-    """Bytes of backwards alone: what the gradients cost, and gathers that come with backward."""
+    """Bytes of backwards alone: what the gradients cost, and unshards that come with backward."""
     model = plan.shard(built(even_tower))
     loss_of(model, plan, 0).backward()
     sent: dict[str, float] = {}
@@ -257,14 +257,14 @@ def sent_inside(plan: Plan) -> dict[str, float]:
 
 @pytest.mark.parametrize("plan", [plan for plan in FOUR if plan.strategy not in ("zero3", "hybrid")], ids=str)
 def test_no_gradient_travels_inside(world4: World, plan: Plan) -> None:
-    """Of the strategies that gather nothing in backward, so that all bytes are those of gradients."""
+    """Of the strategies that unshard nothing in backward, so that all bytes are those of gradients."""
     for sent in world4.run(sent_inside, plan):
         assert sent["first"] == sent["second"] == 0
         assert sent["outside"] > 0
 
 
-def gathers(plan: Plan, pattern: str) -> list[list[str]]:
-    """What is gathered in each microbatch of a pattern, after a step."""
+def unshards(plan: Plan, pattern: str) -> list[list[str]]:
+    """What is unsharded in each microbatch of a pattern, after a step."""
     model = plan.shard(built(even_tower))
     loss_of(model, plan, 0).backward()
     with torch.no_grad():
@@ -276,7 +276,7 @@ def gathers(plan: Plan, pattern: str) -> list[list[str]]:
         events.clear()
         with quiet(model, plan, what == "Q"):
             loss_of(model, plan, microbatch).backward()
-        found.append([event for event in events if event.startswith(("gather", "reduce "))])
+        found.append([event for event in events if event.startswith(("unshard", "reduce "))])
         if what == "Q":
             assert not any(event.startswith("reduce") for event in events), events
     return found
@@ -284,27 +284,27 @@ def gathers(plan: Plan, pattern: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("strategy", ["zero2", "hybrid_zero2"])
 def test_parameters_that_outlive_forward_outlive_backward_inside(world4: World, strategy: str) -> None:
-    """As FSDP1's SHARD_GRAD_OP: gathered once for all microbatches of a step, and reduced once."""
+    """As FSDP1's SHARD_GRAD_OP: unsharded once for all microbatches of a step, and reduced once."""
     plan = Plan(strategy, 4, 2 if strategy in HYBRID else 1)
-    for first, second, third, after in world4.run(gathers, plan, "QQSS"):
+    for first, second, third, after in world4.run(unshards, plan, "QQSS"):
         assert len(first) == 4  # the root and three blocks
-        assert all(event.startswith("gather") for event in first)
+        assert all(event.startswith("unshard") for event in first)
         assert second == []
         assert len(third) == 4
         assert all(event.startswith("reduce") for event in third)
-        assert len([event for event in after if event.startswith("gather")]) == 4  # it was freed
+        assert len([event for event in after if event.startswith("unshard")]) == 4  # it was freed
 
 
-def test_zero3_frees_and_gathers_inside_as_ever(world2: World) -> None:
-    for first, second, _ in world2.run(gathers, Plan("zero3", 2), "QQS"):
+def test_zero3_frees_and_unshards_inside_as_ever(world2: World) -> None:
+    for first, second, _ in world2.run(unshards, Plan("zero3", 2), "QQS"):
         # The root and the last block once, the others in forward and in backward.
         assert len(first) == len(second) == 6
 
 
-def test_zero1_gathers_once_a_step_inside_and_outside(world2: World) -> None:
-    for first, *others in world2.run(gathers, Plan("zero1", 2), "QSQS"):
+def test_zero1_unshards_once_a_step_inside_and_outside(world2: World) -> None:
+    for first, *others in world2.run(unshards, Plan("zero1", 2), "QSQS"):
         assert len(first) == 4
-        assert not any(event.startswith("gather") for each in others for event in each)
+        assert not any(event.startswith("unshard") for each in others for event in each)
 
 
 def freed_after(plan: Plan) -> tuple[bool, bool]:

@@ -632,7 +632,7 @@ def several_dtypes(make: Callable[[], nn.Module], policy: Policy) -> tuple[Any, 
     found = gradients_of(model)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     with torch.no_grad():
-        model(inputs)  # the new weights can be gathered
+        model(inputs)  # the new weights can be unsharded
     return model.seen, plain.seen, found, expected
 
 

@@ -1,4 +1,4 @@
-"""When groups are gathered ahead (before a group's backward, after it or not), how many, and for what memory.
+"""When groups are unsharded ahead (before a group's backward, after it or not), how many, and for what memory.
 
 Whatever is chosen, training equals plain training in float64 to 1e-10. The order of events is what a person
 would check, so it is written out; the bounds on memory are counted in full parameters of a block.
@@ -20,7 +20,7 @@ from refusals import assert_says
 from scenario import Side, assert_same
 from test_events import the_same_on_all_ranks
 from test_memory import WIDTH as WIDE
-from test_memory import B, Pair, gathered_bytes
+from test_memory import B, Pair, unsharded_bytes
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch
 from torch.utils.checkpoint import checkpoint
@@ -32,22 +32,22 @@ Choices = dict[str, Any]
 # Each value of each argument beside several of the others.
 POLICIES: list[Choices] = [
     {"prefetch": 0, "backward_prefetch": "before"},
-    {"prefetch": 0, "backward_prefetch": "after", "max_gathers": 1},
-    {"prefetch": 1, "backward_prefetch": "before", "max_gathers": 1},
+    {"prefetch": 0, "backward_prefetch": "after", "max_prefetched": 1},
+    {"prefetch": 1, "backward_prefetch": "before", "max_prefetched": 1},
     {"prefetch": 1, "backward_prefetch": "after"},
-    {"prefetch": 1, "backward_prefetch": None, "max_gathers": 2},
-    {"prefetch": 2, "backward_prefetch": "after", "max_gathers": 1},
+    {"prefetch": 1, "backward_prefetch": None, "max_prefetched": 2},
+    {"prefetch": 2, "backward_prefetch": "after", "max_prefetched": 1},
     {"prefetch": 2, "backward_prefetch": None},
     {"prefetch": 2, "backward_prefetch": "before"},
-    {"prefetch": 3, "backward_prefetch": "before", "max_gathers": 2},
-    {"prefetch": 3, "backward_prefetch": "after", "max_gathers": 2},
-    {"prefetch": 3, "backward_prefetch": None, "max_gathers": 1},
+    {"prefetch": 3, "backward_prefetch": "before", "max_prefetched": 2},
+    {"prefetch": 3, "backward_prefetch": "after", "max_prefetched": 2},
+    {"prefetch": 3, "backward_prefetch": None, "max_prefetched": 1},
 ]
 
 
 def named(choices: Choices) -> str:
     return "-".join(
-        str(choices.get(name, "any")) for name in ("prefetch", "backward_prefetch", "max_gathers")
+        str(choices.get(name, "any")) for name in ("prefetch", "backward_prefetch", "max_prefetched")
     )
 
 
@@ -58,7 +58,7 @@ some_policies = pytest.mark.parametrize("choices", [AFTER, POLICIES[4], POLICIES
 
 def test_the_default_prefetches_before_and_limits_nothing_more() -> None:
     policy = CommPolicy()
-    assert (policy.prefetch, policy.backward_prefetch, policy.max_gathers) == (1, "before", None)
+    assert (policy.prefetch, policy.backward_prefetch, policy.max_prefetched) == (1, "before", None)
 
 
 # --- the order of events --------------------------------------------------------------------------
@@ -114,18 +114,18 @@ def backward_of(log: str) -> str:
     return log[log.index("backward Spaced") :]
 
 
-def test_before_the_next_group_is_gathered_while_a_group_computes(world2: World) -> None:
+def test_before_the_next_group_is_unsharded_while_a_group_computes(world2: World) -> None:
     log = the_same_on_all_ranks(world2.run(events_of_a_step, {"backward_prefetch": "before"}))
     assert_expected_inline(
         backward_of(log),
         """\
 backward Spaced
-gather blocks.1
+unshard blocks.1
 backward blocks.2
 reduce blocks.2
 between 2
 free blocks.2
-gather blocks.0
+unshard blocks.0
 backward blocks.1
 reduce blocks.1
 between 1
@@ -139,7 +139,7 @@ free blocks.0""",
     )
 
 
-def test_after_the_next_group_is_gathered_once_a_group_is_done_and_freed(world2: World) -> None:
+def test_after_the_next_group_is_unsharded_once_a_group_is_done_and_freed(world2: World) -> None:
     log = the_same_on_all_ranks(world2.run(events_of_a_step, {"backward_prefetch": "after"}))
     assert_expected_inline(
         backward_of(log),
@@ -148,12 +148,12 @@ backward Spaced
 backward blocks.2
 reduce blocks.2
 free blocks.2
-gather blocks.1
+unshard blocks.1
 between 2
 backward blocks.1
 reduce blocks.1
 free blocks.1
-gather blocks.0
+unshard blocks.0
 between 1
 backward blocks.0
 reduce blocks.0
@@ -164,7 +164,7 @@ free Spaced""",
     )
 
 
-def test_without_backward_prefetch_a_group_is_gathered_when_its_backward_begins(world2: World) -> None:
+def test_without_backward_prefetch_a_group_is_unsharded_when_its_backward_begins(world2: World) -> None:
     log = the_same_on_all_ranks(world2.run(events_of_a_step, {"backward_prefetch": None}))
     assert_expected_inline(
         backward_of(log),
@@ -174,12 +174,12 @@ backward blocks.2
 reduce blocks.2
 between 2
 free blocks.2
-gather blocks.1
+unshard blocks.1
 backward blocks.1
 reduce blocks.1
 between 1
 free blocks.1
-gather blocks.0
+unshard blocks.0
 backward blocks.0
 reduce blocks.0
 between 0
@@ -193,11 +193,11 @@ free blocks.0""",
 def test_forward_prefetches_whatever_backward_does(world2: World, backward_prefetch: str | None) -> None:
     log = the_same_on_all_ranks(world2.run(events_of_a_step, {"backward_prefetch": backward_prefetch}))
     assert log.startswith(
-        "gather Spaced\ngather blocks.0\nforward Spaced\ngather blocks.1\nforward blocks.0\n"
+        "unshard Spaced\nunshard blocks.0\nforward Spaced\nunshard blocks.1\nforward blocks.0\n"
     )
 
 
-def test_a_depth_of_none_gathers_nothing_ahead_in_either_direction(world2: World) -> None:
+def test_a_depth_of_none_unshards_nothing_ahead_in_either_direction(world2: World) -> None:
     logs = [
         the_same_on_all_ranks(world2.run(events_of_a_step, {"prefetch": 0, "backward_prefetch": choice}))
         for choice in ("before", "after", None)
@@ -205,20 +205,20 @@ def test_a_depth_of_none_gathers_nothing_ahead_in_either_direction(world2: World
     for log in logs:
         lines = log.splitlines()
         for line, following in pairwise(lines):
-            if line.startswith("gather "):
-                name = line.removeprefix("gather ")
+            if line.startswith("unshard "):
+                name = line.removeprefix("unshard ")
                 assert following in (f"forward {name}", f"backward {name}")
 
 
-def gathered_at_once(log: list[str], phase: str) -> int:
-    """The largest number of blocks that were gathered at the same time, in a phase: in use, or ahead."""
+def unsharded_at_once(log: list[str], phase: str) -> int:
+    """The largest number of blocks that were unsharded at the same time, in a phase: in use, or ahead."""
     begin = log.index("backward Spaced") if phase == "backward" else 0
     end = len(log) if phase == "backward" else log.index("backward Spaced")
     present: set[str] = set()
     most = 0
     for index, line in enumerate(log):
         event, name = line.split(" ", 1)
-        if event == "gather":
+        if event == "unshard":
             present.add(name)
         elif event == "free":
             present.discard(name)
@@ -233,21 +233,21 @@ def gathered_at_once(log: list[str], phase: str) -> int:
         ({"prefetch": 0}, 1, 1),
         ({"prefetch": 1}, 2, 2),
         ({"prefetch": 2}, 3, 3),
-        ({"prefetch": 2, "max_gathers": 1}, 2, 2),
-        ({"prefetch": 2, "max_gathers": 2}, 3, 3),
-        ({"prefetch": 1, "max_gathers": 2}, 2, 2),
+        ({"prefetch": 2, "max_prefetched": 1}, 2, 2),
+        ({"prefetch": 2, "max_prefetched": 2}, 3, 3),
+        ({"prefetch": 1, "max_prefetched": 2}, 2, 2),
         ({"prefetch": 1, "backward_prefetch": "after"}, 2, 1),
         ({"prefetch": 2, "backward_prefetch": "after"}, 3, 2),
-        ({"prefetch": 2, "backward_prefetch": "after", "max_gathers": 1}, 2, 1),
+        ({"prefetch": 2, "backward_prefetch": "after", "max_prefetched": 1}, 2, 1),
         ({"prefetch": 1, "backward_prefetch": None}, 2, 1),
-        ({"prefetch": 3, "backward_prefetch": None, "max_gathers": 2}, 3, 1),
+        ({"prefetch": 3, "backward_prefetch": None, "max_prefetched": 2}, 3, 1),
     ],
 )
-def test_as_many_blocks_are_gathered_at_once_as_was_said(
+def test_as_many_blocks_are_unsharded_at_once_as_was_said(
     world2: World, choices: Choices, forward: int, backward: int
 ) -> None:
     log = the_same_on_all_ranks(world2.run(events_of_a_step, choices)).splitlines()
-    assert (gathered_at_once(log, "forward"), gathered_at_once(log, "backward")) == (forward, backward)
+    assert (unsharded_at_once(log, "forward"), unsharded_at_once(log, "backward")) == (forward, backward)
 
 
 def events_of_kept_groups(choices: Choices) -> list[str]:
@@ -255,12 +255,12 @@ def events_of_kept_groups(choices: Choices) -> list[str]:
 
 
 @pytest.mark.parametrize("backward_prefetch", ["before", "after", None])
-def test_kept_groups_are_not_gathered_for_backward_and_each_is_freed_once(
+def test_kept_groups_are_not_unsharded_for_backward_and_each_is_freed_once(
     world2: World, backward_prefetch: str | None
 ) -> None:
     log = the_same_on_all_ranks(world2.run(events_of_kept_groups, {"backward_prefetch": backward_prefetch}))
     backward = backward_of(log).splitlines()
-    assert not [line for line in backward if line.startswith("gather")]
+    assert not [line for line in backward if line.startswith("unshard")]
     names = ["Spaced", "blocks.0", "blocks.1", "blocks.2"]
     assert sorted(line for line in backward if line.startswith("free")) == [f"free {n}" for n in names]
 
@@ -279,24 +279,24 @@ def choose_backward(model: Any) -> None:
     third.set_modules_to_backward_prefetch([second, first])
 
 
-def test_a_list_is_gathered_ahead_in_place_of_the_recorded_order(world2: World) -> None:
+def test_a_list_is_unsharded_ahead_in_place_of_the_recorded_order(world2: World) -> None:
     log = the_same_on_all_ranks(world2.run(events_of_a_step, {"prefetch": 0}, choose_forward)).splitlines()
     at = log.index("forward blocks.0")
-    assert log[at - 3 : at] == ["gather blocks.0", "gather blocks.1", "gather blocks.2"]
+    assert log[at - 3 : at] == ["unshard blocks.0", "unshard blocks.1", "unshard blocks.2"]
     log = the_same_on_all_ranks(
         world2.run(events_of_a_step, {"prefetch": 0, "backward_prefetch": "before"}, choose_backward)
     ).splitlines()
     at = log.index("backward blocks.2")
-    assert log[at - 3 : at] == ["gather blocks.2", "gather blocks.1", "gather blocks.0"]
+    assert log[at - 3 : at] == ["unshard blocks.2", "unshard blocks.1", "unshard blocks.0"]
 
 
-def test_a_list_is_gathered_as_far_as_the_limit_goes(world2: World) -> None:
-    choices = {"prefetch": 0, "max_gathers": 1}
+def test_a_list_is_unsharded_as_far_as_the_limit_goes(world2: World) -> None:
+    choices = {"prefetch": 0, "max_prefetched": 1}
     log = the_same_on_all_ranks(world2.run(events_of_a_step, choices, choose_forward)).splitlines()
     at = log.index("forward blocks.0")
-    assert log[at - 2 : at] == ["gather blocks.0", "gather blocks.1"]
-    assert log.index("gather blocks.2") > at
-    assert gathered_at_once(log, "forward") == 2
+    assert log[at - 2 : at] == ["unshard blocks.0", "unshard blocks.1"]
+    assert log.index("unshard blocks.2") > at
+    assert unsharded_at_once(log, "forward") == 2
 
 
 def train_with_lists(side: Side, choices: Choices) -> None:
@@ -316,7 +316,7 @@ def test_lists_of_the_callers_change_no_number(world2: World, choices: Choices) 
 
 
 def peaks_of_a_step(choices: Choices) -> dict[str, float]:
-    """Bytes of gathered parameters at most, in units of a block's."""
+    """Bytes of unsharded parameters at most, in units of a block's."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Pair() for _ in range(6)))
     policy = CommPolicy(**choices)
@@ -329,13 +329,13 @@ def peaks_of_a_step(choices: Choices) -> dict[str, float]:
     phase = "forward"
 
     def look(_event: str, _name: str) -> None:
-        peaks[phase] = max(peaks[phase], gathered_bytes(model) / B)
+        peaks[phase] = max(peaks[phase], unsharded_bytes(model) / B)
 
     observe(model, look)
     loss = model(x).sum()
     phase = "backward"
     loss.backward()
-    peaks["after"] = gathered_bytes(model) / B
+    peaks["after"] = unsharded_bytes(model) / B
     return peaks
 
 
@@ -345,8 +345,8 @@ def peaks_of_a_step(choices: Choices) -> dict[str, float]:
         ({}, 2, 2),
         ({"prefetch": 0}, 1, 1),
         ({"prefetch": 3}, 4, 4),
-        ({"prefetch": 3, "max_gathers": 1}, 2, 2),
-        ({"prefetch": 3, "max_gathers": 2}, 3, 3),
+        ({"prefetch": 3, "max_prefetched": 1}, 2, 2),
+        ({"prefetch": 3, "max_prefetched": 2}, 3, 3),
         ({"backward_prefetch": "after"}, 2, 1),
         ({"backward_prefetch": None}, 2, 1),
     ],
@@ -577,10 +577,10 @@ def test_backward_prefetch_is_one_of_three(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 0, 1.5, "2", True, float("inf")], ids=repr)
-def test_max_gathers_counts_groups(value: Any) -> None:
+def test_max_prefetched_counts_groups(value: Any) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
-        CommPolicy(max_gathers=value)
-    assert_says(str(caught.value), "CommPolicy: max_gathers is ", repr(value))
+        CommPolicy(max_prefetched=value)
+    assert_says(str(caught.value), "CommPolicy: max_prefetched is ", repr(value))
 
 
 # --- "after", where gradients are complete before the weights' last use ---------------------------

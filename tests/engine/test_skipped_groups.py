@@ -1,4 +1,4 @@
-"""Forwards that leave out some layers, as stochastic depth does: what is gathered ahead goes on behind them."""
+"""Forwards that leave out some layers, as stochastic depth does: what is unsharded ahead goes on behind them."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -66,22 +66,22 @@ def events_of_a_forward(order: str, prefetch: int) -> list[str]:
     return [event.replace("layers.", "") for event in events if "layers" in event]
 
 
-def test_the_next_layer_is_gathered_ahead_behind_those_that_are_left_out(world2: World) -> None:
+def test_the_next_layer_is_unsharded_ahead_behind_those_that_are_left_out(world2: World) -> None:
     first, second = world2.run(events_of_a_forward, "0345", 1)
     assert first == second
     assert_expected_inline(
         "\n".join(first),
         """\
-gather 0
-gather 1
+unshard 0
+unshard 1
 forward 0
 free 0
 free 1
-gather 3
-gather 4
+unshard 3
+unshard 4
 forward 3
 free 3
-gather 5
+unshard 5
 forward 4
 free 4
 forward 5
@@ -92,17 +92,17 @@ free 5""",
 @pytest.mark.parametrize(
     ("order", "late"), [("012345", 1), ("0345", 2), ("02345", 2), ("0135", 3), ("543210", 5)]
 )
-def test_only_a_layer_behind_a_gap_is_gathered_late(world2: World, order: str, late: int) -> None:
+def test_only_a_layer_behind_a_gap_is_unsharded_late(world2: World, order: str, late: int) -> None:
     events = world2.run(events_of_a_forward, order, 1)[0]
     starts = [events.index(f"forward {name}") for name in order]
     rows = zip(order, [0, *starts], starts, strict=False)
-    assert sum(f"gather {name}" in events[before:start] for name, before, start in rows) == late
+    assert sum(f"unshard {name}" in events[before:start] for name, before, start in rows) == late
 
 
-def most_gathered(order: str, prefetch: int) -> int:
+def most_unsharded(order: str, prefetch: int) -> int:
     held, most = set(), 0
     for event, name in map(str.split, events_of_a_forward(order, prefetch)):
-        if event == "gather":
+        if event == "unshard":
             held.add(name)
         elif event == "free":
             held.discard(name)
@@ -113,7 +113,7 @@ def most_gathered(order: str, prefetch: int) -> int:
 @pytest.mark.parametrize("prefetch", [1, 2])
 def test_no_more_are_in_memory_than_were_asked_for(world2: World, prefetch: int) -> None:
     for order in ("0345", "025", "05", "135"):
-        assert max(world2.run(most_gathered, order, prefetch)) <= prefetch + 1
+        assert max(world2.run(most_unsharded, order, prefetch)) <= prefetch + 1
 
 
 def train_with_random_depth(side: Side) -> None:

@@ -24,11 +24,11 @@ def test_the_states_of_parameters() -> None:
     assert_expected_inline(
         printed(UNSHARD_STATES),
         """\
-sharded --unshard--> gathering
-gathering --wait--> unsharded
+sharded --unshard--> unsharding
+unsharding --wait--> unsharded
 unsharded --reshard--> sharded
 unsharded --keep_part--> partly unsharded
-partly unsharded --unshard--> gathering
+partly unsharded --unshard--> unsharding
 partly unsharded --reshard--> sharded
 sharded --summon--> summoned
 summoned --end_summon--> sharded""",
@@ -119,7 +119,7 @@ def versions_and_errors() -> list[str]:
         out.sum().backward()
     messages.append(str(refused.value).split(": [")[0])
 
-    model[0].unshard()  # a graph over full parameters that nobody gathers again
+    model[0].unshard()  # a graph over full parameters that nobody unshards again
     loss = (x @ model[0].weight).sum()
     model[0].reshard()
     with pytest.raises(RuntimeError) as refused:
@@ -144,5 +144,5 @@ def test_autograds_own_check_sees_through_the_sharding(world2: World) -> None:
         """\
 one of the variables needed for gradient computation has been modified by an inplace operation
 one of the variables needed for gradient computation has been modified by an inplace operation
-0.weight: changed in place while gathered (group '0'). Inside forward a module sees a gathered copy, which is now freed, so the change would be lost. Change the sharded parameter outside of forward, under torch.no_grad().""",
+0.weight: changed in place while unsharded (group '0'). Inside forward a module sees an unsharded copy, which is now freed, so the change would be lost. Change the sharded parameter outside of forward, under torch.no_grad().""",
     )

@@ -116,7 +116,7 @@ def test_slots_can_serve_two_worlds(some: list[SlotSpec], worlds: tuple[int, int
 
 
 @given(st.lists(entries, max_size=6))
-def test_in_a_world_of_one_the_gathered_buffer_is_the_shard_buffer(some: list[SlotSpec]) -> None:
+def test_in_a_world_of_one_the_unsharded_buffer_is_the_shard_buffer(some: list[SlotSpec]) -> None:
     layout = plan_layout(some, 1, [False] * len(some))
     assert layout.unsharded_bytes == layout.shard_bytes
     assert all(s.slot_offset == s.shard_offset and s.is_direct for s in layout.slots)
@@ -137,7 +137,7 @@ def test_a_layout_reads_like_its_picture() -> None:
         f" shard {s.shard_offset:>3} +{s.chunk_bytes:<3} slot {s.slot_offset:>3} +{s.slot_bytes}"
         for s in layout.slots
     ]
-    lines.append(f"shard {layout.shard_bytes} bytes, gathered {layout.unsharded_bytes}")
+    lines.append(f"shard {layout.shard_bytes} bytes, unsharded {layout.unsharded_bytes}")
     assert_expected_inline(
         "\n".join(lines),
         """\
@@ -146,5 +146,5 @@ def test_a_layout_reads_like_its_picture() -> None:
 scalar  f32  packed shard  48 +4   slot 144 +16
      4 bf16  packed shard  80 +2   slot 208 +8
    3x8  f32 strided shard  96 +24  slot 224 +96
-shard 128 bytes, gathered 320""",
+shard 128 bytes, unsharded 320""",
     )

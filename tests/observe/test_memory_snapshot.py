@@ -359,7 +359,7 @@ def assert_real(moment: str, snapshot: MemorySnapshot, sizes: Sizes, others: set
     }
     if "reducing" in gradient_states:
         others = {*others, "reduced gradients"}  # some are not in .grad yet
-    if "gathering" in states or "reducing" in gradient_states:
+    if "unsharding" in states or "reducing" in gradient_states:
         assert told.pop("all") <= sizes["all"] <= snapshot.total_bytes + B, "what is sent and received"
     assert {name: size for name, size in told.items() if name not in others} == {
         name: sizes[name] for name in told if name not in others
@@ -424,7 +424,7 @@ def unshard_twice(model: Any, take: Take) -> None:
     take("kept")
 
 
-def test_weights_that_gather_themselves_are_counted_in_the_form_that_travels(world2: World) -> None:
+def test_weights_that_all_gather_themselves_are_counted_in_the_form_that_travels(world2: World) -> None:
     shard = 0.25  # float32; what travels is bf16
     for notes in world2.run(taken, unshard_twice, travels_low, {}):
         assert {moment: row(snapshot) for moment, snapshot, _ in notes} == {
@@ -472,41 +472,41 @@ def test_the_table_says_which_block_is_in_memory_and_why(world2: World) -> None:
     assert_expected_inline(
         found["in forward"],
         """\
-group     parameters  gradients  MB shards  full parameters  kept  full gradients  reduced  in memory because
-----------------------------------------------------------------------------------------------------------------------------------------------------------------
-Stack     unsharded   empty            2.4              4.7     -               -        -  a forward or a backward uses it, or the caller has chosen to keep it
-blocks.0  sharded     empty            2.4                -     -               -        -
-blocks.1  unsharded   empty            2.4              4.7     -               -        -  a forward or a backward uses it, or the caller has chosen to keep it
-blocks.2  gathering   empty            2.4              4.7     -               -        -  it was prefetched
-blocks.3  sharded     empty            2.4                -     -               -        -
-----------------------------------------------------------------------------------------------------------------------------------------------------------------
-total                                 11.8             14.2     -               -        -""",
+group     parameters  gradients  MB shards  unsharded  kept  full gradients  reduced  in memory because
+----------------------------------------------------------------------------------------------------------------------------------------------------------
+Stack     unsharded   empty            2.4        4.7     -               -        -  a forward or a backward uses it, or the caller has chosen to keep it
+blocks.0  sharded     empty            2.4          -     -               -        -
+blocks.1  unsharded   empty            2.4        4.7     -               -        -  a forward or a backward uses it, or the caller has chosen to keep it
+blocks.2  unsharding  empty            2.4        4.7     -               -        -  it was prefetched
+blocks.3  sharded     empty            2.4          -     -               -        -
+----------------------------------------------------------------------------------------------------------------------------------------------------------
+total                                 11.8       14.2     -               -        -""",
     )
     assert_expected_inline(
         found["between"],
         """\
-group     parameters  gradients  MB shards  full parameters  kept  full gradients  reduced  in memory because
-----------------------------------------------------------------------------------------------------------------------------------------------------------------
-Stack     unsharded   empty            2.4              4.7     -               -        -  a forward or a backward uses it, or the caller has chosen to keep it
-blocks.0  sharded     empty            2.4                -     -               -        -
-blocks.1  sharded     empty            2.4                -     -               -        -
-blocks.2  sharded     empty            2.4                -     -               -        -
-blocks.3  unsharded   empty            2.4              4.7     -               -        -  the next backward probably begins with it
-----------------------------------------------------------------------------------------------------------------------------------------------------------------
-total                                 11.8              9.4     -               -        -""",
+group     parameters  gradients  MB shards  unsharded  kept  full gradients  reduced  in memory because
+----------------------------------------------------------------------------------------------------------------------------------------------------------
+Stack     unsharded   empty            2.4        4.7     -               -        -  a forward or a backward uses it, or the caller has chosen to keep it
+blocks.0  sharded     empty            2.4          -     -               -        -
+blocks.1  sharded     empty            2.4          -     -               -        -
+blocks.2  sharded     empty            2.4          -     -               -        -
+blocks.3  unsharded   empty            2.4        4.7     -               -        -  the next backward probably begins with it
+----------------------------------------------------------------------------------------------------------------------------------------------------------
+total                                 11.8        9.4     -               -        -""",
     )
     assert_expected_inline(
         found["in backward"],
         """\
-group     parameters  gradients  MB shards  full parameters  kept  full gradients  reduced  in memory because
-----------------------------------------------------------------------------------------------------------------------------------------------------------------
-Stack     unsharded   empty            2.4              4.7     -               -      2.4  a forward or a backward uses it, or the caller has chosen to keep it
-blocks.0  gathering   empty            2.4              4.7     -               -        -  it was prefetched
-blocks.1  unsharded   empty            2.4              4.7     -               -        -  a forward or a backward uses it, or the caller has chosen to keep it
-blocks.2  sharded     reducing         2.4                -     -             4.7      2.4
-blocks.3  sharded     empty            2.4                -     -               -      2.4
-----------------------------------------------------------------------------------------------------------------------------------------------------------------
-total                                 11.8             14.2     -             4.7      7.1""",
+group     parameters  gradients  MB shards  unsharded  kept  full gradients  reduced  in memory because
+----------------------------------------------------------------------------------------------------------------------------------------------------------
+Stack     unsharded   empty            2.4        4.7     -               -      2.4  a forward or a backward uses it, or the caller has chosen to keep it
+blocks.0  unsharding  empty            2.4        4.7     -               -        -  it was prefetched
+blocks.1  unsharded   empty            2.4        4.7     -               -        -  a forward or a backward uses it, or the caller has chosen to keep it
+blocks.2  sharded     reducing         2.4          -     -             4.7      2.4
+blocks.3  sharded     empty            2.4          -     -               -      2.4
+----------------------------------------------------------------------------------------------------------------------------------------------------------
+total                                 11.8       14.2     -             4.7      7.1""",
     )
 
 
@@ -527,13 +527,13 @@ def test_small_sizes_have_more_decimals(world2: World) -> None:
     assert_expected_inline(
         found,
         """\
-group               parameters  gradients  MB shards  full parameters    kept  full gradients  reduced  in memory because
----------------------------------------------------------------------------------------------------------------------------------------
-Tower               sharded     deferred      0.0002                -  0.0004          0.0003   0.0002
-blocks.0            unsharded   deferred      0.0006           0.0012       -          0.0012   0.0006  the caller has called unshard()
-blocks.1, blocks.2  sharded     deferred      0.0012                -  0.0024          0.0024   0.0012
----------------------------------------------------------------------------------------------------------------------------------------
-total                                         0.0020           0.0012  0.0027          0.0039   0.0020""",
+group               parameters  gradients  MB shards  unsharded    kept  full gradients  reduced  in memory because
+---------------------------------------------------------------------------------------------------------------------------------
+Tower               sharded     deferred      0.0002          -  0.0004          0.0003   0.0002
+blocks.0            unsharded   deferred      0.0006     0.0012       -          0.0012   0.0006  the caller has called unshard()
+blocks.1, blocks.2  sharded     deferred      0.0012          -  0.0024          0.0024   0.0012
+---------------------------------------------------------------------------------------------------------------------------------
+total                                         0.0020     0.0012  0.0027          0.0039   0.0020""",
     )
 
 

@@ -38,7 +38,7 @@ def counted(replicates: bool) -> tuple[CollectiveCounts, CollectiveCounts, Colle
     return step, both, block
 
 
-def test_each_block_is_gathered_twice_and_reduced_once(world2: World) -> None:
+def test_each_block_is_unsharded_twice_and_reduced_once(world2: World) -> None:
     (step, both, block), other = world2.run(counted, False)
     assert (step, both, block) == other
     blocks = sorted(name for name in step.all_gather if name.startswith("blocks."))

@@ -823,7 +823,7 @@ def test_a_grad_scaler_skips_steps(world2: World, options: dict[str, Any]) -> No
 
 
 def a_step_between_forward_and_backward(how: dict[str, Any]) -> str:
-    run = Kind("SGD", {"lr": 0.1} | how).run(build=Even, shard=kept_gathered)
+    run = Kind("SGD", {"lr": 0.1} | how).run(build=Even, shard=kept_unsharded)
     model, optimizer = run.start(1)
     run.train(model, optimizer, 0, 1)
     loss = run.loss(model, 1)
@@ -833,7 +833,7 @@ def a_step_between_forward_and_backward(how: dict[str, Any]) -> str:
     return refusal(loss.backward).split(":")[0]
 
 
-def kept_gathered(model: nn.Module, layout: Layout | None) -> nn.Module:
+def kept_unsharded(model: nn.Module, layout: Layout | None) -> nn.Module:
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=False)
     return fully_shard(model, reshard_after_forward=False)

@@ -99,7 +99,7 @@ def full_parameters(model: Any) -> None:
 
 
 def waits_for_the_event(act: Callable[[Any], None]) -> list[str]:
-    """Who waits for the event, in order, before the first gather, or the first look at shards."""
+    """Who waits for the event, in order, before the first all-gather, or the first look at shards."""
     with streams_on_the_host() as device:
         model = sharded_tower()
         if act is a_forward_of_what_was_kept:
@@ -108,8 +108,8 @@ def waits_for_the_event(act: Callable[[Any], None]) -> list[str]:
         model.set_post_optim_event(Event("optimizer", device.log))
         device.log.clear()
         act(model)
-    first_gather = device.log.index("gather is current") if "gather is current" in device.log else None
-    return [line for line in device.log[:first_gather] if "optimizer" in line]
+    first_all_gather = device.log.index("gather is current") if "gather is current" in device.log else None
+    return [line for line in device.log[:first_all_gather] if "optimizer" in line]
 
 
 OTHERS = ["reduce waits for the event of optimizer", "replicate waits for the event of optimizer"]
@@ -163,11 +163,11 @@ def test_a_device_waits_for_events_of_its_own_only(world1: World) -> None:
     assert_expected_inline(
         "\n".join(answers),
         """\
-set_post_optim_event: event is None (builtins.NoneType), not one of 'cuda', the device of the mesh: gathers would not wait for the optimizer. Pass a torch.cuda.Event.
-set_post_optim_event: event is ... (torch.Event), not one of 'cuda', the device of the mesh: gathers would not wait for the optimizer. Pass a torch.cuda.Event.
-set_post_optim_event: event is ... (torch.cpu.Event), not one of 'cuda', the device of the mesh: gathers would not wait for the optimizer. Pass a torch.cuda.Event.
-set_post_optim_event: event is ... (threading.Event), not one of 'cuda', the device of the mesh: gathers would not wait for the optimizer. Pass a torch.cuda.Event.
-set_post_optim_event: event is 'now' (builtins.str), not one of 'cuda', the device of the mesh: gathers would not wait for the optimizer. Pass a torch.cuda.Event.
+set_post_optim_event: event is None (builtins.NoneType), not one of 'cuda', the device of the mesh: all-gathers would not wait for the optimizer. Pass a torch.cuda.Event.
+set_post_optim_event: event is ... (torch.Event), not one of 'cuda', the device of the mesh: all-gathers would not wait for the optimizer. Pass a torch.cuda.Event.
+set_post_optim_event: event is ... (torch.cpu.Event), not one of 'cuda', the device of the mesh: all-gathers would not wait for the optimizer. Pass a torch.cuda.Event.
+set_post_optim_event: event is ... (threading.Event), not one of 'cuda', the device of the mesh: all-gathers would not wait for the optimizer. Pass a torch.cuda.Event.
+set_post_optim_event: event is 'now' (builtins.str), not one of 'cuda', the device of the mesh: all-gathers would not wait for the optimizer. Pass a torch.cuda.Event.
 set_all_reduce_hook: stream is ... (torch.cpu.Stream), not one of 'cuda', the device of the mesh: the hook would not be ordered behind the reduction. Pass a torch.cuda.Stream.
 set_all_reduce_hook: stream is 'side' (builtins.str), not one of 'cuda', the device of the mesh: the hook would not be ordered behind the reduction. Pass a torch.cuda.Stream.""",
     )
@@ -181,8 +181,8 @@ def test_the_host_takes_what_its_streams_record_and_nothing_else(world1: World) 
 accepted
 accepted
 accepted
-set_post_optim_event: event is ... (threading.Event), not one of 'cpu', the device of the mesh: gathers would not wait for the optimizer. Pass a torch.cpu.Event.
-set_post_optim_event: event is 'now' (builtins.str), not one of 'cpu', the device of the mesh: gathers would not wait for the optimizer. Pass a torch.cpu.Event.
+set_post_optim_event: event is ... (threading.Event), not one of 'cpu', the device of the mesh: all-gathers would not wait for the optimizer. Pass a torch.cpu.Event.
+set_post_optim_event: event is 'now' (builtins.str), not one of 'cpu', the device of the mesh: all-gathers would not wait for the optimizer. Pass a torch.cpu.Event.
 accepted
 set_all_reduce_hook: stream is 'side' (builtins.str), not one of 'cpu', the device of the mesh: the hook would not be ordered behind the reduction. Pass a torch.cpu.Stream.""",
     )

@@ -1,4 +1,4 @@
-"""What tensor subclasses may rely on while they gather themselves.
+"""What tensor subclasses may rely on while they all-gather themselves.
 
 Classes that were written for torch's fully_shard keep a scale beside the bytes that travel and refresh it in
 place, pad uneven shards, ask the mesh how many ranks share a weight, begin on the meta device, or are no
@@ -162,7 +162,7 @@ def refreshed(side: Side, reshard: bool) -> None:
 
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
 @pytest.mark.parametrize("reshard", [True, False])
-def test_a_scale_that_each_gather_refreshes_is_what_the_module_computes_with(
+def test_a_scale_that_each_unshard_refreshes_is_what_the_module_computes_with(
     world: World, reshard: bool
 ) -> None:
     assert_same(world, refreshed, reshard)
@@ -238,7 +238,7 @@ def emptied_and_loaded(side: Side) -> None:
 
 
 @pytest.mark.parametrize("begin", [materialized, emptied_and_loaded])
-def test_weights_that_gather_themselves_may_begin_on_the_meta_device(world2: World, begin: Any) -> None:
+def test_weights_that_all_gather_themselves_may_begin_on_the_meta_device(world2: World, begin: Any) -> None:
     assert_same(world2, begin)
 
 
@@ -271,7 +271,7 @@ class _Round(torch.autograd.Function):
 
 
 class LowLinear(nn.Linear):
-    """Rounded by whoever gathers it; plainly, by itself."""
+    """Rounded by whoever all-gathers it; plainly, by itself."""
 
     rounds = False
 
@@ -314,7 +314,7 @@ def told_wrongly() -> tuple[str, str]:
     give_methods(local)
     model(random_batch(0, 4))
     model.load_state_dict(model.state_dict(), assign=True)
-    with pytest.raises(RuntimeError) as lost:  # once another bucket's gather was issued
+    with pytest.raises(RuntimeError) as lost:  # once another bucket's all-gather was issued
         model(random_batch(0, 4))
     dist.all_reduce(torch.ones(1))
     return str(half.value), str(lost.value)
@@ -326,6 +326,6 @@ def test_half_of_the_methods_or_lost_ones_are_an_error(world2: World) -> None:
     assert_expected_inline(
         "\n".join(first),
         """\
-0.weight holds a Tensor, which has fsdp_pre_all_gather but no fsdp_post_all_gather; a gather needs both. Add it to the class, or to the tensor that has the other.
-0.weight: its shard was replaced by a Tensor without fsdp_pre_all_gather and fsdp_post_all_gather, by which its group gathers it. Methods that were put on a tensor stay with that tensor: put them on the new local tensor as well, or on its class.""",
+0.weight holds a Tensor, which has fsdp_pre_all_gather but no fsdp_post_all_gather; an all-gather needs both. Add it to the class, or to the tensor that has the other.
+0.weight: its shard was replaced by a Tensor without fsdp_pre_all_gather and fsdp_post_all_gather, by which its group unshards it. Methods that were put on a tensor stay with that tensor: put them on the new local tensor as well, or on its class.""",
     )

@@ -90,7 +90,7 @@ def check_journal(side: Side, rows: int) -> None:
 @any_reshard
 @any_rows
 @any_world
-def test_frozen_bytes_and_scales_are_gathered_together(world: World, rows: int, reshard: bool) -> None:
+def test_frozen_bytes_and_scales_are_all_gathered_together(world: World, rows: int, reshard: bool) -> None:
     assert_same(world, train, RowScaled, rows, reshard)
 
 
@@ -139,7 +139,7 @@ def test_the_long_protocol_is_told_size_module_and_policy(world2: World, rows: i
 
 
 def memory_between_passes(kind: type[Wrapper], rows: int) -> tuple[list[int], int]:
-    """Bytes of the gathered tensors inside of the full weights, in forward and after backward."""
+    """Bytes of the all-gathered tensors inside of the full weights, in forward and after backward."""
     Journal.entries.clear()
     torch.manual_seed(1)
     model: Any = Stack(kind, rows, True)
@@ -160,7 +160,7 @@ def memory_between_passes(kind: type[Wrapper], rows: int) -> tuple[list[int], in
 
 
 @pytest.mark.parametrize("kind", [RowScaled, TravelsLow])
-def test_what_was_gathered_for_a_special_weight_is_freed(world2: World, kind: type[Wrapper]) -> None:
+def test_what_was_all_gathered_for_a_special_weight_is_freed(world2: World, kind: type[Wrapper]) -> None:
     with_memory = world2.run(memory_between_passes_as_if_large, kind, 512)
     for sizes, left in with_memory:
         assert all(size > 0 for size in sizes)
@@ -235,19 +235,19 @@ def test_half_a_protocol_is_refused_with_the_parameter(world2: World, kind: type
             assert word in text
 
 
-def gather_nothing(self: Any, mesh: Any) -> Any:
+def all_gather_nothing(self: Any, mesh: Any) -> Any:
     return (), None
 
 
-def gather_no_tensor(self: Any, mesh: Any) -> Any:
+def all_gather_no_tensor(self: Any, mesh: Any) -> Any:
     return ([1, 2],), None
 
 
-def gather_no_tuple(self: Any, mesh: Any) -> Any:
+def all_gather_no_tuple(self: Any, mesh: Any) -> Any:
     return self._master
 
 
-def error_of_gathering(gather: Callable[..., Any]) -> str:
+def error_of_unsharding(gather: Callable[..., Any]) -> str:
     torch.manual_seed(1)
     model: Any = Stack(type("Strange", (TravelsLow,), {"fsdp_pre_all_gather": gather}), 8, True)
     for block in model.blocks:
@@ -258,8 +258,8 @@ def error_of_gathering(gather: Callable[..., Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("gather", [gather_nothing, gather_no_tensor, gather_no_tuple])
-def test_what_cannot_be_gathered_is_an_error_with_the_parameter(world2: World, gather: Any) -> None:
-    for text in world2.run(error_of_gathering, gather):
+@pytest.mark.parametrize("gather", [all_gather_nothing, all_gather_no_tensor, all_gather_no_tuple])
+def test_what_cannot_be_all_gathered_is_an_error_with_the_parameter(world2: World, gather: Any) -> None:
+    for text in world2.run(error_of_unsharding, gather):
         for word in ("0.weight", "fsdp_pre_all_gather"):
             assert word in text

@@ -328,7 +328,7 @@ def refusal(world: World, change: str) -> str:
 def test_f09_a_plain_parameter_in_place_of_a_sharded_one_is_refused(world2: World) -> None:
     assert_expected_inline(
         refusal(world2, "plain"),
-        """blocks.0.up.weight: the parameter was replaced after fully_shard by a plain Parameter of shape (13, 7), where a parameter sharded like the old one is expected: a DTensor of shape (13, 7) with placements (Shard(dim=0),) on a mesh of shape (2,). The group gathers shards and cannot use it. Copy values into the sharded parameter instead (under torch.no_grad(), param.copy_(torch.distributed.tensor.distribute_tensor(value, param.device_mesh, param.placements))), or replace parameters before fully_shard. torch.func.functional_call replaces them as well: it does not work on a sharded module.""",
+        """blocks.0.up.weight: the parameter was replaced after fully_shard by a plain Parameter of shape (13, 7), where a parameter sharded like the old one is expected: a DTensor of shape (13, 7) with placements (Shard(dim=0),) on a mesh of shape (2,). The group all-gathers shards and cannot use it. Copy values into the sharded parameter instead (under torch.no_grad(), param.copy_(torch.distributed.tensor.distribute_tensor(value, param.device_mesh, param.placements))), or replace parameters before fully_shard. torch.func.functional_call replaces them as well: it does not work on a sharded module.""",
     )
 
 
@@ -633,7 +633,7 @@ def constrained(side: Side, how: str) -> None:
         side.note_rows("evaluation", model(side.inputs(9)))
 
 
-# Not "data_in_place": what .data does to a gathered copy is counted nowhere.
+# Not "data_in_place": what .data does to an unsharded copy is counted nowhere.
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
 @pytest.mark.parametrize("how", ["data", "no_grad"])
 def test_f09_a_weight_changed_in_forward_is_kept_or_refused(world: World, how: str) -> None:

@@ -361,7 +361,7 @@ def test_models_with_scripted_modules_are_clipped() -> None:
     assert clip_grad_norm_(model, 100.0).item() == pytest.approx(expected.item())
 
 
-def drop_while_gathering() -> None:
+def drop_while_unsharding() -> None:
     _, model = sharded()
     if dist.get_rank() == 0:
         model.unshard(async_op=True)
@@ -378,8 +378,8 @@ def drop_while_gathering() -> None:
     assert_equal_gradients(model, plain)
 
 
-def test_a_model_may_die_while_it_is_gathered(world2: World) -> None:
-    world2.run(drop_while_gathering, timeout=30)
+def test_a_model_may_die_while_it_is_unsharded(world2: World) -> None:
+    world2.run(drop_while_unsharding, timeout=30)
 
 
 def modules_that_live_on(last: str) -> list[bool]:

@@ -1,4 +1,4 @@
-"""torchao's float8 training, whose weights travel as float8 with a scale that each gather refreshes.
+"""torchao's float8 training, whose weights travel as float8 with a scale that each unshard refreshes.
 
 Not among the test requirements: run where torchao is installed. The reference is the same layers unsharded.
 """
@@ -54,5 +54,7 @@ def trained(side: Side, precomputes: bool) -> None:
 
 
 @pytest.mark.parametrize("precomputes", [False, True])
-def test_float8_weights_are_gathered_with_the_scale_of_their_step(world2: World, precomputes: bool) -> None:
+def test_float8_weights_are_all_gathered_with_the_scale_of_their_step(
+    world2: World, precomputes: bool
+) -> None:
     assert_same(world2, trained, precomputes, atol=1e-5)

@@ -154,7 +154,7 @@ def step_by_step(side: Side, model: nn.Module) -> None:
 
 
 def kept(strategy: str) -> tuple[list[Any], list[bool]]:
-    """Placements of a weight; whether a block is gathered after forward, after backward, after no_sync."""
+    """Placements of a weight; whether a block is unsharded after forward, after backward, after no_sync."""
     model = built(even_tower)
     shard_as(model, strategy)
     found = []
@@ -938,10 +938,10 @@ def forwards_inside_inference() -> tuple[bool, list[str]]:
         outputs = [model(random_batch(index, 4)) for index in range(3)]
     with torch.no_grad():
         same = [torch.equal(out, plain(random_batch(index, 4))) for index, out in enumerate(outputs)]
-    return all(same), [event for event in events if event.startswith("gather")]
+    return all(same), [event for event in events if event.startswith("unshard")]
 
 
-def test_for_prediction_weights_are_kept_gathered(world2: World) -> None:
+def test_for_prediction_weights_are_kept_unsharded(world2: World) -> None:
     for is_same, gathers in world2.run(forwards_inside_inference):
         assert is_same
         assert gathers == []
@@ -1089,13 +1089,13 @@ SHOWN_BY: dict[str, str] = {
         "CustomPolicy": "test_settings_of_single_modules_are_overrides",
         "enable_wrap wrap": "test_layers_wrapped_by_hand_stay_as_they_are",
         "backward_prefetch BackwardPrefetch BACKWARD_PRE": (
-            "test_prefetch.test_before_the_next_group_is_gathered_while_a_group_computes"
+            "test_prefetch.test_before_the_next_group_is_unsharded_while_a_group_computes"
         ),
         "BACKWARD_POST": (
-            "test_prefetch.test_after_the_next_group_is_gathered_once_a_group_is_done_and_freed"
+            "test_prefetch.test_after_the_next_group_is_unsharded_once_a_group_is_done_and_freed"
         ),
         "forward_prefetch": "test_prefetch.test_forward_prefetches_whatever_backward_does",
-        "limit_all_gathers": "test_prefetch.test_a_list_is_gathered_as_far_as_the_limit_goes",
+        "limit_all_gathers": "test_prefetch.test_a_list_is_unsharded_as_far_as_the_limit_goes",
         "mixed_precision MixedPrecision param_dtype reduce_dtype buffer_dtype keep_low_precision_grads "
         "cast_forward_inputs compute_dtype fp32_reduce_scatter": (
             "test_fields_of_mixed_precision_keep_their_names"
@@ -1144,7 +1144,7 @@ SHOWN_BY: dict[str, str] = {
         ),
         "reshard_after_forward": "test_settings_of_single_modules_are_overrides",
         "training_step validation_step test_step predict_step setup": (
-            "test_for_prediction_weights_are_kept_gathered"
+            "test_for_prediction_weights_are_kept_unsharded"
         ),
         "join join_hook join_device join_process_group": (
             "test_for_prediction_ranks_may_run_different_numbers_of_forwards"

@@ -778,7 +778,7 @@ def pipeline(side: Side, schedule: str, setting: str, options: dict[str, Any]) -
             reductions = 4 * (1 if "sync" in setting else MICROBATCHES)
             assert len(comm.reduce.calls) == reductions, "gradients are reduced once, at the end"
             if "keep" in setting and options.get("reshard_after_forward") is False:
-                assert len(comm.gather.calls) == 4, "each group is gathered once a step"
+                assert len(comm.gather.calls) == 4, "each group is all-gathered once a step"
             comm.clear()
     for stage in stages:
         side.assert_settled(stage)

@@ -45,7 +45,7 @@ BEYOND: dict[str, str] = {
     "load_checkpoint": "refuses what does not fit before anything changes",
     "load_full_state_dict": "from one rank, an iterator or files",
     "save_checkpoint": "written beside, then renamed",
-    "inference": "the peer gathers in each forward",
+    "inference": "the peer all-gathers in each forward",
     "materialize": "param_init_fn of FSDP1",
     "no_sync": "a method of FSDP1's and DDP's",
     "shard_model": "strategies and wrapping, as FSDP1's constructor",

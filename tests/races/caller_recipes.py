@@ -34,7 +34,7 @@ from races.scenarios import (
 from races.simulation import Simulation
 from shardwise import CommPolicy, CPUOffloadPolicy
 from shardwise.optim import FlatOptimizer
-from shardwise.policies import LowPrecisionReduction, QuantizedGather, QuantizedReduction
+from shardwise.policies import LowPrecisionReduction, QuantizedAllGather, QuantizedReduction
 from shardwise.strategies import register_comm_hook
 
 # --- other kinds of parameters --------------------------------------------------------------------
@@ -148,8 +148,8 @@ def frozen(_: Simulation) -> Step:
 
 
 @scenario("int8 all-gathers")
-def quantized_gather(_: Simulation) -> Step:
-    return training(tower(comm_policy=CommPolicy(quantized_gather=QuantizedGather())))
+def quantized_all_gather(_: Simulation) -> Step:
+    return training(tower(comm_policy=CommPolicy(quantized_all_gather=QuantizedAllGather())))
 
 
 def hooked(hook: Any, *shape: int) -> Recipe:

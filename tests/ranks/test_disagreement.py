@@ -47,7 +47,8 @@ def forked(way_of_rank: list[int]) -> str:
 def test_f20_without_the_opt_in_the_error_names_ranks_and_blocks(world2: World) -> None:
     for text in world2.run(forked, [0, 1]):
         assert (
-            "rank 0 waited for the gather of 'blocks.0'; rank 1 waited for the gather of 'blocks.1'" in text
+            "rank 0 waited for the all-gather of 'blocks.0'; rank 1 waited for the all-gather of 'blocks.1'"
+            in text
         )
         assert "set_may_be_unused()" in text
 
@@ -73,5 +74,5 @@ def uneven_microbatches(steps_of_rank: list[int]) -> str:
 
 def test_f21_a_rank_with_more_microbatches_is_told_who_has_stopped(world2: World) -> None:
     more, done = world2.run(uneven_microbatches, [2, 1])
-    assert "rank 0 waited for the gather of 'blocks.0'; rank 1 was not waiting at all" in more
+    assert "rank 0 waited for the all-gather of 'blocks.0'; rank 1 was not waiting at all" in more
     assert done == "no error"

@@ -173,7 +173,7 @@ def test_f42_the_first_error_is_raised_on_all_ranks(fresh: World, act: Callable[
 def test_a_rank_that_is_killed_is_named(fresh: World) -> None:
     with pytest.raises(WorkerError) as caught:
         fresh.run(killed)
-    assert "blocks.2: its gather failed, because rank 1 has ended; see its log" in str(caught.value)
+    assert "blocks.2: its all-gather failed, because rank 1 has ended; see its log" in str(caught.value)
 
 
 def test_a_rank_is_waited_for_that_raises_later_or_is_slow(fresh: World) -> None:
@@ -185,8 +185,8 @@ def test_a_rank_is_waited_for_that_raises_later_or_is_slow(fresh: World) -> None
 def test_ranks_that_wait_for_each_other_are_told_before_the_timeout(fresh: World) -> None:
     for text, after in fresh.run(forked):
         assert (
-            "rank 0 waited for the gather of 'blocks.0'; rank 1 waited for the gather of 'blocks.1'; "
-            "rank 2 waited for the gather of 'blocks.0'" in text
+            "rank 0 waited for the all-gather of 'blocks.0'; rank 1 waited for the all-gather of 'blocks.1'; "
+            "rank 2 waited for the all-gather of 'blocks.0'" in text
         )
         assert after < 2 * SOON_S
 

@@ -24,7 +24,7 @@ def relays() -> tuple[Relay, Relay]:
 
 
 def queue(relay: Relay, count: int = 1) -> Wait:
-    wait = Wait("gather", "blocks.0", list, is_on_device=True)
+    wait = Wait("all-gather", "blocks.0", list, is_on_device=True)
     for _ in range(count):
         relay.issue(wait)
     return wait

@@ -121,7 +121,7 @@ inlet.weight: mesh is (shard=2) on rank 0, (replicate=2) on rank 1 (47 more diff
 Tower: reshard_after_backward is True on rank 0, False on rank 1 (3 more differences follow).
 inlet.weight: dtype is float64 on rank 0, float32 on rank 1 (87 more differences follow).
 inlet.weight: dtype of computation is float64 on rank 0, bfloat16 on rank 1 (43 more differences follow).
-Tower: comm_policy is CommPolicy(packing_limit_bytes=None, prefetch=1, backward_prefetch='before', max_gathers=None, quantized_gather=None, part_bytes=None) on rank 0, CommPolicy(packing_limit_bytes=None, prefetch=2, backward_prefetch='before', max_gathers=None, quantized_gather=None, part_bytes=None) on rank 1 (3 more differences follow).
+Tower: comm_policy is CommPolicy(packing_limit_bytes=None, prefetch=1, backward_prefetch='before', max_prefetched=None, quantized_all_gather=None, part_bytes=None) on rank 0, CommPolicy(packing_limit_bytes=None, prefetch=2, backward_prefetch='before', max_prefetched=None, quantized_all_gather=None, part_bytes=None) on rank 1 (3 more differences follow).
 Tower: reshard_after_forward is None on rank 0, False on rank 1 (3 more differences follow).
 the model: the order of its groups is Tower, blocks.0, blocks.1, blocks.2 on rank 0, Tower, blocks.0, blocks.1, blocks.2, blocks.3 on rank 1 (85 more differences follow).""",
     )

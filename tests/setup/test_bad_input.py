@@ -124,11 +124,11 @@ def test_a_container_without_forward_is_refused(world1: World) -> None:
         text,
         """\
 ValueError: fully_shard: ModuleList has no forward, so nothing would
-tell when to gather its parameters. Call fully_shard on its children,
+tell when to unshard its parameters. Call fully_shard on its children,
 one by one, or on the module around it.
 
 ValueError: fully_shard: ModuleDict has no forward, so nothing would
-tell when to gather its parameters. Call fully_shard on its children,
+tell when to unshard its parameters. Call fully_shard on its children,
 one by one, or on the module around it.""",
     )
 
@@ -456,7 +456,7 @@ def run_second_holder(model: nn.Module) -> None:
     model[1](random_batch(0, 4))
 
 
-def shard_root_while_the_first_is_gathered(model: nn.Module) -> None:
+def shard_root_while_the_first_is_unsharded(model: nn.Module) -> None:
     model[0].unshard()
     try:
         fully_shard(model)
@@ -475,8 +475,8 @@ these two, or shard both in one call, as a list.""",
     )
 
 
-def test_f23_a_gathered_group_gives_no_parameter_up(world2: World) -> None:
-    text = refusal(world2, shard_root_while_the_first_is_gathered, **SHARED)
+def test_f23_an_unsharded_group_gives_no_parameter_up(world2: World) -> None:
+    text = refusal(world2, shard_root_while_the_first_is_unsharded, **SHARED)
     assert_says(
         text, "RuntimeError", "0.layer.weight and 1.layer.weight are tied", "before the first forward"
     )
@@ -535,7 +535,7 @@ def run_forward_of_a_block(model: nn.Module) -> None:
     model.blocks[1](random_batch(0, 4))
 
 
-def gather_by_hand(model: nn.Module) -> None:
+def unshard_by_hand(model: nn.Module) -> None:
     model.unshard()
 
 
@@ -555,7 +555,7 @@ shardwise.materialize(model), or load a checkpoint, first.""",
     )
 
 
-@pytest.mark.parametrize("act", [run_forward_of_a_block, gather_by_hand])
+@pytest.mark.parametrize("act", [run_forward_of_a_block, unshard_by_hand])
 def test_no_other_use_of_parameters_without_values_gets_through(world1: World, act: Any) -> None:
     text = refusal(world1, act, build=meta_tower, **META)
     assert_says(text, "RuntimeError", "meta", "blocks.0.norm.weight", "materialize")

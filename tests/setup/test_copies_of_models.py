@@ -87,7 +87,7 @@ def test_a_state_travels_by_pickle(world2: World) -> None:
     [
         shardwise.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
         shardwise.CPUOffloadPolicy(),
-        shardwise.CommPolicy(prefetch=2, quantized_gather=shardwise.policies.QuantizedGather()),
+        shardwise.CommPolicy(prefetch=2, quantized_all_gather=shardwise.policies.QuantizedAllGather()),
         shardwise.state.LoadReport(missing=("a",)),
     ],
     ids=lambda thing: type(thing).__name__,

@@ -1,4 +1,4 @@
-"""register_fsdp_forward_method: other methods than forward gather and free as forward does."""
+"""register_fsdp_forward_method: other methods than forward unshard and free as forward does."""
 
 from collections.abc import Iterator
 from typing import Any

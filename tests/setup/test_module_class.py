@@ -471,7 +471,7 @@ def names_and_shapes(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def names_before_gathered_and_after() -> list[dict[str, Any]]:
+def names_before_unsharded_and_after() -> list[dict[str, Any]]:
     model = shard(plain_with_buffers())
     model.blocks[0].norm.bias.requires_grad_(False)
     names = [names_and_shapes(model)]
@@ -485,7 +485,7 @@ def names_before_gathered_and_after() -> list[dict[str, Any]]:
 def test_names_order_and_shapes_are_those_of_the_plain_model_at_any_moment(world2: World) -> None:
     plain = plain_with_buffers()
     plain.blocks[0].norm.bias.requires_grad_(False)
-    for names in world2.run(names_before_gathered_and_after):
+    for names in world2.run(names_before_unsharded_and_after):
         assert names == [names_and_shapes(plain)] * 3
 
 
@@ -510,7 +510,7 @@ def set_to_eighths(module: nn.Module) -> None:
 def output_after_apply(is_sharded: bool) -> tuple[Tensor, bool]:
     model = sharded_tower() if is_sharded else plain_tower()
     if is_sharded:
-        model(random_batch(1, 2))  # what was gathered before must not be what is used afterwards
+        model(random_batch(1, 2))  # what was unsharded before must not be what is used afterwards
     returned = model.apply(set_to_eighths)
     return model(random_batch(0, 4)).detach(), returned is model
 

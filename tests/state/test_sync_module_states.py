@@ -156,7 +156,7 @@ def test_f06_buffers_that_drifted_apart_are_made_equal(world2: World) -> None:
 
 
 def after_a_forward(option: str) -> list[Any]:
-    """Full parameters that are kept gathered, or shards on the host, show the new values."""
+    """Full parameters that are kept unsharded, or shards on the host, show the new values."""
     model = Tower().double()
     torch.manual_seed(dist.get_rank())
     for param in model.parameters():

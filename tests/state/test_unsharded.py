@@ -551,7 +551,7 @@ def test_edits_under_mixed_precision_keep_all_their_digits(world2: World) -> Non
 
 
 def edited_between_microbatches(plan: Plan | None) -> dict[str, Any]:
-    """What a strategy keeps gathered must not outlive an edit; what waits unreduced must."""
+    """What a strategy keeps unsharded must not outlive an edit; what waits unreduced must."""
     model = built(uneven_tower)
     if plan is not None:
         plan.shard(model)
@@ -1009,7 +1009,7 @@ def subclass_refused() -> tuple[str, bool]:
     return message, all(isinstance(param, DTensor) for param in model.parameters())
 
 
-def test_a_tensor_subclass_that_gathers_itself_is_refused_by_name(world2: World) -> None:
+def test_a_tensor_subclass_that_all_gathers_itself_is_refused_by_name(world2: World) -> None:
     for message, is_sharded in world2.run(subclass_refused):
         assert message.startswith("NotImplementedError: ")
         assert "1.weight" in message

@@ -688,7 +688,7 @@ def bytes_of_reduction(strategy: str, hook: Any, shape: tuple[int, ...]) -> int:
         register_comm_hook(model, None, hook)
     gradients = gradients_to_give(dist.get_rank(), 0, shape, dtype=torch.float32)
     model(gradients).backward()
-    model.inner.set_reshard_after_forward(False)  # else backward would gather
+    model.inner.set_reshard_after_forward(False)  # else backward would unshard
     loss = model(gradients)
     counts: list[int] = []
     with counting_bytes(counts):

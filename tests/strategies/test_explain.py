@@ -58,14 +58,14 @@ def test_a_line_for_each_group_and_the_totals(world2: World) -> None:
     assert_expected_inline(
         same(world2, tower),
         """\
-group       class     strategy  mesh     parameters  MB full  MB per rank  dtype
-----------------------------------------------------------------------------------
-Tower       Tower     zero3     shard 2          81   0.0004       0.0002  float32
-  blocks.0  Block     zero3     shard 2         296   0.0012       0.0006  float32
-  blocks.1  Block     zero3     shard 2         296   0.0012       0.0006  float32
-  blocks.2  Block     zero3     shard 2         296   0.0012       0.0006  float32
-----------------------------------------------------------------------------------
-total       4 groups                            969   0.0039       0.0020""",
+group       class     strategy  mesh     parameters  MB unsharded  MB per rank  dtype
+---------------------------------------------------------------------------------------
+Tower       Tower     zero3     shard 2          81        0.0004       0.0002  float32
+  blocks.0  Block     zero3     shard 2         296        0.0012       0.0006  float32
+  blocks.1  Block     zero3     shard 2         296        0.0012       0.0006  float32
+  blocks.2  Block     zero3     shard 2         296        0.0012       0.0006  float32
+---------------------------------------------------------------------------------------
+total       4 groups                            969        0.0039       0.0020""",
     )
 
 
@@ -88,15 +88,15 @@ def test_nesting_lists_dtypes_and_what_is_not_managed(world3: World) -> None:
     assert_expected_inline(
         same(world3, tower_of_everything),
         """\
-group                              class                  strategy  mesh     parameters  MB full  MB per rank  dtype
--------------------------------------------------------------------------------------------------------------------------------------------
-Tower                              Tower                  zero3     shard 3          57   0.0003       0.0001  float32
-  blocks.0, blocks.1               Block x 2              zero3     shard 3         224   0.0007       0.0005  float32 -> bfloat16
-    blocks.0.up                    Linear                 zero3     shard 3         104   0.0005       0.0002  float32
-    blocks.1.up                    Linear                 zero3     shard 3         104   0.0005       0.0002  float32
-  blocks.2.norm ... blocks.2.down  LayerNorm, Linear x 2  zero3     shard 3         216   0.0006       0.0004  float32; float32 -> bfloat16
--------------------------------------------------------------------------------------------------------------------------------------------
-total                              5 groups                                         705   0.0026       0.0014
+group                              class                  strategy  mesh     parameters  MB unsharded  MB per rank  dtype
+------------------------------------------------------------------------------------------------------------------------------------------------
+Tower                              Tower                  zero3     shard 3          57        0.0003       0.0001  float32
+  blocks.0, blocks.1               Block x 2              zero3     shard 3         224        0.0007       0.0005  float32 -> bfloat16
+    blocks.0.up                    Linear                 zero3     shard 3         104        0.0005       0.0002  float32
+    blocks.1.up                    Linear                 zero3     shard 3         104        0.0005       0.0002  float32
+  blocks.2.norm ... blocks.2.down  LayerNorm, Linear x 2  zero3     shard 3         216        0.0006       0.0004  float32; float32 -> bfloat16
+------------------------------------------------------------------------------------------------------------------------------------------------
+total                              5 groups                                         705        0.0026       0.0014
 not managed: 14 parameters, 0.0001 MB (outlet.weight, extra.bias)""",
     )
 
@@ -111,13 +111,13 @@ def test_large_numbers_are_readable(world2: World) -> None:
     assert_expected_inline(
         same(world2, large, 2),
         """\
-group          class          strategy  mesh      parameters  MB full  MB per rank  dtype
--------------------------------------------------------------------------------------------------------
-LanguageModel  LanguageModel  zero3     shard 2  102,928,384    205.9        205.9  float32 -> bfloat16
-  blocks.0     CausalBlock    zero3     shard 2   12,596,224     25.2         25.2  float32 -> bfloat16
-  blocks.1     CausalBlock    zero3     shard 2   12,596,224     25.2         25.2  float32 -> bfloat16
--------------------------------------------------------------------------------------------------------
-total          3 groups                          128,120,832    256.2        256.2""",
+group          class          strategy  mesh      parameters  MB unsharded  MB per rank  dtype
+------------------------------------------------------------------------------------------------------------
+LanguageModel  LanguageModel  zero3     shard 2  102,928,384         205.9        205.9  float32 -> bfloat16
+  blocks.0     CausalBlock    zero3     shard 2   12,596,224          25.2         25.2  float32 -> bfloat16
+  blocks.1     CausalBlock    zero3     shard 2   12,596,224          25.2         25.2  float32 -> bfloat16
+------------------------------------------------------------------------------------------------------------
+total          3 groups                          128,120,832         256.2        256.2""",
     )
 
 
@@ -129,15 +129,15 @@ def test_a_model_that_only_contains_sharded_modules(world2: World) -> None:
     assert_expected_inline(
         same(world2, two_towers),
         """\
-group            class     strategy  mesh     parameters  MB full  MB per rank  dtype
----------------------------------------------------------------------------------------
-left             Tower     zero3     shard 2          81   0.0004       0.0002  float32
-  left.blocks.0  Block     zero3     shard 2         296   0.0012       0.0006  float32
-  left.blocks.1  Block     zero3     shard 2         296   0.0012       0.0006  float32
-  left.blocks.2  Block     zero3     shard 2         296   0.0012       0.0006  float32
-right            Tower     zero3     shard 2         969   0.0039       0.0020  float32
----------------------------------------------------------------------------------------
-total            5 groups                          1,938   0.0078       0.0039
+group            class     strategy  mesh     parameters  MB unsharded  MB per rank  dtype
+--------------------------------------------------------------------------------------------
+left             Tower     zero3     shard 2          81        0.0004       0.0002  float32
+  left.blocks.0  Block     zero3     shard 2         296        0.0012       0.0006  float32
+  left.blocks.1  Block     zero3     shard 2         296        0.0012       0.0006  float32
+  left.blocks.2  Block     zero3     shard 2         296        0.0012       0.0006  float32
+right            Tower     zero3     shard 2         969        0.0039       0.0020  float32
+--------------------------------------------------------------------------------------------
+total            5 groups                          1,938        0.0078       0.0039
 not managed: 12 parameters, 0.0000 MB (rest.weight, rest.bias)""",
     )
 
@@ -152,12 +152,12 @@ def test_a_part_of_a_model_keeps_the_names_that_messages_use(world2: World) -> N
     assert_expected_inline(
         same(world2, a_part),
         """\
-group          class     strategy  mesh     parameters  MB full  MB per rank  dtype
--------------------------------------------------------------------------------------
-blocks.1       Block     zero3     shard 2         152   0.0006       0.0003  float32
-  blocks.1.up  Linear    zero3     shard 2         144   0.0006       0.0003  float32
--------------------------------------------------------------------------------------
-total          2 groups                            296   0.0012       0.0006""",
+group          class     strategy  mesh     parameters  MB unsharded  MB per rank  dtype
+------------------------------------------------------------------------------------------
+blocks.1       Block     zero3     shard 2         152        0.0006       0.0003  float32
+  blocks.1.up  Linear    zero3     shard 2         144        0.0006       0.0003  float32
+------------------------------------------------------------------------------------------
+total          2 groups                            296        0.0012       0.0006""",
     )
 
 
@@ -193,20 +193,20 @@ def test_meshes_are_shown_by_their_roles(world4: World) -> None:
     assert_expected_inline(
         hybrid,
         """\
-group  class    strategy  mesh                   parameters  MB full  MB per rank  dtype
-------------------------------------------------------------------------------------------
-Tower  Tower    hybrid    replicate 2 x shard 2         969   0.0039       0.0020  float32
-------------------------------------------------------------------------------------------
-total  1 group                                          969   0.0039       0.0020""",
+group  class    strategy  mesh                   parameters  MB unsharded  MB per rank  dtype
+-----------------------------------------------------------------------------------------------
+Tower  Tower    hybrid    replicate 2 x shard 2         969        0.0039       0.0020  float32
+-----------------------------------------------------------------------------------------------
+total  1 group                                          969        0.0039       0.0020""",
     )
     assert_expected_inline(
         same(world4, on_mesh, {"replicate": "replicate"}),
         """\
-group  class    strategy  mesh         parameters  MB full  MB per rank  dtype
---------------------------------------------------------------------------------
-Tower  Tower    ddp       replicate 2         969   0.0039       0.0039  float32
---------------------------------------------------------------------------------
-total  1 group                                969   0.0039       0.0039""",
+group  class    strategy  mesh         parameters  MB unsharded  MB per rank  dtype
+-------------------------------------------------------------------------------------
+Tower  Tower    ddp       replicate 2         969        0.0039       0.0039  float32
+-------------------------------------------------------------------------------------
+total  1 group                                969        0.0039       0.0039""",
     )
 
 
@@ -224,13 +224,13 @@ def test_tensor_parallelism_is_named_and_counted_on_all_ranks_once(world4: World
     assert_expected_inline(
         same(world4, with_tensor_parallelism),
         """\
-group       class       strategy  mesh                       parameters  MB full  MB per rank  dtype
-------------------------------------------------------------------------------------------------------
-Sequential  Sequential  zero3     shard 2 x tensor parallel         136   0.0003       0.0001  float32
-  0         Linear      zero3     shard 2 x tensor parallel         144   0.0003       0.0001  float32
-  2         LayerNorm   zero3     shard 2                            16   0.0001       0.0000  float32
-------------------------------------------------------------------------------------------------------
-total       3 groups                                                296   0.0006       0.0003""",
+group       class       strategy  mesh                       parameters  MB unsharded  MB per rank  dtype
+-----------------------------------------------------------------------------------------------------------
+Sequential  Sequential  zero3     shard 2 x tensor parallel         136        0.0003       0.0001  float32
+  0         Linear      zero3     shard 2 x tensor parallel         144        0.0003       0.0001  float32
+  2         LayerNorm   zero3     shard 2                            16        0.0001       0.0000  float32
+-----------------------------------------------------------------------------------------------------------
+total       3 groups                                                296        0.0006       0.0003""",
     )
 
 
@@ -287,7 +287,7 @@ def test_parameters_kept_within_a_few_ranks(world4: World) -> None:
 
 
 def memory(build: Callable[[], nn.Module]) -> tuple[str, int, int, int]:
-    """What explain says in all, then: bytes of shards, of gathered parameters, and parameters."""
+    """What explain says in all, then: bytes of shards, of unsharded parameters, and parameters."""
     model = build()
     stored = memory_snapshot(model).shard_bytes
     numel = sum(p.numel() for p in model.parameters() if isinstance(p, DTensor))
@@ -303,9 +303,9 @@ def wide_tower() -> nn.Module:
 
 @pytest.mark.parametrize("build", [wide_tower, tower_of_everything])
 def test_the_totals_are_what_is_allocated(world3: World, build: Callable[[], nn.Module]) -> None:
-    for total, stored, gathered, numel in world3.run(memory, build):
-        decimals = 1 if gathered >= 10e6 else 4
-        numbers = [f"{numel:,}", f"{gathered / 1e6:,.{decimals}f}", f"{stored / 1e6:,.{decimals}f}"]
+    for total, stored, unsharded, numel in world3.run(memory, build):
+        decimals = 1 if unsharded >= 10e6 else 4
+        numbers = [f"{numel:,}", f"{unsharded / 1e6:,.{decimals}f}", f"{stored / 1e6:,.{decimals}f}"]
         assert total.split()[-3:] == numbers
 
 
@@ -329,7 +329,7 @@ def trained() -> nn.Module:
     return model
 
 
-def test_nothing_changes_while_parameters_are_gathered(world2: World) -> None:
+def test_nothing_changes_while_parameters_are_unsharded(world2: World) -> None:
     same(world2, trained)
 
 

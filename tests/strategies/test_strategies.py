@@ -254,7 +254,7 @@ def edited(plan: Plan | None) -> dict[str, Any]:
 
 
 @by_four
-def test_weights_that_change_are_gathered_anew_whatever_is_kept(world4: World, plan: Plan) -> None:
+def test_weights_that_change_are_unsharded_anew_whatever_is_kept(world4: World, plan: Plan) -> None:
     assert_all_same(world4.run(edited, plan), plainly(edited))
 
 
@@ -413,8 +413,8 @@ def test_only_what_is_kept_needs_an_agreement(world2: World) -> None:
             assert found == want, strategy
 
 
-def gathers_of(strategy: str) -> list[list[str]]:
-    """What is gathered in each of five forwards: two microbatches, a step, two more, an evaluation."""
+def unshards_of(strategy: str) -> list[list[str]]:
+    """What is unsharded in each of five forwards: two microbatches, a step, two more, an evaluation."""
     model = Plan(strategy, 2).shard(Squares())
     optimizer = adamw(model)
     found: list[list[str]] = []
@@ -427,13 +427,13 @@ def gathers_of(strategy: str) -> list[list[str]]:
         if index == 1:
             optimizer.step()
             optimizer.zero_grad()
-        found.append([event.split()[1] for event in events if event.startswith("gather")])
+        found.append([event.split()[1] for event in events if event.startswith("unshard")])
         events.clear()
     return found
 
 
-def test_zero1_gathers_once_for_all_forwards_between_two_steps(world2: World) -> None:
-    for found in world2.run(gathers_of, "zero1"):
+def test_zero1_unshards_once_for_all_forwards_between_two_steps(world2: World) -> None:
+    for found in world2.run(unshards_of, "zero1"):
         everything = sorted(found[0])
         assert len(everything) == len(set(everything)) == 4
         assert [sorted(each) for each in found] == [everything, [], everything, [], []]
@@ -443,7 +443,7 @@ def test_zero1_gathers_once_for_all_forwards_between_two_steps(world2: World) ->
 
 
 class Wide(nn.Module):
-    """2 MiB, above the 1 MiB up to which gathered buffers in host memory are not given back."""
+    """2 MiB, above the 1 MiB up to which unsharded buffers in host memory are not given back."""
 
     def __init__(self) -> None:
         super().__init__()

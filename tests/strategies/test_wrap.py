@@ -714,20 +714,20 @@ def test_a_policy_that_chooses_nothing_is_told_what_the_model_has() -> None:
 shard_model: WrapClasses(Conv2d) chose no module with parameters
 inside the LanguageModel: it has 49 x Linear, 25 x LayerNorm, 12 x
 CausalBlock, 1 x Embedding, 23,328 parameters in all. They would all
-be in one group, gathered at once. Choose some of these with wrap=, or
-pass wrap=None for the repeated blocks.
+be in one group, unsharded at once. Choose some of these with wrap=,
+or pass wrap=None for the repeated blocks.
 
 shard_model: WrapBySize(min_num_params=10_000_000) chose no module
 with parameters inside the LanguageModel: it has 49 x Linear, 25 x
 LayerNorm, 12 x CausalBlock, 1 x Embedding, 23,328 parameters in all.
-They would all be in one group, gathered at once. Choose some of these
-with wrap=, or pass wrap=None for the repeated blocks.
+They would all be in one group, unsharded at once. Choose some of
+these with wrap=, or pass wrap=None for the repeated blocks.
 
 shard_model: WrapRecursively(partial(size_based_auto_wrap_policy,
 min_num_params=1000000)) chose no module with parameters inside the
 LanguageModel: it has 49 x Linear, 25 x LayerNorm, 12 x CausalBlock, 1
 x Embedding, 23,328 parameters in all. They would all be in one group,
-gathered at once. Choose some of these with wrap=, or pass wrap=None
+unsharded at once. Choose some of these with wrap=, or pass wrap=None
 for the repeated blocks.
 
 shard_model: WrapClasses(Linear) chose no module with parameters
@@ -742,7 +742,7 @@ shard_model: Own chose no module with parameters inside the Bag: it
 has 5 x Linear, 4 x LayerNorm, 2 x NonDynamicallyQuantizableLinear, 2
 x MultiheadAttention, 2 x TransformerEncoderLayer, 1 x Embedding and
 others, 1,387 parameters in all. They would all be in one group,
-gathered at once. Choose some of these with wrap=, or pass wrap=None
+unsharded at once. Choose some of these with wrap=, or pass wrap=None
 for the repeated blocks.""",
     )
 
@@ -759,17 +759,17 @@ def test_modules_without_forward_cannot_be_chosen() -> None:
         """\
 shard_model: WrapClasses(ModuleList) chose 'blocks', a ModuleList,
 which has no forward: its children are called one by one, so nothing
-would tell when to gather its parameters. Choose its children, or the
+would tell when to unshard its parameters. Choose its children, or the
 module around it.
 
 shard_model: WrapWhere(<lambda>) chose 'blocks', a ModuleList, which
 has no forward: its children are called one by one, so nothing would
-tell when to gather its parameters. Choose its children, or the module
-around it.
+tell when to unshard its parameters. Choose its children, or the
+module around it.
 
 shard_model: Own chose 'blocks', a ModuleList, which has no forward:
 its children are called one by one, so nothing would tell when to
-gather its parameters. Choose its children, or the module around it.""",
+unshard its parameters. Choose its children, or the module around it.""",
     )
 
 

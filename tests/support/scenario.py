@@ -12,7 +12,7 @@
 A scenario does what a user's script does; `side.shard` is the only call that differs between the two
 runs. What it notes (losses, gradients, parameters, outputs) must agree on every rank with the plain
 run on the global batch. After every step of a sharded run `side.assert_settled` looks for what a step
-may not leave behind: gathered groups, full gradients, shadows over the sharded parameters.
+may not leave behind: unsharded groups, full gradients, shadows over the sharded parameters.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -143,7 +143,7 @@ class Side:
     # --- checking ---------------------------------------------------------------------------------
 
     def assert_settled(self, model: nn.Module) -> None:
-        """Nothing is gathered, on its way, unreduced or shadowed."""
+        """Nothing is unsharded, on its way, unreduced or shadowed."""
         if not self.is_sharded:
             return
         for module in model.modules():

@@ -1,4 +1,4 @@
-"""Weights of tensor subclasses that say themselves what of them is gathered, and what that makes.
+"""Weights of tensor subclasses that say themselves what of them is all-gathered, and what that makes.
 
 What quantisation libraries have: bytes with a scale for each row, a float32 weight that travels in low precision,
 and one that wants to know all about its surroundings.
@@ -123,7 +123,7 @@ class Wrapper(torch.Tensor):
 
 
 class RowScaled(Wrapper):
-    """Bytes, and a scale for each row: frozen. Its short protocol gathers both."""
+    """Bytes, and a scale for each row: frozen. Its short protocol unshards both."""
 
     inner = ("_bytes", "_scale")
 
@@ -154,7 +154,7 @@ class RowScaled(Wrapper):
         Journal.note(what="post", rows=(len(codes), len(scale)), again=out is not None)
         if out is not None:
             assert isinstance(out, RowScaled)
-            assert same_memory(out._bytes, codes), "gathered into other memory than the first time"
+            assert same_memory(out._bytes, codes), "unsharded into other memory than the first time"
             assert same_memory(out._scale, scale)
             return None
         return RowScaled(codes, scale), (codes, scale)
@@ -170,7 +170,7 @@ class Rounded(Wrapper):
 
 
 class TravelsLow(Wrapper):
-    """Trained in full precision, gathered in a lower one, as float8 weights are."""
+    """Trained in full precision, unsharded in a lower one, as float8 weights are."""
 
     inner = ("_master",)
     low = torch.bfloat16
@@ -202,7 +202,7 @@ class TravelsLow(Wrapper):
         Journal.note(what="post", rows=(len(low),), again=out is not None, dtype=param_dtype)
         if out is not None:
             assert isinstance(out, Rounded)
-            assert same_memory(out._low, low), "gathered into other memory than the first time"
+            assert same_memory(out._low, low), "unsharded into other memory than the first time"
             return None
         return Rounded(low, dtype=self.dtype), (low,)
 

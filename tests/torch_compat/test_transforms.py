@@ -93,7 +93,7 @@ TRANSFORMS: list[Transform] = [
 
 
 def trained_through(side: Side, reshard: bool | None) -> None:
-    """What a transform comes to may be part of the loss; the first comes before anything was gathered."""
+    """What a transform comes to may be part of the loss; the first comes before anything was unsharded."""
     for transform in TRANSFORMS:
         model = built(even_tower)
         side.shard_tower(model, reshard_after_forward=reshard)

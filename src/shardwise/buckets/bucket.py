@@ -147,7 +147,7 @@ class Bucket:
     @property
     def is_quantized(self) -> bool:
         """True if unsharded parameters are only close to the sharded ones."""
-        return self.policy.quantized_gather is not None and not self.mesh.shard_axis.is_alone
+        return self.policy.quantized_all_gather is not None and not self.mesh.shard_axis.is_alone
 
     @property
     def is_offloaded(self) -> bool:
@@ -166,7 +166,7 @@ class Bucket:
             if local.device not in (self.storage.device, self.mesh.device):
                 raise RuntimeError(
                     f"{param.fqn}: its shard is on {local.device}, but its mesh is of {self.mesh.device}, "
-                    f"where it has to be gathered. Move the model back with .to('{self.mesh.device}'), or "
+                    f"where it has to be unsharded. Move the model back with .to('{self.mesh.device}'), or "
                     "shard it over a mesh of the other device."
                 )
         has_new_dtype = any(param.sharded.dtype != param.precision.stored for param in self.params)

@@ -8,8 +8,8 @@ of torch's fully_shard, so that classes written for it work here:
     fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy) -> (inputs, metadata)
     fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None) -> (tensor, inner) or None
 
-``mesh`` is the mesh of the ranks that share the weight. ``outputs`` keep their memory from one gather to the
-next: freed in between, and refilled in place. The first gather makes the full tensor; later ones pass it as
+``mesh`` is the mesh of the ranks that share the weight. ``outputs`` keep their memory from one unshard to the
+next: freed in between, and refilled in place. The first unshard makes the full tensor; later ones pass it as
 ``out``, the very object that the module computes with, so that what it carries beside its data, such as a
 scale, can be refreshed.
 
@@ -62,8 +62,8 @@ def check_protocol(tensor: Tensor, where: str) -> None:
     if len(has) == 1:
         missing = POST if has == [PRE] else PRE
         raise TypeError(
-            f"{where} holds a {kind}, which has {has[0]} but no {missing}; a gather needs both. Add it to "
-            "the class, or to the tensor that has the other."
+            f"{where} holds a {kind}, which has {has[0]} but no {missing}; an all-gather needs both. Add it "
+            "to the class, or to the tensor that has the other."
         )
     for name in has:
         counts, expected = _SIGNATURES[name]
@@ -250,7 +250,7 @@ class _UnshardedExtension(UnshardedBucket):
         if not is_extension(local):
             raise RuntimeError(
                 f"{self._param.fqn}: its shard was replaced by a {type(local).__name__} without {PRE} and "
-                f"{POST}, by which its group gathers it. Methods that were put on a tensor stay with that "
+                f"{POST}, by which its group unshards it. Methods that were put on a tensor stay with that "
                 "tensor: put them on the new local tensor as well, or on its class."
             )
         if local.device != self._bucket.mesh.device:

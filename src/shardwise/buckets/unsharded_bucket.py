@@ -59,7 +59,7 @@ class UnshardedBucket:
 
     def _make_all_gather(self, buffer: UnshardedBuffer) -> AllGather:
         comm, layout = self._bucket.communication.all_gather, self._bucket.computed
-        if (quantized := self._bucket.policy.quantized_gather) is None:
+        if (quantized := self._bucket.policy.quantized_all_gather) is None:
             if isinstance(comm, PooledCollectives):
                 return InPlaceAllGather(comm, layout, buffer, self._bucket.mesh.shard_axis.rank)
             return AllGather(comm, layout, buffer)

@@ -63,7 +63,7 @@ def strided_pieces(slot: Slot, rows: Tensor, origin: int, full: Tensor) -> Itera
 
 
 class Staging(NamedTuple):
-    """A buffer that a packed gather fills: as one, by rank, what is not strided of that, by ranges."""
+    """A buffer that a packed all-gather fills: as one, by rank, what is not strided of that, by ranges."""
 
     flat: Tensor
     rows: Tensor

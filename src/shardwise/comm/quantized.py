@@ -235,7 +235,7 @@ class QuantizedExchange:
 
 
 class QuantizedSum:
-    """An all-reduce in the same form: an exchange, and a gather of the sums.
+    """An all-reduce in the same form: an exchange, and an all-gather of the sums.
 
     All ranks end with the same bits: those of the messages of the second part. What is not quantised is
     summed by the back end.

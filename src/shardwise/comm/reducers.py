@@ -202,7 +202,7 @@ class QuantizedReducer:
         return QuantizedExchange(pg, device, self._block_size, self._feedback())
 
     def all_reduce_function(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
-        """An exchange and a gather of them."""
+        """An exchange and an all-gather of them."""
         if pg is None or pg.size() == 1:
             return None
         return QuantizedSum(pg, device, self._block_size, self._feedback())

@@ -1,9 +1,9 @@
-"""Gathering as a function, and its derivative: what compiled graphs hold where eager runs have buffers.
+"""Unsharding as a function, and its derivative: what compiled graphs hold where eager runs have buffers.
 
     shards  --cast, flatten, concatenate-->  packed  --all-gather-->  (world, packed)  --cut-->  full tensors
     sums    <--cut--------- reduce-scatter, all-reduce, divide  <--pack--  full gradients, cast
 
-One operator, ``shardwise::gather``, made of ordinary ones: what compiles the graph sees those, with one
+One operator, ``shardwise::unshard``, made of ordinary ones: what compiles the graph sees those, with one
 all-gather for all tensors of one dtype, and in backward one reduce-scatter for all gradients of one dtype.
 It is given nothing but tensors and constants, knows no parameters and keeps no state. That it is an operator
 makes dynamo leave it to autograd to run its derivative, so that a parameter that is not used gets no
@@ -33,7 +33,7 @@ from shardwise.torch_compat import dynamo
 
 _SCHEMA = (
     "(Tensor[] shards, int[] sizes, int[] num_dims, int[] sharded_dims, int[] own_sizes, str[] computed, "
-    "str[] reduced, Device device, int world, str? gather_group, str? reduce_group, "
+    "str[] reduced, Device device, int world, str? all_gather_group, str? reduce_group, "
     "str? replicate_group, float divisor) -> Tensor[]"
 )
 
@@ -63,15 +63,15 @@ class Ways:
 
     device: torch.device
     world: int
-    gather_group: str | None
+    all_gather_group: str | None
     reduce_group: str | None
     replicate_group: str | None
     divisor: float
 
 
-def gather(shards: Sequence[Tensor], pieces: Sequence[Piece], ways: Ways) -> list[Tensor]:
+def unshard(shards: Sequence[Tensor], pieces: Sequence[Piece], ways: Ways) -> list[Tensor]:
     """The full tensors of ``shards``, differentiable: gradients come back summed over all ranks."""
-    return torch.ops.shardwise.gather(  # type: ignore[no-any-return]
+    return torch.ops.shardwise.unshard(  # type: ignore[no-any-return]
         list(shards),
         [size for piece in pieces for size in piece.shape],
         [len(piece.shape) for piece in pieces],
@@ -81,14 +81,14 @@ def gather(shards: Sequence[Tensor], pieces: Sequence[Piece], ways: Ways) -> lis
         [str(piece.reduced) for piece in pieces],
         ways.device,
         ways.world,
-        ways.gather_group,
+        ways.all_gather_group,
         ways.reduce_group,
         ways.replicate_group,
         ways.divisor,
     )
 
 
-def _gather(
+def _unshard(
     shards: Sequence[Tensor],
     sizes: Sequence[int],
     num_dims: Sequence[int],
@@ -103,7 +103,7 @@ def _gather(
     shapes = [tuple(next(left) for _ in range(count)) for count in num_dims]
     dtypes = [[_dtype(name) for name in names] for names in (computed, reduced)]
     pieces = [Piece(*row) for row in zip(shapes, sharded_dims, own_sizes, *dtypes, strict=True)]
-    return list(_Gathered.apply(pieces, Ways(*ways), *shards))
+    return list(_Unsharded.apply(pieces, Ways(*ways), *shards))
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -111,20 +111,20 @@ def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name.removeprefix("torch."))  # type: ignore[no-any-return]
 
 
-torch.library.define("shardwise::gather", _SCHEMA)
+torch.library.define("shardwise::unshard", _SCHEMA)
 # Composite: what traces it sees the operators that it is made of, and autograd those of its derivative.
-torch.library.impl("shardwise::gather", "CompositeImplicitAutograd", _gather)
+torch.library.impl("shardwise::unshard", "CompositeImplicitAutograd", _unshard)
 
 
-class _Gathered(torch.autograd.Function):
-    """Forward gathers; backward sums and scatters the gradients of what was used."""
+class _Unsharded(torch.autograd.Function):
+    """Forward all-gathers; backward sums and scatters the gradients of what was used."""
 
     @staticmethod
     def forward(ctx: Any, pieces: list[Piece], ways: Ways, *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # None stays None: of a parameter that was not used
         ctx.pieces, ctx.ways = pieces, ways
         ctx.kept = [(shard.device, shard.dtype) for shard in shards]
-        fulls = _gather_all(shards, pieces, ways)
+        fulls = _unsharded(shards, pieces, ways)
         wanted = ctx.needs_input_grad[2:]
         ctx.mark_non_differentiable(*(f for f, is_wanted in zip(fulls, wanted, strict=True) if not is_wanted))
         return tuple(fulls)
@@ -147,17 +147,17 @@ def _by_dtype(dtypes: Sequence[torch.dtype], values: Sequence[Any]) -> Iterator[
         yield [index for index in there if dtypes[index] is dtype]
 
 
-def _gather_all(shards: Sequence[Tensor], pieces: Sequence[Piece], ways: Ways) -> list[Tensor]:
+def _unsharded(shards: Sequence[Tensor], pieces: Sequence[Piece], ways: Ways) -> list[Tensor]:
     casts = [shard.to(ways.device, p.computed) for shard, p in zip(shards, pieces, strict=True)]
     # A scalar is whole on every rank. What forward has been given must not be what it returns.
     fulls = [cast.view_as(cast) for cast in casts]
-    if ways.gather_group is None:
+    if ways.all_gather_group is None:
         return fulls
     travelling = [cast if piece.shape else None for cast, piece in zip(casts, pieces, strict=True)]
     for indices in _by_dtype([piece.computed for piece in pieces], travelling):
         chunks = [_padded(casts[i], _chunk_shape(pieces[i], ways.world)) for i in indices]
         packed = torch.cat([chunk.reshape(-1) for chunk in chunks])
-        rows = _all_gather(packed, ways.world, ways.gather_group)
+        rows = _all_gather(packed, ways.world, ways.all_gather_group)
         columns = rows.split([chunk.numel() for chunk in chunks], dim=1)
         for index, column in zip(indices, columns, strict=True):
             fulls[index] = _joined(column, pieces[index], ways.world)
@@ -167,8 +167,8 @@ def _gather_all(shards: Sequence[Tensor], pieces: Sequence[Piece], ways: Ways) -
 def _all_gather(packed: Tensor, world: int, group: str) -> Tensor:
     """What all ranks have packed, one row each."""
     c10d = dynamo.functional_collectives
-    gathered = c10d.all_gather_into_tensor(packed, world, group)
-    return c10d.wait_tensor(gathered).view(world, -1)  # type: ignore[no-any-return]
+    rows = c10d.all_gather_into_tensor(packed, world, group)
+    return c10d.wait_tensor(rows).view(world, -1)  # type: ignore[no-any-return]
 
 
 def _reduce(gradients: Sequence[Tensor], pieces: Sequence[Piece], ways: Ways) -> list[Tensor]:
@@ -238,7 +238,7 @@ def _own(chunk: Tensor, piece: Piece, world: int) -> Tensor:
     return whole.narrow(piece.dim, 0, piece.own_size) if piece.shape else whole
 
 
-def gather_again_in_backward(function: Callable[..., list[Tensor]], *shards: Tensor) -> list[Tensor]:
+def unshard_again_in_backward(function: Callable[..., list[Tensor]], *shards: Tensor) -> list[Tensor]:
     """``function(*shards)``, whose results are not kept for backward but computed again there.
 
     By the mark that activation checkpointing leaves on what it traces, and that the partitioners of

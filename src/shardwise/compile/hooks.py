@@ -52,11 +52,11 @@ def _after_load(member: Member, module: nn.Module, incompatible_keys: Any) -> No
 
 
 def wrap_method(module: nn.Module, name: str, member: Member) -> None:
-    """Let ``module.<name>(...)`` gather and free as ``module(...)`` does."""
+    """Let ``module.<name>(...)`` unshard and free as ``module(...)`` does."""
     method = getattr(module, name)
 
     @wraps(method)
-    def gathered(*args: Any, **kwargs: Any) -> Any:
+    def unsharding_call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = _before_forward(member, None, module, args, kwargs) or (args, kwargs)
         try:
             output = method(*args, **kwargs)
@@ -67,8 +67,8 @@ def wrap_method(module: nn.Module, name: str, member: Member) -> None:
         return output if changed is None else changed
 
     # Compiled by itself, it would have one hook inside of a graph and one outside.
-    dynamo.skip_frame(gathered)
-    setattr(module, name, gathered)
+    dynamo.skip_frame(unsharding_call)
+    setattr(module, name, unsharding_call)
     module.__dict__.setdefault(_WRAPPED, set()).add(name)
 
 

@@ -15,7 +15,7 @@ def compile_options(*, overlap: bool = True, bucket_cap_mb: float | None = None)
 
     Args:
         overlap: whether to let collectives run beside computation, in the order of eager runs: the next
-            group is gathered while one computes, and its gradients are waited for when the next ones leave.
+            group is unsharded while one computes, and its gradients are waited for when the next ones leave.
             That takes memory: a model of 6 or 10 equal blocks had 3.2 of them in memory in forward, 6.0 in
             backward (full parameters, gradients and their packed copies), instead of 1.7 and 3.0.
         bucket_cap_mb: merge neighbouring collectives up to so many megabytes (10^6 bytes, as in

@@ -1,13 +1,14 @@
 """When collectives of a compiled graph begin and end: beside the computation, as in eager runs.
 
-Inductor keeps the order in which a graph was traced: gather, wait, compute, gather, wait, compute. Its own
-passes go by estimates of times, or gather as early as they can. This one does what engine/forward.py does::
+Inductor keeps the order in which a graph was traced: all-gather, wait, compute, all-gather, wait, compute.
+Its own passes go by estimates of times, or all-gather as early as they can. This one does what
+engine/forward.py does::
 
-    traced    gather 1, wait 1, compute 1, gather 2, wait 2, compute 2 ...
-    ordered   gather 1, gather 2, wait 1, compute 1, gather 3, wait 2, compute 2 ...
+    traced    all-gather 1, wait 1, compute 1, all-gather 2, wait 2, compute 2 ...
+    ordered   all-gather 1, all-gather 2, wait 1, compute 1, all-gather 3, wait 2, compute 2 ...
 
-A gather begins when the one before it is about to be waited for; a reduction is waited for when the next one
-is about to begin, the last at the end. So no more than two of a kind are under way at once.
+An all-gather begins when the one before it is about to be waited for; a reduction is waited for when the
+next one is about to begin, the last at the end. So no more than two of a kind are under way at once.
 
 Ranks must begin collectives in one order. Which that is follows from the order in the graph alone, not from
 where other steps stand: ranks of which one has fewer rows fuse and order those differently.
@@ -28,25 +29,25 @@ Edges = dict[Step, list[Step]]
 def one_ahead(steps: list[Step]) -> list[Step]:
     """``steps``, which are in an order that their dependencies allow, in another such."""
     program = _Program(steps)
-    for first, second in pairwise(program.gathers):
+    for first, second in pairwise(program.all_gathers):
         if (wait := program.wait_of(first)) is not None:
             program.advance(second, program.places[wait])
     for first, second in pairwise([*program.reductions, None]):
         if (wait := program.wait_of(first)) is not None:
             program.delay(wait, float(len(steps)) if second is None else program.places[second])
-    return program.ordered(_chain(program.collectives, program.gathers))
+    return program.ordered(_chain(program.collectives, program.all_gathers))
 
 
-def _chain(collectives: Sequence[Step], gathers: Sequence[Step]) -> list[Step]:
-    """``collectives`` in their order, but each of ``gathers`` where the one before it was."""
-    after = dict(pairwise(gathers))
-    found = list(gathers[:1])
+def _chain(collectives: Sequence[Step], all_gathers: Sequence[Step]) -> list[Step]:
+    """``collectives`` in their order, but each of ``all_gathers`` where the one before it was."""
+    after = dict(pairwise(all_gathers))
+    found = list(all_gathers[:1])
     for each in collectives:
-        if each not in gathers:
+        if each not in all_gathers:
             found.append(each)
         elif each in after:
             found.append(after[each])
-    return found if gathers else list(collectives)
+    return found if all_gathers else list(collectives)
 
 
 class _Program:
@@ -66,12 +67,12 @@ class _Program:
         self._waits = {step for step, kind in kinds.items() if kind == "wait_tensor"}
         self.collectives = [step for step, kind in kinds.items() if kind and step not in self._waits]
         own_needs = {step: _reached(self._needs[step], self._needs) for step in self.collectives}
-        self.gathers = [
+        self.all_gathers = [
             step
             for step in self.collectives
             if kinds[step] == "all_gather_into_tensor" and own_needs[step].isdisjoint(self.collectives)
         ]
-        """Of parameters: what they gather depends on no other collective."""
+        """Of parameters: what they all-gather depends on no other collective."""
         others = [step for step in self.collectives if kinds[step] != "all_reduce"]
         self.reductions = [
             step

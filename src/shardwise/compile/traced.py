@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.buckets.bucket import Bucket
-from shardwise.compile.functional import Piece, Ways, gather, gather_again_in_backward
+from shardwise.compile.functional import Piece, Ways, unshard, unshard_again_in_backward
 from shardwise.engine.members import Member
 from shardwise.groups.group import ParameterGroup, open_tie_message
 from shardwise.groups.shards import meta_message
@@ -40,12 +40,12 @@ def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) ->
     group = member.group
     is_root = group is member.root.group
     _refuse_in_graphs(member)
-    gathers_again = member.root.reshards_after_forward(group) and torch.is_grad_enabled()
+    unshards_again = member.root.reshards_after_forward(group) and torch.is_grad_enabled()
     reduce_groups = member.names_of_reduce_groups().splitlines()
     for bucket, reduce_group in zip(group.buckets, reduce_groups, strict=True):
         params = _params_of(module, group, bucket)
         ways = _ways(group, bucket, reduce_group)
-        fulls = _full_tensors(ways, params, gathers_again)
+        fulls = _full_tensors(ways, params, unshards_again)
         dynamo.allowed_in_checkpoints(_shadow, params, fulls)
     if is_root and group.device.type != "cpu":
         args, kwargs = map_tensors((args, kwargs), lambda t: t.to(group.device, non_blocking=True))
@@ -61,22 +61,22 @@ def after_forward(member: Member, module: nn.Module, output: Any) -> Any:
 
 
 def _params_of(module: nn.Module, group: ParameterGroup, bucket: Bucket) -> list[Param]:
-    """Those that are gathered for a call of ``module``: its own, where the group is of several modules."""
+    """Those that are unsharded for a call of ``module``: its own, where the group is of several modules."""
     if len(group.modules) == 1:
         return bucket.params
     inside = list(module.modules())
     return [p for p in bucket.params if any(site.module is m for site in p.sites for m in inside)]
 
 
-def _full_tensors(ways: Ways, params: Sequence[Param], gathers_again: bool) -> list[Tensor]:
+def _full_tensors(ways: Ways, params: Sequence[Param], unshards_again: bool) -> list[Tensor]:
     shards = [_registered(param).to_local() for param in params]
     pieces = [_piece(param, shard) for param, shard in zip(params, shards, strict=True)]
-    run = partial(gather, pieces=pieces, ways=ways)
+    run = partial(unshard, pieces=pieces, ways=ways)
 
-    def gathered(*shards: Tensor) -> list[Tensor]:
+    def unsharded(*shards: Tensor) -> list[Tensor]:
         return run(shards)
 
-    fulls = gather_again_in_backward(gathered, *shards) if gathers_again else gathered(*shards)
+    fulls = unshard_again_in_backward(unsharded, *shards) if unshards_again else unsharded(*shards)
     return [param.original.as_seen_in_graphs(full) for param, full in zip(params, fulls, strict=True)]
 
 
@@ -109,7 +109,7 @@ def _registered(param: Param) -> DTensor:
     found = site.registered()
     if not isinstance(found, DTensor) or dynamo.is_shadowed(site.module, site.name):
         dynamo.refuse_graph(
-            f"{param.fqn}: a graph is being compiled that gathers this parameter, but a full one stands "
+            f"{param.fqn}: a graph is being compiled that unshards this parameter, but a full one stands "
             "where its shard should: inside unsharded(), after unshard(), or where a module calls itself. "
             "Leave the context, or call reshard(), before the first compiled forward."
         )
@@ -176,10 +176,10 @@ def _about_model(member: Member) -> str:
 
 def _about_weights(member: Member) -> str:
     if not member.root.features.ranks_run_alike:
-        return "inference() keeps parameters gathered, but a graph gathers by itself. Leave the context"
+        return "inference() keeps parameters unsharded, but a graph unshards by itself. Leave the context"
     if member.root.requests.post_optim_event is not None:
         return (
-            "set_post_optim_event() was called, but a graph gathers without waiting for it. Let the "
+            "set_post_optim_event() was called, but a graph unshards without waiting for it. Let the "
             "computing stream wait for the event instead: "
             "torch.accelerator.current_stream().wait_event(event)"
         )
@@ -205,7 +205,7 @@ def _about_gradients(group: ParameterGroup) -> str:
     if (ranks := group.settings.ranks_that_keep) is not None:
         return (
             f"reshard_after_forward={ranks} keeps parameters together among so many "
-            "ranks until backward, but a graph gathers them again from all. Use True or False"
+            "ranks until backward, but a graph unshards them again from all. Use True or False"
         )
     if group.settings.ranks_may_differ:
         return (
@@ -223,19 +223,19 @@ def _about_gradients(group: ParameterGroup) -> str:
 def _about_bucket(bucket: Bucket) -> str:
     options = bucket.communication.options
     if type(bucket) is not Bucket:
-        return "its parameters say themselves what is gathered of them, outside of graphs. Use plain ones"
-    quantized = bucket.policy.quantized_gather
+        return "its parameters say themselves what is all-gathered of them, outside of graphs. Use plain ones"
+    quantized = bucket.policy.quantized_all_gather
     own = (options.make_all_gather, options.make_reduce_scatter, options.reducer, quantized)
     if any(each is not None for each in own):  # torch 2.11 cannot trace whether a partial is true
         return (
             "it was given collectives or memory of its own (set_custom_all_gather, "
-            "set_custom_reduce_scatter, register_comm_hook, quantized_gather, or an allocator), but graphs "
-            "have those of the back end. Leave them away"
+            "set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an allocator), but "
+            "graphs have those of the back end. Leave them away"
         )
     for param in bucket.params:
         if param.original.has_own_class:
             return (
-                f"{param.fqn} is of a class of its own, but a gathered parameter is a plain tensor in a "
+                f"{param.fqn} is of a class of its own, but an unsharded parameter is a plain tensor in a "
                 "graph. Use nn.Parameter"
             )
         if param.original.has_hooks:

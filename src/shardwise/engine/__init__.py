@@ -1,1 +1,1 @@
-"""When parameters are gathered, freed and their gradients reduced: forward, backward, and what is between."""
+"""When parameters are unsharded, freed and their gradients reduced: in forward, in backward, between them."""

@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.engine.calls import ANNOUNCED, FAILED, NO_BACKWARD, UNANNOUNCED, Call, Outcome
 from shardwise.engine.memory import AHEAD, CALLER, FOR_EARLIER_BACKWARD, IN_USE, INFERENCE
 from shardwise.groups.group import ParameterGroup
-from shardwise.groups.states import GATHERING
+from shardwise.groups.states import UNSHARDING
 from shardwise.ranks.failures import relay_of_job
 from shardwise.torch_compat import functorch
 
@@ -56,7 +56,7 @@ class ForwardPass:
         for group in root.groups:
             group.gradients.drop_cleared()
         for group in root.groups:
-            if group.unsharded.state is GATHERING:  # unsharded and not used, perhaps on some ranks only
+            if group.unsharded.state is UNSHARDING:  # unsharded and not used, perhaps on some ranks only
                 group.unsharded.wait()
         for forward_begins in root.features.forward_begins:
             forward_begins()

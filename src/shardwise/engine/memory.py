@@ -11,7 +11,7 @@ from shardwise.buckets.optimizer_steps import tell_of_steps
 from shardwise.engine.calls import Call
 from shardwise.engine.feature import Features
 from shardwise.groups.group import ParameterGroup, axes_of
-from shardwise.groups.states import GATHERING, PARTLY, UNSHARDED
+from shardwise.groups.states import PARTLY, UNSHARDED, UNSHARDING
 from shardwise.layout.mesh import highest_over
 from shardwise.torch_compat.tensor_impl import assert_later
 
@@ -93,7 +93,7 @@ class Memory:
         self._reasons.pop(group, None)
         self._stepped.discard(group)
         unsharded = group.unsharded
-        if unsharded.state is GATHERING:
+        if unsharded.state is UNSHARDING:
             unsharded.wait()
         if unsharded.state in (UNSHARDED, PARTLY):
             unsharded.reshard()

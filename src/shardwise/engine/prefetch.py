@@ -95,7 +95,7 @@ class Prefetch:
         self, group: ParameterGroup, chosen: Sequence[ParameterGroup] | None, order: Order
     ) -> Iterator[ParameterGroup]:
         """The sharded ones of those to be used after ``group``, while there may be more in memory."""
-        limit, memory = group.policy.max_gathers, self._root.memory
+        limit, memory = group.policy.max_prefetched, self._root.memory
         for ahead in order.upcoming(group.policy.prefetch) if chosen is None else chosen:
             if chosen is not None and ahead not in self._root.groups:
                 raise RuntimeError(

@@ -34,7 +34,7 @@ class Requests:
     def reshard(self, group: ParameterGroup) -> None:
         """Free it now."""
         if self._root.memory.reason(group) is INFERENCE:
-            raise RuntimeError(f"reshard: {group.name} is kept gathered by inference(). Leave that first.")
+            raise RuntimeError(f"reshard: {group.name} is kept unsharded by inference(). Leave that first.")
         self._root.memory.release(group)
 
     def refuse_at_work(self, caller: str, group: ParameterGroup, when: str = "before") -> None:
@@ -56,7 +56,7 @@ class Requests:
         """Have nothing of ``group`` unsharded, for ``caller`` to change it."""
         root = self._root
         if not root.features.ranks_run_alike:
-            raise RuntimeError(f"{caller}: {group.name} is kept gathered by inference(). Leave that first.")
+            raise RuntimeError(f"{caller}: {group.name} is kept unsharded by inference(). Leave that first.")
         root.preparation.complete()
         streams = root.preparation.streams
         if (event := self.take_post_optim_event()) is not None:

@@ -94,7 +94,7 @@ class Inference(Feature):
             if changed := group.unsharded.versions.shards_changed() or group.unsharded.changed_in_place():
                 group.unsharded.versions.follow()  # raised here, and not again when the group is resharded
                 self._refusal = (
-                    f"{changed[0]}: changed inside inference(), where the full parameters that were gathered "
+                    f"{changed[0]}: changed inside inference(), where the parameters that were unsharded "
                     "before are used. Leave the context, change weights, and enter it again."
                 )
         if self._refusal is not None:

@@ -36,7 +36,7 @@ class OptionalBlocks(Feature):
             if group.settings.may_be_unused and self._goes_with(group) is None:
                 raise RuntimeError(
                     f"{group.name}: set_may_be_unused() was called on it, but no sharded module around it is "
-                    "run by all ranks, with which it could be gathered. Call fully_shard on the module "
+                    "run by all ranks, with which it could be unsharded. Call fully_shard on the module "
                     "around it."
                 )
 

@@ -1,4 +1,4 @@
-"""Calls that reach parameters outside the forward that gathers them, told by name.
+"""Calls that reach parameters outside the forward that unshards them, told by name.
 
 The modules inside a sharded one see full parameters only while its forward runs. A call of such a module
 from elsewhere (``model.block.linear(x)``, ``model.forward(x)``, a ``generate`` of its own) meets shards,
@@ -57,7 +57,7 @@ def _raise_explained(module: nn.Module, group: ParameterGroup, error: RuntimeErr
         owner = f"the module around {owner} that owns them, as they are tied to others"
     raise RuntimeError(
         f"{', '.join(names)}: {type(module).__name__} was called while its parameters are sharded. They are "
-        f"gathered for the forward of {owner} only, when that is called as a module: module(...), not "
+        f"unsharded for the forward of {owner} only, when that is called as a module: module(...), not "
         ".forward(...), nor the modules inside it one by one. Call it so; or name the method that does this "
         "with register_fsdp_forward_method(module, method_name); or call unshard() on it before, and "
         "reshard() after."

@@ -59,7 +59,7 @@ def use_symmetric_memory(module: Any, method: str) -> None:
     except RuntimeError as error:
         raise RuntimeError(
             f"{method}: symmetric memory of this process belongs to another back end than NCCL ({error}), "
-            f"and NCCL's collectives, by which {group.name} is gathered, cannot use that. Call this before "
+            f"and NCCL's collectives, by which {group.name} is unsharded, cannot use that. Call this before "
             "anything else allocates symmetric memory."
         ) from error
     communicate(module, method, make_all_gather=with_symmetric_memory)

@@ -209,8 +209,8 @@ class CommunicationSetters:
         """Choose whether this module's own group communicates from memory of the process group's allocator.
 
         All its parameters, and all its gradients, then travel packed in one call each, with a copy, instead
-        of directly from and to where they lie. Shards are gathered in place, so that the back end reads and
-        writes parameters in that memory alone. Changes nothing if the back end has no allocator. A custom
+        of directly from and to where they lie. Shards are all-gathered in place, so that the back end reads
+        and writes parameters in that memory alone. Changes nothing if the back end has no allocator. A custom
         all-gather or reduce-scatter that is set afterwards takes its place.
 
         Args:
@@ -362,6 +362,6 @@ class CommunicationSetters:
         member = member_of(self)
         device = member.group.device
         if event is not None or has_streams(device):
-            why = "gathers would not wait for the optimizer"
+            why = "all-gathers would not wait for the optimizer"
             check_of_device("set_post_optim_event", "Event", event, device, why)
         member.root.requests.post_optim_event = event

@@ -206,7 +206,7 @@ class FSDPModule(CommunicationSetters):
     def set_modules_to_forward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
         """Choose what this module's forward prefetches, in place of the recorded order.
 
-        Each prefetched group holds its full parameters from then on. ``CommPolicy.max_gathers`` still
+        Each prefetched group holds its full parameters from then on. ``CommPolicy.max_prefetched`` still
         limits how many there are at once. All ranks must choose the same.
 
         Args:
@@ -230,7 +230,7 @@ class FSDPModule(CommunicationSetters):
     def set_modules_to_backward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
         """Choose what this module's backward prefetches, in place of the recorded order.
 
-        Each prefetched group holds its full parameters from then on. ``CommPolicy.max_gathers`` still
+        Each prefetched group holds its full parameters from then on. ``CommPolicy.max_prefetched`` still
         limits how many there are at once. All ranks must choose the same.
 
         Args:

@@ -3,7 +3,7 @@
     ParameterGroup
       settings      what the caller has chosen
       shards        the registered parameters, and what the caller does to them
-      unsharded     the full parameters: SHARDED -> GATHERING -> UNSHARDED -> SHARDED
+      unsharded     the full parameters: SHARDED -> UNSHARDING -> UNSHARDED -> SHARDED
       gradients     EMPTY -> PENDING -> REDUCING -> EMPTY
       reductions    those of its gradients that are in flight
 
@@ -183,7 +183,7 @@ class ParameterGroup:
             ours = [param.fqn for param in self.shards.params if param.unsharded is tensor]
             if ours:
                 raise RuntimeError(
-                    f"{where}: forward assigned the gathered parameter {ours[0]} to this attribute, which "
+                    f"{where}: forward assigned the unsharded parameter {ours[0]} to this attribute, which "
                     "makes it a second parameter, and its memory is freed after forward. Keep a copy "
                     "(.clone())."
                 )

@@ -71,7 +71,7 @@ class Shards:
             )
 
     def follow_protocols(self) -> None:
-        """Give a bucket of its own to each shard that has gained a protocol to gather itself."""
+        """Give a bucket of its own to each shard that has gained a protocol to all-gather itself."""
         group = self._group
         if not any(map(has_methods, group.buckets)):
             return
@@ -203,7 +203,7 @@ class Shards:
 
     @property
     def can_be_compared(self) -> bool:
-        """False if unsharded parameters have to be gathered again, whether or not their contents changed."""
+        """False if unsharded parameters have to be unsharded again, whether or not their contents changed."""
         return all(bucket.can_be_compared for bucket in self._group.unsharded.buckets)
 
     def differ(self) -> Tensor:

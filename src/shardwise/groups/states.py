@@ -8,7 +8,7 @@ class UnshardState(Enum):
     """Where the unsharded parameters are."""
 
     SHARDED = "sharded"  # only the shard is in memory
-    GATHERING = "gathering"  # their memory is allocated, and an all-gather is filling it
+    UNSHARDING = "unsharding"  # their memory is allocated, and an all-gather is filling it
     UNSHARDED = "unsharded"  # they are in memory; modules see them in place of the shards, unless hidden
     PARTLY = "partly unsharded"  # a few ranks keep them together until backward
     SUMMONED = "summoned"  # unsharded() has registered full parameters in place of the shards
@@ -28,15 +28,15 @@ class GradientState(Enum):
 
 
 # Global names, since an attribute of an Enum takes Python 3.11 0.2 us, at a dozen places of every step.
-SHARDED, GATHERING, UNSHARDED, PARTLY, SUMMONED = UnshardState
+SHARDED, UNSHARDING, UNSHARDED, PARTLY, SUMMONED = UnshardState
 EMPTY, PENDING, DEFERRED, REDUCING = GradientState
 
 UNSHARD_STATES: dict[tuple[UnshardState, str], UnshardState] = {
-    (SHARDED, "unshard"): GATHERING,
-    (GATHERING, "wait"): UNSHARDED,
+    (SHARDED, "unshard"): UNSHARDING,
+    (UNSHARDING, "wait"): UNSHARDED,
     (UNSHARDED, "reshard"): SHARDED,
     (UNSHARDED, "keep_part"): PARTLY,
-    (PARTLY, "unshard"): GATHERING,
+    (PARTLY, "unshard"): UNSHARDING,
     (PARTLY, "reshard"): SHARDED,
     (SHARDED, "summon"): SUMMONED,
     (SUMMONED, "end_summon"): SHARDED,

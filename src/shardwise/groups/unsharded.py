@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 from shardwise.buckets.unsharded_bucket import UnshardedBucket
 from shardwise.comm.streams import CommStream, CommWork, Finish
 from shardwise.groups.states import (
-    GATHERING,
     PARTLY,
     PENDING,
     SHARDED,
     UNSHARD_STATES,
     UNSHARDED,
+    UNSHARDING,
     UnshardState,
     next_state,
 )
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _buffer = attrgetter("buffer")
 
 _FOR_FORWARDS = (
-    "Leave the context first. To run forwards with parameters that stay gathered, as generation does, use "
+    "Leave the context first. To run forwards with parameters that stay unsharded, as generation does, use "
     "inference()."
 )
 
@@ -85,7 +85,7 @@ class Unsharded:
                 group.streams.all_gather.wait_for_compute()  # the compute stream has just moved the shards
             if len(self.params) != len(group.shards.params):
                 self.make()
-        self._gather()
+        self._begin()
 
     def unshard_again(self) -> None:
         """As ``unshard``, for the backward of a forward that has used them.
@@ -100,30 +100,30 @@ class Unsharded:
         if not group.shards.snapshot().is_as_trainable() and group.gradients.state is not PENDING:
             group.shards.follow_freezing()
             group.listener.changes_followed()
-        self._gather()
+        self._begin()
 
     def unshard_ahead(self) -> None:
         """As ``unshard_again``, for a prefetch in backward: ``requires_grad`` is followed when it is used."""
         if not self._group.shards.were_looked_at or not self.params:
             self.unshard()
         else:
-            self._gather()
+            self._begin()
 
-    def _gather(self) -> None:
-        if self.state is UNSHARDED or self.state is GATHERING:
+    def _begin(self) -> None:
+        if self.state is UNSHARDED or self.state is UNSHARDING:
             return
         group = self._group
-        group.refuse_if_summoned("gathering for a forward, a backward or unshard()", _FOR_FORWARDS)
+        group.refuse_if_summoned("unsharding for a forward, a backward or unshard()", _FOR_FORWARDS)
         if self.state is SHARDED:  # from PARTLY, contents and versions are those of the all-gather before
             self.versions.note(group.shards.snapshot())
-        group.tell("gather")
-        with group.label("gather"):
+        group.tell("unshard")
+        with group.label("unshard"):
             try:
                 stream = group.streams.all_gather
                 self._work = stream.submit(partial(_start_all_gathers, stream, self.buckets))
             except RuntimeError as error:
-                group.waits.raise_explained(error, group.waits.for_gather)
-        group.waits.issued(group.waits.for_gather)
+                group.waits.raise_explained(error, group.waits.for_all_gather)
+        group.waits.issued(group.waits.for_all_gather)
         self._step("unshard")
 
     def wait(self) -> None:
@@ -132,21 +132,21 @@ class Unsharded:
             self.show()
             return
         state = self._next("wait")
-        self._finish_gather()
+        self._finish_all_gather()
         for bucket in self.buckets:
             bucket.drop_post_forward_shard()
         self.versions.restore()
         self.show()
         self.state = state
 
-    def _finish_gather(self) -> None:
+    def _finish_all_gather(self) -> None:
         assert self._work is not None
-        self._group.waits.finish(self._work.wait, self._group.waits.for_gather)
+        self._group.waits.finish(self._work.wait, self._group.waits.for_all_gather)
         self._work = None
 
     def wait_if_on_the_way(self) -> None:
         """As ``wait``, unless they were resharded meanwhile."""
-        if self.state in (GATHERING, UNSHARDED):
+        if self.state in (UNSHARDING, UNSHARDED):
             self.wait()
 
     @property
@@ -214,8 +214,8 @@ class Unsharded:
 
     def abandon(self) -> None:
         """Return to SHARDED from any state, after a failed iteration."""
-        if self.state is GATHERING:
-            self._finish_gather()
+        if self.state is UNSHARDING:
+            self._finish_all_gather()
         if self.state is PARTLY:
             self._drop_parts()
         elif self.state is not SHARDED:
@@ -247,7 +247,7 @@ class Unsharded:
             return
         for bucket in self.buckets:
             bucket.buffer.keep_memory(keep)
-        if self.state is not UNSHARDED and self.state is not GATHERING:
+        if self.state is not UNSHARDED and self.state is not UNSHARDING:
             self._free_memory()
 
     # --- changes ----------------------------------------------------------------------------------
@@ -333,13 +333,13 @@ def _refuse_changes(group: "ParameterGroup", changed: list[str]) -> NoReturn:
     if renormalised:
         raise RuntimeError(
             f"{', '.join(renormalised)}: nn.Embedding(max_norm=...) renormalises rows of its weight in "
-            f"place in each forward, here those of a gathered copy (group '{name}'). The shard "
+            f"place in each forward, here those of an unsharded copy (group '{name}'). The shard "
             "would keep the rows as they were, and training would go another way than in plain PyTorch. "
             "Set max_norm to None and renormalise the shard after each optimizer step, under "
             "torch.no_grad(). A frozen weight is allowed: requires_grad_(False)."
         )
     raise RuntimeError(
-        f"{', '.join(changed)}: changed in place while gathered (group '{name}'). Inside "
-        "forward a module sees a gathered copy, which is now freed, so the change would be "
+        f"{', '.join(changed)}: changed in place while unsharded (group '{name}'). Inside "
+        "forward a module sees an unsharded copy, which is now freed, so the change would be "
         "lost. Change the sharded parameter outside of forward, under torch.no_grad()."
     )

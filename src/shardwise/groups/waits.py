@@ -13,14 +13,14 @@ class Waits:
     """The two waits of one group: for its all-gathers and for its reductions."""
 
     def __init__(self, name: str) -> None:
-        self.for_gather = Wait("gather", name, list)
+        self.for_all_gather = Wait("all-gather", name, list)
         self.for_reduction = Wait("reduction", name, list)
         self._relay: Relay = SILENT
 
     def attach(self, name: str, axes: Callable[[], Sequence[Axis]], *, on_device: bool) -> None:
         """Name the group and its ranks, and let other ranks hear of its failures."""
         self._relay = relay_of_job()
-        for wait in (self.for_gather, self.for_reduction):
+        for wait in (self.for_all_gather, self.for_reduction):
             wait.name, wait.axes, wait.is_on_device = name, axes, on_device
             self._relay.waits.add(wait)
 

@@ -60,7 +60,7 @@ def materialize(
 
     Values that are there already are left alone. Parameters stay the same objects, so that an optimizer may
     have been built before. Parameters that were not contiguous on the meta device are drawn as if they were,
-    once they are sharded. A parameter of a class that gathers itself is drawn plainly, too, and takes its
+    once they are sharded. A parameter of a class that all-gathers itself is drawn plainly, too, and takes its
     part of the values by ``copy_``.
 
     All ranks draw from the random state of the first, on the CPU and on ``device``. A rank that had the same

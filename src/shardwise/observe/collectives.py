@@ -19,13 +19,13 @@ from shardwise.observe.sharded import members_to_observe
 
 @dataclass(frozen=True)
 class CollectiveCounts:
-    """How often each group of parameters was gathered and reduced; by the name of the group.
+    """How often each group of parameters was all-gathered and reduced; by the name of the group.
 
     A group counts once however many messages its bytes travel in. What it does not need, it does not count:
-    a rank that shares shards with nobody gathers without communication.
+    a rank that shares shards with nobody unshards without communication.
 
     Attributes:
-        all_gather: gathers of full parameters over the ranks that share them.
+        all_gather: all-gathers of parameters over the ranks that share them.
         reduce_scatter: reductions of gradients over these ranks.
         all_reduce: reductions over replicas.
     """
@@ -39,8 +39,8 @@ class CollectiveCounts:
 def count_collectives(model: nn.Module) -> Iterator[CollectiveCounts]:
     """Count the collectives that the sharded modules in ``model`` issue inside, on this rank.
 
-    Costs a Python call for each gather and reduction inside, and nothing outside. Counts do not grow for what
-    runs inside a graph of ``torch.compile``; ``torch.distributed.tensor.debug.CommDebugMode`` sees that.
+    Costs a Python call for each unshard and reduction inside, and nothing outside. Counts do not grow for
+    what runs inside a graph of ``torch.compile``; ``torch.distributed.tensor.debug.CommDebugMode`` sees that.
 
     Args:
         model: a module with sharded modules in it.
@@ -80,7 +80,7 @@ def _count(
     if group is None:  # of the same model, but not of the module that was asked about
         return
     shares = any(not bucket.mesh.shard_axis.is_alone for bucket in group.buckets)
-    if event == "gather" and shares:
+    if event == "unshard" and shares:
         counts.all_gather[name] += 1
     elif event == "reduce":
         counts.reduce_scatter[name] += shares

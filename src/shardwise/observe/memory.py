@@ -3,13 +3,13 @@
 The sizes are those of the memory that is allocated when the snapshot is taken, padding included: not what a
 layout plans, but what storages have. Memory that two things share is counted once.
 
-Two ranks in backward, in units of a block's full parameters; blocks.1 comes next, blocks.2 is over:
+Two ranks in backward, in units of a block's unsharded parameters; blocks.1 comes next, blocks.2 is over:
 
-    group     parameters  gradients  shards  full parameters  kept  full gradients  reduced
-    blocks.0  gathering   empty         0.5                1     -               -        -
-    blocks.1  unsharded   empty         0.5                1     -               -        -
-    blocks.2  sharded     reducing      0.5                -     -               1      0.5
-    blocks.3  sharded     empty         0.5                -     -               -      0.5
+    group     parameters  gradients  shards  unsharded  kept  full gradients  reduced
+    blocks.0  unsharding  empty         0.5          1     -               -        -
+    blocks.1  unsharded   empty         0.5          1     -               -        -
+    blocks.2  sharded     reducing      0.5          -     -               1      0.5
+    blocks.3  sharded     empty         0.5          -     -               -      0.5
 
 Reads what the groups know and what storages have: no contents, no collective.
 """
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.members import Member
 from shardwise.groups.group import ParameterGroup
-from shardwise.groups.states import GATHERING, SUMMONED, UNSHARDED
+from shardwise.groups.states import SUMMONED, UNSHARDED, UNSHARDING
 from shardwise.layout.text_tables import aligned
 from shardwise.observe.sharded import members_to_observe
 from shardwise.torch_compat import dtensor, tensor_impl
@@ -34,17 +34,17 @@ class GroupSnapshot:
     Attributes:
         name: of the group, as in errors and events, seen from the outermost sharded module.
         modules: the names of its modules.
-        state: where the full parameters are: ``sharded`` (nowhere), ``gathering`` (on their way, their memory
-            allocated), ``unsharded`` (here), ``partly unsharded`` (a few ranks keep them together, as
+        state: where the unsharded parameters are: ``sharded`` (nowhere), ``unsharding`` (on their way, their
+            memory allocated), ``unsharded`` (here), ``partly unsharded`` (a few ranks keep them together, as
             ``reshard_after_forward=n`` asks for), or ``summoned`` (the caller has them: ``unsharded()``).
         reason: why they are in memory, in words; None where they are not.
         gradient_state: where the full gradients are: ``empty`` (nowhere), ``pending`` (some of the running
             backward are here), ``deferred`` (left unreduced, as ``no_sync`` asks for) or ``reducing``.
         shard_bytes: this rank's shards; in host memory where they are offloaded. None on the meta device.
-        unsharded_bytes: full parameters, or the part of them that this rank keeps; with ``unsharded()`` those
-            that the caller sees. 0 where they are the shards themselves, as on a single rank without mixed
-            precision.
-        kept_storage_bytes: memory that nobody uses now and that is not given back: of full parameters that
+        unsharded_bytes: unsharded parameters, or the part of them that this rank keeps; with ``unsharded()``
+            those that the caller sees. 0 where they are the shards themselves, as on a single rank without
+            mixed precision.
+        kept_storage_bytes: memory that nobody uses now and that is not given back: that of parameters that
             are sharded (``set_keep_unsharded_storage``, and up to 1 MiB on the host, where to allocate takes
             longer than to copy).
         full_gradient_bytes: gradients that have not been reduced, or whose reduction was not waited for.
@@ -86,7 +86,7 @@ class MemorySnapshot:
 
     @property
     def unsharded_bytes(self) -> int:
-        """Full parameters."""
+        """Unsharded parameters."""
         return self._sum("unsharded_bytes")
 
     @property
@@ -128,7 +128,7 @@ class MemorySnapshot:
 
 _SIZES = {
     "shard_bytes": "MB shards",
-    "unsharded_bytes": "full parameters",
+    "unsharded_bytes": "unsharded",
     "kept_storage_bytes": "kept",
     "full_gradient_bytes": "full gradients",
     "reduced_gradient_bytes": "reduced",
@@ -137,10 +137,10 @@ _SIZES = {
 
 
 def memory_snapshot(model: nn.Module) -> MemorySnapshot:
-    """What ``model`` has in memory now on this rank: shards, full parameters, gradients, and why.
+    """What ``model`` has in memory now on this rank: shards, unsharded parameters, gradients, and why.
 
-    For the question which block still has its full parameters in memory. May be called at any moment, in a
-    hook of a forward or backward too, and on one rank alone: nothing is gathered, waited for or changed.
+    For the question which block still has its parameters unsharded. May be called at any moment, in a hook
+    of a forward or backward too, and on one rank alone: nothing is unsharded, waited for or changed.
     Takes some 10 us for each parameter.
 
     Counted is what the groups have allocated for parameters and gradients. Not counted are activations, the
@@ -173,7 +173,7 @@ def _snapshot_of(member: Member) -> GroupSnapshot:
     state, reason = group.unsharded.state, member.root.memory.reason(group)
     buffers = [bucket.allocated_bytes() for bucket in group.unsharded.buckets]
     here, kept = sum(whole for whole, _ in buffers), 0
-    if state is not UNSHARDED and state is not GATHERING:
+    if state is not UNSHARDED and state is not UNSHARDING:
         here, kept = 0, here
     summoned = _summoned_params(group)
     return GroupSnapshot(
@@ -199,7 +199,7 @@ def _shards(group: ParameterGroup) -> Iterator[Tensor]:
         flat = bucket.flat_shard.bytes
         yield flat
         for param in bucket.params:
-            # Registered are shards that were assigned, and full parameters while these are summoned.
+            # Registered are shards that were assigned, and unsharded parameters while these are summoned.
             is_summoned = group.unsharded.state is SUMMONED
             registered = [] if is_summoned else [site.registered() for site in param.sites]
             for tensor in (param.sharded, *registered):

@@ -99,32 +99,32 @@ class Versions:
     def __init__(self, params: Sequence[Param], unsharded: Sequence[nn.Parameter]) -> None:
         self._params = params
         self._unsharded = unsharded
-        self._gathered = [0] * len(params)
+        self._noted = [0] * len(params)
 
     def note(self, snapshot: ShardSnapshot) -> None:
         """The shards, of which ``snapshot`` was taken, are about to be all-gathered."""
-        self._gathered = snapshot.versions()
+        self._noted = snapshot.versions()
 
     def follow(self) -> None:
         """Take over the versions of the shards, whose contents are the same."""
-        self._gathered = [param.version() for param in self._params]
+        self._noted = [param.version() for param in self._params]
         self.restore()
 
     def restore(self) -> None:
         """Give the unsharded parameters those versions: their contents are those of the all-gather."""
-        autograd.set_versions(self._unsharded, self._gathered)
+        autograd.set_versions(self._unsharded, self._noted)
 
     def shards_changed(self) -> list[str]:
         """Names of parameters whose shards changed."""
-        rows = zip(self._params, self._gathered, strict=True)
+        rows = zip(self._params, self._noted, strict=True)
         return [param.fqn for param, version in rows if param.version() != version]
 
     def unsharded_changed(self) -> list[Param]:
         """Those whose unsharded parameters changed."""
         versions = list(map(tensor_impl.version, self._unsharded))
-        if versions == self._gathered:
+        if versions == self._noted:
             return []
-        rows = zip(self._params, versions, self._gathered, strict=True)
+        rows = zip(self._params, versions, self._noted, strict=True)
         return [param for param, now, before in rows if now != before]
 
 

@@ -99,14 +99,14 @@ def find_replacement(param: "Param") -> nn.Parameter | None:
     if new is None:
         raise RuntimeError(
             f"{site.fqn}: the parameter was removed after fully_shard (deleted, set to None, or replaced "
-            "by a parametrization), but its group still gathers it. Put it back, or change the module "
+            "by a parametrization), but its group still unshards it. Put it back, or change the module "
             "before fully_shard."
         )
     if not _can_replace(new, param.sharded):
         raise RuntimeError(
             f"{site.fqn}: the parameter was replaced after fully_shard by {describe(new)}, where a "
             f"parameter sharded like the old one is expected: {describe(param.sharded)}. The group "
-            "gathers shards and cannot use it. Copy values into the sharded parameter instead (under "
+            "all-gathers shards and cannot use it. Copy values into the sharded parameter instead (under "
             "torch.no_grad(), param.copy_(torch.distributed.tensor.distribute_tensor(value, "
             "param.device_mesh, param.placements))), or replace parameters before fully_shard. "
             "torch.func.functional_call replaces them as well: it does not work on a sharded module."

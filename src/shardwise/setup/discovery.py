@@ -205,7 +205,7 @@ def make_buckets(
 ) -> list[Bucket]:
     """One bucket a mesh, in the order in which the meshes come up; that of the call first.
 
-    Parameters that gather themselves have one each.
+    Parameters that all-gather themselves have one each.
     """
     by_mesh: dict[ShardMesh, list[Param]] = {meshes.default: []}
     extensions: list[Param] = []

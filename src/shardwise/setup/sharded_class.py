@@ -93,7 +93,7 @@ def _deep_copy(self: Any, memo: dict[int, Any]) -> Any:
         member.group.refuse_if_summoned("copy.deepcopy")
     shown = [member.group for member in members if member.group.unsharded.is_shown]
     for group in shown:
-        group.unsharded.hide()  # the copy is not gathered
+        group.unsharded.hide()  # the copy is not unsharded
     try:
         if is_outermost:
             prepare_memo(members, memo)

@@ -51,7 +51,7 @@ class Move:
             )
         if self.owner.unsharded.state is not SHARDED or self.owner.gradients.state is not EMPTY:
             raise RuntimeError(
-                f"{names} are tied, but the group '{self.owner.name}' has run already and holds gathered "
+                f"{names} are tied, but the group '{self.owner.name}' has run already and holds unsharded "
                 "parameters or gradients. Call fully_shard on all modules before the first forward."
             )
 

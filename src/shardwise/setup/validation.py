@@ -92,7 +92,7 @@ def _check_module(module: Any, where: str) -> None:
         )
     if getattr(module.forward, "__func__", None) is nn.Module.forward:
         raise ValueError(
-            f"fully_shard: {class_name(module)}{where} has no forward, so nothing would tell when to gather "
+            f"fully_shard: {class_name(module)}{where} has no forward, so nothing would tell when to unshard "
             "its parameters. Call fully_shard on its children, one by one, or on the module around it."
         )
 

@@ -107,7 +107,7 @@ def unsharded(
         RuntimeError: a forward or backward is running; inside an overlapping ``unsharded`` or ``inference``;
             ``with_grads`` while gradients are unreduced; parameters are on the meta device. On exit: a change
             that cannot be written back.
-        NotImplementedError: a parameter is of a class that gathers itself.
+        NotImplementedError: a parameter is of a class that all-gathers itself.
 
     Example::
 

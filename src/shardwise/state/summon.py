@@ -43,19 +43,19 @@ class SummonOptions:
 
 
 def check_can_summon(group: ParameterGroup, options: SummonOptions) -> None:
-    """Refuse before anything has been gathered.
+    """Refuse before anything has been unsharded.
 
     Raises:
         RuntimeError: the group is summoned already, or gradients wait that ``.grad`` does not show.
-        NotImplementedError: it has tensor subclasses that only gather themselves.
+        NotImplementedError: it has tensor subclasses that only all-gather themselves.
     """
     group.refuse_if_summoned("another unsharded()")
     for bucket in group.buckets:
         if isinstance(bucket, ExtensionBucket):
             raise NotImplementedError(
                 f"unsharded: {bucket.params[0].fqn} is a {type(bucket.params[0].local).__name__}, which "
-                "gathers itself in the form in which it is computed with; what is stored of it cannot be put "
-                "together. Shard it in a module of its own and leave that out with recurse=False."
+                "all-gathers itself in the form in which it is computed with; what is stored of it cannot be "
+                "put together. Shard it in a module of its own and leave that out with recurse=False."
             )
     if options.with_gradients and group.gradients.state is not EMPTY:
         waiting = [p.fqn for p in group.shards.params if isinstance(p.sharded.grad, DeferredGradient)]
@@ -163,7 +163,7 @@ class SummonedGroup:
         group.shards.refresh_flat_weights()
 
     def _summon(self, bucket: Bucket) -> Iterator[_SummonedParam]:
-        values = gather_full_tensors(bucket, bucket.flat_shard.bytes, bucket.stored)
+        values = all_gather_tensors(bucket, bucket.flat_shard.bytes, bucket.stored)
         gradients: list[Tensor | None] = [None] * len(values)
         if self._options.with_gradients:
             gradients = _full_gradients(bucket)
@@ -216,22 +216,22 @@ class SummonedGroup:
         return problems
 
 
-def gather_full_tensors(bucket: Bucket, flat: Tensor, layout: Layout) -> list[Tensor]:
+def all_gather_tensors(bucket: Bucket, flat: Tensor, layout: Layout) -> list[Tensor]:
     """The full tensors, one for each parameter, whose shards are in ``flat``, laid out as ``layout``.
 
     On the device of the mesh, with memory of their own. Collective over the ranks that share the bucket.
     """
     mesh = bucket.mesh
-    gathered = UnshardedBuffer(layout, mesh.device)
+    buffer = UnshardedBuffer(layout, mesh.device)
     flat = flat.to(mesh.device)
     if mesh.shard_axis.is_alone:
-        gathered.bytes.copy_(flat)
+        buffer.bytes.copy_(flat)
     else:
         comm = make_communicator(mesh.shard_axis.pg, mesh.device)
         comm.channel = bucket.communication.options.channel
-        gather = AllGather(comm, layout, gathered)
-        gather.start(HostStream(), gather.cut(flat))()
-    return [gathered.unsharded_tensor(slot) for slot in layout.slots]
+        all_gather = AllGather(comm, layout, buffer)
+        all_gather.start(HostStream(), all_gather.cut(flat))()
+    return [buffer.unsharded_tensor(slot) for slot in layout.slots]
 
 
 def _full_gradients(bucket: Bucket) -> list[Tensor | None]:
@@ -251,7 +251,7 @@ def _full_gradients(bucket: Bucket) -> list[Tensor | None]:
             is_there[index] = 1
     if not axis.is_alone:
         dist.all_reduce(is_there, op=dist.ReduceOp.MAX, group=axis.pg)
-    fulls = gather_full_tensors(bucket, flat, bucket.kept)
+    fulls = all_gather_tensors(bucket, flat, bucket.kept)
     return [full if there else None for full, there in zip(fulls, is_there.tolist(), strict=True)]
 
 

@@ -1,6 +1,6 @@
 """What became of a model: its groups as a table, with what they take in memory.
 
-Reads what the groups know: starts nothing, gathers nothing, communicates nothing.
+Reads what the groups know: starts nothing, unshards nothing, communicates nothing.
 """
 
 from collections.abc import Iterator
@@ -25,14 +25,14 @@ def explain(model: nn.Module) -> str:
 
     - group: the name, as in errors and events. A group of several modules shows the first and the last.
     - class: what the modules were before they were sharded.
-    - strategy: what :func:`shard_model` calls such settings. Full parameters are freed after forward and
+    - strategy: what :func:`shard_model` calls such settings. Unsharded parameters are freed after forward and
       after backward (``zero3``, ``hybrid``; the root and the last group keep them from forward to backward
       unless told otherwise), after backward (``zero2``, ``hybrid_zero2``), or not (``zero1``). ``(within
       2)``: pairs of ranks keep them from forward to backward.
     - mesh: over how many ranks parameters are replicated and sharded.
     - parameters: how many numbers, over all ranks.
-    - MB full: what gathered parameters take on a rank, in the dtype of computation. With ``ddp`` they are
-      not gathered: where the dtype is that of the shards, full and stored are the same memory.
+    - MB unsharded: what unsharded parameters take on a rank, in the dtype of computation. With ``ddp`` they
+      are not all-gathered: where the dtype is that of the shards, unsharded and stored are the same memory.
     - MB per rank: what a rank stores. Gradients and the optimizer's state come on top.
     - dtype: what is stored and, after an arrow, what is computed with, where that differs.
 
@@ -61,7 +61,7 @@ def explain(model: nn.Module) -> str:
             f"explain: this {class_name(model)} is not sharded, nor is any module inside it: there are no "
             "groups to show. Call shard_model or fully_shard first."
         )
-    megabytes = _Megabytes(decimals=1 if sum(_full_bytes(row.group) for row in rows) >= 10e6 else 4)
+    megabytes = _Megabytes(decimals=1 if sum(_unsharded_bytes(row.group) for row in rows) >= 10e6 else 4)
     cells = [_HEADER, *(_cells(row, megabytes) for row in rows), _total(rows, megabytes)]
     lines = aligned(cells, right=_ALIGNED_RIGHT)
     header, *groups, total = lines
@@ -105,7 +105,7 @@ def _rows(model: nn.Module) -> Iterator[_Row]:
 
 # --- cells ----------------------------------------------------------------------------------------
 
-_HEADER = ["group", "class", "strategy", "mesh", "parameters", "MB full", "MB per rank", "dtype"]
+_HEADER = ["group", "class", "strategy", "mesh", "parameters", "MB unsharded", "MB per rank", "dtype"]
 _ALIGNED_RIGHT = (4, 5, 6)
 
 
@@ -125,7 +125,7 @@ def _cells(row: _Row, megabytes: _Megabytes) -> list[str]:
         _strategy(group),
         ", ".join(dict.fromkeys(map(_mesh, group.buckets))) or _axes(group.mesh),
         f"{_numel(group):,}",
-        megabytes(_full_bytes(group)),
+        megabytes(_unsharded_bytes(group)),
         megabytes(_stored_bytes(group)),
         "; ".join(dict.fromkeys(dtype for bucket in group.buckets for dtype in _dtypes(bucket))),
     ]
@@ -139,7 +139,7 @@ def _total(rows: list[_Row], megabytes: _Megabytes) -> list[str]:
         "",
         "",
         f"{sum(map(_numel, groups)):,}",
-        megabytes(sum(map(_full_bytes, groups))),
+        megabytes(sum(map(_unsharded_bytes, groups))),
         megabytes(sum(map(_stored_bytes, groups))),
         "",
     ]
@@ -188,7 +188,7 @@ def _numel(group: ParameterGroup) -> int:
     return sum(param.sharded.numel() for param in group.shards.params)
 
 
-def _full_bytes(group: ParameterGroup) -> int:
+def _unsharded_bytes(group: ParameterGroup) -> int:
     return sum(bucket.computed.unsharded_bytes for bucket in group.buckets)
 
 

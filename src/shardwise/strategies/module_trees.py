@@ -13,8 +13,8 @@ def message_without_forward(policy: Any, name: str, module: nn.Module) -> str:
     """The message that a policy chose a module without a forward."""
     return (
         f"shard_model: {text_of(policy)} chose '{name}', a {type(module).__name__}, which has no forward: "
-        "its children are called one by one, so nothing would tell when to gather its parameters. Choose its "
-        "children, or the module around it."
+        "its children are called one by one, so nothing would tell when to unshard its parameters. Choose "
+        "its children, or the module around it."
     )
 
 

@@ -93,21 +93,21 @@ def shard_model(
     strategy          bytes held               bytes sent, times (N - 1) / N
     ================  =======================  ==============================================
     ``ddp``           P + G + S                2 G: all-reduce
-    ``zero1``         P + (P + G + S) / N      P + G: gather once a step, reduce-scatter
+    ``zero1``         P + (P + G + S) / N      P + G: all-gather once a step, reduce-scatter
     ``zero2``         P + (P + G + S) / N      P + G a backward; P only from forward to backward
-    ``zero3``         (P + G + S) / N          2 P + G a backward: gathered for forward and backward
+    ``zero3``         (P + G + S) / N          2 P + G a backward: unsharded for forward and backward
     ``hybrid``        as ``zero3`` with the ranks of a host for N; and an all-reduce of G / N among hosts
     ``hybrid_zero2``  as ``zero2``, likewise
     ================  =======================  ==============================================
 
     ``zero1`` and ``zero2`` keep their shards beside the full parameters. Inside :func:`no_sync` gradients are
     whole under every strategy, and reduced once a step; ``zero1`` is made for that: its microbatches share
-    one gather as well.
+    one all-gather as well.
 
     Args:
         model: not sharded itself. Modules inside it that are sharded already are left as they are.
         strategy: one of the above.
-        wrap: which modules become groups, to be gathered for their own forward and backward. A module class
+        wrap: which modules become groups, to be unsharded for their own forward and backward. A module class
             or a set of them, a predicate ``(module)`` or ``(name, module)``, FSDP1's recursive
             ``(module, recurse, nonwrapped_numel)``, or a policy object
             (:class:`shardwise.strategies.WrapClasses`, :class:`shardwise.strategies.WrapBySize`, or any with
@@ -141,7 +141,7 @@ def shard_model(
         TypeError: an argument is of the wrong kind.
 
     Warns:
-        UserWarning: the root's own group keeps more than half of the parameters: they are gathered at once.
+        UserWarning: the root's own group keeps more than half of the parameters: they are unsharded at once.
 
     Example::
 

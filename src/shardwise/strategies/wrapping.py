@@ -99,7 +99,7 @@ def _message_about_nothing(policy: Any, model: nn.Module, ignored: Set[int]) -> 
     total = sum(sizes_of(model, ignored).values())
     return (
         f"{head}: it has {classes}{more}, {total:,} parameters in all. They would all be in one group, "
-        "gathered at once. Choose some of these with wrap=, or pass wrap=None for the repeated blocks."
+        "unsharded at once. Choose some of these with wrap=, or pass wrap=None for the repeated blocks."
     )
 
 

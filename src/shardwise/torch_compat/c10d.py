@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 # torch 2.13 renamed these methods and warns on the old names, which are all that 2.11 has.
-_GATHER = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
+_ALL_GATHER = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
 _REDUCE = (
     "reduce_scatter_single" if hasattr(dist.ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
 )
-_GATHER_MANY = (
+_ALL_GATHER_MANY = (
     "all_gather_single_coalesced"
     if hasattr(dist.ProcessGroup, "all_gather_single_coalesced")
     else "allgather_into_tensor_coalesced"
@@ -30,7 +30,7 @@ _REDUCE_MANY = (
 
 
 @cache
-def _gather_options(is_async: bool) -> Any:
+def _all_gather_options(is_async: bool) -> Any:
     options = dist.distributed_c10d.AllgatherOptions()
     options.asyncOp = is_async
     return options
@@ -38,14 +38,14 @@ def _gather_options(is_async: bool) -> Any:
 
 def all_gather(pg: dist.ProcessGroup, output: Tensor, source: Tensor, is_async: bool) -> Any:
     """One all-gather; returns the work (None if ``is_async`` is False and the back end has none)."""
-    return getattr(pg, _GATHER)(output, source, _gather_options(is_async))
+    return getattr(pg, _ALL_GATHER)(output, source, _all_gather_options(is_async))
 
 
 def all_gather_coalesced(
     pg: dist.ProcessGroup, outputs: Sequence[Tensor], sources: Sequence[Tensor], is_async: bool
 ) -> Any:
     """Several all-gathers as one call, which torch offers only by a private context."""
-    return getattr(pg, _GATHER_MANY)(outputs, sources, _gather_options(is_async))
+    return getattr(pg, _ALL_GATHER_MANY)(outputs, sources, _all_gather_options(is_async))
 
 
 @dataclass(frozen=True)

@@ -88,9 +88,9 @@ def restore_mesh(tensor: Tensor, mesh: DeviceMesh) -> None:
 def keep_views_of_complex_sharded() -> None:
     """Make ``torch.view_as_real`` of any DTensor a view, as it is of plain tensors.
 
-    Where rows are uneven, or fewer than the ranks, torch 2.13 gathers first. Its optimizers update complex
-    parameters through ``view_as_real``, so that all but weight decay goes to a copy and is lost. There is a
-    public way to register how an operator shards, but it leaves out tensors with fewer rows than ranks.
+    Where rows are uneven, or fewer than the ranks, torch 2.13 all-gathers first. Its optimizers update
+    complex parameters through ``view_as_real``, so that all but weight decay goes to a copy and is lost. A
+    public way to register how an operator shards leaves out tensors with fewer rows than ranks.
     """
     from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy
 

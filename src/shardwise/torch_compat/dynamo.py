@@ -29,7 +29,7 @@ def break_graphs(function: Callable[..., Any]) -> None:
     """
     marked: Any = function
     marked._torchdynamo_disable = True
-    marked._torchdynamo_disable_msg = "shardwise gathers, frees and reduces here"
+    marked._torchdynamo_disable_msg = "shardwise unshards, frees and reduces here"
     run_outside_graphs(function)
 
 

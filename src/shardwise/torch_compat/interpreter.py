@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-_NAMES = ("_call_impl", "gathered")
+_NAMES = ("_call_impl", "unsharding_call")
 """Of the functions that run hooks: that of ``nn.Module``, and that around a method of the caller's."""
 
 

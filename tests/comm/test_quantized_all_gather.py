@@ -23,7 +23,7 @@ from strategies import losses_of_regression, seats, shard_as
 from torch import Tensor, nn
 
 from shardwise import CommPolicy, MixedPrecisionPolicy, fully_shard, unsharded
-from shardwise.policies import QuantizedGather
+from shardwise.policies import QuantizedAllGather
 
 every_kind = seats((3, "zero3"), (2, "zero2"), (4, "hybrid"))
 
@@ -31,7 +31,7 @@ BLOCK = 64
 
 
 def quantized(block_size: int = BLOCK, **options: Any) -> CommPolicy:
-    return CommPolicy(quantized_gather=QuantizedGather(block_size=block_size), **options)
+    return CommPolicy(quantized_all_gather=QuantizedAllGather(block_size=block_size), **options)
 
 
 def record_weights(model: nn.Module) -> list[dict[str, Tensor]]:
@@ -215,7 +215,7 @@ def test_shards_and_what_unsharded_shows_stay_exact(world: World, strategy: str)
     assert world.run(shards_after_use, strategy) == [[]] * world.size
 
 
-def regression_with_quantized_gathers(strategy: str, dtype: torch.dtype | None) -> list[float]:
+def regression_with_quantized_all_gathers(strategy: str, dtype: torch.dtype | None) -> list[float]:
     policy = {} if dtype is None else {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
     return losses_of_regression(
         dist.get_rank(), dist.get_world_size(), strategy, None, comm_policy=quantized(), **policy
@@ -226,7 +226,7 @@ def regression_with_quantized_gathers(strategy: str, dtype: torch.dtype | None) 
 def test_training_arrives_where_exact_training_does(world2: World, strategy: str, dtype: Any) -> None:
     with one_thread():
         exact = losses_of_regression(0, 1, None, None)
-    ranks = world2.run(regression_with_quantized_gathers, strategy, dtype)
+    ranks = world2.run(regression_with_quantized_all_gathers, strategy, dtype)
     losses = [sum(step) / 2 for step in zip(*ranks, strict=True)]
     assert exact[-1] < 0.2 * exact[0], "it does not learn"
     assert losses != exact, "nothing is compressed"
@@ -340,12 +340,12 @@ def forward_with_a_bad_weight(value: float) -> bool:
 @pytest.mark.parametrize("value", [0, -1, 1.5, "64", True, None])
 def test_a_block_size_is_a_number_of_numbers(value: Any) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
-        QuantizedGather(block_size=value)
-    assert_says(str(caught.value), "QuantizedGather: block_size is ", repr(value))
+        QuantizedAllGather(block_size=value)
+    assert_says(str(caught.value), "QuantizedAllGather: block_size is ", repr(value))
 
 
-@pytest.mark.parametrize("value", [256, True, "int8", QuantizedGather])
+@pytest.mark.parametrize("value", [256, True, "int8", QuantizedAllGather])
 def test_how_to_gather_is_said_by_an_object(value: Any) -> None:
     with pytest.raises(TypeError) as caught:
-        CommPolicy(quantized_gather=value)
-    assert_says(str(caught.value), "CommPolicy: quantized_gather is ", "QuantizedGather")
+        CommPolicy(quantized_all_gather=value)
+    assert_says(str(caught.value), "CommPolicy: quantized_all_gather is ", "QuantizedAllGather")
