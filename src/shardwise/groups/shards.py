@@ -210,7 +210,10 @@ class Shards:
         """Whether this rank's shards changed since the all-gather, as a bool on the device."""
         if not self.can_be_compared:
             return torch.ones((), dtype=torch.bool, device=self._group.device)
-        return torch.stack([bucket.differs() for bucket in self._group.unsharded.buckets]).any()
+        found = [bucket.differs() for bucket in self._group.unsharded.buckets]
+        if not found:  # a group without parameters
+            return torch.zeros((), dtype=torch.bool, device=self._group.device)
+        return torch.stack(found).any()
 
     def refresh_flat_weights(self) -> None:
         """Let RNN modules see the parameters that are shown now; they keep a list of their own."""
