@@ -11,8 +11,11 @@ dispatch.py      every operation: what it reads and writes, on which lane, and w
 collectives.py   process groups of the device, whose results arrive when they are waited for
 simulation.py    all of it together
 
-scenarios.py     ways to train, on eight simulated ranks
-mutants.py       ways to break the waits of `src/shardwise`
+scenarios.py         what a way to train is; runs one
+settings_recipes.py  settings and strategies
+caller_recipes.py    other parameters, memory and collectives, and what a caller does between passes
+launch_order.py      whether ranks launch collectives in one order
+mutants.py           ways to break the waits of `src/shardwise`
 
 test_checker.py  short programs with and without races
 test_races.py    no scenario has a race; what the host waits for; the order of collectives

@@ -20,6 +20,7 @@ from races.scenarios import (
     DIRECT,
     LOW,
     MIXED,
+    STALE,
     WIDTH,
     Recipe,
     Step,
@@ -254,6 +255,30 @@ def offload_with_edits(_: Simulation) -> Step:
     return step
 
 
+@scenario(
+    "offload, edits after a backward that did not reach all",
+    event_synchronize=1,
+    stream_synchronize=1,
+)
+def offload_with_frozen_blocks(simulation: Simulation) -> Step:
+    """The gradient of the input goes through frozen blocks, which no reduction follows."""
+    plain = Tower(WIDTH, 2 * WIDTH)
+    plain.requires_grad_(False)
+    plain.blocks[-1].requires_grad_(True)
+    model = tower(model=plain, offload_policy=CPUOffloadPolicy())
+
+    def step() -> nn.Module:
+        on_device = batch().to(simulation.torch_device, non_blocking=True)
+        model(on_device.requires_grad_()).square().mean().backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.99)
+        model.zero_grad()
+        return model
+
+    return step
+
+
 # --- what a caller does ---------------------------------------------------------------------------
 
 
@@ -267,6 +292,37 @@ def summon(_: Simulation) -> Step:
             for param in model.parameters():
                 param.mul_(0.9)
         return train()
+
+    return step
+
+
+@scenario("edits between forward and backward")
+def edits_before_backward(_: Simulation) -> Step:
+    """Through `.data`, as autograd refuses others; the backward gathers what is there now."""
+    model = tower()
+
+    def step() -> nn.Module:
+        loss = model(batch()).square().mean()
+        for param in model.parameters():
+            param.to_local().data.mul_(0.99)
+        loss.backward()
+        model.zero_grad()
+        return model
+
+    return step
+
+
+@scenario("shards assigned anew")
+def assigned(_: Simulation) -> Step:
+    model = tower()
+
+    def step() -> nn.Module:
+        for module in model.modules():
+            for name, param in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(param.detach().clone()))
+        forward_backward(model)
+        model.zero_grad()
+        return model
 
     return step
 
@@ -335,8 +391,23 @@ def optimizer_in_backward(_: Simulation) -> Step:
     return step
 
 
-def beside(recipe: Callable[[], Any]) -> Recipe:
-    """The optimizer steps on a stream of its own while the computing stream goes on."""
+def nothing(model: nn.Module) -> None:
+    """Goes on with the next step."""
+
+
+def summoned(model: nn.Module) -> None:
+    with shardwise.unsharded(model, writeback=False), torch.no_grad():
+        for param in model.parameters():
+            param.sum()
+
+
+def inferred(model: nn.Module) -> None:
+    with shardwise.inference(model), torch.no_grad():
+        model(batch())
+
+
+def beside(recipe: Callable[[], Any], then: Callable[[nn.Module], None] = nothing) -> Recipe:
+    """The optimizer steps on a stream of its own while the computing stream goes on, to `then`."""
 
     def begin(simulation: Simulation) -> Step:
         model = recipe()
@@ -352,8 +423,9 @@ def beside(recipe: Callable[[], Any]) -> Recipe:
             optimizer.zero_grad()
             unrelated = (
                 torch.sin(batch().to(simulation.torch_device, non_blocking=True)) + 1
-            )  # what a pipeline of data does
+            )  # of a data pipeline
             del unrelated
+            then(model)
             return model
 
         return step
@@ -361,9 +433,18 @@ def beside(recipe: Callable[[], Any]) -> Recipe:
     return begin
 
 
+def kept_tower() -> Any:
+    model = tower()
+    model.set_reshard_after_backward(False)
+    return model
+
+
 scenario("optimizer on a side stream")(beside(tower))
 scenario("optimizer on a side stream, mixed precision")(beside(lambda: tower(mp_policy=MIXED)))
 scenario("optimizer on a side stream, hybrid")(beside(lambda: tower(2, 4, mp_policy=LOW)))
+scenario("optimizer on a side stream, kept after backward", **STALE)(beside(kept_tower))
+scenario("optimizer on a side stream, summon")(beside(tower, summoned))
+scenario("optimizer on a side stream, inference")(beside(tower, inferred))
 
 
 @scenario("clipping")

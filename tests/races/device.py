@@ -97,10 +97,10 @@ class Site:
 class OrderedEvent(Event):
     """An event that knows what was over."""
 
-    def __init__(self, stream: "OrderedStream") -> None:
+    def __init__(self, stream: "OrderedStream", reached: Reached) -> None:
         super().__init__(stream.name, stream.device.log)
         self._device: OrderedDevice = stream.device
-        self._reached: Reached = stream.device.clocks.snapshot(stream.lane)
+        self._reached = reached
 
     def wait(self, stream: Stream) -> None:
         super().wait(stream)
@@ -122,6 +122,7 @@ class OrderedStream(Stream):
     def __init__(self, name: str, device: "OrderedDevice") -> None:
         self.lane = Lane(name)
         super().__init__(name, device)
+        self._when_entered: Reached = {}
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -133,10 +134,12 @@ class OrderedStream(Stream):
 
     def record_event(self) -> OrderedEvent:
         super().record_event()
-        return OrderedEvent(self)
+        is_late = self.device.keeps("record_event")
+        return OrderedEvent(self, self.device.clocks.snapshot(self.lane) if is_late else self._when_entered)
 
     def __enter__(self) -> None:
         super().__enter__()
+        self._when_entered = self.device.clocks.snapshot(self.lane)
         if not self.device.keeps("enter"):
             self.device.current[-1] = self.device.current[-2]
 

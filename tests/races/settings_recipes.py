@@ -11,6 +11,7 @@ from races.scenarios import (
     DIRECT,
     LOW,
     MIXED,
+    STALE,
     WIDTH,
     Recipe,
     Step,
@@ -156,10 +157,6 @@ def kept_storage(_: Simulation) -> Step:
     model = tower()
     model.set_keep_unsharded_storage(True)
     return training(model)
-
-
-# Each forward asks, group by group, whether a shard was changed since, and all ranks whether one of them says so.
-STALE = {"equal": 4, "copy_to_the_device": 1, "copy_to_the_host": 1}
 
 
 @scenario("kept after backward", **STALE)

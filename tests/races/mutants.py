@@ -1,0 +1,150 @@
+"""Broken waits: every place where `src/shardwise` orders streams, and the scenario that finds it missing.
+
+A wait is left out where the named functions ask for it (`Site`: those inside of `comm/streams.py` are not named):
+
+    wait_stream, wait_event    the wait does not take place
+    record_event               the event is recorded before the work that it stands for
+    enter                      work and memory go to the current stream instead
+    *.synchronize              the host does not wait
+
+`HARMLESS` are those that no program can notice, each with the reason. `test_mutants.py` holds that there are no others.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from races.device import Site
+from shardwise.comm import reduction
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wait that is left out, and the scenario that finds it."""
+
+    site: Site
+    scenario: str
+
+    def __str__(self) -> str:
+        return str(self.site)
+
+
+def _mutants(operation: str, *rows: tuple[str, str, str]) -> list[Mutant]:
+    return [Mutant(Site(operation, (inner, outer)), scenario) for inner, outer, scenario in rows]
+
+
+_ADVANCE = ("Reduction.advance", "Reduction.close")
+_HOOK = ("Reduction._start_replicas.<locals>.finish", "Reduction.advance")
+_SEND = ("Reduction.send", "Reductions._send")
+_SEND_ALL = ("Reduction.send", "Reductions._send_all.<locals>.<listcomp>")
+_GATHER = ("Unsharded._gather", "Unsharded.unshard")
+_GATHER_AGAIN = ("Unsharded._gather", "Unsharded.unshard_again")
+_GATHER_AHEAD = ("Unsharded._gather", "Unsharded.unshard_ahead")
+_FREE = ("Unsharded._free_memory", "Unsharded._free")
+_KEEP_PART = ("Unsharded.keep_part", "KeptParts.instead_of_reshard")
+
+MUTANTS = [
+    *_mutants(
+        "enter",
+        (*_ADVANCE, "offload"),
+        (*_SEND, "offload"),
+        (*_SEND_ALL, "int8 reduction, hybrid"),
+        (*_GATHER, "parts kept until backward"),
+        (*_GATHER_AGAIN, "parts kept until backward"),
+        (*_GATHER_AHEAD, "parts kept until backward"),
+        ("Unsharded.make", "Unsharded.unshard", "parts kept until backward"),
+    ),
+    *_mutants(
+        "record_event",
+        (*_ADVANCE, "offload"),
+        (*_SEND, "checkpointing"),
+        (*_SEND_ALL, "extension: bytes and scales"),
+        (*_GATHER, "extension: bytes and scales"),
+        (*_GATHER_AGAIN, "parts kept until backward"),
+        (*_GATHER_AHEAD, "extension: bytes and scales"),
+    ),
+    *_mutants(
+        "wait_event",
+        ("ForwardPass.begin", "Root.enter_forward", "optimizer on a side stream"),
+        ("Memory.release_stale", "ForwardPass.begin", "optimizer on a side stream, kept after backward"),
+        ("Requests.hand_over", "unsharded", "optimizer on a side stream, summon"),
+        ("begin_inference", "inference", "optimizer on a side stream, inference"),
+        ("PartReduction.release", "Reduction.release_parts", "extension: bytes and scales"),
+        ("PartReduction.release", "Waits.finish", "checkpointing"),
+        ("Reduction.release", "Reduction.finish", "hook on its own stream"),
+        ("Reduction.release", "Waits.finish", "offload"),
+        ("Waits.finish", "Unsharded._finish_gather", "extension: bytes and scales"),
+    ),
+    *_mutants(
+        "wait_stream",
+        ("BackwardPass.begin", "Root.find_or_begin_session", "edits between forward and backward"),
+        ("ForwardPass.begin", "Root.enter_forward", "custom collectives"),
+        (*_HOOK, "hook on its own stream"),
+        (*_ADVANCE, "offload"),
+        (*_SEND, "checkpointing"),
+        (*_SEND_ALL, "extension: bytes and scales"),
+        ("Requests.unshard", "FSDPModule.unshard", "unshard by hand"),
+        (*_FREE, "custom collectives"),
+        ("Unsharded.unshard", "Memory.unshard", "shards assigned anew"),
+        ("begin_inference", "inference", "inference"),
+    ),
+    *_mutants("event.synchronize", ("Reduction.finish", "Waits.finish", "offload")),
+    *_mutants(
+        "stream.synchronize",
+        ("Requests.let_host_write", "ForwardPass.end", "offload, edits between passes"),
+        (
+            "Requests.let_host_write",
+            "Root.finish_reductions",
+            "offload, edits after a backward that did not reach all",
+        ),
+    ),
+]
+
+HARMLESS = {
+    Site(
+        "enter", _HOOK
+    ): "the hook then runs on the stream that it would wait for, and that would wait for it",
+    Site("enter", _FREE): "freed memory goes back to the stream that allocated it, whichever is current",
+    Site("enter", _KEEP_PART): (
+        "the part then belongs to the computing stream, which waits for each all-gather from it before it is dropped"
+    ),
+    **{
+        Site("wait_stream", ("Requests.hand_over", caller)): (
+            "to free memory waits by itself, and full tensors are gathered on the computing stream"
+        )
+        for caller in ("register_comm_hook", "unsharded")
+    },
+    Site("wait_stream", _KEEP_PART): (
+        "what is copied was gathered on the same stream; the computation only reads it"
+    ),
+}
+
+
+# --- memory that is dropped too early --------------------------------------------------------------
+
+
+def _drops_gradients_unwaited(self: Any) -> None:
+    self.drop_gradients()
+
+
+def _drops_sums_at_once(self: Any) -> None:
+    _MOVE(self)
+    self._scratch.clear()
+
+
+_MOVE = reduction.Reduction._move
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+EARLY_DROPS: dict[str, tuple[str, Patch]] = {
+    "gradients are dropped before their reduction was waited for": (
+        "direct",
+        lambda patch: patch.setattr(reduction.PartReduction, "release", _drops_gradients_unwaited),
+    ),
+    "sums are dropped before the copy to the host was waited for": (
+        "offload, low precision",
+        lambda patch: patch.setattr(reduction.Reduction, "_move", _drops_sums_at_once),
+    ),
+}
