@@ -20,7 +20,6 @@ from races.scenarios import (
     DIRECT,
     LOW,
     MIXED,
-    STALE,
     WIDTH,
     Recipe,
     Step,
@@ -201,8 +200,8 @@ def hook_on_a_stream(simulation: Simulation) -> Step:
 # --- offload --------------------------------------------------------------------------------------
 
 
-# The host waits for the copy of each group's gradients, and for the last all-gathers' copies of the shards.
-OFFLOAD = {"event_synchronize": 4, "stream_synchronize": 1}
+# The host waits for the copy of each group's gradients, and for the last copies of the shards.
+OFFLOAD = {"event_synchronize": 6}
 
 
 def offloaded(*shape: int, microbatches: int = 1, pin_memory: bool = True, **options: Any) -> Recipe:
@@ -217,14 +216,15 @@ scenario("offload", **OFFLOAD)(offloaded())
 scenario("offload, mixed precision", **OFFLOAD)(offloaded(mp_policy=MIXED))
 scenario("offload, low precision", **OFFLOAD)(offloaded(mp_policy=LOW))
 scenario("offload, hybrid", **OFFLOAD)(offloaded(2, 4, mp_policy=MIXED))
-scenario("offload, accumulation", event_synchronize=4, stream_synchronize=2)(offloaded(microbatches=2))
+scenario("offload, accumulation", event_synchronize=8)(offloaded(microbatches=2))
 scenario("offload to pageable memory", **OFFLOAD, copy_to_the_host=4)(offloaded(pin_memory=False))
 
 
 @scenario(
     "offload, edits after a forward without backward",
-    known_race="nothing waits for the copies of a forward that had no backward",
-    **OFFLOAD,
+    event_synchronize=7,
+    copy_to_the_device=4,
+    copy_to_the_host=1,  # are the groups that are still unsharded stale?
 )
 def offload_with_early_edits(_: Simulation) -> Step:
     model = tower(offload_policy=CPUOffloadPolicy())
@@ -240,7 +240,7 @@ def offload_with_early_edits(_: Simulation) -> Step:
     return step
 
 
-@scenario("offload, edits between passes", event_synchronize=4, stream_synchronize=2)
+@scenario("offload, edits between passes", event_synchronize=7)
 def offload_with_edits(_: Simulation) -> Step:
     model = tower(offload_policy=CPUOffloadPolicy())
     train = training(model)
@@ -257,8 +257,7 @@ def offload_with_edits(_: Simulation) -> Step:
 
 @scenario(
     "offload, edits after a backward that did not reach all",
-    event_synchronize=1,
-    stream_synchronize=1,
+    event_synchronize=3,
 )
 def offload_with_frozen_blocks(simulation: Simulation) -> Step:
     """The gradient of the input goes through frozen blocks, which no reduction follows."""
@@ -357,7 +356,7 @@ def inference(_: Simulation) -> Step:
     return step
 
 
-@scenario("unshard by hand", equal=18, copy_to_the_device=1, copy_to_the_host=1)  # are they still the same?
+@scenario("unshard by hand", copy_to_the_host=1)  # are they still the same?
 def unshard_by_hand(_: Simulation) -> Step:
     model = tower()
     train = training(model)
@@ -442,7 +441,7 @@ def kept_tower() -> Any:
 scenario("optimizer on a side stream")(beside(tower))
 scenario("optimizer on a side stream, mixed precision")(beside(lambda: tower(mp_policy=MIXED)))
 scenario("optimizer on a side stream, hybrid")(beside(lambda: tower(2, 4, mp_policy=LOW)))
-scenario("optimizer on a side stream, kept after backward", **STALE)(beside(kept_tower))
+scenario("optimizer on a side stream, kept after backward")(beside(kept_tower))
 scenario("optimizer on a side stream, summon")(beside(tower, summoned))
 scenario("optimizer on a side stream, inference")(beside(tower, inferred))
 

@@ -44,6 +44,9 @@ _GATHER_AGAIN = ("Unsharded._gather", "Unsharded.unshard_again")
 _GATHER_AHEAD = ("Unsharded._gather", "Unsharded.unshard_ahead")
 _FREE = ("Unsharded._free_memory", "Unsharded._free")
 _KEEP_PART = ("Unsharded.keep_part", "KeptParts.instead_of_reshard")
+_COPY_IN = ("UnshardedBucket._on_device", "UnshardedBucket.start_all_gather")
+_HOST_WRITES = ("Requests.let_host_write", "Root.finish_reductions")
+_HOST_WRITES_SOON = ("Requests.let_host_write", "ForwardPass.end")
 
 MUTANTS = [
     *_mutants(
@@ -92,13 +95,16 @@ MUTANTS = [
     ),
     *_mutants("event.synchronize", ("Reduction.finish", "Waits.finish", "offload")),
     *_mutants(
-        "stream.synchronize",
-        ("Requests.let_host_write", "ForwardPass.end", "offload, edits between passes"),
-        (
-            "Requests.let_host_write",
-            "Root.finish_reductions",
-            "offload, edits after a backward that did not reach all",
-        ),
+        "event.synchronize",
+        (*_HOST_WRITES_SOON, "offload, edits between passes"),
+        (*_HOST_WRITES, "offload, edits after a backward that did not reach all"),
+    ),
+    *_mutants("enter", (*_COPY_IN, "offload, edits between passes")),
+    *_mutants("record_event", (*_COPY_IN, "offload, edits between passes")),
+    *_mutants(
+        "wait_event",
+        (*_COPY_IN, "offload, edits between passes"),
+        (*_HOST_WRITES_SOON, "offload, edits between passes"),
     ),
 ]
 
@@ -116,6 +122,8 @@ HARMLESS = {
         )
         for caller in ("register_comm_hook", "unsharded")
     },
+    Site("wait_stream", _COPY_IN): "the all-gather stream has waited for what the shards waited for",
+    Site("wait_event", _HOST_WRITES): "the computation has waited for the all-gathers behind these copies",
     Site("wait_stream", _KEEP_PART): (
         "what is copied was gathered on the same stream; the computation only reads it"
     ),

@@ -29,9 +29,6 @@ DIRECT = CommPolicy(packing_limit_bytes=1024, part_bytes=0)
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
-# Each forward asks, group by group, whether a shard was changed since, and all ranks whether one of them says so.
-STALE = {"equal": 4, "copy_to_the_device": 1, "copy_to_the_host": 1}
-
 Step = Callable[[], nn.Module]
 """Takes one step and returns the model."""
 Recipe = Callable[[Simulation], Step]

@@ -11,7 +11,6 @@ from races.scenarios import (
     DIRECT,
     LOW,
     MIXED,
-    STALE,
     WIDTH,
     Recipe,
     Step,
@@ -159,7 +158,7 @@ def kept_storage(_: Simulation) -> Step:
     return training(model)
 
 
-@scenario("kept after backward", **STALE)
+@scenario("kept after backward")
 def kept_after_backward(_: Simulation) -> Step:
     model = tower()
     model.set_reshard_after_backward(False)
@@ -180,5 +179,5 @@ def strategy(name: str, *shape: int) -> Recipe:
 
 for _name in ("ddp", "zero2", "zero3"):
     scenario(_name)(strategy(_name))
-scenario("zero1", **STALE)(strategy("zero1"))
+scenario("zero1")(strategy("zero1"))
 scenario("hybrid_zero2")(strategy("hybrid_zero2", 2, 4))

@@ -32,6 +32,7 @@ from races.device import (
 from races.dispatch import Operations, fill_unwritten
 from races.memory import Memory
 from races.reports import Finding, Line
+from shardwise.comm import buffers
 from shardwise.comm.streams import CommStreams, DeviceStream
 
 
@@ -117,12 +118,17 @@ class Simulation:
             return made if device is None else made.to(device)  # from pageable memory: the host waits
 
         patch.setattr(torch, "from_dlpack", shared)
+        patch.setattr(buffers, "to_dlpack", lambda tensor: tensor)  # what `shared` is given
         patch.setattr(torch, "tensor", made_of)
 
     def _patch_groups(self, patch: pytest.MonkeyPatch) -> None:
         def make(options: Any, _: Any) -> SimulatedGroup:
             return SimulatedGroup(options.group_rank, options.group_size, self.network)
 
+        # NCCL's own sum, which torch without NCCL lacks; what is summed is the same.
+        patch.setattr(
+            dist.distributed_c10d, "_make_nccl_premul_sum", lambda _: dist.ReduceOp.SUM, raising=False
+        )
         backend: Any = dist.Backend
         patch.setitem(backend._plugins, BACKEND.upper(), backend._BackendPlugin(make, True))
         patch.setitem(backend.backend_capability, BACKEND, ["cpu", DEVICE_TYPE])
