@@ -11,6 +11,7 @@ import math
 import warnings
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +312,9 @@ def settled(draw: Draw) -> Draw:
                 where[what] = "eval"  # the block's weight belongs to the root
             if where[what] == "dcp_full" and draw["ignored"]:
                 where[what] = "full_state"
+        for earlier, micro in pairwise(step["micro"]):
+            if "edit" in str(micro["between"]) and not (earlier["sync"] or earlier["reshard"]):
+                micro["between"] = None  # refused: the next microbatch uses what was gathered for this one
         if step["before"] == "assign_state" and (draw["tie"] or "twice" in draw["blocks"]):
             step["before"] = "sharded_state"  # assigning unties
         if draw["ignored"] and step["before"] in ("dcp_sharded", "assign_state"):

@@ -233,3 +233,21 @@ def test_a_change_between_unsynchronised_microbatches_is_refused(
     for message, unsharded in world2.run(answer_to_a_change, change):
         assert f"blocks.1: {says} between microbatches" in message
         assert unsharded == ["blocks.1"]
+
+
+def forward_after_equal_contents() -> list[str]:
+    """What is gathered after weights were written again, between microbatches, with the values that they had."""
+    model = kept_tower()
+    model.set_requires_gradient_sync(False)
+    inputs = random_batch(0, 4, dtype=torch.float32)
+    model(inputs).sum().backward()
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    (root,) = {member.root for member in sharded_members(model)}
+    gathered: list[str] = []
+    root.observe(lambda event, name: gathered.append(name) if event == "gather" else None)
+    model(inputs).sum().backward()
+    return gathered
+
+
+def test_weights_that_are_written_with_equal_contents_are_kept(world2: World) -> None:
+    assert world2.run(forward_after_equal_contents) == [[], []]

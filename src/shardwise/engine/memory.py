@@ -151,9 +151,13 @@ class Memory:
             if not group.shards.can_be_compared:  # frozen or unfrozen, which ranks do alike, or quantized
                 self.release(group)
                 continue
-            if changed := group.unsharded.versions.shards_changed():
+            differ, versions = group.shards.differ(), group.unsharded.versions
+            if not (changed := versions.shards_changed()):
+                assert_later(~differ, _changed_message("its parameters have", group))
+            elif differ.item():
                 raise RuntimeError(_changed_message(f"{', '.join(changed)} has", group))
-            assert_later(~group.shards.differ(), _changed_message("its parameters have", group))
+            else:
+                versions.follow()  # written with the same contents, as by a load
 
     def abandon(self) -> None:
         """After a failure: reshard everything, whatever state it is in."""
