@@ -122,8 +122,12 @@ HARMLESS = {
         )
         for caller in ("register_comm_hook", "unsharded")
     },
-    Site("wait_stream", _COPY_IN): "the all-gather stream has waited for what the shards waited for",
-    Site("wait_event", _HOST_WRITES): "the computation has waited for the all-gathers behind these copies",
+    Site("wait_stream", _COPY_IN): (
+        "asked for when the copying stream is made, when no stream has written to shards in host memory"
+    ),
+    Site("wait_event", _HOST_WRITES): (
+        "the next forward has the copying stream wait for all of the all-gathers before it allocates"
+    ),
     Site("wait_stream", _KEEP_PART): (
         "what is copied was gathered on the same stream; the computation only reads it"
     ),
