@@ -217,17 +217,13 @@ float16: sum of 16, then 64 -> 32""",
 def test_each_factor_is_an_operation_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's objects for two factors count as equal, and options are cached."""
     made: list[float] = []
-    monkeypatch.setattr(
-        dist.distributed_c10d,
-        "_make_nccl_premul_sum",
-        lambda factor: (made.append(factor), dist.ReduceOp.SUM)[1],
-        raising=False,
-    )
+    make = dist._make_nccl_premul_sum  # torch has it everywhere, also without NCCL
+    monkeypatch.setattr(dist, "_make_nccl_premul_sum", lambda factor: (made.append(factor), make(factor))[1])
     c10d._reduce_options.cache_clear()
-    for factor in (0.5, 0.25, 0.5):
-        c10d._reduce_options(c10d.PremultipliedSum(factor), True)
+    options = [c10d._reduce_options(c10d.PremultipliedSum(factor), True) for factor in (0.5, 0.25, 0.5)]
     c10d._reduce_options.cache_clear()
     assert made == [0.5, 0.25]
+    assert [each.reduceOp.op for each in options] == [dist.ReduceOp.PREMUL_SUM] * 3
 
 
 def test_storage_of_its_own_is_made_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,8 +66,8 @@ class PremultipliedSum:
 def _reduce_options(op: Any, is_async: bool) -> Any:
     options = dist.ReduceScatterOptions()
     if isinstance(op, PremultipliedSum):
-        c10d: Any = dist.distributed_c10d
-        op = c10d._make_nccl_premul_sum(op.factor)
+        make: Any = dist._make_nccl_premul_sum  # type: ignore[attr-defined]
+        op = make(op.factor)
     options.reduceOp = op
     options.asyncOp = is_async
     return options
