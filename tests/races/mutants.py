@@ -39,9 +39,9 @@ _ADVANCE = ("Reduction.advance", "Reduction.close")
 _HOOK = ("Reduction._start_replicas.<locals>.finish", "Reduction.advance")
 _SEND = ("Reduction.send", "Reductions._send")
 _SEND_ALL = ("Reduction.send", "Reductions._send_all.<locals>.<listcomp>")
-_GATHER = ("Unsharded._gather", "Unsharded.unshard")
-_GATHER_AGAIN = ("Unsharded._gather", "Unsharded.unshard_again")
-_GATHER_AHEAD = ("Unsharded._gather", "Unsharded.unshard_ahead")
+_GATHER = ("Unsharded._begin", "Unsharded.unshard")
+_GATHER_AGAIN = ("Unsharded._begin", "Unsharded.unshard_again")
+_GATHER_AHEAD = ("Unsharded._begin", "Unsharded.unshard_ahead")
 _FREE = ("Unsharded._free_memory", "Unsharded._free")
 _KEEP_PART = ("Unsharded.keep_part", "KeptParts.instead_of_reshard")
 _COPY_IN = ("UnshardedBucket._on_device", "UnshardedBucket.start_all_gather")
@@ -78,7 +78,7 @@ MUTANTS = [
         ("PartReduction.release", "Waits.finish", "checkpointing"),
         ("Reduction.release", "Reduction.finish", "hook on its own stream"),
         ("Reduction.release", "Waits.finish", "offload"),
-        ("Waits.finish", "Unsharded._finish_gather", "extension: bytes and scales"),
+        ("Waits.finish", "Unsharded._finish_all_gather", "extension: bytes and scales"),
     ),
     *_mutants(
         "wait_stream",
