@@ -68,6 +68,7 @@ def goes_on(request: pytest.FixtureRequest, first: Run, second: Run, sizes: tupl
             assert_same([got], same_rank, 0.0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sizes", [(2, 2), *SIZES], ids=str)
 def test_any_number_of_ranks_goes_on(
     request: pytest.FixtureRequest, tmp_path: Path, sizes: tuple[int, int]
@@ -257,6 +258,7 @@ def by_names(pair: Any) -> str:
     return "_to_".join(way.__name__ for way in pair)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ways", ALWAYS, ids=by_names)
 def test_any_way_of_sharding_goes_on(request: pytest.FixtureRequest, tmp_path: Path, ways: Any) -> None:
     run = Run(path=str(tmp_path / "checkpoint"))

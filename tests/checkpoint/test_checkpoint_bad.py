@@ -489,6 +489,7 @@ def full_disk(run: Run, on_rank: int, num_bytes: int, asynchronous: bool) -> lis
     return seen
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["", "beside"])
 @pytest.mark.parametrize("on_rank", [0, 1])
 def test_a_full_disk_is_told_by_all_ranks_and_loses_nothing(

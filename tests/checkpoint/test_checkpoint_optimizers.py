@@ -87,6 +87,7 @@ def test_all_optimizers_of_torch_are_listed() -> None:
     assert found - {"Optimizer"} == {kind.name for kind in KINDS} | set(CANNOT_STEP)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_an_optimizer_goes_on_as_if_nothing_had_happened(
     world2: World, world3: World, tmp_path: Path, kind: Kind

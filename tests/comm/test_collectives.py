@@ -135,6 +135,7 @@ def reduce_everything(limit: int, missing: int | None, divisor: float) -> None:
                 assert torch.equal(view, value.to(view.dtype)), (type(comm), view, value)
 
 
+@pytest.mark.thin(5)
 @all_worlds
 @all_limits
 @pytest.mark.parametrize("missing", [None, 0, 4])

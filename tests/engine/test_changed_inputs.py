@@ -109,6 +109,7 @@ def training(side: Side, hows: tuple[str, ...], options: Any) -> None:
         side.steps(model, adamw(model), range(2))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("reshard", [None, True])
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
 def test_f18_what_a_block_adds_to_its_input_has_a_gradient(world: World, reshard: bool | None) -> None:

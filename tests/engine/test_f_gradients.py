@@ -75,6 +75,7 @@ def test_f01_checkpointing_changes_no_gradient(world2: World, where: str, reentr
     assert_same(world2, checkpointed_training, where, reentrant, one_forward_loss, options)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("where", ["around", "whole"])
 @pytest.mark.parametrize("world", [3, 4], indirect=True)
 def test_f01_uneven_shards_lose_no_gradient_either(world: World, where: str) -> None:
@@ -137,6 +138,7 @@ def plain_two_forwards(side: Side, options: Any) -> None:
         side.assert_settled(model)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_f01_two_forwards_before_one_backward_add_up(world: World, reshard: bool | None) -> None:
@@ -648,6 +650,7 @@ def unused_parameters(side: Side, packing_limit_bytes: int | None) -> None:
     side.note_parameters(model)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("world", [1, 2, 4], indirect=True)
 @pytest.mark.parametrize("packing_limit_bytes", [None, 0])
 def test_f20_parameters_that_are_not_used_get_no_gradient(
@@ -832,6 +835,7 @@ def freeze_and_thaw(side: Side, reshard: bool | None) -> None:
     side.steps(model, optimizer, [5, 6])
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_f29_freezing_and_thawing_between_steps_is_followed(world: World, reshard: bool | None) -> None:
@@ -996,6 +1000,7 @@ def modules_used_several_times(side: Side, options: Any) -> None:
     side.steps(model, adamw(model), range(3))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("world", [2, 4], indirect=True)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_f01_modules_used_several_times_in_a_forward_add_up(world: World, reshard: bool | None) -> None:

@@ -219,6 +219,7 @@ def containers(side: Side, container: Any, reshard: bool | None) -> None:
     train(side, built(Container, container), reshard)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("container", CONTAINERS, ids=lambda c: c.__name__)
 def test_f25_tensors_are_found_in_containers(world2: World, container: Any) -> None:
     assert_same(world2, containers, container, True)
@@ -292,6 +293,7 @@ def returned_weights(side: Side, how: str, reshard: bool | None) -> None:
 RETURNED = ["itself", "view", "row", "detached", "data", "expanded", "dataclass", "frozen_dataclass"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", [*RETURNED, "namedtuple", "twice"])
 def test_f26_a_block_may_return_its_own_parameter(world2: World, how: str) -> None:
     assert_same(world2, returned_weights, how, True)
@@ -414,12 +416,14 @@ def side_outputs(side: Side, when: str, only_aux: bool, reshard: bool | None) ->
     train(side, built(Collecting, when, only_aux), reshard, collected_loss)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("reshard", RESHARD)
 @pytest.mark.parametrize("when", ["before", "after", "none"])
 def test_f25_a_loss_left_on_an_attribute_trains(world2: World, when: str, reshard: bool | None) -> None:
     assert_same(world2, side_outputs, when, False, reshard)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("when", ["before", "after", "none"])
 def test_f25_a_loss_made_only_of_attributes_trains(world2: World, when: str, reshard: bool) -> None:
@@ -579,6 +583,7 @@ def several_outputs(side: Side, used: tuple[int, ...], reshard: bool | None) -> 
     train(side, built(UsesOne, used), reshard)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
 def test_f25_any_of_several_outputs_may_be_used(

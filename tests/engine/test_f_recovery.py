@@ -62,6 +62,7 @@ def block_alone(side: Side, reshard: bool | None) -> None:
     side.steps(model, optimizer, [8, 9])
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_f31_a_block_may_be_called_alone_at_any_time(world: World, reshard: bool | None) -> None:
@@ -374,6 +375,7 @@ def failing_recomputation(side: Side, where: str, reentrant: bool, fails: str) -
 RECOMPUTATIONS = [(True, "early"), (True, "late"), (True, "backward"), (False, "early")]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("reentrant", "fails"), RECOMPUTATIONS)
 @pytest.mark.parametrize("where", ["around", "pairs"])
 def test_f41_a_failed_recomputation_leaves_nothing_behind(
@@ -576,6 +578,7 @@ def failing_on_one_rank(side: Side, shape: tuple[int, ...], reshard: bool | None
     side.note_parameters(model)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (4,)], ids=str)
 @pytest.mark.parametrize("reshard", [None, False])
 def test_f41_ranks_of_which_one_has_failed_go_on_together(

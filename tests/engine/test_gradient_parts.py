@@ -247,6 +247,7 @@ class NestedModel(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.sample(2)
 @by_world
 def test_what_was_sent_and_comes_again_in_a_nested_backward_adds_up(world: World) -> None:
     recipe = Recipe(NestedModel, random_batch, options={"comm_policy": IN_PARTS})

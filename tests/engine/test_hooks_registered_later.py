@@ -41,6 +41,7 @@ def hooks_after_forward(side: Side, copies: bool, reshard: bool | None) -> None:
     side.steps(model, optimizer, range(2, 4))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("reshard", [None, True])
 def test_forward_hooks_registered_later_see_full_parameters(

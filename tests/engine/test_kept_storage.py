@@ -56,6 +56,7 @@ def addresses_over_steps(keep: bool, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -130,6 +130,7 @@ def left_out(plan: Plan | None) -> dict[str, Any]:
     return gradients_of(model)
 
 
+@pytest.mark.sample(2)
 @by_four
 def test_unused_and_frozen_parameters_accumulate_as_plainly(world4: World, plan: Plan) -> None:
     assert_all_same(world4.run(left_out, plan), left_out(None))
@@ -255,6 +256,7 @@ def sent_inside(plan: Plan) -> dict[str, float]:
     return sent
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("plan", [plan for plan in FOUR if plan.strategy not in ("zero3", "hybrid")], ids=str)
 def test_no_gradient_travels_inside(world4: World, plan: Plan) -> None:
     """Of the strategies that unshard nothing in backward, so that all bytes are those of gradients."""

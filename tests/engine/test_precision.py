@@ -243,6 +243,7 @@ def test_training_equals_a_simulation_of_the_casts(world: World, policy: Policy,
     assert_as_simulated(world.run(mixed_run, TOWER, policy, {}), roundings)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("program", [UNEVEN, TEXT], ids=["uneven", "text"])
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"reshard_after_forward": True}])
 def test_uneven_models_and_models_of_tokens_train_in_bfloat16(
@@ -680,6 +681,7 @@ def frozen_and_thawed(policy: Policy) -> list[dict[str, Any]]:
     return notes
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
 @pytest.mark.parametrize("policy", [SPLIT, {"param_dtype": BF16}, IN_F32], ids=str)
 def test_f29_parameters_may_be_frozen_and_thawed_under_mixed_precision(world: World, policy: Policy) -> None:
@@ -766,6 +768,7 @@ def scaled_training(overflows_on: int | None, accumulates: bool) -> tuple[Any, .
     return scales, norms, weights
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("overflows_on", [None, 0, 1])
 def test_a_gradient_scaler_skips_the_step_on_every_rank(

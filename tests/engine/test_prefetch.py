@@ -339,6 +339,7 @@ def peaks_of_a_step(choices: Choices) -> dict[str, float]:
     return peaks
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("choices", "forward", "backward"),
     [
@@ -364,6 +365,7 @@ def train(side: Side, make: Any, choices: Choices) -> None:
     side.steps(model, adamw(model), range(3), width=7 if make is uneven_tower else 8)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("world", [3], indirect=True)
 @every_policy
 def test_every_policy_trains_as_the_plain_model(world: World, choices: Choices) -> None:
@@ -408,6 +410,7 @@ def train_stages(side: Side, reentrant: bool, choices: Choices) -> None:
     side.steps(model, adamw(model), range(3))
 
 
+@pytest.mark.thin(3)
 @some_policies
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_stages_of_several_groups_train(world2: World, reentrant: bool, choices: Choices) -> None:
@@ -464,6 +467,7 @@ def lora() -> nn.Module:
     return Chain(Adapted, Adapted, Adapted)
 
 
+@pytest.mark.thin(5)
 @some_policies
 @pytest.mark.parametrize("make", [frozen_first, frozen_between, frozen_in_part, lora, Twice])
 def test_weights_are_there_as_long_as_backward_needs_them(world2: World, make: Any, choices: Choices) -> None:

@@ -37,8 +37,9 @@ from harness.worker import Answer, Seat, serve
 START_TIMEOUT_S = 120.0  # the first start imports torch, on a machine that may be busy
 GRACE_S = 1.0  # for the other ranks, once one has failed: they may be about to fail as well
 # Tasks leave process groups behind, each with sockets and threads, and DTensor's caches still
-# point to them, so they cannot be destroyed one by one. Far below the usual limit of 1024.
-MAX_FDS = 300
+# point to them, so they cannot be destroyed one by one. Each wakes up 100 times a second, too: at 300 open
+# files a world of four took a fifth of two cores for doing nothing.
+MAX_FDS = 100
 
 _context = multiprocessing.get_context("forkserver")
 # Imported once by the server that forks the ranks, so that a rank starts with them loaded.

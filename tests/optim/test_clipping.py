@@ -77,6 +77,7 @@ def clipped_tower(layout: Layout | None, build: Callable[[], nn.Module], **optio
     return noted(model.parameters(), KINDS, layout is not None)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("world", "build"), [(1, even_tower), *((n, uneven_tower) for n in (2, 3, 4))], indirect=["world"]
 )
@@ -107,6 +108,7 @@ TP_FIRST = Layout((2, 2), ("tp", "dp"), ("dp",))
 THREE_D = Layout((2, 1, 2), ("replicate", "shard", "tp"), BOTH)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("plan", "layout"),
     [("mlps", TWO_D), ("mlps", THREE_D), ("everything", TWO_D), ("sequences", TP_FIRST)],
@@ -502,6 +504,7 @@ WIRES: dict[str, tuple[Any, Any, list[int]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", WIRES)
 def test_there_is_one_small_all_reduce_for_each_dimension_that_matters(world4: World, name: str) -> None:
     program, argument, numels = WIRES[name]
@@ -594,6 +597,7 @@ def test_few_names_are_all_told(world2: World) -> None:
     )
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("value", [math.nan, INF])
 @pytest.mark.parametrize("kind", [0.5, 1, 2, 50, INF])
 def test_what_is_not_finite_reaches_the_norm_of_all_ranks(world2: World, kind: float, value: float) -> None:

@@ -96,6 +96,7 @@ def trained(run: Run, steps: int = 4) -> dict[str, Any]:
     return everything(model, optimizer)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_kind_steps_as_in_plain_pytorch(world2: World, kind: Kind) -> None:
     want = trained(kind.run(is_flat=False))
@@ -887,6 +888,7 @@ def moved(how: str, is_flat: bool) -> dict[str, Any]:
     return everything(model, optimizer)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "how",
     [

@@ -200,6 +200,7 @@ def test_what_overflows_on_one_rank_is_skipped_on_all(world4: World, name: str) 
         assert_all_same(world4.run(training, SQUARE, kinds, overflow), expected)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["zero3", "ddp", "hybrid", "offloaded"])
 def test_torchs_own_scaler_will_do_where_all_gradients_are_placed_alike(world4: World, name: str) -> None:
     for overflow in OVERFLOWS[1:3]:
@@ -215,6 +216,7 @@ def test_it_is_so_with_any_number_of_ranks(world: World) -> None:
             assert_all_same(ranks, training(None, kinds, overflow))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("make", ["Adam", "AdamW"])
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
 def test_adam_in_all_its_implementations_skips_too(world2: World, make: str, options: dict[str, Any]) -> None:

@@ -144,6 +144,7 @@ def given_values_later(how: str) -> dict[str, Tensor]:
     return values(model)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["load_state_dict", "assign", "load_full_state_dict", "data", "copy"])
 def test_weights_that_are_loaded_after_sharding_may_have_begun_apart(world4: World, how: str) -> None:
     assert_values(world4.run(given_values_later, how), tower(7).state_dict())

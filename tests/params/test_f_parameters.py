@@ -113,6 +113,7 @@ def gradient_hooks(side: Side, convert: bool, late: bool) -> None:
         optimizer.step()
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("late", [False, True], ids=["before_sharding", "after_sharding"])
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 def test_f08_gradient_hooks_run_once_a_backward(world: World, late: bool) -> None:
@@ -387,6 +388,7 @@ def early_state_dict(side: Side, make: Any, before: str) -> None:
     side.note_parameters(model)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("world", [2, 3, 4], indirect=True)
 @pytest.mark.parametrize("make", [uneven_tower, Tied])
 def test_f15_a_state_dict_taken_before_the_first_forward_stays_live(world: World, make: Any) -> None:
@@ -456,6 +458,7 @@ def three_dtypes(side: Side, packing_limit_bytes: int | None) -> None:
     side.note_parameters(model)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("world", [1, 2, 4], indirect=True)  # powers of two: the mean is exact
 @pytest.mark.parametrize("packing_limit_bytes", [None, 0, 40])
 def test_f22_parameters_of_three_dtypes_train_exactly(world: World, packing_limit_bytes: int | None) -> None:
@@ -589,6 +592,7 @@ def same_in_another_form(side: Side, how: str) -> None:
     side.note_parameters(model)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "how", ["to_cpu", "cpu", "double", "there_and_back", "only_a_block", "requires_grad", "train"]
 )
@@ -634,6 +638,7 @@ def constrained(side: Side, how: str) -> None:
 
 
 # Not "data_in_place": what .data does to an unsharded copy is counted nowhere.
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
 @pytest.mark.parametrize("how", ["data", "no_grad"])
 def test_f09_a_weight_changed_in_forward_is_kept_or_refused(world: World, how: str) -> None:

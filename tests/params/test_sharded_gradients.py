@@ -171,6 +171,7 @@ def accumulate(make: Callable[[], nn.Module], width: int, keeps_zeros: bool) -> 
     return all(is_same)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("keeps_zeros", [False, True])
 @pytest.mark.parametrize(("make", "width"), [(even_tower, 8), (uneven_tower, 7)])
 @by_world
@@ -307,6 +308,7 @@ def give_other_memory(name: str) -> None:
             torch.testing.assert_close(own.full_tensor(), param, rtol=0, atol=1e-12)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", ["blocks.0.norm.weight", "blocks.0.up.bias"])
 @by_world
 def test_gradients_that_were_given_other_memory_count_with_that(world: World, name: str) -> None:

@@ -170,6 +170,7 @@ def kept(strategy: str) -> tuple[list[Any], list[bool]]:
     return list(model.blocks[0].up.weight.placements), found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("strategy", "placements", "is_kept"),
     [
@@ -723,6 +724,7 @@ def resume(side: Side, how: str) -> None:
     side.steps(fresh, fresh_optimizer, [2, 3], width=7)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("how", ["sharded", "full", "scattered"])
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 def test_a_run_goes_on_from_its_states(world: World, how: str) -> None:

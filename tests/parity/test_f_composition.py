@@ -75,6 +75,7 @@ def optimizer_made_first(kind: str, clears_first: bool, is_sharded: bool) -> dic
     return {name: full(param) for name, param in model.named_parameters()}  # type: ignore[misc]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("clears_first", [True, False], ids=["zero_grad_first", "step_first"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_f04_an_optimizer_made_before_sharding_trains_or_says_why_not(
@@ -335,6 +336,7 @@ def with_ignored(side: Side, synced: list[bool], reduces: bool) -> None:
     side.note_gradients(model)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     "synced", [[True], [False, True], [True, True]], ids=["one", "accumulated", "both synchronised"]
 )
@@ -686,6 +688,7 @@ def tied_blocks(side: Side, make: Any) -> None:
     side.assert_settled(model)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("make", [TiedBlocks, TiedStages])
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 def test_f23_blocks_may_share_weights(world: World, make: Any) -> None:
@@ -844,6 +847,7 @@ def plain_state() -> dict[str, Tensor]:
     return odd_model().double().state_dict()
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("how", ["all", "some", "after a step", "last dimension"])
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 def test_f35_a_plain_full_state_dict_is_loaded_or_the_way_is_told(world: World, how: str) -> None:
@@ -886,6 +890,7 @@ def called_with_other_weights(kind: str, on: str) -> tuple[str, Any, Any, Any]:
     return text, output if output is None else output.detach(), gradient, after
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("on", ["", "blocks.1"])
 @pytest.mark.parametrize("kind", ["plain", "sharded"])
 @pytest.mark.parametrize("world", [1, 2], indirect=True)

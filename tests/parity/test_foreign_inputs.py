@@ -207,6 +207,7 @@ def compiled_after_sharding(side: Side, how: str) -> None:
         side.steps(model, optimizer, range(2), lambda _, inputs: mean_of_squares(run, inputs))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["block.compile", "wrapped block", "model.compile", "wrapped model"])
 def test_what_is_sharded_may_be_compiled(world2: World, how: str) -> None:
     assert_same(world2, compiled_after_sharding, how)
@@ -396,6 +397,7 @@ def train_late(side: Side, how: str) -> None:
     side.note_rows("output", model(side.inputs(5)).detach())
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("how", ["reset_parameters", "load", "assign"])
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 def test_a_model_of_the_meta_device_gets_its_values_after_sharding(world: World, how: str) -> None:
@@ -672,6 +674,7 @@ def containers(side: Side, make: Any, as_list: bool) -> None:
     side.note("keys", list(model.state_dict()))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("as_list", [False, True])
 @pytest.mark.parametrize("make", [flat_sequential, named_sequential, nested_sequential, shared_sequential])
 def test_containers_stay_containers(world2: World, make: Any, as_list: bool) -> None:

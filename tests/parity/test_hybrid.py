@@ -118,6 +118,7 @@ def shown(layout: Layout, recipe: Recipe) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("recipe", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("layout", [SQUARE, Layout((1, 4)), Layout((4, 1))], ids=str)
 def test_parameters_are_replicated_and_sharded_on_the_mesh(
@@ -382,6 +383,7 @@ def named_accumulation(layout: Layout | None, dims: dict[str, Any]) -> dict[str,
     return gradients_of(model)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["hybrid", "replicated", "replicated_over_both", "cube_sharded_over_two"])
 def test_named_dimensions_defer_their_gradients_too(world4: World, name: str) -> None:
     layout, dims = NAMED[name]

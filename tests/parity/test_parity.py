@@ -42,6 +42,7 @@ def test_the_policy_of_resharding_changes_no_number(world: World, reshard: bool)
     assert_same_training(world, TEXT.but(options={"reshard_after_forward": reshard}))
 
 
+@pytest.mark.sample(2)
 @any_world
 def test_float32_training_agrees_to_rounding(world: World) -> None:
     recipe = Recipe(even_tower, float32_batch, dtype=torch.float32)

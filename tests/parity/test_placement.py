@@ -153,6 +153,7 @@ def shown(layout: Layout, recipe: Recipe, place: PlacementFn) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("recipe", [EVEN, UNEVEN, CONVOLUTIONS], ids=["even", "uneven", "convolutions"])
 @pytest.mark.parametrize("place", [second, last, largest, default])
 def test_each_rank_holds_its_chunk_of_the_dimension(
@@ -411,6 +412,7 @@ def resharded(layout: Layout | None, recipe: Recipe, place: PlacementFn | None) 
     return {**notes, **tensors_of(model)}
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("place", [None, second], ids=["rows", "columns"])
 @pytest.mark.parametrize("recipe", [EVEN, UNEVEN], ids=["even", "uneven"])
 def test_f10_between_forward_and_backward_the_shards_are_shown_and_right(

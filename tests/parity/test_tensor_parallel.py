@@ -189,6 +189,7 @@ PLACED = {
 }
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("plan", PLANS)
 def test_parameters_lie_on_the_joint_mesh(world4: World, plan: str, sizes: tuple[int, int, int]) -> None:

@@ -125,10 +125,8 @@ class Simulation:
         def make(options: Any, _: Any) -> SimulatedGroup:
             return SimulatedGroup(options.group_rank, options.group_size, self.network)
 
-        # NCCL's own sum, which torch without NCCL lacks; what is summed is the same.
-        patch.setattr(
-            dist.distributed_c10d, "_make_nccl_premul_sum", lambda _: dist.ReduceOp.SUM, raising=False
-        )
+        # NCCL's own sum: what is read and written is the same.
+        patch.setattr(dist, "_make_nccl_premul_sum", lambda _: dist.ReduceOp.SUM)
         backend: Any = dist.Backend
         patch.setitem(backend._plugins, BACKEND.upper(), backend._BackendPlugin(make, True))
         patch.setitem(backend.backend_capability, BACKEND, ["cpu", DEVICE_TYPE])

@@ -97,6 +97,7 @@ WRONG_DIMS: list[tuple[tuple[str, ...] | None, dict[str, Any], list[str]]] = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("names", "which", "words"), WRONG_DIMS, ids=lambda value: str(value)[:40])
 def test_dimensions_that_the_mesh_does_not_have_are_refused(
     world2: World, names: Any, which: dict[str, Any], words: list[str]
@@ -167,6 +168,7 @@ def a_cube_that_calls_it_data() -> dict[str, Any]:
     return {"mesh": mesh_of((1, 2), ("dp", "tp")), "dp_mesh_dims": dims(shard="tp")}
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("make", [a_plane_of_data, no_mesh, a_cube_that_calls_it_data])
 @pytest.mark.parametrize("make_mesh", [a_line_of_its_own, another_plane])
 def test_a_parameter_on_a_mesh_with_another_root_is_refused_by_name(
@@ -208,6 +210,7 @@ WRONG_PLACEMENTS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("placing", WRONG_PLACEMENTS, ids=lambda placing: str(placing.value))
 def test_a_placement_that_does_not_fit_is_refused_with_the_parameter(world2: World, placing: Placing) -> None:
     name = "norm.weight" if placing.ndim == 1 else "up.weight"
@@ -221,6 +224,7 @@ class Result:
         vars(self).update(fields)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -247,6 +251,7 @@ def test_a_mesh_of_a_parameter_is_checked_like_that_of_the_call(world2: World) -
     refused(world2, placement_on_meta, "meta", "process group")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("value", [Shard(0), "Shard(0)", 0, {"up.weight": Shard(1)}], ids=repr)
 def test_placements_are_given_by_a_function(world2: World, value: Any) -> None:
     refused(world2, partial(dict, shard_placement_fn=value), "shard_placement_fn", type(value).__name__)
@@ -266,11 +271,13 @@ def test_an_error_of_the_placement_function_reaches_the_caller(world2: World) ->
 # --- resharding to a smaller world ----------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [0, -1, -2, 3, 4])  # 1 and 2 are False and True
 def test_no_size_between_1_and_2_ranks_exists(world2: World, size: int) -> None:
     refused(world2, partial(dict, reshard_after_forward=size), "reshard_after_forward", str(size), "2")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [0, -1, -2, 3, 5, 8])
 def test_a_size_that_does_not_divide_the_ranks_is_refused(world4: World, size: int) -> None:
     refused(world4, partial(dict, reshard_after_forward=size), "reshard_after_forward", str(size), "4")
@@ -295,6 +302,7 @@ def test_with_replicas_the_size_divides_the_ranks_that_share_a_model(world4: Wor
     refused(world4, partial(halves_of_a_plane, size), "reshard_after_forward", str(size), "2")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [2.0, "2", [2], torch.tensor(2)], ids=repr)
 def test_a_size_is_an_int(world4: World, size: Any) -> None:
     text = refused(world4, partial(dict, reshard_after_forward=size), "reshard_after_forward")

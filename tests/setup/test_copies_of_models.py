@@ -39,6 +39,7 @@ def copied_state(way: Way) -> bool:
     return same(full_state_dict(model, rank0_only=False), before)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_f34_a_state_is_copied_and_loaded_again(way: Way, request: pytest.FixtureRequest) -> None:
     assert all(request.getfixturevalue(f"world{way.ranks}").run(copied_state, way))

@@ -164,6 +164,7 @@ def plain_step(way: Way, kind: str, first: Any, second: Any) -> dict[str, Tensor
     return model.state_dict()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_sharded_run_goes_on_plainly(world2: World, kind: str) -> None:
     """What `optim_state_dict` of FSDP1 and its rekeying were for."""
@@ -239,6 +240,7 @@ def gone_on_in(order: str, keys: str) -> Any:
     return weights, by_id, full_state_dict(model, rank0_only=False)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("keys", ["name", "id"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_state_finds_its_parameters_in_another_order(world2: World, order: str, keys: str) -> None:

@@ -66,6 +66,7 @@ def a_model_loads(way: Way) -> bool:
     return same(full_state_dict(other, rank0_only=False), full_state_dict(model, rank0_only=False))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", [w for w in WAYS if w.kind != "compiled"], ids=str)
 def test_f35_a_model_loads_the_full_state_itself(way: Way, request: pytest.FixtureRequest) -> None:
     assert all(world_of(way, request).run(a_model_loads, way))
@@ -203,6 +204,7 @@ def test_any_way_loads_what_one_rank_has(way: Way, request: pytest.FixtureReques
             assert same(state, plain_state(way))
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("way", [Way(4, "hybrid", "odd"), Way(4, "tp"), Way(3, build="tied")], ids=str)
 def test_it_is_loaded_from_wherever_it_is(way: Way, source: str, request: pytest.FixtureRequest) -> None:
@@ -224,6 +226,7 @@ def trained_after_loading(way: Way) -> list[Tensor]:
     return losses
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", [Way(2), Way(2, "zero2"), Way(2, "ddp"), Way(4, "hybrid")], ids=str)
 def test_the_next_forward_uses_what_was_loaded(way: Way, request: pytest.FixtureRequest) -> None:
     x = torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(3))

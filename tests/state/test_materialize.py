@@ -217,6 +217,7 @@ def by_plan(plan: Plan, case: Case) -> dict[str, Tensor]:
     return {**tensors_of(model), "next": torch.rand(3)}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("plan", FOUR, ids=str)
 def test_the_strategy_does_not_matter(world4: World, plan: Plan) -> None:
     assert_bits(world4.run(by_plan, plan, TEXT), plain(TEXT))

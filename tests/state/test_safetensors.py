@@ -264,6 +264,7 @@ def loaded(way: Way, source: Any) -> Any:
     return full_state_dict(model, rank0_only=False)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_any_way_loads_the_files(way: Way, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     state = {name: value.contiguous() for name, value in state_of(way).items()}

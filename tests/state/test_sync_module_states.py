@@ -129,6 +129,7 @@ def spread_by_plan(plan: Plan, src: int) -> list[Any]:
     return [differing, dict(model.named_buffers())]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("plan", "world"), [(plan, plan.ranks) for plan in ALWAYS], indirect=["world"], ids=str
 )

@@ -226,6 +226,7 @@ def on_one_rank(plan: Plan) -> tuple[bool, bool, dict[str, Any]]:
     return kinds == {False}, after, values
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("plan", [plan for plan in FOUR if plan.strategy != "zero1"], ids=str)
 def test_rank0_only_fills_the_first_rank_alone(world4: World, plan: Plan) -> None:
     want = {name: param.detach() for name, param in built(uneven_tower).named_parameters()}
@@ -529,6 +530,7 @@ def otherwise_sharded(how: str | None) -> dict[str, Any]:
     return tensors_of(model)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["dim 1", "host", "computes in float64", "reduces in float64"])
 def test_edits_reach_shards_that_lie_otherwise(world3: World, how: str) -> None:
     assert_all_same(world3.run(otherwise_sharded, how), otherwise_sharded(None))
@@ -565,6 +567,7 @@ def edited_between_microbatches(plan: Plan | None) -> dict[str, Any]:
     return tensors_of(model)
 
 
+@pytest.mark.sample(2)
 @by_four
 def test_edits_between_microbatches_count_from_the_next_one_on(world4: World, plan: Plan) -> None:
     assert_all_same(world4.run(edited_between_microbatches, plan), plainly(edited_between_microbatches))
@@ -783,6 +786,7 @@ def between_forward_and_backward(plan: Plan | None, edits: bool) -> Any:
     return message, {"total": total, **notes, **{f"{n} then": v for n, v in tensors_of(model).items()}}
 
 
+@pytest.mark.sample(2)
 @by_four
 def test_it_may_be_entered_between_forward_and_backward(world4: World, plan: Plan) -> None:
     _, want = plainly(between_forward_and_backward, False)
@@ -790,6 +794,7 @@ def test_it_may_be_entered_between_forward_and_backward(world4: World, plan: Pla
         assert_all_same([found], want)
 
 
+@pytest.mark.sample(2)
 @by_four
 def test_an_edit_between_forward_and_backward_is_noticed(world4: World, plan: Plan) -> None:
     expected, want = plainly(between_forward_and_backward, True)
@@ -859,6 +864,7 @@ INSIDE = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", INSIDE)
 def test_what_cannot_be_done_inside_is_refused_and_leaves_no_trace(world2: World, how: str) -> None:
     model = built(uneven_tower)

@@ -159,6 +159,7 @@ def test_a_hook_reduces_scalars_strided_and_empty_parameters(world: World, strat
     assert_same(world, train_hooked, odd_model, strategy, fitting(strategy))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 @pytest.mark.parametrize("hook", [either, Callable_(), partial(Callable_().method, scale=2.0)])
 def test_a_hook_with_an_optional_output_serves_both_kinds(world2: World, strategy: str, hook: Any) -> None:
@@ -386,6 +387,7 @@ def accumulate_with_hook(side: Side, strategy: str, is_synced: bool) -> None:
     side.note_parameters(model)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("is_synced", [True, False])
 @strategies
 def test_a_hook_is_called_when_gradients_are_synchronised(
@@ -412,6 +414,7 @@ def train_partly_frozen(side: Side, strategy: str) -> None:
     side.note_parameters(model)
 
 
+@pytest.mark.sample(2)
 @strategies
 def test_a_hook_is_not_called_for_frozen_groups(world2: World, strategy: str) -> None:
     assert_same(world2, train_partly_frozen, strategy)
@@ -809,6 +812,7 @@ READY_MADE = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("hook", READY_MADE, ids=str)
 @seats((3, "ddp"), (4, "hybrid"))
 def test_replicas_stay_the_same_bit_for_bit(world: World, strategy: str, hook: Any) -> None:
@@ -957,6 +961,7 @@ def scalars_after_training(strategy: str, hook: Any) -> Tensor:
     return model.inner.scale.to_local().detach().clone()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "hook", [scatters, *READY_MADE], ids=lambda hook: getattr(hook, "__name__", str(hook))
 )

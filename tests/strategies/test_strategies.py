@@ -192,6 +192,7 @@ def placed(plan: Plan) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sample(2)
 @by_four
 def test_each_strategy_has_its_own_placements(world4: World, plan: Plan) -> None:
     rows = {name: len(param) for name, param in uneven_tower().named_parameters()}
@@ -321,6 +322,7 @@ def loaded_whole(plan: Plan) -> dict[str, Any]:
     return {name: whole(value) for name, value in model.state_dict().items()}
 
 
+@pytest.mark.sample(2)
 @by_four
 def test_a_plain_checkpoint_is_loaded_by_every_strategy(world4: World, plan: Plan) -> None:
     assert_all_same(world4.run(loaded_whole, plan), built(uneven_tower).state_dict(), atol=0.0)
@@ -551,6 +553,7 @@ def default_meshes(local: str | None) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("local", [None, "1", "2", "4"])
 def test_hybrids_shard_over_the_ranks_of_a_host_by_default(world4: World, local: str | None) -> None:
     model = built(even_tower)
@@ -593,6 +596,7 @@ def tensor_parallel(strategy: str | None) -> dict[str, Any]:
     return tensors_of(model)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_slice_of_a_mesh_leaves_tensor_parallelism_as_it_is(world4: World, strategy: str) -> None:
     assert_all_same(world4.run(tensor_parallel, strategy), plainly(tensor_parallel))
@@ -620,6 +624,7 @@ ROLES: list[tuple[str, dict[str, Any], tuple[str, ...] | None, int]] = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("strategy", "dims", "names", "rows"), ROLES, ids=str)
 def test_meshes_may_have_no_names_or_roles_by_name(
     world4: World, strategy: str, dims: dict[str, Any], names: tuple[str, ...] | None, rows: int
@@ -731,6 +736,7 @@ def accumulated_plainly(_: None) -> dict[str, Any]:
     return tensors_of(model)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_overrides_apply_to_what_they_name(world2: World, name: str) -> None:
     _, want = OVERRIDES[name]
@@ -794,6 +800,7 @@ BUCKETS: dict[str, tuple[float | None, dict[str, Any] | None, list[list[str]]]] 
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", BUCKETS)
 def test_neighbours_share_a_group_up_to_the_cap(world2: World, name: str) -> None:
     cap, overrides, want = BUCKETS[name]

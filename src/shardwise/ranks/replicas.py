@@ -93,10 +93,15 @@ class _ChecksumBuffers:
     """Memory in which checksums are computed, some pieces at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        rows = 1 if device.type == "cpu" else _ROWS_ON_DEVICES
-        self._words = torch.zeros(rows, PIECE_WORDS, dtype=torch.int64, device=device)
-        self._spare = torch.zeros_like(self._words)
-        self._positions = torch.arange(PIECE_WORDS, device=device).mul_(_FACTOR)
+        self._device = device
+        self._rows = 1 if device.type == "cpu" else _ROWS_ON_DEVICES
+        self._allocate(0)
+
+    def _allocate(self, num_words: int) -> None:
+        """Make room for pieces of ``num_words``, of which the largest tensor needs no more."""
+        self._words = torch.empty(self._rows, num_words, dtype=torch.int64, device=self._device)
+        self._spare = torch.empty_like(self._words)
+        self._positions = torch.arange(num_words, device=self._device).mul_(_FACTOR)
 
     def number_of(self, tensor: Tensor) -> Tensor:
         """A number that depends on each bit and its position; NaNs are bits like others."""
@@ -109,19 +114,23 @@ class _ChecksumBuffers:
         num_full = num_words // PIECE_WORDS
         sums = [
             self._sums_of(piece)
-            for piece in words[: num_full * PIECE_WORDS].view(-1, PIECE_WORDS).split(len(self._words))
+            for piece in words[: num_full * PIECE_WORDS].view(-1, PIECE_WORDS).split(self._rows)
         ]
         last = words[num_full * PIECE_WORDS :]
         if rest:
             last = torch.cat([last, torch.zeros(1, dtype=torch.int64, device=tensor.device)])
             last[-1:].view(torch.uint8)[:rest].copy_(contents[8 * num_words :])
         sums.append(self._sums_of(last.unsqueeze(0)))
+        if len(sums) == 1:
+            return sums[0].squeeze()
         total = torch.cat(sums)
         return _mixed(total, torch.arange(len(total), device=tensor.device)).sum()
 
     def _sums_of(self, pieces: Tensor) -> Tensor:
         """A checksum for each row of words."""
         rows, count = pieces.shape
+        if count > len(self._positions):
+            self._allocate(count)
         words, spare = self._words[:rows, :count], self._spare[:rows, :count]
         torch.add(pieces, self._positions[:count], out=words)
         return _mix(words, spare).sum(1)
