@@ -211,9 +211,9 @@ class Relay:
         """The exception to raise instead of ``error``, which a collective along ``axes`` has raised."""
         if isinstance(error, CommunicationError) or self._notes is None:
             return error
-        if self.failure is not None:
-            return CommunicationError(relayed_text(subject_of(event, name), self.failure))
-        with self._lock:
+        with self._lock:  # the thread may just be about to take a failure that it has posted
+            if self.failure is not None:
+                return CommunicationError(relayed_text(subject_of(event, name), self.failure))
             try:
                 note, text = explain_failure(self._notes, self._heeds, self.rank, error, event, name, axes)
             except dist.DistError as lost:
