@@ -56,8 +56,7 @@ def built(recipe: Recipe) -> nn.Module:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    # foreach: on DTensors each operation of its own takes as long as one on all of them.
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=True)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
 def full(tensor: Tensor | None) -> Tensor | None:
