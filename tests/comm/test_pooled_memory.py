@@ -100,18 +100,21 @@ def all_gathers_checked(holds: Any) -> Iterator[list[str]]:
         yield found
 
 
+def take_steps(side: Side, model: Any, make: Any) -> None:
+    side.steps(model, adamw(model), range(3), width=7 if make is uneven_tower else 8)
+    side.note_parameters(model)
+
+
 def train_in_symmetric_memory(side: Side, make: Any) -> None:
     model = built(make)
     if not side.is_sharded:
-        side.steps(model, adamw(model), range(3), width=7 if make is uneven_tower else 8)
-        side.note_parameters(model)
+        take_steps(side, model, make)
         return
     with symmetric_memory() as memory, all_gathers_checked(memory.holds) as found:
         side.shard_tower(model)
         for module in (*model.blocks, model):
             use_symmetric_memory(module, "set_symm_mem_for_comm")
-        side.steps(model, adamw(model), range(3), width=7 if make is uneven_tower else 8)
-        side.note_parameters(model)
+        take_steps(side, model, make)
     assert set(found) == {"in place"}, found
 
 
@@ -173,8 +176,7 @@ that. Call this before anything else allocates symmetric memory.""",
 def train_in_memory_of_the_group(side: Side, make: Any) -> None:
     model = built(make)
     if not side.is_sharded:
-        side.steps(model, adamw(model), range(3), width=7 if make is uneven_tower else 8)
-        side.note_parameters(model)
+        take_steps(side, model, make)
         return
     allocated: list[Tensor] = []
 
@@ -192,8 +194,7 @@ def train_in_memory_of_the_group(side: Side, make: Any) -> None:
         side.shard_tower(model)
         for module in (*model.blocks, model):
             module.set_allocate_memory_from_process_group_for_comm(True)
-        side.steps(model, adamw(model), range(3), width=7 if make is uneven_tower else 8)
-        side.note_parameters(model)
+        take_steps(side, model, make)
     assert set(found) == {"in place"}, found
 
 

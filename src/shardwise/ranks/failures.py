@@ -17,9 +17,8 @@ it writes to the log and ends the process, on every rank. TORCH_NCCL_ASYNC_ERROR
 communicators instead, upon which the next collective raises here, and is explained as any other.
 
 A rank may catch an exception and continue: then it marks its note as over, for which others have some
-patience.
-All ranks may raise alike and continue, some sooner than others: a rank that has failed itself after as many
-collectives ignores such a note.
+patience. All ranks may raise alike and continue, some sooner than others: a rank that has failed itself after
+as many collectives ignores such a note.
 
 If all ranks of a process group have waited for two seconds, the same thread compares who waits for what.
 """
