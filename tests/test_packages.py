@@ -32,6 +32,9 @@ ARROWS = {
     "state": ["init", "optim"],
     "checkpoint": ["state"],
     "observe": ["fsdp_module"],
+    "doctor": ["ranks"],
+    "commands": ["strategies", "checkpoint", "observe", "doctor"],
+    "__main__": ["commands"],
 }
 
 
@@ -45,7 +48,7 @@ def imports_of(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "shardwise":
             inside = node.module.split(".")[1:]
-            found |= {inside[0]} if inside else {alias.name for alias in node.names}
+            found |= {inside[0]} if inside else {alias.name for alias in node.names} - {"__version__"}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name.startswith("shardwise")}
     return found

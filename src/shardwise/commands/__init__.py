@@ -1,0 +1,18 @@
+"""The commands of ``python -m shardwise``, one module each, which is imported when its command is chosen.
+
+A module ``NAME.py`` begins with the text that ``NAME --help`` shows, and has two functions:
+
+    add_arguments(parser)       declare options on the ``argparse.ArgumentParser`` of the command
+    run(arguments) -> int       do it, and return the exit status: 0, or 1 if what was looked at is wrong
+
+Under torchrun all ranks run the command, and rank 0 prints. To add one: a module here, and a line below.
+"""
+
+COMMANDS = {
+    "doctor": "check a job's machines, network and folders before training on them",
+}
+"""What each command is for, in a line."""
+
+
+class UsageError(Exception):
+    """What the caller has typed cannot work. Only the text is printed, and the exit status is 2."""
