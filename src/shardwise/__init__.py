@@ -9,7 +9,7 @@ is a change of one import line, and those of an ordinary training script. The re
     shardwise.optim         flat optimizers, norms by module, optimizer state in host memory
     shardwise.state         averages, safetensors files, full parameters one by one, full optimizer states
     shardwise.checkpoint    what saving and loading return
-    shardwise.ranks         stopping all ranks at the same step
+    shardwise.ranks         stopping all ranks at the same step, and reports of long waits
     shardwise.observe       counts of collectives
 """
 

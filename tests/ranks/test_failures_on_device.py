@@ -1,11 +1,20 @@
 """Failures on a device, where only a stream waits: two relays in one process, and checks made by hand."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 
 from shardwise.ranks import failures
-from shardwise.ranks.failures import PATIENCE_LOOKS, CommunicationError, Relay, Wait
+from shardwise.ranks.failures import PATIENCE_LOOKS, CommunicationError, Relay
+from shardwise.ranks.position import Wait
+
+
+class Queue:
+    """A stream, of which nothing is over yet."""
+
+    last_event = SimpleNamespace(query=lambda: False)
 
 
 @pytest.fixture
@@ -24,7 +33,7 @@ def relays() -> tuple[Relay, Relay]:
 
 
 def queue(relay: Relay, count: int = 1) -> Wait:
-    wait = Wait("all-gather", "blocks.0", list, is_on_device=True)
+    wait = Wait("all-gather", "blocks.0", list, stream=Queue())
     for _ in range(count):
         relay.issue(wait)
     return wait

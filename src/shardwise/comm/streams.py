@@ -213,12 +213,14 @@ class DeviceStream:
         self._make_stream = partial(_own(device, "Stream", torch), device, priority=priority)
         self._stream = self._make_stream()
         self._host_copies: HostCopies | None = None  # made when there are any
+        self.last_event: Any = None
+        """At the end of what was submitted last."""
 
     def submit(self, start: StartWork) -> CommWork:
         """Queue the work on the stream; its ``wait`` makes the computing stream wait for it."""
         with self._stream:
             start()()
-            done = self._stream.record_event()
+            self.last_event = done = self._stream.record_event()
         if self._host_copies is not None:
             self._host_copies.were_used(done)
         return CommWork(lambda: self._current().wait_event(done), done.synchronize)

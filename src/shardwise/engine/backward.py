@@ -92,8 +92,9 @@ class BackwardPass:
 
     def begin(self) -> None:
         """Check and prepare everything before the first group is unsharded."""
-        root = self._root
-        relay_of_job().begin()
+        root, relay = self._root, relay_of_job()
+        relay.begin()
+        relay.enter_backward()
         if autograd.is_autograd_compiled():
             raise RuntimeError(
                 f"{root.name}: compiled autograd runs its backward and does not say when that ends, so that "
@@ -165,6 +166,7 @@ class BackwardPass:
             root.memory.hide_kept()
             root.memory.accumulates = not any(group.settings.requires_gradient_sync for group in root.groups)
         root.calls.first_entries.clear()
+        relay_of_job().leave("forward" if running else "")
 
     # --- unshard and reshard ----------------------------------------------------------------------
 

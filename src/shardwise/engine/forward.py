@@ -34,7 +34,9 @@ class ForwardPass:
     def begin(self) -> None:
         """Check and prepare everything before the first group is unsharded. Collective."""
         root = self._root
-        relay_of_job().begin()
+        relay = relay_of_job()
+        relay.begin()
+        relay.enter_forward()
         if functorch.is_recorded():
             raise RuntimeError(
                 f"{root.name}: make_fx, which torch.func.linearize uses, records what forward computes, "
@@ -110,6 +112,7 @@ class ForwardPass:
     def end(self, outcome: Outcome) -> None:
         """The outermost module has run: record the order, and reshard what no backward will use."""
         root = self._root
+        relay_of_job().leave()
         if outcome is not FAILED:
             root.prefetch.forward_order.plan(self._entered)
         for ended in root.features.forward_ended:

@@ -217,6 +217,7 @@ class Root:
 
     def tell_failed_backward(self) -> None:
         """Autograd has dropped a backward before its end."""
+        relay_of_job().leave()
         relay_of_job().report_backward(f"the backward of {self.label}")
 
     # --- gradients --------------------------------------------------------------------------------

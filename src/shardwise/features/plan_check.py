@@ -18,7 +18,8 @@ from shardwise.layout.mesh import Axis
 from shardwise.params.initial_values import refuse_unequal_initial_values
 from shardwise.params.parameter import Param
 from shardwise.ranks.comparison import Comparison, Facts, Unequal, digest_of
-from shardwise.ranks.failures import Wait, relay_of_job
+from shardwise.ranks.failures import relay_of_job
+from shardwise.ranks.position import Wait
 from shardwise.ranks.replicas import are_fake
 from shardwise.torch_compat import autograd, c10d
 

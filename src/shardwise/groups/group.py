@@ -138,7 +138,7 @@ class ParameterGroup:
     def attach(self, streams: CommStreams) -> None:
         """Give the group the streams on which it communicates."""
         self.streams = streams
-        self.waits.attach(self.name, self.all_axes, on_device=streams.are_device_streams)
+        self.waits.attach(self.name, self.all_axes, streams)
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
         """Take over the names that an outer module has for our modules, as far as ``names`` has them."""

@@ -54,12 +54,7 @@ class Reductions:
 
     def _issue(self, send: Callable[[], list[PartReduction]]) -> list[PartReduction]:
         waits = self._group.waits
-        try:
-            part_reductions = send()
-        except RuntimeError as error:
-            waits.raise_explained(error, waits.for_reduction)
-        waits.issued(waits.for_reduction)
-        return part_reductions
+        return waits.issue(send, waits.for_reduction)
 
     def _send_all(self) -> list[PartReduction]:
         """Begin to reduce the gradients of each bucket, all together."""

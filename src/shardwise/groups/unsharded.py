@@ -118,12 +118,9 @@ class Unsharded:
             self.versions.note(group.shards.snapshot())
         group.tell("unshard")
         with group.label("unshard"):
-            try:
-                stream = group.streams.all_gather
-                self._work = stream.submit(partial(_start_all_gathers, stream, self.buckets))
-            except RuntimeError as error:
-                group.waits.raise_explained(error, group.waits.for_all_gather)
-        group.waits.issued(group.waits.for_all_gather)
+            stream = group.streams.all_gather
+            start = partial(stream.submit, partial(_start_all_gathers, stream, self.buckets))
+            self._work = group.waits.issue(start, group.waits.for_all_gather)
         self._step("unshard")
 
     def wait(self) -> None:

@@ -1,12 +1,15 @@
 """A group's waits for other ranks, and what to tell when one fails."""
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
-from shardwise.comm.streams import Finish
+from shardwise.comm.streams import CommStreams, Finish
 from shardwise.layout.mesh import Axis
-from shardwise.ranks.failures import SILENT, Relay, Wait, relay_of_job
+from shardwise.ranks.failures import SILENT, Relay, relay_of_job
+from shardwise.ranks.position import Wait
 from shardwise.torch_compat import c10d
+
+T = TypeVar("T")
 
 
 class Waits:
@@ -17,16 +20,33 @@ class Waits:
         self.for_reduction = Wait("reduction", name, list)
         self._relay: Relay = SILENT
 
-    def attach(self, name: str, axes: Callable[[], Sequence[Axis]], *, on_device: bool) -> None:
+    def attach(self, name: str, axes: Callable[[], Sequence[Axis]], streams: CommStreams) -> None:
         """Name the group and its ranks, and let other ranks hear of its failures."""
         self._relay = relay_of_job()
-        for wait in (self.for_all_gather, self.for_reduction):
-            wait.name, wait.axes, wait.is_on_device = name, axes, on_device
+        for wait, stream in (
+            (self.for_all_gather, streams.all_gather),
+            (self.for_reduction, streams.reduce_scatter),
+        ):
+            wait.name, wait.axes = name, axes
+            wait.stream = stream if streams.are_device_streams else None
             self._relay.waits.add(wait)
 
-    def issued(self, wait: Wait) -> None:
-        """Record that collectives were issued which ``wait`` will wait for."""
-        self._relay.issue(wait)
+    def issue(self, start: Callable[[], T], wait: Wait) -> T:
+        """The result of ``start``, which hands collectives to the back end that ``wait`` will wait for.
+
+        A back end may block here as well: while it connects, or until all ranks have come.
+        """
+        relay = self._relay
+        relay.issuing = wait
+        try:
+            result = start()
+        except BaseException as error:
+            relay.issuing = None
+            if isinstance(error, RuntimeError):
+                self.raise_explained(error, wait)
+            raise
+        relay.issue(wait)
+        return result
 
     def finish(self, finish: Finish, wait: Wait) -> None:
         """Run ``finish``, which waits for other ranks; if that fails, explain why."""

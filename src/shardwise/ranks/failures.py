@@ -21,15 +21,16 @@ patience. All ranks may raise alike and continue, some sooner than others: a ran
 as many collectives ignores such a note.
 
 If all ranks of a process group have waited for two seconds, the same thread compares who waits for what.
+It also reports waits that take long, whatever the reason (watch.py).
 """
 
 import atexit
+import logging
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -39,6 +40,8 @@ from shardwise.layout.mesh import Axis
 from shardwise.ranks.disagreement import deadlock, explain_failure, relayed_text, subject_of
 from shardwise.ranks.failure_notes import FailureNote, FailureNotes
 from shardwise.ranks.model_ranks import axes_of_given
+from shardwise.ranks.position import Position, Wait
+from shardwise.ranks.watch import VARIABLE, Watch
 from shardwise.torch_compat import c10d, interpreter
 
 INTERVAL_S = 0.25
@@ -54,6 +57,7 @@ VAGUE_S = 1.0
 """How long to look for the exception of a backward."""
 
 _FINE_S = 0.01
+_log = logging.getLogger(__name__)
 _MOST_TEXT = 2000
 
 P = ParamSpec("P")
@@ -65,36 +69,11 @@ class CommunicationError(RuntimeError):
     or how the ranks disagree; this rank has done nothing wrong by itself."""
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
-class Wait:
-    """One kind of wait of this rank: for an event of a name, again and again.
+class Relay(Position):
+    """One rank's end of the relay. Made by ``relay_of_job``; ``SILENT`` where there are no other ranks."""
 
-    ``number`` is that of the collective that is waited for, among all that this rank has issued; ``count``
-    counts those of this kind. A public call may compute as well as wait. ``reason``: why this rank waits,
-    where others may have no reason to. ``is_on_device``: only a stream waits, and the host goes on.
-    """
-
-    event: str
-    name: str
-    axes: Callable[[], Sequence[Axis]]
-    number: int = 0
-    count: int = 0
-    reason: str = ""
-    is_on_device: bool = False
-
-
-class Relay:
-    """One rank's end of the relay. Made by ``relay_of_job``; ``SILENT`` where there are no other ranks.
-
-    ``issued``: how many collectives of parameter groups this rank has begun; what other calls communicate is
-    not counted, since ranks may make such calls alone where they have nobody to communicate with.
-    ``waiting``: what it waits for.
-    """
-
-    def __init__(self, store: dist.Store | None, rank: int) -> None:
-        self.issued = 0
-        self.waiting: Wait | None = None
-        self.waits: weakref.WeakSet[Wait] = weakref.WeakSet()  # what may be waited for
+    def __init__(self, store: dist.Store | None, rank: int, world: int = 1) -> None:
+        super().__init__(has_others=store is not None)
         self.rank = rank
         self.failure: FailureNote | None = None  # of another rank, which this one cannot survive
         self._notes = None if store is None else FailureNotes(store)
@@ -104,12 +83,15 @@ class Relay:
         self._seen = (0, 0)  # the wait by its id: holding it would keep its model alive until the next look
         self._looks = 0
         self._suspect = (0, 0)  # a failure, and the checks in which it was not over
-        self._last_on_device: weakref.ref[Wait] | None = None  # holding it would keep its model alive
         self._unraised: FailureNote | None = None  # a failure that only the device has met
         self._heeded: set[int] = set()  # failures that were raised here
         self._is_stuck = False
         self._stuck_before: Any = None
         self._look_for: tuple[FailureNote, dict[int, Any], int] | None = None
+        self._ended_looks = 0  # since a wait was ended that lasts all the same
+        self.watch: Watch | None = None
+        if store is not None:
+            self.watch = Watch(store, rank, world, self, lambda wait: _ranks_along(wait.axes()), INTERVAL_S)
         if self._notes is not None:
             for note in self._notes.active():  # of an earlier process group in this store
                 if note.rank == rank:
@@ -124,35 +106,17 @@ class Relay:
             CommunicationError: another rank has failed, and what this rank has queued since is lost.
         """
         if self._own is None and self.failure is None:
+            self.issuing = None  # one that failed was caught
             return
         with self._lock:
             unraised, self._unraised = self._unraised, None
-            self._look_for = self.failure = self._last_on_device = None
+            self._look_for = self.failure = self.issuing = None
+            self._queued.clear()
             if self._own is not None:
                 self._post(self._own.over())
             self._own = None
         if unraised is not None:
             raise CommunicationError(relayed_text("Communication on the device failed", unraised))
-
-    def issue(self, wait: Wait) -> None:
-        """Count a collective that ``wait`` will wait for."""
-        self.issued = wait.number = self.issued + 1
-        wait.count += 1
-        if wait.is_on_device:
-            self._last_on_device = weakref.ref(wait)
-
-    @contextmanager
-    def exchange(self, wait: Wait) -> Iterator[None]:
-        """Around an exchange that is not a collective of a back end; counts as one when it is over."""
-        wait.number = self.issued + 1
-        wait.count += 1
-        self.waits.add(wait)
-        around, self.waiting = self.waiting, wait
-        try:
-            yield
-            self.issued += 1
-        finally:
-            self.waiting = around
 
     def report(self, error: BaseException, where: str) -> None:
         """Report an exception that leaves ``where`` on this rank. Never raises."""
@@ -193,7 +157,8 @@ class Relay:
             yield
             return
         self.begin()
-        self.waiting = Wait("call", caller, axes, self.issued + 1)
+        self.calls[caller] += 1
+        self.waiting = Wait("call", caller, axes, self.issued + 1, self.calls[caller])
         try:
             yield
         except Exception as error:
@@ -236,10 +201,12 @@ class Relay:
         if self._look_for is not None:
             self._find_exception()
             return _FINE_S
+        if self.watch is not None:
+            self.watch.look()
         waiting = self._awaited()
         now = (id(waiting), 0 if waiting is None else waiting.number)
         if waiting is None or now != self._seen:
-            self._seen, self._looks, self._suspect = now, 0, (0, 0)
+            self._seen, self._looks, self._suspect, self._ended_looks = now, 0, (0, 0), 0
             if self._is_stuck:
                 self._leave_stuck()
             return INTERVAL_S
@@ -251,26 +218,33 @@ class Relay:
                 if self.failure is None and is_time and waiting is self.waiting:
                     self._look_at_stuck(waiting)
         if self.failure is not None and waiting is self._awaited():
-            if waiting is not self.waiting:
+            if waiting is not self.on_host:
                 self._unraised = self.failure
             _end(waiting.axes())
+            self._tell_if_not_ended(waiting)
         return INTERVAL_S
 
     def _awaited(self) -> Wait | None:
         """What the host waits for, else what was queued last on a device: that may be over already."""
-        if self.waiting is not None or self._last_on_device is None:
-            return self.waiting
-        return self._last_on_device()
+        return self.on_host or self.last_on_device()
+
+    def _tell_if_not_ended(self, waiting: Wait) -> None:
+        """Nothing can end the waits of some back ends: then the log has to say why this one is in vain."""
+        self._ended_looks += 1
+        if self._ended_looks == PATIENCE_LOOKS and self.failure is not None:
+            text = relayed_text(subject_of(waiting.event, waiting.name), self.failure)
+            _log.error("%s\nThe back end does not let this wait end before its timeout.", text)
 
     def _look_at_notes(self, waiting: Wait) -> None:
         """Fail if a rank failed before it issued what this rank waits for, and has not continued since."""
         assert self._notes is not None
         ranks = _ranks_along(waiting.axes())
+        number = self.issued + 1 if waiting is self.issuing else waiting.number
         for note in self._notes.active():
             if self.rank in note.between and note.key not in self._heeded:
                 self._take(note)
                 return
-            if note.rank in ranks and self._heeds(note) and note.issued < waiting.number:
+            if note.rank in ranks and self._heeds(note) and note.issued < number:
                 suspect, times = self._suspect
                 self._suspect = (note.key, times + 1 if suspect == note.key else 1)
                 if self._suspect[1] >= PATIENCE_LOOKS and not note.is_vague:
@@ -320,7 +294,10 @@ class Relay:
                 self._look_for = None
 
     def at_exit(self) -> None:
-        """At the end of the process: post the exception that ended it."""
+        """At the end of the process: tell that it ends, and post the exception that ended it."""
+        if self.watch is not None:
+            with suppress(dist.DistError):
+                self.watch.tell_end()
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is None or isinstance(error, CommunicationError) or self._notes is None:
             return
@@ -378,7 +355,7 @@ def relay_of_job() -> Relay:
 def _made(pg: dist.ProcessGroup) -> Relay:
     if pg.size() == 1 or c10d.is_fake(pg):
         return SILENT
-    relay = Relay(c10d.job_store_client(), pg.rank())
+    relay = Relay(c10d.job_store_client(), pg.rank(), pg.size())
     ended = threading.Event()
     own = weakref.ref(relay, lambda _: ended.set())
     thread = threading.Thread(target=_run_thread, args=(own, ended), name="shardwise relay", daemon=True)
@@ -405,6 +382,34 @@ def _at_exit(own: "weakref.ref[Relay]", ended: threading.Event, thread: threadin
     thread.join(timeout=2.0)
     if (relay := own()) is not None:
         relay.at_exit()
+
+
+def set_wait_limit(seconds: float | None) -> None:
+    """Choose how long a rank waits for others before all ranks report where they are.
+
+    While a rank waits for longer in a collective of a sharded model, or in a call that communicates, every
+    rank logs once who waits for what and where the others are, as a warning of ``shardwise.ranks.watch``.
+    Nothing is ended by it. Ranks that compute or read data for long are told of only if another waits for
+    them.
+
+    Args:
+        seconds: by default 30, or what the environment variable ``SHARDWISE_WAIT_LIMIT`` says (0: never).
+            None: no reports. The same on all ranks: one without reports does not say where it is.
+
+    Raises:
+        ValueError: it is not above 0.
+        RuntimeError: there is no process group yet.
+    """
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"set_wait_limit: seconds is {seconds!r}; pass a time above 0, or None.")
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "set_wait_limit: there is no process group, whose ranks could wait for each other. Call it after "
+            f"init_process_group, or set the environment variable {VARIABLE}."
+        )
+    watch = relay_of_job().watch
+    if watch is not None:
+        watch.limit_s = seconds
 
 
 def relayed(function: Callable[P, T]) -> Callable[P, T]:

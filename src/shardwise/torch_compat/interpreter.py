@@ -5,9 +5,12 @@ public function tells that a call is over.
 """
 
 import sys
+import threading
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 
 _NAMES = ("_call_impl", "unsharding_call")
@@ -37,6 +40,28 @@ def handled_exceptions() -> dict[int, BaseException | None]:
     """
     current: dict[int, Any] = sys._current_exceptions()
     return {ident: each[1] if isinstance(each, tuple) else each for ident, each in current.items()}
+
+
+# Where torch is installed other packages are, too.
+_LIBRARIES = (
+    str(Path(torch.__file__).parents[1]),
+    str(Path(threading.__file__).parent),
+    str(Path(__file__).parents[1]),
+)
+
+
+def where_main_thread_is() -> str:
+    """The innermost line of the caller's program that the main thread runs, for a report to people.
+
+    What is installed is left out, and so are this library and Python's own. Empty if nothing else runs.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_LIBRARIES) and not path.startswith("<"):
+            return f"{Path(path).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
 
 
 def is_called_by_init(depth: int) -> bool:

@@ -1,0 +1,127 @@
+"""Who waits for whom, in words: what each rank has told, and the report that all of them print."""
+
+from dataclasses import replace
+from typing import Any
+
+from expecttest import assert_expected_inline
+
+from shardwise.ranks.places import Place, report_of
+
+ISSUED = {"all-gather layers.3": 12, "all-gather layers.4": 11, "call clip_grad_norm_": 11}
+
+
+def waits(name: str = "layers.4", count: int = 12, **more: Any) -> Place:
+    """A rank that has issued all-gather number ``count`` of ``name``, and waits for it."""
+    issued = {**ISSUED, f"all-gather {name}": count}
+    place = Place(12, "forward", 31.0, "all-gather", name, count, range(4), is_late=True, issued=issued)
+    place = replace(place, **more)
+    return replace(place, due={place.what: place.count, **more.get("due", {})})
+
+
+def elsewhere(step: int = 11, phase: str = "", **more: Any) -> Place:
+    return Place(step, phase, 40.0, issued=ISSUED, **more)
+
+
+def test_a_rank_that_has_left_the_loop() -> None:
+    report = report_of({0: waits(), 1: waits(), 2: waits(), 3: elsewhere(code="train.py:88 in evaluate")})
+    assert_expected_inline(
+        report,
+        """No progress for 31 s: ranks 0-2 wait for the all-gather of layers.4 (step 12, forward); rank 3 has left the training loop after step 11, or does something else there, at train.py:88 in evaluate""",
+    )
+
+
+def test_a_rank_that_computes() -> None:
+    report = report_of({0: waits(), 1: elsewhere(12, "forward", code="model.py:{7} in <lambda>")})
+    assert_expected_inline(
+        report,
+        """No progress for 31 s: rank 0 waits for the all-gather of layers.4 (step 12, forward); rank 1 computes (step 12, forward), at model.py:{7} in <lambda>""",
+    )
+
+
+def test_ranks_that_ended_or_do_not_answer() -> None:
+    report = report_of({0: waits(), 1: elsewhere(has_ended=True), 2: None, 3: None})
+    assert_expected_inline(
+        report,
+        """No progress for 31 s: rank 0 waits for the all-gather of layers.4 (step 12, forward); rank 1 has ended after step 11; ranks 2, 3 do not answer: they have ended, were stopped, or have left the process group""",
+    )
+
+
+def test_ranks_that_wait_for_each_other() -> None:
+    report = report_of({0: waits(), 1: waits("layers.5", 9), 2: waits(), 3: waits()})
+    assert_expected_inline(
+        report,
+        """No progress for 31 s: ranks 0, 2, 3 wait for the all-gather of layers.4 (step 12, forward); rank 1 waits for the all-gather of layers.5 (step 12, forward); they wait for each other, because they disagree on what to communicate. Usual cause: control flow that differs by rank""",
+    )
+
+
+def test_a_rank_in_a_call_that_others_have_not_made() -> None:
+    issued = {**ISSUED, "call clip_grad_norm_": 12}
+    clips = waits(event="call", name="clip_grad_norm_", phase="", issued=issued)
+    report = report_of({0: clips, 1: elsewhere(12, "backward")})
+    assert_expected_inline(
+        report,
+        """No progress for 31 s: rank 0 is in clip_grad_norm_() (after step 12); rank 1 computes (step 12, backward)""",
+    )
+
+
+def test_nothing_is_told_of_a_call_that_all_ranks_have_made() -> None:
+    issued = {**ISSUED, "call save_checkpoint": 1}
+    saves = waits(event="call", name="save_checkpoint", count=1, phase="", issued=issued)
+    assert report_of({0: saves, 1: replace(elsewhere(12), issued=issued), 2: saves}) == ""
+
+
+def test_a_rank_that_saves_while_others_go_on_is_told_to_those_that_wait() -> None:
+    saves = Place(11, "", 40.0, "call", "save_checkpoint", 1, range(4), is_late=True, issued=ISSUED)
+    saves = replace(saves, issued={**ISSUED, "call save_checkpoint": 1}, due={saves.what: 1})
+    other = waits(issued={**waits().issued, "call save_checkpoint": 1})
+    report = report_of({0: saves, 1: other, 2: other, 3: other})
+    assert_expected_inline(
+        report,
+        """No progress for 31 s: ranks 1-3 wait for the all-gather of layers.4 (step 12, forward); rank 0 is in save_checkpoint() (after step 11)""",
+    )
+
+
+def test_what_all_ranks_have_issued_is_not_blamed_on_one() -> None:
+    issued = {**ISSUED, "all-gather layers.4": 12}
+    computes = replace(elsewhere(12, "forward"), issued=issued)
+    assert_expected_inline(
+        report_of({0: waits(), 1: computes}),
+        """No progress for 31 s: rank 0 waits for the all-gather of layers.4 (step 12, forward); rank 1 computes (step 12, forward); all ranks have issued what is waited for: the network does not deliver, or the back end needs ranks that compute""",
+    )
+    on_device = waits(is_on_device=True, phase="")
+    assert_expected_inline(
+        report_of({0: on_device, 1: on_device}),
+        """No progress for 31 s: ranks 0, 1 are with their devices at the all-gather of layers.4 (after step 12); all ranks have issued what is waited for: a device still computes, or the network does not deliver""",
+    )
+
+
+def test_a_rank_that_has_issued_the_same_and_waits_in_issuing_is_not_behind() -> None:
+    connects = waits(count=12, issued={**ISSUED, "all-gather layers.4": 11})
+    assert "all ranks have issued" in report_of({0: connects, 1: connects})
+
+
+def test_a_collective_that_was_left_out_before_is_named() -> None:
+    """A back end that matches collectives by their order misses the last one."""
+    last = waits(due={"all-gather layers.3": 12, "all-gather layers.4": 12})
+    other = replace(elsewhere(12), issued={**waits().issued, "all-gather layers.3": 11})
+    assert_expected_inline(
+        report_of({0: last, 1: other}),
+        """No progress for 31 s: rank 0 waits for the all-gather of layers.4 (step 12, forward); rank 1 has left the training loop after step 12, or does something else there; rank 1 has left out the all-gather of layers.3, so that later collectives miss one""",
+    )
+
+
+def test_two_models_of_one_name_are_not_compared() -> None:
+    unclear = replace(elsewhere(12, "forward"), issued={"all-gather layers.4": None})
+    assert "all ranks have issued" in report_of({0: waits(), 1: unclear})
+
+
+def test_nothing_is_told_where_nobody_waits() -> None:
+    assert report_of({0: elsewhere(), 1: elsewhere(12, "forward"), 2: None}) == ""
+    assert report_of({0: waits(is_late=False), 1: elsewhere()}) == ""
+
+
+def test_other_groups_of_ranks_are_left_alone() -> None:
+    """Rank 0 shares a mesh with rank 1 only: ranks 2 and 3 train something else."""
+    report = report_of({0: waits(ranks=(0, 1)), 1: elsewhere(), 2: elsewhere(), 3: None})
+    assert "2" not in report.partition("rank 1 has left")[2].replace("step 12", "")
+    assert "ranks" not in report

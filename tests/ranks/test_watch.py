@@ -1,0 +1,240 @@
+"""When a long wait is reported, and when not: the watches of two ranks in one process, and looks made by hand.
+
+Looks are a second apart, and the limit is 30.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+
+from shardwise.ranks.position import Position, Wait
+from shardwise.ranks.watch import Watch, limit_of_environment
+
+REPORT_S = 45  # in which a report comes, after the limit
+
+
+class Event:
+    def __init__(self) -> None:
+        self.has_come = False
+
+    def query(self) -> bool:
+        return self.has_come
+
+
+class Stream:
+    """Of a device: each collective that is queued has an event of its own."""
+
+    @property
+    def last_event(self) -> Event:
+        self.events.append(Event())
+        return self.events[-1]
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+
+class Rank:
+    """One rank of two, with one block."""
+
+    def __init__(self, rank: int, store: dist.Store) -> None:
+        self.position = Position(has_others=True)
+        self.stream = Stream()
+        self.wait = Wait("all-gather", "blocks.0", list)
+        self.position.waits.add(self.wait)
+        self.watch = Watch(store, rank, 2, self.position, lambda _: (0, 1), 1.0)
+
+    def queue(self) -> None:
+        """Issue a collective on the device."""
+        self.wait.stream = self.stream
+        self.position.issue(self.wait)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Issue a collective, and wait for it on the host."""
+        self.position.issue(self.wait)
+        self.position.waiting = self.wait
+        yield
+        self.position.waiting = None
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[Rank, Rank]:
+    monkeypatch.setattr("shardwise.torch_compat.interpreter.where_main_thread_is", lambda: "train.py:8 in f")
+    store = dist.HashStore()
+    return Rank(0, store), Rank(1, store)
+
+
+def pass_seconds(ranks: tuple[Rank, ...], seconds: int) -> None:
+    for _ in range(seconds):
+        for rank in ranks:
+            rank.watch.look()
+
+
+def test_both_ranks_report_a_long_wait_once(
+    ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, _ = ranks
+    first.position.enter_forward()
+    with first.waiting():
+        pass_seconds(ranks, 30)
+        assert caplog.messages == []
+        pass_seconds(ranks, 4 * REPORT_S)
+    assert len(caplog.messages) == 2
+    assert len(set(caplog.messages)) == 1
+    assert {(record.name, record.levelno) for record in caplog.records} == {
+        ("shardwise.ranks.watch", logging.WARNING)
+    }
+    assert_expected_inline(
+        caplog.messages[0],
+        """No progress for 30 s: rank 0 waits for the all-gather of blocks.0 (step 1, forward); rank 1 has not begun to train, at train.py:8 in f""",
+    )
+
+
+def test_the_next_wait_is_reported_anew(ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        with ranks[0].waiting():
+            pass_seconds(ranks, 2 * REPORT_S)
+    assert len(caplog.messages) == 4
+
+
+def test_ranks_that_compute_long_or_are_at_a_prompt_are_not_reported(
+    ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = ranks
+    first.position.enter_forward()
+    for rank in ranks:
+        with rank.waiting():
+            pass_seconds(ranks, 1)
+    pass_seconds(ranks, 10 * REPORT_S)
+    first.position.leave()
+    first.queue()
+    second.queue()
+    for rank in ranks:
+        rank.stream.events[-1].has_come = True
+    pass_seconds(ranks, 10 * REPORT_S)
+    assert caplog.messages == []
+
+
+def test_a_wait_on_a_device_is_found_from_its_events(
+    ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = ranks
+    for rank in ranks:
+        rank.position.enter_backward()
+        rank.queue()
+        rank.stream.events[-1].has_come = True
+    first.queue()
+    second.position.leave()
+    pass_seconds(ranks, 2 * REPORT_S)
+    assert_expected_inline(
+        caplog.messages[0],
+        """No progress for 30 s: rank 0 is with its device at the all-gather of blocks.0 (step 1, backward); rank 1 has left the training loop after step 1, or does something else there, at train.py:8 in f""",
+    )
+    assert len(caplog.messages) == 2
+
+
+def test_a_collective_that_was_left_out_is_named(
+    ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The back end has matched what rank 1 did issue with something else."""
+    first, second = ranks
+    other = Wait("all-gather", "blocks.1", list)
+    first.position.waits.add(other)
+    for rank in ranks:
+        rank.position.enter_forward()
+    first.position.issue(other)
+    with second.waiting():
+        pass
+    with first.waiting():
+        pass_seconds(ranks, REPORT_S)
+    assert "rank 1 computes (step 1, forward)" in caplog.messages[0]
+    assert "rank 1 has left out the all-gather of blocks.1, so that" in caplog.messages[0]
+
+
+def test_what_a_rank_has_issued_ahead_is_not_missed(
+    ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = ranks
+    other = Wait("all-gather", "blocks.1", list)
+    first.position.waits.add(other)
+    with second.waiting():
+        pass
+    with first.waiting():
+        first.position.issue(other)
+        pass_seconds(ranks, REPORT_S)
+    assert "left out" not in caplog.messages[0]
+
+
+def test_a_device_that_completes_something_is_not_stuck(
+    ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(20):
+        ranks[0].queue()
+    for event in ranks[0].stream.events:
+        pass_seconds(ranks, 12)  # each takes long, and all together four minutes
+        event.has_come = True
+    assert caplog.messages == []
+
+
+def test_a_back_end_that_blocks_when_it_is_given_a_collective(
+    ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = ranks
+    with second.waiting():
+        first.position.issuing = first.wait  # as where communicators connect, and rank 1 connects another
+        pass_seconds(ranks, REPORT_S)
+    assert "ranks 0, 1 wait for the all-gather of blocks.0" in caplog.messages[0]
+    assert "all ranks have issued what is waited for" in caplog.messages[0]
+
+
+def test_a_wait_that_ends_while_places_are_told_is_not_reported(
+    ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, _ = ranks
+    with first.waiting():
+        pass_seconds((first,), 32)
+    pass_seconds(ranks, REPORT_S)
+    assert caplog.messages == []
+
+
+def test_a_rank_that_does_not_answer_is_named(
+    ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
+) -> None:
+    with ranks[0].waiting():
+        pass_seconds(ranks[:1], 2 * REPORT_S)
+    assert "rank 1 does not answer" in caplog.messages[0]
+
+
+def test_a_rank_that_asks_and_ends_leaves_others_able_to_ask(
+    ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = ranks
+    with first.waiting():
+        pass_seconds((first,), 31)  # it has asked, and is gone
+    with second.waiting():
+        pass_seconds((second,), 4 * REPORT_S)
+    assert "rank 1 waits for the all-gather of blocks.0" in caplog.messages[0]
+
+
+def test_no_limit_is_no_report(ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture) -> None:
+    for rank in ranks:
+        rank.watch.limit_s = None
+    with ranks[0].waiting():
+        pass_seconds(ranks, 2 * REPORT_S)
+    assert caplog.messages == []
+
+
+def test_the_limit_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    for text in ("", "5.5", "0"):
+        monkeypatch.setenv("SHARDWISE_WAIT_LIMIT", text)
+        read.append(limit_of_environment())
+    assert read == [30.0, 5.5, None]
+    for text in ("soon", "-1", "nan"):
+        monkeypatch.setenv("SHARDWISE_WAIT_LIMIT", text)
+        with pytest.raises(ValueError, match=f"SHARDWISE_WAIT_LIMIT is '{text}'; set it to seconds"):
+            limit_of_environment()

@@ -1,0 +1,240 @@
+"""Ranks wait for one that does not come: what each of them prints, on gloo and where waits only block.
+
+A rank that is waited for goes on once it has printed the report itself, so that no test waits for a timeout.
+"""
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from blocking_backend import blocking_group
+from expecttest import assert_expected_inline
+from harness import World
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise import clip_grad_norm_, fully_shard
+from shardwise.ranks import set_wait_limit
+from shardwise.ranks.failures import relay_of_job
+
+LATE = 1  # the rank that is waited for
+PATIENCE_S = 40.0
+
+
+class Report(logging.Handler):
+    """What the library logs on this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.then: Callable[[], None] = lambda: None
+        self._came = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(f"{record.name} {record.levelname}: {record.getMessage()}")
+        self.then()
+        self._came.set()
+
+    def wait(self) -> None:
+        assert self._came.wait(PATIENCE_S)
+
+
+@contextmanager
+def reporting() -> Iterator[Report]:
+    report = Report()
+    set_wait_limit(1.0)
+    logger = logging.getLogger("shardwise")
+    logger.addHandler(report)
+    try:
+        yield report
+    finally:
+        logger.removeHandler(report)
+        set_wait_limit(30.0)
+
+
+class Blocks(nn.Module):
+    """Runs its blocks in the order in which it is told to; calls ``pauses`` behind the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.order = [0, 1, 2]
+        self.pauses: Callable[[], None] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.blocks[index](x)
+            self.pauses()
+        return x
+
+
+def trained(backend: str) -> tuple[Blocks, Any]:
+    """A model after two steps, and its process group."""
+    torch.manual_seed(0)
+    model = Blocks()
+    pg = blocking_group() if backend == "only blocks" else dist.new_group()
+    mesh = DeviceMesh.from_group(pg, "cpu")
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for _ in range(2):
+        step(model)
+    return model, pg
+
+
+def step(model: nn.Module) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def evaluate(report: Report) -> None:
+    report.wait()
+
+
+def told(texts: list[str], before: int) -> str:
+    """With the steps of this test alone, and without times and lines."""
+    text = re.sub(r"for \d+ s|py:\d+", lambda found: re.sub(r"\d+", "N", found[0]), "\n".join(texts))
+    return re.sub(r"step (\d+)", lambda found: f"step {int(found[1]) - before}", text)
+
+
+def one_batch_fewer(backend: str) -> str:
+    """F21: the late rank has left the loop."""
+    before = relay_of_job().steps
+    model, _ = trained(backend)
+    with reporting() as report:
+        if dist.get_rank() == LATE:
+            evaluate(report)
+        step(model)
+        report.wait()
+    return told(report.texts, before)
+
+
+def long_computation(backend: str) -> str:
+    before = relay_of_job().steps
+    model, _ = trained(backend)
+    with reporting() as report:
+        if dist.get_rank() == LATE:
+            model.pauses = report.wait
+        step(model)
+        report.wait()
+    return told(report.texts, before)
+
+
+def call_on_one_rank(backend: str) -> str:
+    before = relay_of_job().steps
+    model, _ = trained(backend)
+    with reporting() as report:
+        if dist.get_rank() == LATE:
+            evaluate(report)
+        clip_grad_norm_(model, 1.0)
+        report.wait()
+    return told(report.texts, before)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "only blocks"])
+def test_f21_a_rank_that_has_left_the_loop_is_named_on_all_ranks(world3: World, backend: str) -> None:
+    first, *others = world3.run(one_batch_fewer, backend)
+    assert others == [first, first]
+    assert_expected_inline(
+        first,
+        """shardwise.ranks.watch WARNING: No progress for N s: ranks 0, 2 wait for the all-gather of blocks.0 (step 3, forward); rank 1 has left the training loop after step 2, or does something else there, at test_who_waits.py:N in wait""",
+    )
+
+
+@pytest.mark.parametrize("backend", ["gloo", "only blocks"])
+def test_a_rank_that_computes_long_is_told_to_those_that_wait(world2: World, backend: str) -> None:
+    first, second = world2.run(long_computation, backend)
+    assert first == second
+    assert_expected_inline(
+        first,
+        """shardwise.ranks.watch WARNING: No progress for N s: rank 0 waits for the all-gather of blocks.2 (step 3, forward); rank 1 computes (step 3, forward), at test_who_waits.py:N in wait""",
+    )
+
+
+@pytest.mark.parametrize("backend", ["gloo", "only blocks"])
+def test_a_call_that_one_rank_has_not_made(world2: World, backend: str) -> None:
+    first, second = world2.run(call_on_one_rank, backend)
+    assert first == second
+    assert_expected_inline(
+        first,
+        """shardwise.ranks.watch WARNING: No progress for N s: rank 0 is in clip_grad_norm_() (after step 2); rank 1 has left the training loop after step 2, or does something else there, at test_who_waits.py:N in wait""",
+    )
+
+
+# --- waits that nothing can end ---------------------------------------------------------------------
+
+
+def given_up(act: Callable[[], None], pg: Any, limit_s: float | None) -> tuple[list[str], str]:
+    """What is logged while ``act`` waits in vain, and what it raises at the timeout, which then comes."""
+    with reporting() as report:
+        set_wait_limit(limit_s)
+        report.then = pg.give_up
+        try:
+            act()
+            text = "no error"
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        report.wait()
+        dist.barrier()
+    return told(report.texts, 0).splitlines(), text
+
+
+def bad_batch() -> None:
+    raise ValueError("batch 7 has no labels")
+
+
+def fails() -> tuple[list[str], str]:
+    """F42: the late rank raises."""
+    model, pg = trained("only blocks")
+    if dist.get_rank() == LATE:
+        model.pauses = bad_batch
+        with pytest.raises(ValueError, match="batch 7"):
+            step(model)
+        dist.barrier()
+        return [], ""
+    return given_up(lambda: step(model), pg, None)
+
+
+def other_blocks() -> tuple[list[str], str]:
+    """F20: the late rank leaves out a block."""
+    model, pg = trained("only blocks")
+    if dist.get_rank() == LATE:
+        model.order = [0, 2]
+    return given_up(lambda: step(model), pg, 1.0)
+
+
+@pytest.fixture
+def fresh(world2: World) -> Iterator[World]:
+    """Ranks whose process group nothing has happened to, and that nobody uses afterwards."""
+    world2.close()
+    yield world2
+    world2.close()
+
+
+def test_f42_an_error_is_told_to_a_rank_whose_wait_nothing_can_end(fresh: World) -> None:
+    (logged, raised), _ = fresh.run(fails)
+    assert_expected_inline(
+        "\n".join([*logged, raised]),
+        """\
+shardwise.ranks.failures ERROR: blocks.2: its all-gather failed, because rank 1 has failed in the forward of 'Blocks': ValueError: batch 7 has no labels
+This rank waited for what rank 1 has not sent any more. The traceback is in the log of rank 1.
+The back end does not let this wait end before its timeout.
+CommunicationError: blocks.2: its all-gather failed, because rank 1 has failed in the forward of 'Blocks': ValueError: batch 7 has no labels
+This rank waited for what rank 1 has not sent any more. The traceback is in the log of rank 1.""",
+    )
+
+
+def test_f20_a_block_that_one_rank_leaves_out_is_named_before_the_timeout(fresh: World) -> None:
+    (logged, raised), (second, _) = fresh.run(other_blocks)
+    assert_expected_inline(
+        "\n".join([*logged, raised]),
+        """\
+shardwise.ranks.watch WARNING: No progress for N s: rank 0 waits for the all-gather of blocks.0 (step 3, backward); rank 1 has left the training loop after step 3, or does something else there, at test_who_waits.py:N in wait; rank 1 has left out the all-gather of blocks.1, so that later collectives miss one
+CommunicationError: blocks.0: its all-gather failed, because rank 1 has ended; see its log. Its connection was closed, and it has told of no error: it was killed, ran out of memory, crashed, or came to its end before the others. (the test gives up)""",
+    )
+    assert second
