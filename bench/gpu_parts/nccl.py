@@ -2,7 +2,8 @@
 
 Claim: what the library asks of NCCL gives what it gives elsewhere. Coalesced calls and averages give the same
 numbers as sums in float64; training with 1, 2 and 4 ranks is plain training; `device_id` changes nothing and
-hangs nobody; a second communicator for reductions costs the memory that `mem_get_info` shows.
+hangs nobody; all-gathers may be in symmetric memory; a second communicator for reductions costs the memory
+that `mem_get_info` shows.
 
 From 2.30 on NCCL takes several ranks on one GPU (NCCL_MULTI_RANK_GPU_ENABLE=1); before, more than one is
 skipped. On the host gloo takes its place, to try out the logic.
@@ -24,10 +25,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from one_device.side import Side
+from one_device.recipes import tower
+from one_device.side import Side, train
 from torch import Tensor
 
-from gpu_parts.correctness import Trained, assert_close, parts_of, plain_training
+from gpu_parts.correctness import PlainTraining, Trained, assert_close, parts_of, plain_training
 from gpu_parts.plan import Item, Options, Row, Skipped
 from shardwise.comm.communicators import BackendCollectives
 
@@ -47,6 +49,7 @@ def items(options: Options) -> Iterator[Item]:
             "training": partial(training, names[: 2 if options.is_tiny else None]),
             "device_id": bound_to_a_device,
             "two communicators": memory_of_communicators,
+            "symmetric memory": in_symmetric_memory,
         }
         for name, check in checks.items():
             yield f"{name}, {world} ranks", partial(on_ranks, check, world, options.device)
@@ -137,12 +140,17 @@ def _off_by(name: str, rank: int, world: int, device: str) -> float:
     plain = plain_training(name, device)
     side = Side(torch.device(device), rank, world, is_sharded=True)
     plain.recipe.act(side)
+    return _off_plain(plain, side, f"{name}, rank {rank} of {world}")
+
+
+def _off_plain(plain: PlainTraining, side: Side, what: str) -> float:
+    """How far this rank's part of a sharded training is from ``plain``."""
     got = Trained.of(side)
-    losses = got.losses.to(device)
+    losses = got.losses.to(side.device)
     dist.all_reduce(losses)
-    mean = Trained((losses / world).cpu(), torch.zeros(0), got.parameters)
+    mean = Trained((losses / side.world).cpu(), torch.zeros(0), got.parameters)
     expected = Trained(plain.trained.losses, torch.zeros(0), parts_of(plain.full, side.model))
-    return assert_close(mean, expected, plain.recipe.tolerance, f"{name}, rank {rank} of {world}")
+    return assert_close(mean, expected, plain.recipe.tolerance, what)
 
 
 def bound_to_a_device(rank: int, world: int, device: str) -> Row:
@@ -150,6 +158,19 @@ def bound_to_a_device(rank: int, world: int, device: str) -> Row:
     off = _off_by("separate communicator", rank, world, device)
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     return {"found": {"off_by": f"{off:.1e}", "bound_to": str(bound)}}
+
+
+def in_symmetric_memory(rank: int, world: int, device: str) -> Row:
+    """All-gathers in place, in memory that NCCL has registered."""
+    if device != "cuda":
+        return {"found": "no symmetric memory on the host"}
+    plain = plain_training("full", device)
+    side = Side(torch.device(device), rank, world, is_sharded=True)
+    model = side.shard(side.build(tower))
+    for module in (*model.blocks, model):
+        module.set_symm_mem_for_comm()
+    train(side, model)
+    return {"found": {"off_by": f"{_off_plain(plain, side, f'rank {rank} of {world}'):.1e}"}}
 
 
 def memory_of_communicators(rank: int, world: int, device: str) -> Row:

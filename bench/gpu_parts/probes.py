@@ -16,6 +16,7 @@ from one_device.lanes import cycles_per_ms
 from torch import Tensor
 
 from gpu_parts.plan import Item, Options, Row, Skipped
+from shardwise.torch_compat import c10d
 
 HELD_UP_MS = 20
 
@@ -200,14 +201,12 @@ def dlpack() -> Any:
 
 
 def symmetric_memory() -> Any:
-    """Whether symmetric memory can be had in a world of one rank of NCCL."""
-    import torch.distributed._symmetric_memory as symmetric
-
+    """Whether the library gets symmetric memory of NCCL, in a world of one rank."""
+    device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        buffer = symmetric.empty(1 << 20, dtype=torch.uint8, device="cuda")
-        handle = symmetric.rendezvous(buffer, dist.group.WORLD.group_name)
-        return {"handle": type(handle).__name__, "backend": symmetric.get_backend(torch.device("cuda"))}
+        c10d.choose_symmetric_memory_of_nccl(device)
+        return {"given": f"{c10d.symmetric_buffer(dist.group.WORLD, 1 << 20, device).numel()} bytes"}
     except Exception as error:
         return {"refused": f"{type(error).__name__}: {error}"}
     finally:

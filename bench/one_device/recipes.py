@@ -343,6 +343,39 @@ def side_stream(side: Side) -> None:
         torch.cuda.synchronize()
 
 
+class Branching(nn.Module):
+    """Runs a branch on a stream of its own, beside the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.routed = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self._stream: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_cuda:
+            return self.routed(x) + self.shared(x)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            shared = self.shared(x)
+        routed = self.routed(x)
+        current.wait_stream(self._stream)
+        return routed + shared
+
+
+def branches(side: Side) -> None:
+    """Gradients of one group are made on two streams."""
+
+    def branching() -> nn.Module:
+        model = tower()
+        model.blocks = nn.ModuleList(Branching() for _ in range(3))
+        return model
+
+    train(side, side.shard(side.build(branching)))
+
+
 def offload(side: Side) -> None:
     """Shards and gradients in pinned host memory."""
     train(side, side.shard(side.build(tower), offload_policy=CPUOffloadPolicy(), comm_policy=DIRECT))
@@ -361,13 +394,12 @@ def offload_mixed(side: Side) -> None:
 class Recipe:
     """A program, and how far it may be from plain training: ``tolerance`` is absolute, on numbers around 1.
 
-    ``in_clones``: clones can be compared with plain training. ``in_threads``: threads can run it.
+    ``in_clones``: clones can be compared with plain training.
     """
 
     act: Callable[[Side], None]
     tolerance: float = 1e-9
     in_clones: bool = True
-    in_threads: bool = True
 
 
 SINGLE, LOW, ROUNDED = 1e-4, 0.1, 0.05
@@ -411,4 +443,5 @@ RECIPES: dict[str, Recipe] = {
     "optimizer on a side stream": Recipe(side_stream),
     "offload": Recipe(offload),
     "offload mixed": Recipe(offload_mixed, SINGLE),
+    "branches on a side stream": Recipe(branches),
 }

@@ -154,6 +154,20 @@ rendezvous of 1184""",
     )
 
 
+def buffer_of_a_new_process_group() -> list[str]:
+    """No collective has run in it yet."""
+    cpu = torch.device("cpu")
+    with symmetric_memory() as memory:
+        c10d.choose_symmetric_memory_of_nccl(cpu)
+        c10d.symmetric_buffer(dist.new_group(), 64, cpu)
+    return memory.log
+
+
+def test_a_new_process_group_has_its_communicator_before_the_rendezvous(world2: World) -> None:
+    for log in world2.run(buffer_of_a_new_process_group):
+        assert log == ["set_backend NCCL", "empty (64,)", "rendezvous of 64"]
+
+
 def error_where_another_back_end_has_allocated() -> str:
     model: Any = even_tower()
     fully_shard(model)

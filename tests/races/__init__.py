@@ -14,6 +14,7 @@ simulation.py    all of it together
 scenarios.py         what a way to train is; runs one
 settings_recipes.py  settings and strategies
 caller_recipes.py    other parameters, memory and collectives, and what a caller does between passes
+stream_recipes.py    modules that run a branch on a stream of its own
 launch_order.py      whether ranks launch collectives in one order
 mutants.py           ways to break the waits of `src/shardwise`
 

@@ -7,7 +7,7 @@ A wait is left out where the named functions ask for it (`Site`: those inside of
     enter                      work and memory go to the current stream instead
     *.synchronize              the host does not wait
 
-`HARMLESS` are those that no program can notice, each with the reason. `test_mutants.py` holds that there are no others.
+`PATCHES` break more than one call. `HARMLESS` are those that no program can notice, each with the reason. `test_mutants.py` holds that there are no others.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,9 @@ import pytest
 
 from races.device import Site
 from shardwise.comm import reduction
+from shardwise.comm.streams import DeviceStream
+from shardwise.engine.backward import BackwardPass
+from shardwise.groups.gradients import Gradients
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ HARMLESS = {
 }
 
 
-# --- memory that is dropped too early --------------------------------------------------------------
+# --- memory that is dropped too early, and streams that are forgotten -------------------------------
 
 
 def _drops_gradients_unwaited(self: Any) -> None:
@@ -146,11 +149,34 @@ def _drops_sums_at_once(self: Any) -> None:
     self._scratch.clear()
 
 
+def _forgets_other_streams(self: Any, event: Any = None, users: Any = ()) -> None:
+    _WAIT_FOR_COMPUTE(self, event)
+
+
+def _is_waited_for_by_one(self: Any, done: Any, users: Any) -> None:
+    _LET_COMPUTE_WAIT(self, done, ())
+
+
+def _forgets_who_made_gradients(self: Any) -> None:
+    self._made_on = ()
+    _ADVANCE_REDUCTION(self)
+
+
+def _is_over_whatever_runs(self: Any, group: Any) -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Gradients, "made_on", ())
+        return _IS_OVER(self, group)
+
+
 _MOVE = reduction.Reduction._move
+_ADVANCE_REDUCTION = reduction.Reduction.advance
+_WAIT_FOR_COMPUTE = DeviceStream.wait_for_compute
+_LET_COMPUTE_WAIT = DeviceStream._let_compute_wait
+_IS_OVER = BackwardPass._is_over_once_complete
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
-EARLY_DROPS: dict[str, tuple[str, Patch]] = {
+PATCHES: dict[str, tuple[str, Patch]] = {
     "gradients are dropped before their reduction was waited for": (
         "direct",
         lambda patch: patch.setattr(reduction.PartReduction, "release", _drops_gradients_unwaited),
@@ -158,5 +184,21 @@ EARLY_DROPS: dict[str, tuple[str, Patch]] = {
     "sums are dropped before the copy to the host was waited for": (
         "offload, low precision",
         lambda patch: patch.setattr(reduction.Reduction, "_move", _drops_sums_at_once),
+    ),
+    "a reduction waits for the last of several streams that made gradients": (
+        "a branch on a stream of its own, packed",
+        lambda patch: patch.setattr(DeviceStream, "wait_for_compute", _forgets_other_streams),
+    ),
+    "gradients go back to a stream that does not wait for their reduction": (
+        "a branch on a stream of its own",
+        lambda patch: patch.setattr(DeviceStream, "_let_compute_wait", _is_waited_for_by_one),
+    ),
+    "they do, where sums are cast behind it": (
+        "a branch on a stream of its own, groups beside it",
+        lambda patch: patch.setattr(reduction.Reduction, "advance", _forgets_who_made_gradients),
+    ),
+    "parameters are freed by the stream that made the last gradient, while another reads them": (
+        "a branch on a stream of its own, prefetch after",
+        lambda patch: patch.setattr(BackwardPass, "_is_over_once_complete", _is_over_whatever_runs),
     ),
 }

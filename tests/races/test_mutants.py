@@ -2,12 +2,13 @@
 
 import pytest
 
-from races import caller_recipes, settings_recipes
-from races.mutants import EARLY_DROPS, HARMLESS, MUTANTS, Mutant
+from races import caller_recipes, settings_recipes, stream_recipes
+from races.mutants import HARMLESS, MUTANTS, PATCHES, Mutant
 from races.scenarios import SCENARIOS, run
 
 assert caller_recipes
 assert settings_recipes
+assert stream_recipes
 
 SITES_SHOWN_BY = [
     *("direct", "hybrid", "int8 reduction", "hook on its own stream", "parts kept until backward", "offload"),
@@ -29,9 +30,9 @@ def test_a_wait_that_is_left_out_is_found(mutant: Mutant) -> None:
     assert outcome.findings or outcome.unwritten
 
 
-@pytest.mark.parametrize("name", EARLY_DROPS)
-def test_memory_that_is_dropped_too_early_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    scenario, patch = EARLY_DROPS[name]
+@pytest.mark.parametrize("name", PATCHES)
+def test_what_more_than_one_call_gets_wrong_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario, patch = PATCHES[name]
     patch(monkeypatch)
     assert run(SCENARIOS[scenario]).findings
 

@@ -2,13 +2,14 @@
 
 import pytest
 
-from races import caller_recipes, settings_recipes
+from races import caller_recipes, settings_recipes, stream_recipes
 from races.launch_order import first_disagreement
 from races.reports import told
 from races.scenarios import SCENARIOS, Scenario, run
 
 assert caller_recipes
 assert settings_recipes
+assert stream_recipes
 
 
 SLOW = {

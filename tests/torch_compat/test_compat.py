@@ -34,6 +34,16 @@ def test_the_graph_task_is_numbered_inside_backward_only() -> None:
     assert not autograd.is_in_backward()
 
 
+def test_streams_of_cuda_have_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "_cuda_getCurrentRawStream"
+    assert torch.version.cuda is None or hasattr(torch._C, name)
+    monkeypatch.setattr(torch._C, name, lambda index: 100 + index, raising=False)
+    number = autograd.number_of_stream(torch.device("cuda", 1))
+    assert number is not None
+    assert number() == 101
+    assert autograd.number_of_stream(torch.device("cpu")) is None
+
+
 def test_hooks_on_nodes_are_told_which_node_they_are_called_for() -> None:
     x = torch.ones(2, requires_grad=True)
     y = (x * 2).exp()

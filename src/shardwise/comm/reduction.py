@@ -10,6 +10,7 @@ that of the next group goes over the shards.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,20 +112,27 @@ class Reduction:
         """For each parameter, whether a gradient was or will be sent."""
         self._replica_work: CommWork | None = None  # of the second stage
         self._scratch: list[Tensor] = []  # freed only once the computation has waited
+        self._made_on: Sequence[Any] = ()  # the streams on which its gradients were made
         self._is_advanced = self._is_closed = self._needs_move = False
         self.arrives_on_host = False
         """Whether the result is copied from a device to the host: waiting for it blocks the host."""
 
-    def send(self, part: GradientPart, gradients: Sequence[Tensor | None]) -> PartReduction:
-        """Start the reduction of ``part``; ``gradients`` has one item for every parameter."""
+    def send(
+        self, part: GradientPart, gradients: Sequence[Tensor | None], made_on: Sequence[Any] = ()
+    ) -> PartReduction:
+        """Start the reduction of ``part``; ``gradients`` has one item for every parameter.
+
+        ``made_on``: the streams on which they were made, if not all on the computing one.
+        """
         stream = self._streams.reduce_scatter
-        stream.wait_for_compute()
+        stream.wait_for_compute(users=made_on)
+        self._made_on = made_on  # with those of the parts before
         if not self._is_filled:
             for index in part.indices:
                 self.present[index] = self.present[index] or gradients[index] is not None
         num_bytes = part.num_bytes * self._reduce.reduce_memory_factor
         part_reduction = PartReduction(
-            gradients, num_bytes, stream.submit(partial(self._start, part, gradients))
+            gradients, num_bytes, stream.submit(partial(self._start, part, gradients), made_on)
         )
         self.part_reductions.append(part_reduction)
         return part_reduction
@@ -161,7 +169,7 @@ class Reduction:
         if self._replicas.has_work or self._needs_move:
             for part_reduction in self.part_reductions:
                 self._streams.all_reduce.wait_for(self._streams.reduce_scatter, part_reduction.work)
-            self._replica_work = self._streams.all_reduce.submit(self._start_replicas)
+            self._replica_work = self._streams.all_reduce.submit(self._start_replicas, self._made_on)
 
     def release_parts(self) -> None:
         """Wait for the sums over the shard axis, which the second stage works on; drop the gradients."""

@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardwise.torch_compat import autograd
+
 Finish = Callable[[], Any]
 StartWork = Callable[[], Finish]
 
@@ -124,7 +126,7 @@ class HostStream:
                 self._kept.sort(key=_size)
                 del self._kept[: -self._MOST_KEPT]
 
-    def submit(self, start: StartWork) -> CommWork:
+    def submit(self, start: StartWork, users: Sequence[Any] = ()) -> CommWork:
         """Issue the work now; its ``wait`` finishes it."""
         return CommWork(start())
 
@@ -132,7 +134,7 @@ class HostStream:
         """Have work submitted from now on begin after ``work``: on the host, wait for it."""
         work.wait()
 
-    def wait_for_compute(self, event: Any = None) -> None:
+    def wait_for_compute(self, event: Any = None, users: Sequence[Any] = ()) -> None:
         """Nothing to do: computation on the host is done when the call returns."""
 
     def wait_for_optimizer(self, event: Any = None) -> None:
@@ -216,14 +218,21 @@ class DeviceStream:
         self.last_event: Any = None
         """At the end of what was submitted last."""
 
-    def submit(self, start: StartWork) -> CommWork:
-        """Queue the work on the stream; its ``wait`` makes the computing stream wait for it."""
+    def submit(self, start: StartWork, users: Sequence[Any] = ()) -> CommWork:
+        """Queue the work on the stream; its ``wait`` makes the computing stream and ``users`` wait for it."""
         with self._stream:
             start()()
             self.last_event = done = self._stream.record_event()
         if self._host_copies is not None:
             self._host_copies.were_used(done)
-        return CommWork(lambda: self._current().wait_event(done), done.synchronize)
+        return CommWork(partial(self._let_compute_wait, done, users), done.synchronize)
+
+    def _let_compute_wait(self, done: Any, users: Sequence[Any]) -> None:
+        current = self._current()
+        current.wait_event(done)
+        for user in users:
+            if user != current:
+                user.wait_event(done)
 
     def copy_in(self, copy: Callable[[], _V]) -> _V:
         """The result of ``copy``, which reads memory of the host, for the work that is being submitted.
@@ -244,12 +253,17 @@ class DeviceStream:
         assert isinstance(other, DeviceStream)
         self._stream.wait_stream(other._stream)
 
-    def wait_for_compute(self, event: Any = None) -> None:
-        """Order everything submitted later behind ``event``, or behind all work of the computing stream."""
+    def wait_for_compute(self, event: Any = None, users: Sequence[Any] = ()) -> None:
+        """Order everything submitted later behind ``event``, or behind all work of the computing stream and
+        of ``users``."""
         if event is not None:
             self._stream.wait_event(event)
-        else:
-            self._stream.wait_stream(self._current())
+            return
+        current = self._current()
+        self._stream.wait_stream(current)
+        for user in users:
+            if user != current:
+                self._stream.wait_stream(user)
 
     def wait_for_optimizer(self, event: Any = None) -> None:
         """As ``wait_for_compute``, for ``copy_in`` as well: the optimizer may have written there."""
@@ -329,6 +343,13 @@ class CommStreams:
             self.all_gather = DeviceStream(device, priority=-1)
             self.reduce_scatter = DeviceStream(device, priority=-1)
             self.all_reduce = DeviceStream(device, priority=-1)
+        self._number_of_current = autograd.number_of_stream(device) or partial(current_stream, device)
+
+    def note_current(self, seen: dict[Hashable, Any]) -> None:
+        """Add the current stream to ``seen``, by its number."""
+        number = self._number_of_current()
+        if number not in seen:
+            seen[number] = current_stream(self._device)
 
     def wait_for_optimizer(self, event: Any = None) -> None:
         """Order all-gathers behind the optimizer, which writes the shards: behind the computing stream, or

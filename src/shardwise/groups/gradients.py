@@ -5,10 +5,10 @@ to reduce.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,7 @@ class Gradients:
         self._hooked: set[int] = set()
         self._trainable: frozenset[int] = frozenset()
         self._awaited: set[int] = set()
+        self._made_on: dict[Hashable, Any] = {}
 
     # --- arrival ----------------------------------------------------------------------------------
 
@@ -81,7 +82,11 @@ class Gradients:
     @outside_transforms
     def arrived(self, index: int) -> None:
         """Autograd has accumulated the gradient of one unsharded parameter."""
-        queue, listener = self._part_queue, self._group.listener
+        queue, listener, streams = self._part_queue, self._group.listener, self._group.streams
+        if streams.are_device_streams:
+            if self.state in (EMPTY, REDUCING):
+                self._made_on.clear()
+            streams.note_current(self._made_on)
         if self.state is not PENDING:
             if self._group.unsharded.are_shards:
                 self._refuse_changed_shards()
@@ -242,6 +247,13 @@ class Gradients:
             self.drop()
 
     # --- questions --------------------------------------------------------------------------------
+
+    @property
+    def made_on(self) -> Sequence[Any]:
+        """The streams on which they were made, which are those of forward: a module may run a branch beside
+        the rest, on a stream of its own. Such a stream has to be waited for, and memory goes back to it.
+        """
+        return tuple(self._made_on.values())
 
     @property
     def are_wanted(self) -> bool:

@@ -66,7 +66,10 @@ class Reductions:
             if len(buckets) > 1:
                 own, gradients = gradients[: len(bucket.params)], gradients[len(bucket.params) :]
             reduction = self._open(number, is_filled=are_all_there(own))
-            part_reductions += [reduction.send(part, own) for part in bucket.reduction.parts]
+            part_reductions += [
+                reduction.send(part, own, made_on=self._group.gradients.made_on)
+                for part in bucket.reduction.parts
+            ]
         return part_reductions
 
     def _send(self, parts: Iterable[QueuedPart]) -> list[PartReduction]:
@@ -80,7 +83,8 @@ class Reductions:
             taken = self._take(params, fulls)
             for index, gradient in zip(queued.part.indices, taken, strict=True):
                 gradients[index] = gradient
-            part_reductions.append(reduction.send(queued.part, gradients))
+            made_on = self._group.gradients.made_on
+            part_reductions.append(reduction.send(queued.part, gradients, made_on=made_on))
         return part_reductions
 
     def _open(self, number: int, *, is_filled: bool) -> Reduction:

@@ -1,7 +1,8 @@
 """Autograd: the running backward, hooks, version counters. Seen on 2.11 to 2.13."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -27,6 +28,16 @@ the node itself: such a cycle is never freed."""
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
     """Have ``callback`` run when the running backward ends. DDP uses the same queue."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def number_of_stream(device: torch.device) -> Callable[[], Hashable] | None:
+    """A function that returns the number of the current stream, without making an object of it; None where
+    torch has none. Private; 2.11 to 2.15 have it for CUDA.
+
+    Autograd runs a node, and the hooks of a leaf, on the stream that was current in forward.
+    """
+    number = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return partial(number, device.index) if number is not None and device.type == "cuda" else None
 
 
 set_versions: Callable[..., None] = torch._C._autograd._unsafe_set_version_counter
