@@ -92,6 +92,7 @@ def test_options_are_passed_by_name() -> None:
         "ShardPlacementResult",
         "clip_grad_norm_",
         "GradScaler",
+        "Muon",
     }
     results = {"LoadReport", "Loaded", "CollectiveCounts"}
     public = {

@@ -36,6 +36,23 @@ class Region:
         """To index the full tensor with."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
 
+    def intersection(self, other: "Region") -> "Region":
+        """The elements that both have, at offsets in the full tensor; its numel is 0 where there are none."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        mine, theirs = self._ends, other._ends
+        sizes = tuple(max(0, min(a, b) - start) for a, b, start in zip(mine, theirs, starts, strict=True))
+        return Region(starts, sizes)
+
+    def within(self, outer: "Region") -> "Region":
+        """The same elements, at offsets in ``outer``, which contains them."""
+        return Region(
+            tuple(o - start for o, start in zip(self.offsets, outer.offsets, strict=True)), self.sizes
+        )
+
+    @property
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(o + n for o, n in zip(self.offsets, self.sizes, strict=True))
+
     def rows(self, start: int, end: int) -> "Region":
         """Its own rows [start, end), along dim 0."""
         start, end = min(start, self.sizes[0]), min(end, self.sizes[0])

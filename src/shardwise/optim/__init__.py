@@ -1,6 +1,11 @@
 """Optimizers, norms and clipping, loss scaling.
 
 FlatOptimizer              any elementwise optimizer, stepping neighbouring shards as one tensor
+Muon                       matrices orthogonalised as a whole, on one rank each; AdamW for the rest
+on_whole_matrices          a function of whole matrices, on tensors that are sharded; for methods like Muon
+WholeMatrices              the plan of that, for many calls
+is_hidden_matrix           which parameters Muon takes for matrices
+newton_schulz              the iteration by which it orthogonalises them
 offload_optimizer_state    keep an optimizer's state in host memory between its steps
 clip_grad_norm_            clip gradients by their norm over all ranks and meshes
 grad_norms_by_module       where that norm comes from
@@ -9,13 +14,21 @@ GradScaler                 loss scaling that all ranks agree on
 
 from shardwise.optim.clipping import clip_grad_norm_, grad_norms_by_module
 from shardwise.optim.flat_optimizer import FlatOptimizer
+from shardwise.optim.hidden_matrices import is_hidden_matrix, newton_schulz
 from shardwise.optim.loss_scaling import GradScaler
+from shardwise.optim.muon import Muon
 from shardwise.optim.offload import offload_optimizer_state
+from shardwise.optim.whole_matrices import WholeMatrices, on_whole_matrices
 
 __all__ = [
     "FlatOptimizer",
     "GradScaler",
+    "Muon",
+    "WholeMatrices",
     "clip_grad_norm_",
     "grad_norms_by_module",
+    "is_hidden_matrix",
+    "newton_schulz",
     "offload_optimizer_state",
+    "on_whole_matrices",
 ]

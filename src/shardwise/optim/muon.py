@@ -1,0 +1,363 @@
+"""Muon on shards: each matrix is orthogonalised once, on one rank, and stays sharded everywhere.
+
+A step is elementwise on the shards but for one thing, the orthogonalisation, which whole_matrices.py does at
+the owners. Parameters that are no matrices are stepped by an AdamW on flat shards, which shares its param
+groups with this optimizer; the state of both is shown as one.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.optim.flat_optimizer import FlatOptimizer
+from shardwise.optim.hidden_matrices import Coefficients, is_hidden_matrix, newton_schulz
+from shardwise.optim.muon_step import MatrixStep, MuonPlan, Orthogonalize, RowBlocks, known_name, names_in
+from shardwise.optim.whole_matrices import BATCH_BYTES, check_matrix
+from shardwise.ranks.failures import relay_of_job
+from shardwise.torch_compat import optimizers
+
+Optimizer = torch.optim.Optimizer
+IsMatrix = Callable[[str, Tensor], bool]
+MUON, ADAMW = "muon", "adamw"
+ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
+
+
+class Muon(Optimizer):
+    """``torch.optim.Muon`` for sharded models, with an AdamW for what is no matrix of a hidden layer.
+
+    The same numbers as torch's on whole parameters in one process, to the rounding of the iteration. Each
+    matrix is put together on one rank, orthogonalised there, and its rows are sent back, while momentum and
+    parameters stay sharded; torch's own on DTensors has all ranks gather and compute.
+
+    Args:
+        params: parameters, named parameters (``model.named_parameters()``), or param groups. ``"algorithm"``
+            in a group, ``"muon"`` or ``"adamw"``, says what steps all of it. A group without it is divided
+            by ``is_matrix`` into two, the matrices first.
+        lr: of the matrices, before the adjustment.
+        weight_decay: decoupled.
+        momentum: of the average of gradients.
+        nesterov: look ahead by one step of momentum.
+        ns_coefficients: of the Newton-Schulz iteration.
+        eps: the smallest norm that the iteration divides by.
+        ns_steps: of the iteration, below 100.
+        adjust_lr_fn: how ``lr`` grows with the shape (rows, columns) of a matrix. ``"original"`` or None: by
+            ``sqrt(max(1, rows / columns))``; ``"match_rms_adamw"``: by ``0.2 * sqrt(max(rows, columns))``, so
+            that lr and weight decay of AdamW suit; ``"spectral_unclamped"``: by ``sqrt(rows / columns)``.
+        adamw: arguments of ``torch.optim.AdamW``, for all other parameters.
+        is_matrix: decides by name ("" if it is not known) and parameter; see :func:`is_hidden_matrix`, the
+            default.
+        row_blocks: for parameters in which several matrices are fused along the last dim but one, such as
+            queries, keys and values: the rows of each, by name and parameter; None where nothing is fused.
+            Each is orthogonalised by itself.
+        iteration_dtype: in which matrices travel and are orthogonalised.
+        orthogonalize: what to do with ``[count, rows, columns]`` matrices, given also ``ns_coefficients``,
+            ``ns_steps`` and ``eps``. ``torch.compile(newton_schulz)`` compiles it.
+        batch_bytes: of whole matrices that a rank has at once, unless one matrix is larger.
+
+    Raises:
+        TypeError: something is no parameter.
+        ValueError: an argument is out of range, or a parameter cannot be put together, by name.
+
+    Matrices may be DTensors with any placements but partial ones: sharded by rows or columns, unevenly, over
+    a mesh with replicas (which share the work) or with tensor parallelism, in stacks of three dims (experts),
+    replicated, and plain tensors, which each rank steps by itself.
+
+    ``step`` is collective over the ranks that share matrices. It raises, on all of them, where some have a
+    gradient that others lack. On a device the host waits once a step, for what is queued there.
+
+    Costs, on W ranks: 1/W of the computation; at most 2 (W - 1) / W of the bytes of all matrices in
+    ``iteration_dtype`` on the wire, over all ranks together; in memory one number of state for each element
+    of a matrix, sharded, and during a step some six times ``batch_bytes`` and what the iteration needs.
+
+    The iteration is from Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024);
+    ``match_rms_adamw`` from Liu et al., "Muon is scalable for LLM training" (2025).
+
+    Example::
+
+        optimizer = Muon(model.named_parameters(), lr=0.02, adamw={"lr": 3e-4})
+        for batch in batches:
+            model(batch).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Coefficients = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        adamw: Mapping[str, Any] | None = None,
+        is_matrix: IsMatrix = is_hidden_matrix,
+        row_blocks: RowBlocks | None = None,
+        iteration_dtype: torch.dtype = torch.bfloat16,
+        orthogonalize: Orthogonalize = newton_schulz,
+        batch_bytes: int = BATCH_BYTES,
+    ) -> None:
+        if not isinstance(iteration_dtype, torch.dtype) or not iteration_dtype.is_floating_point:
+            raise ValueError(f"Muon: iteration_dtype is {iteration_dtype!r}; pass a floating dtype.")
+        self._is_matrix = is_matrix
+        self._row_blocks = row_blocks
+        self._iteration_dtype = iteration_dtype
+        self._orthogonalize = orthogonalize
+        self._batch_bytes = batch_bytes
+        self._adamw_defaults = _defaults_of_adamw(adamw)
+        self._adamw: FlatOptimizer | None = None
+        self._plan: MuonPlan | None = None
+        self._own_state: Any = defaultdict(dict)
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        _check_hyperparameters("Muon", defaults)
+        super().__init__(params, defaults)
+        self._plan = self._make_plan()  # what cannot be put together is refused now
+
+    # --- param groups -----------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group; without ``"algorithm"`` it becomes two, of matrices and of others."""
+        count = len(self.param_groups)
+        try:
+            for group in self._divided(dict(param_group)):
+                self._add(group)
+        except Exception:
+            del self.param_groups[count:]  # nothing is left half-added
+            raise
+        self._plan = None
+
+    def _divided(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+        given = group["params"]
+        params = [given] if isinstance(given, Tensor) else list(given)
+        algorithm = group.get("algorithm")
+        if algorithm is not None:
+            if algorithm not in (MUON, ADAMW):
+                raise ValueError(
+                    f"Muon: algorithm of a param group is {algorithm!r}; pass 'muon' or 'adamw'."
+                )
+            return [group | {"params": params}]
+        chosen = [bool(self._is_matrix(_name_in(each), _param_in(each))) for each in params]
+        halves = [
+            group | {"params": [each for each, is_chosen in zip(params, chosen, strict=True) if is_chosen]},
+            group
+            | {"params": [each for each, is_chosen in zip(params, chosen, strict=True) if not is_chosen]},
+        ]
+        if any(chosen) and not all(chosen) and (unclear := sorted({"lr", "eps"} & set(group))):
+            raise ValueError(
+                f"Muon: a param group sets {' and '.join(unclear)}, and has both matrices and other "
+                "parameters, for which these mean different things. Give matrices and others groups of their "
+                "own, or set them with lr= and adamw={'lr': ...}."
+            )
+        named = [
+            half | {"algorithm": algorithm}
+            for half, algorithm in zip(halves, (MUON, ADAMW), strict=True)
+            if half["params"]
+        ]
+        return named or [group | {"params": [], "algorithm": MUON}]
+
+    def _add(self, group: dict[str, Any]) -> None:
+        is_muon = group["algorithm"] == MUON
+        defaults = self.defaults if is_muon else self._adamw_defaults
+        _refuse_twice(group["params"], len(self.param_groups))  # where torch warns
+        super().add_param_group({**defaults, **group})
+        added = self.param_groups[-1]
+        for key in {*self.defaults, *self._adamw_defaults} - {*defaults}:
+            added.pop(key, None)  # of the other algorithm
+        _check_group(added, len(self.param_groups) - 1)
+        if not is_muon:
+            self._share_with_adamw()
+
+    def _share_with_adamw(self) -> None:
+        """Have AdamW step the param groups that are its, which stay those of this optimizer."""
+        groups = [group for group in self.param_groups if group["algorithm"] == ADAMW]
+        if self._adamw is None and groups:
+            options = {k: v for k, v in self._adamw_defaults.items() if k != "decoupled_weight_decay"}
+            self._adamw = FlatOptimizer(torch.optim.AdamW([dict(groups[0])], **options))
+        if self._adamw is not None:
+            self._adamw.param_groups = groups
+
+    # --- state ------------------------------------------------------------------------------------
+
+    @property  # type: ignore[override]
+    def state(self) -> Any:
+        """State by parameter, of matrices and of others."""
+        return _JointState(self._own_state, self._adamw)
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        others = _params_of(self._adamw)
+        self._own_state = defaultdict(dict, {k: v for k, v in state.items() if k not in others})
+        if self._adamw is not None:
+            self._adamw.state = defaultdict(dict, {k: v for k, v in state.items() if k in others})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled and copied: all but the plan."""
+        kept = {key: value for key, value in vars(self).items() if key.startswith("_") and key in _KEPT}
+        return kept | super().__getstate__() | {"state": dict(self.state)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Go on with another state: loaded, or unpickled."""
+        before = vars(self).get("param_groups", [])
+        others = dict(state)
+        given = others.pop("state", None)
+        vars(self).setdefault("_adamw", None)
+        super().__setstate__(others)
+        for index, group in enumerate(self.param_groups):
+            # A state of torch's Muon says nothing of the algorithm.
+            for key, value in (before[index] if index < len(before) else {}).items():
+                group.setdefault(key, value)
+        self._plan = None
+        self._share_with_adamw()
+        if given is not None:
+            self.state = given
+
+    # --- the step ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform a single optimization step. Collective over the ranks that share matrices.
+
+        Args:
+            closure: computes the loss anew, with gradients, and returns it.
+
+        Raises:
+            TypeError: a gradient is not placed as its parameter can be; by name. All ranks raise.
+            ValueError: ranks disagree on which parameters have gradients. All ranks raise, and nothing has
+                changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._plan is None or not self._plan.is_of(self._matrix_groups()):
+            self._plan = self._make_plan()
+        matrices = MatrixStep(self._plan, self._own_state, self._orthogonalize)
+        with relay_of_job().call("Muon.step", self._plan.whole.axes):
+            if self._adamw is not None:  # first: it refuses before it changes anything
+                optimizers.step_without_hooks(type(self._adamw))(self._adamw)
+            matrices.run()
+        return loss
+
+    def _make_plan(self) -> MuonPlan:
+        return MuonPlan(self._matrix_groups(), self._row_blocks, self._iteration_dtype, self._batch_bytes)
+
+    def _matrix_groups(self) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if group["algorithm"] == MUON]
+
+
+_KEPT = {"_is_matrix", "_row_blocks", "_iteration_dtype", "_orthogonalize", "_batch_bytes", "_adamw_defaults"}
+
+
+class _JointState(MutableMapping[Any, Any]):
+    """The state of matrices and that of AdamW, as one dict by parameter."""
+
+    def __init__(self, own: Any, adamw: FlatOptimizer | None) -> None:
+        self._own = own
+        self._adamw: Any = {} if adamw is None else adamw.state
+        self._others = _params_of(adamw)
+
+    def _of(self, param: Any) -> Any:
+        return self._adamw if param in self._others else self._own
+
+    def __getitem__(self, param: Any) -> Any:
+        return self._of(param)[param]
+
+    def __setitem__(self, param: Any, state: Any) -> None:
+        self._of(param)[param] = state
+
+    def __delitem__(self, param: Any) -> None:
+        del self._of(param)[param]
+
+    def __contains__(self, param: Any) -> bool:
+        return param in self._of(param)
+
+    def get(self, param: Any, default: Any = None) -> Any:
+        """As of any dict: without making an entry."""
+        return self._of(param).get(param, default)
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain(self._own, self._adamw)
+
+    def __len__(self) -> int:
+        return len(self._own) + len(self._adamw)
+
+
+def _params_of(optimizer: Optimizer | None) -> set[Tensor]:
+    groups = [] if optimizer is None else optimizer.param_groups
+    return set(chain.from_iterable(group["params"] for group in groups))
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def _param_in(given: Any) -> Tensor:
+    """The parameter, where its name may come with it."""
+    param = given[1] if isinstance(given, tuple) and len(given) == 2 else given
+    if not isinstance(param, Tensor):
+        raise TypeError(f"Muon: params contain a {type(param).__name__}, where a parameter is expected.")
+    return param
+
+
+def _name_in(given: Any) -> str:
+    return str(given[0]) if isinstance(given, tuple) else known_name(given)
+
+
+def _defaults_of_adamw(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """All hyperparameters of AdamW, which checks those that were given."""
+    try:
+        defaults: dict[str, Any] = torch.optim.AdamW([torch.zeros(1)], **(given or {})).defaults
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise type(error)(f"Muon: adamw is {given!r}, which torch.optim.AdamW refuses: {error}") from None
+    return dict(defaults)
+
+
+def _check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
+    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+        raise ValueError(f"{where}: lr is a tensor of {group['lr'].numel()} elements; pass one number.")
+    for name in ("lr", "momentum", "weight_decay"):
+        if not group[name] >= 0:
+            raise ValueError(f"{where}: {name} is {group[name]}; it must be at least 0.")
+    if group["adjust_lr_fn"] not in ADJUSTMENTS:
+        raise ValueError(
+            f"{where}: adjust_lr_fn is {group['adjust_lr_fn']!r}; pass one of "
+            f"{', '.join(map(repr, ADJUSTMENTS))}."
+        )
+    if len(group["ns_coefficients"]) != 3:
+        raise ValueError(f"{where}: ns_coefficients are {group['ns_coefficients']}; pass three numbers.")
+    if not 0 <= group["ns_steps"] < 100:
+        raise ValueError(f"{where}: ns_steps is {group['ns_steps']}; it must be from 0 to 99.")
+
+
+def _refuse_twice(given: list[Any], index: int) -> None:
+    params = list(map(_param_in, given))
+    seen: set[int] = set()
+    for place, param in enumerate(params):
+        if id(param) in seen:
+            name = _name_in(given[place]) or f"parameter {place} of group {index}"
+            raise ValueError(f"Muon: {name} stands twice in group {index}, and would be stepped twice.")
+        seen.add(id(param))
+
+
+def _check_group(group: dict[str, Any], index: int) -> None:
+    params = group["params"]
+    names = [name or f"parameter {i} of group {index}" for i, name in enumerate(names_in(group))]
+    if group["algorithm"] == MUON:
+        _check_hyperparameters(f"Muon: group {index}", group)
+        for param, name in zip(params, names, strict=True):
+            check_matrix(param, name)

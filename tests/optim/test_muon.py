@@ -1,0 +1,595 @@
+"""Muon on shards against torch's own on whole parameters in one process.
+
+torch's iteration is in bfloat16, whatever the parameters. Where a test needs more, the reference is written out
+here, in float64.
+"""
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from checkpointing import Run, assert_same, first_half, second_half
+from expecttest import assert_expected_inline
+from harness import World
+from meshed import device_mesh, refusal
+from models import random_batch
+from reference import full
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.flop_counter import FlopCounterMode
+
+import shardwise
+from shardwise import clip_grad_norm_, full_state_dict, fully_shard
+from shardwise.optim import GradScaler, Muon, is_hidden_matrix, newton_schulz
+from shardwise.state import load_full_optimizer_state_dict, rekey_optimizer_state_dict
+
+# --- the reference --------------------------------------------------------------------------------
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+def orthogonalized(matrix: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
+    """The iteration in the dtype of ``matrix``, as its source has it."""
+    a, b, c = COEFFICIENTS
+    x = matrix.T if len(matrix) > len(matrix.T) else matrix
+    x = x / max(float(x.norm()), eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if len(matrix) > len(matrix.T) else x
+
+
+class PlainMuon(torch.optim.Optimizer):
+    """Whole parameters, in float64. ``row_blocks`` as of ours; experts one by one."""
+
+    def __init__(self, params: Any, lr: float, row_blocks: Any = None) -> None:
+        self.row_blocks = row_blocks or (lambda name, param: None)
+        named = list(params)
+        matrices = [(n, p) for n, p in named if is_hidden_matrix(n, p) or p.dim() == 3]
+        chosen = {id(p) for _, p in matrices}
+        self.adamw = torch.optim.AdamW([(n, p) for n, p in named if id(p) not in chosen], lr=0.01)
+        super().__init__(matrices, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.adamw.step()
+        (group,) = self.param_groups
+        for name, param in zip(group["param_names"], group["params"], strict=True):
+            if param.grad is None:
+                continue
+            state = self.state[param]
+            buffer = state.setdefault("momentum_buffer", torch.zeros_like(param))
+            buffer.mul_(0.95).add_(param.grad, alpha=0.05)
+            update = 0.05 * param.grad + 0.95 * buffer
+            param.mul_(1 - group["lr"] * 0.1)
+            experts = zip(param, update, strict=True) if param.dim() == 3 else [(param, update)]
+            for whole, ahead in experts:
+                sizes = list(self.row_blocks(name, param) or [len(whole)])
+                for rows, some in zip(whole.split(sizes), ahead.split(sizes), strict=True):
+                    lr = group["lr"] * math.sqrt(max(1, len(rows) / len(rows.T)))
+                    rows.sub_(orthogonalized(some), alpha=lr)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.adamw.zero_grad()
+        super().zero_grad()
+
+
+def exact(model: nn.Module, **options: Any) -> Muon:
+    """Ours in float64."""
+    options = {"lr": 0.02, "adamw": {"lr": 0.01}, "iteration_dtype": torch.float64} | options
+    if not any(isinstance(param, DTensor) for param in model.parameters()):
+        options["is_matrix"] = lambda name, param: is_hidden_matrix(name, param) or param.dim() == 3
+    return Muon(model.named_parameters(), **options)
+
+
+# --- a model for it -------------------------------------------------------------------------------
+
+
+class FusedBlock(nn.Module):
+    """Fused queries, keys and values, experts stacked in three dims, and two matrices."""
+
+    def __init__(self, width: int = 6, experts: int = 3) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width + 1)
+        self.up, self.down = nn.Linear(width, 8), nn.Linear(8, width, bias=False)
+        self.experts = nn.Parameter(torch.randn(experts, width, width) / width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value, _ = self.qkv(self.norm(x)).split([6, 6, 6, 1], dim=-1)
+        x = x + torch.tanh(query * key) * value
+        x = x + sum(torch.tanh(x @ expert) for expert in self.experts)
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList([FusedBlock(), FusedBlock()])
+        self.head = nn.Linear(6, 11, bias=False)
+        self.blocks[1].down.weight.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def fused(name: str, param: Tensor) -> list[int] | None:
+    return [6, 6, 6, 1] if name.endswith("qkv.weight") else None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the model lies on ranks. Travels by pickle."""
+
+    ranks: int
+    kind: str = "rows"
+
+    def __str__(self) -> str:
+        return f"{self.kind}_{self.ranks}"
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        model = Model().double()
+        if self.kind == "plain":
+            return model
+        options: dict[str, Any] = {"mesh": device_mesh((self.ranks,), ("shard",))}
+        if self.kind == "columns":
+            options["shard_placement_fn"] = lambda p: Shard(p.dim() - 1)
+        elif self.kind == "expert_rows":
+            options["shard_placement_fn"] = lambda p: Shard(1) if p.dim() == 3 else None
+        elif self.kind == "hybrid":
+            options = {"mesh": device_mesh((2, self.ranks // 2), ("replicate", "shard"))}
+        elif self.kind == "offload":
+            options["offload_policy"] = shardwise.CPUOffloadPolicy()
+        elif self.kind == "replicated":
+            return shardwise.shard_model(model, strategy="ddp", **options)
+        elif self.kind == "tp":
+            whole = device_mesh((self.ranks // 2, 2), ("shard", "tp"))
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            for block in model.blocks:
+                parallelize_module(block, whole["tp"], plan)
+            options = {"mesh": whole["shard"]}
+        for block in model.blocks:
+            fully_shard(block, **options)
+        return fully_shard(model, **options)
+
+
+SPREADS = [
+    *(Spread(1), Spread(2), Spread(3), Spread(4)),
+    *(Spread(3, "columns"), Spread(4, "hybrid"), Spread(2, "offload"), Spread(2, "replicated")),
+    *(Spread(2, "plain"), Spread(3, "expert_rows"), Spread(4, "tp"), Spread(2, "tp")),
+]
+
+
+def loss_of(model: nn.Module, number: int) -> Tensor:
+    """On the same batch everywhere, so that averages over ranks are what one process has."""
+    tokens = torch.randint(11, (4, 5), generator=torch.Generator().manual_seed(number))
+    return model(tokens).square().mean()
+
+
+def train_steps(model: nn.Module, optimizer: Any, steps: range) -> dict[str, Any]:
+    for number in steps:
+        optimizer.zero_grad()
+        loss_of(model, number).backward()
+        optimizer.step()
+    return {name: full(param) for name, param in model.named_parameters()}
+
+
+def sharded_steps(spread: Spread, steps: int, **options: Any) -> dict[str, Any]:
+    model = spread.model()
+    return train_steps(model, exact(model, row_blocks=fused, **options), range(steps))
+
+
+def world_of(spread: Spread, request: pytest.FixtureRequest) -> World:
+    return request.getfixturevalue(f"world{spread.ranks}")
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("spread", SPREADS, ids=str)
+def test_twenty_steps_are_those_of_whole_matrices(spread: Spread, request: pytest.FixtureRequest) -> None:
+    model = Spread(1, "plain").model()
+    want = train_steps(model, PlainMuon(model.named_parameters(), 0.02, fused), range(20))
+    for got in world_of(spread, request).run(sharded_steps, spread, 20):
+        assert_same([got], want, 1e-10)
+
+
+# --- torch's own, in bfloat16 ---------------------------------------------------------------------
+
+
+class Matrices(nn.Module):
+    """Hidden matrices only, as torch's takes no others; no two of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Linear(n, m, bias=False) for n, m in ((6, 9), (9, 5), (5, 16), (16, 6))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+TORCHS = [
+    {},
+    {"nesterov": False, "weight_decay": 0.0, "momentum": 0.8},
+    {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3, "eps": 1e-3, "ns_coefficients": (3.0, -4.0, 2.0)},
+]
+
+
+def trained_as_in_torch(options: dict[str, Any], kind: Any, rounding: float = 0.0) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model: Any = Matrices()
+    if kind is Muon:
+        fully_shard(model)
+    optimizer = kind(model.parameters(), lr=0.02, **options)
+    for number in range(20):
+        optimizer.zero_grad()
+        model(random_batch(number, 12, 6, torch.float32)).square().mean().backward()
+        optimizer.step()
+    return {name: full(param) for name, param in model.named_parameters()}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+@pytest.mark.parametrize("options", TORCHS, ids=["defaults", "plain_momentum", "others"])
+def test_arguments_and_numbers_are_those_of_torch(world: World, options: dict[str, Any]) -> None:
+    want = trained_as_in_torch(options, torch.optim.Muon)
+    for got in world.run(trained_as_in_torch, options, Muon):
+        # One process has the same bits, but for how a norm is summed. Gradients of several ranks are averages,
+        # which round otherwise, and the iteration rounds to three digits.
+        assert_same([got], want, 1e-6 if world.size == 1 else 2e-2)
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (48, 16), (16, 48)])
+def test_the_iteration_is_torchs_to_the_bit(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.zeros(shape))
+    param.grad = torch.randn(shape)
+    optimizer = torch.optim.Muon([param], lr=1.0, weight_decay=0.0, adjust_lr_fn="original", momentum=0.0)
+    optimizer.step()
+    got = newton_schulz(param.grad.bfloat16()[None], COEFFICIENTS, 5, 1e-7)[0]
+    assert (
+        torch.equal(-param.detach() / math.sqrt(max(1, shape[0] / shape[1])), got.float())
+        or shape[0] > shape[1]
+    )
+    torch.testing.assert_close(-param.detach(), got.float() * math.sqrt(max(1, shape[0] / shape[1])))
+
+
+def test_the_iteration_compiles_to_one_graph() -> None:
+    matrices = torch.randn(3, 8, 12, dtype=torch.float64)
+    compiled = torch.compile(newton_schulz, backend="eager", fullgraph=True)
+    want = torch.stack([orthogonalized(matrix) for matrix in matrices])
+    torch.testing.assert_close(compiled(matrices, COEFFICIENTS, 5, 1e-7), want)
+
+
+# --- between worlds -------------------------------------------------------------------------------
+
+EXACT = {"lr": 0.02, "iteration_dtype": torch.float64, "adamw": {"lr": 0.05}}
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(2, 3), (4, 1)])
+def test_a_checkpoint_goes_on_in_another_world(
+    saving: int, loading: int, tmp_path: Any, request: pytest.FixtureRequest
+) -> None:
+    run = Run(optimizer=Muon, options=EXACT, path=str(tmp_path / "step-2"))
+    want = request.getfixturevalue(f"world{saving}").run(first_half, run)
+    assert any(name.endswith("momentum_buffer") for name in want[0])
+    assert any(name.endswith("exp_avg") for name in want[0])
+    assert_same(request.getfixturevalue(f"world{loading}").run(second_half, run), want[0], 1e-10)
+
+
+def through_full_state(spread: Spread, to: str) -> Any:
+    model = spread.model()
+    optimizer = exact(model, row_blocks=fused)
+    train_steps(model, optimizer, range(3))
+    weights, state = full_state_dict(model, optimizer, rank0_only=False)
+    state = rekey_optimizer_state_dict(state, model, optimizer, to)  # type: ignore[arg-type]
+    other = spread.model()
+    shardwise.load_full_state_dict(other, weights)
+    fresh = exact(other, row_blocks=fused)
+    load_full_optimizer_state_dict(other, fresh, state)
+    return train_steps(other, fresh, range(3, 6)), sorted({k for v in state["state"].values() for k in v})
+
+
+@pytest.mark.parametrize("to", ["name", "id"])
+def test_full_state_by_name_and_by_id(world3: World, to: str) -> None:
+    model = Spread(1, "plain").model()
+    want = train_steps(model, PlainMuon(model.named_parameters(), 0.02, fused), range(6))
+    for got, keys in world3.run(through_full_state, Spread(3), to):
+        assert keys == ["exp_avg", "exp_avg_sq", "momentum_buffer", "step"]
+        assert_same([got], want, 1e-10)
+
+
+def copied_and_loaded(spread: Spread) -> Any:
+    model = spread.model()
+    optimizer = exact(model, row_blocks=fused)
+    train_steps(model, optimizer, range(2))
+    model, optimizer = copy.deepcopy((model, optimizer))
+    train_steps(model, optimizer, range(2, 4))
+    fresh = exact(model, row_blocks=fused)
+    fresh.load_state_dict(optimizer.state_dict())
+    assert fresh.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+    return train_steps(model, fresh, range(4, 6))
+
+
+def test_copies_and_state_dicts_go_on(world2: World) -> None:
+    model = Spread(1, "plain").model()
+    want = train_steps(model, PlainMuon(model.named_parameters(), 0.02, fused), range(6))
+    assert_same(world2.run(copied_and_loaded, Spread(2)), want, 1e-10)
+
+
+def test_the_state_of_torchs_muon_is_taken_over() -> None:
+    model = Matrices()
+    theirs = torch.optim.Muon(model.parameters(), lr=0.05)
+    model(torch.randn(4, 6)).sum().backward()
+    theirs.step()
+    ours = Muon(model.parameters(), lr=0.01)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["lr"] == 0.05
+    for param in model.parameters():
+        assert torch.equal(ours.state[param]["momentum_buffer"], theirs.state[param]["momentum_buffer"])
+    ours.step()
+
+
+# --- what a training loop does --------------------------------------------------------------------
+
+
+def scheduled(spread: Spread) -> Any:
+    """With loss scaling, a step that overflows, clipping and a schedule."""
+    model = spread.model()
+    optimizer = exact(model, row_blocks=fused)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    for number in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(model, number) * (float("inf") if number == 1 else 1)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model, 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+    return {name: full(param) for name, param in model.named_parameters()}
+
+
+def scheduled_plainly() -> Any:
+    model = Spread(1, "plain").model()
+    optimizer = PlainMuon(model.named_parameters(), 0.02, fused)
+    for number in (0, 2, 3):
+        optimizer.zero_grad()
+        loss_of(model, number).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        for each, lr in ((optimizer, 0.02), (optimizer.adamw, 0.01)):
+            each.param_groups[0]["lr"] = lr * 0.5**number
+        optimizer.step()
+    return {name: full(param) for name, param in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_scaling_clipping_and_schedules(world2: World) -> None:
+    assert_same(world2.run(scheduled, Spread(2)), scheduled_plainly(), 1e-9)
+
+
+def with_missing_gradients(spread: Spread | None) -> Any:
+    model = (spread or Spread(1, "plain")).model()
+    params = dict(model.named_parameters())
+    optimizer: Any = exact(model, row_blocks=fused) if spread else PlainMuon(params.items(), 0.02, fused)
+    for number in range(4):
+        optimizer.zero_grad()
+        loss_of(model, number).backward()
+        for name in list(params)[number : 4 + number]:
+            params[name].grad = None
+        optimizer.step()
+    return {name: full(param) for name, param in params.items()}
+
+
+def test_a_matrix_without_gradient_is_left_out(world3: World) -> None:
+    assert_same(world3.run(with_missing_gradients, Spread(3)), with_missing_gradients(None), 1e-10)
+
+
+def missing_on_one_rank() -> Any:
+    model = Spread(2).model()
+    optimizer = exact(model, row_blocks=fused)
+    loss_of(model, 0).backward()
+    before = [full(param) for param in model.parameters()]
+    if torch.distributed.get_rank() == 1:
+        model.get_parameter("blocks.0.up.weight").grad = None
+    text = refusal(optimizer.step)
+    after = [full(param) for param in model.parameters()]
+    return text, all(map(torch.equal, before, after)), len(optimizer.state)
+
+
+def test_a_gradient_that_one_rank_lacks_is_refused_everywhere(world2: World) -> None:
+    for text, is_unchanged, count in world2.run(missing_on_one_rank):
+        assert text == (
+            "ValueError: Muon.step: ranks disagree on what to leave out: rank 0 has ['blocks.1.down.weight'], "
+            "rank 1 has ['blocks.0.up.weight', 'blocks.1.down.weight']. Pass the same on all ranks."
+        )
+        assert is_unchanged
+        assert not count
+
+
+# --- what it costs --------------------------------------------------------------------------------
+
+
+def counted_flops(is_ours: bool) -> int:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(32, 32 * (1 + i % 2), bias=False) for i in range(8)))
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    if is_ours:
+        mesh = device_mesh((torch.distributed.get_world_size(),), ("shard",))
+        for layer in model:
+            layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, (Shard(0),)))
+            layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer = (Muon if is_ours else torch.optim.Muon)(model.parameters(), lr=0.02)
+    with FlopCounterMode(display=False) as counter:
+        optimizer.step()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("world", [2, 4], indirect=True)
+def test_each_rank_does_its_share_of_the_computation(world: World) -> None:
+    ran = world.run(counted_flops, True)
+    assert sum(ran) == counted_flops(False)
+    assert max(ran) == sum(ran) // world.size
+
+
+# --- who steps what, and what is refused ----------------------------------------------------------
+
+
+def groups_of(spread: Spread) -> Any:
+    optimizer = exact(spread.model())
+    return [(group["algorithm"], group["param_names"]) for group in optimizer.param_groups]
+
+
+def test_hidden_matrices_and_experts_are_orthogonalised(world1: World) -> None:
+    ((muon, matrices), (adamw, others)) = world1.run(groups_of, Spread(1))[0]
+    assert (muon, adamw) == ("muon", "adamw")
+    assert matrices == [
+        f"blocks.{i}.{name}"
+        for i in range(2)
+        for name in ("experts", "qkv.weight", "up.weight", "down.weight")
+    ]
+    assert "embed.weight" in others
+    assert "head.weight" in others
+
+
+def renamed_rules() -> list[bool]:
+    """By module where ``fully_shard`` knows it, and no name tells."""
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Conv1d(4, 4, 3))
+    fully_shard(model)
+    return [is_hidden_matrix("", param) for param in model.parameters() if param.dim() > 1]
+
+
+def test_embeddings_and_convolutions_are_known_by_their_modules(world1: World) -> None:
+    assert world1.run(renamed_rules) == [[False, True, False]]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "want"),
+    [
+        ("layers.0.mlp.up.weight", (4, 4), True),
+        ("bert.layer.0.attention.output.dense.weight", (4, 4), True),
+        ("output.weight", (4, 4), False),
+        ("lm_head.weight", (4, 4), False),
+        ("span_head.weight", (4, 4), False),
+        ("model.embed_tokens.weight", (4, 4), False),
+        ("transformer.wte.weight", (4, 4), False),
+        ("up.weight", (1, 4), False),
+        ("up.weight", (4,), False),
+        ("conv.weight", (4, 4, 3), False),
+        ("", (4, 4), True),
+    ],
+)
+def test_what_is_a_hidden_matrix(name: str, shape: tuple[int, ...], want: bool) -> None:
+    assert is_hidden_matrix(name, torch.zeros(shape)) is want
+
+
+def test_groups_override_the_rule_and_have_numbers_of_their_own() -> None:
+    params = [nn.Parameter(torch.randn(4, 4)) for _ in range(4)] + [nn.Parameter(torch.randn(4))]
+    groups = [
+        {"params": params[:1], "algorithm": "adamw", "lr": 0.5, "betas": (0.8, 0.9)},
+        {"params": params[1:2], "lr": 0.25, "nesterov": False},
+        {"params": params[2:], "weight_decay": 0.0},
+    ]
+    optimizer = Muon(groups, lr=0.125, adamw={"lr": 0.0625, "eps": 1e-3})
+    assert_expected_inline(
+        "\n".join(
+            " ".join(f"{key}={value}" for key, value in group.items() if key in KEYS)
+            for group in optimizer.param_groups
+        ),
+        """\
+lr=0.5 betas=(0.8, 0.9) eps=0.001 weight_decay=0.01 algorithm=adamw
+lr=0.25 weight_decay=0.1 momentum=0.95 nesterov=False eps=1e-07 algorithm=muon
+lr=0.125 weight_decay=0.0 momentum=0.95 nesterov=True eps=1e-07 algorithm=muon
+lr=0.0625 betas=(0.9, 0.999) eps=0.001 weight_decay=0.0 algorithm=adamw""",
+    )
+
+
+KEYS = ("algorithm", "lr", "weight_decay", "momentum", "nesterov", "betas", "eps")
+
+
+def test_bad_arguments_are_refused() -> None:
+    matrix, vector = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4))
+    calls: list[Any] = [
+        lambda: Muon([matrix], lr=-1.0),
+        lambda: Muon([matrix], momentum=-1.0),
+        lambda: Muon([matrix], adjust_lr_fn="other"),
+        lambda: Muon([matrix], ns_steps=100),
+        lambda: Muon([matrix], ns_coefficients=(1.0, 2.0)),  # type: ignore[arg-type]
+        lambda: Muon([matrix], iteration_dtype=torch.int8),
+        lambda: Muon([matrix], adamw={"lr": -1.0}),
+        lambda: Muon([matrix], adamw={"momentum": 0.9}),
+        lambda: Muon(["matrix"]),
+        lambda: Muon([{"params": [matrix], "algorithm": "sgd"}]),
+        lambda: Muon([{"params": [matrix, vector], "lr": 0.1}]),
+        lambda: Muon([{"params": [("bias", vector)], "algorithm": "muon"}]),
+        lambda: Muon([matrix, matrix]),
+        lambda: Muon([("up", matrix)], row_blocks=lambda name, param: [2, 3]),
+        lambda: Muon(
+            [("up", nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64)))], is_matrix=lambda *_: True
+        ),
+    ]
+    assert_expected_inline(
+        "\n".join(map(refusal, calls)),
+        """\
+ValueError: Muon: lr is -1.0; it must be at least 0.
+ValueError: Muon: momentum is -1.0; it must be at least 0.
+ValueError: Muon: adjust_lr_fn is 'other'; pass one of None, 'original', 'match_rms_adamw', 'spectral_unclamped'.
+ValueError: Muon: ns_steps is 100; it must be from 0 to 99.
+ValueError: Muon: ns_coefficients are (1.0, 2.0); pass three numbers.
+ValueError: Muon: iteration_dtype is torch.int8; pass a floating dtype.
+ValueError: Muon: adamw is {'lr': -1.0}, which torch.optim.AdamW refuses: Invalid learning rate: -1.0
+TypeError: Muon: adamw is {'momentum': 0.9}, which torch.optim.AdamW refuses: AdamW.__init__() got an unexpected keyword argument 'momentum'
+TypeError: Muon: params contain a str, where a parameter is expected.
+ValueError: Muon: algorithm of a param group is 'sgd'; pass 'muon' or 'adamw'.
+ValueError: Muon: a param group sets lr, and has both matrices and other parameters, for which these mean different things. Give matrices and others groups of their own, or set them with lr= and adamw={'lr': ...}.
+ValueError: bias has shape (4,): it is neither a matrix, of 2 dims, nor a stack of matrices, of 3. Leave it out, or view it as a matrix.
+ValueError: Muon: parameter 1 of group 0 stands twice in group 0, and would be stepped twice.
+ValueError: up: its row blocks are (2, 3), where positive numbers that add up to its 4 rows (shape (4, 4)) are expected.
+ValueError: up has dtype torch.complex64; only matrices of floating numbers are supported.""",
+    )
+
+
+def bad_parameters_and_gradients() -> list[str]:
+    mesh = device_mesh((2,), ("shard",))
+    partial = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, (Partial(),)))
+    found = [refusal(Muon, [("up", partial)])]
+    good = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, (Shard(0),)))
+    optimizer = Muon([("up", good)])
+    good.grad = torch.ones_like(good)
+    optimizer.step()
+    optimizer.state[good]["momentum_buffer"] = torch.ones(4, 4)
+    found.append(refusal(optimizer.step))
+    return found
+
+
+def test_what_cannot_be_put_together_is_refused_by_name(world2: World) -> None:
+    first, second = world2.run(bad_parameters_and_gradients)
+    assert first == second
+    assert_expected_inline(
+        "\n".join(first),
+        """\
+ValueError: up: a DTensor with placement P(sum) holds parts of a sum, which have no place in the full tensor. Redistribute it to Shard(...) or Replicate() first.
+TypeError: up: 'momentum_buffer' in the state is a Tensor of shape (4, 4), where a DTensor of the parameter's shape, (4, 4), is expected. Load full states with shardwise.state.load_full_optimizer_state_dict.""",
+    )
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    matrix = nn.Parameter(torch.ones(4, 4))
+    optimizer = Muon([("up", matrix)])
+    matrix.grad = torch.ones(4, 4).to_sparse()
+    assert refusal(optimizer.step) == (
+        "TypeError: up: .grad is sparse, and Muon needs whole matrices. Use a dense gradient."
+    )
