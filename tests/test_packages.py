@@ -35,6 +35,7 @@ ARROWS = {
     "doctor": ["ranks"],
     "commands": ["strategies", "checkpoint", "observe", "doctor"],
     "__main__": ["commands"],
+    "tracing": ["observe"],
 }
 
 

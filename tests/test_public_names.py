@@ -48,11 +48,13 @@ latest_checkpoint
 load_checkpoint
 load_full_state_dict
 materialize
+merge_traces
 no_sync
 register_fsdp_forward_method
 save_checkpoint
 shard_model
 share_comm_ctx
+trace
 unsharded""",
     )
 

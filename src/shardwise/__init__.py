@@ -30,6 +30,8 @@ from shardwise.policies import (
 from shardwise.setup.forward_methods import register_fsdp_forward_method, share_comm_ctx
 from shardwise.state import full_state_dict, inference, load_full_state_dict, no_sync, unsharded
 from shardwise.strategies import explain, shard_model
+from shardwise.tracing.files.merging import merge_traces
+from shardwise.tracing.trace import trace
 
 __version__ = "0.1.0"
 
@@ -53,10 +55,12 @@ __all__ = [
     "load_checkpoint",
     "load_full_state_dict",
     "materialize",
+    "merge_traces",
     "no_sync",
     "register_fsdp_forward_method",
     "save_checkpoint",
     "shard_model",
     "share_comm_ctx",
+    "trace",
     "unsharded",
 ]

@@ -18,7 +18,7 @@ before the first forward.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -91,6 +91,10 @@ def _as_values() -> Iterator[None]:
     """Inside, tensors may be saved for backward, and the unsharded parameter may be written to."""
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def _at_once(call: Callable[..., Finish], *args: Any) -> Finish:
+    return call(*args)
 
 
 class _ExtensionBuffer:
@@ -292,7 +296,7 @@ class _UnshardedExtension(UnshardedBucket):
         self.buffer.allocate()
         with _as_values():
             inputs, metadata = self._inputs(stream)
-            wait = self._start(inputs, self._outputs)
+            wait = self._start(inputs, self._outputs, stream.issue)
 
         def finish() -> None:
             with _as_values():
@@ -323,7 +327,9 @@ class _UnshardedExtension(UnshardedBucket):
         dist.all_gather_object(found, own, group=axis.pg)
         return found
 
-    def _start(self, inputs: list[Tensor], outputs: list[Tensor]) -> Finish:
+    def _start(
+        self, inputs: list[Tensor], outputs: list[Tensor], issue: Callable[..., Finish] = _at_once
+    ) -> Finish:
         """All-gather each input into its output, padded in transit if ranks have different sizes."""
         if self._bucket.mesh.shard_axis.is_alone:
             for output, source in zip(outputs, inputs, strict=True):
@@ -348,7 +354,8 @@ class _UnshardedExtension(UnshardedBucket):
         some = [i for i, send in enumerate(sends) if send.numel()]
         # One after the other: messages are told apart by their place in a shard buffer (see
         # comm/gloo.py), which these do not have.
-        waits = [self._bucket.communication.all_gather.all_gather([receives[i]], [sends[i]]) for i in some]
+        comm = self._bucket.communication.all_gather
+        waits = [issue(comm.all_gather, [receives[i]], [sends[i]]) for i in some]
 
         def finish() -> None:
             for wait in waits:

@@ -32,10 +32,10 @@ class AllGather:
     def start(self, stream: CommStream, inputs: Sequence[Tensor]) -> Finish:
         """Fill the unsharded buffer from ``inputs``, which ``cut`` makes; returns the function that waits."""
         if not self._layout.packed_bytes:
-            return self._comm.all_gather(self._outputs, inputs)
+            return stream.issue(self._comm.all_gather, self._outputs, inputs)
         pool: BufferPool = self._comm.pool or stream
         scratch, staging = self._acquire_staging(pool)
-        wait = self._comm.all_gather([*self._outputs, staging.flat], inputs)
+        wait = stream.issue(self._comm.all_gather, [*self._outputs, staging.flat], inputs)
         return partial(self._end, wait, staging, pool, scratch)
 
     def _acquire_staging(self, pool: BufferPool) -> "tuple[Scratch, Staging]":
@@ -131,4 +131,5 @@ class InPlaceAllGather(AllGather):
         scratch, staging = self._acquire_staging(pool)
         own = staging.rows[self._rank]
         fill(own)
-        return partial(self._end, self._comm.all_gather([staging.flat], [own]), staging, pool, scratch)
+        wait = stream.issue(self._comm.all_gather, [staging.flat], [own])
+        return partial(self._end, wait, staging, pool, scratch)

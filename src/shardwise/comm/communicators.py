@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.gloo import GlooExchange
-from shardwise.comm.streams import Finish, Scratch, nothing, waiting_for
+from shardwise.comm.streams import Finish, Scratch, WaitThen, nothing, waiting_for
 from shardwise.torch_compat import c10d, foreach
 
 
@@ -204,14 +205,7 @@ class BackendCollectives:
             for output, source in zip(outputs, inputs, strict=True)
         ]
         wait = waiting_for(works)
-        if after == 1:
-            return wait
-
-        def finish() -> None:
-            wait()
-            foreach.div_(list(outputs), after)
-
-        return finish
+        return wait if after == 1 else WaitThen(wait, partial(foreach.div_, list(outputs), after))
 
     def _division(self, dtype: torch.dtype, divisor: float) -> tuple[Any, float, float]:
         """How to divide a sum: the operation of the back end, and what is left before and after it.

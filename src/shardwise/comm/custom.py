@@ -7,6 +7,7 @@ price of a copy.
 
 import math
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.communicators import BackendCollectives, divided_before
-from shardwise.comm.streams import Finish, Scratch, current_stream, has_streams, waiting_for
+from shardwise.comm.streams import Finish, Scratch, WaitThen, current_stream, has_streams, waiting_for
 from shardwise.torch_compat import c10d, foreach
 
 
@@ -86,13 +87,9 @@ class CustomReduceScatter(_Custom):
             for output, source in zip(outputs, inputs, strict=True)
         ]
         wait = waiting_for(works)
-
-        def finish() -> None:
-            wait()
-            if outputs and divisor != before:
-                foreach.div_(list(outputs), divisor / before)
-
-        return finish
+        if not outputs or divisor == before:
+            return wait
+        return WaitThen(wait, partial(foreach.div_, list(outputs), divisor / before))
 
 
 class ProcessGroupPool:

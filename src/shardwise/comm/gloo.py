@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.streams import Finish
+from shardwise.comm.streams import Finish, WaitThen
 from shardwise.layout.slots import ALIGNMENT
 from shardwise.torch_compat import c10d
 
@@ -61,7 +61,7 @@ class GlooExchange:
             works += self._exchange([(pieces[rank], source) for rank in self._others], source, 0)
             own.append((pieces[self._rank], source))
         self._copy_own(own)
-        return partial(self._wait_for, works)
+        return WaitThen(partial(self._wait_for, works))
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
         """Each rank sends every other one its piece, and sums what it receives."""
@@ -74,12 +74,11 @@ class GlooExchange:
             works += self._exchange(pairs, output, 1)
             received.append(buffer)
 
-        def finish() -> None:
-            self._wait_for(works)
+        def add() -> None:
             for output, source, buffer in zip(outputs, inputs, received, strict=True):
                 self._sum(output, source.view(self._world, -1), buffer, divisor)
 
-        return finish
+        return WaitThen(partial(self._wait_for, works), add)
 
     def _copy_own(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Copy this rank's own piece of an all-gather into place, as every back end has to."""

@@ -315,7 +315,7 @@ class Int8AllGather(AllGather):
         ]
         message = torch.cat(messages)
         received = message.new_empty(self._world * self._message_bytes)
-        wait = self._comm.all_gather([received], [message])
+        wait = stream.issue(self._comm.all_gather, [received], [message])
         return partial(self._finish, wait, received, stream)
 
     def _finish(self, wait: Finish, received: Tensor, stream: CommStream) -> None:

@@ -122,7 +122,7 @@ class ReduceScatter:
                 borrowed.append(scratch)
                 inputs.append(flat)
                 outputs.append(typed_range(output, segment.start, segment.end, segment.dtype))
-        wait = self._comm.reduce_scatter(outputs, inputs, divisor)
+        wait = stream.issue(self._comm.reduce_scatter, outputs, inputs, divisor)
 
         def finish() -> None:
             wait()

@@ -219,7 +219,8 @@ class Reduction:
                 part.add_(earlier)
         wait: Finish | None = None
         if replicas.all_reduce is not None:
-            wait = replicas.all_reduce(parts, not self._streams.are_device_streams)
+            streams = self._streams
+            wait = streams.all_reduce.issue(replicas.all_reduce, parts, not streams.are_device_streams)
 
         def finish() -> None:
             if wait is not None:

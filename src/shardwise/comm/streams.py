@@ -32,18 +32,35 @@ def nothing() -> None:
     """The ``finish`` of work that is over already."""
 
 
+class WaitThen:
+    """A ``finish`` in two steps: ``wait`` for other ranks, then do what is left.
+
+    Any one thread may wait; what is left belongs to the thread that calls.
+    """
+
+    __slots__ = ("then", "wait")
+
+    def __init__(self, wait: Finish, then: Finish = nothing) -> None:
+        self.wait = wait
+        self.then = then
+
+    def __call__(self) -> None:
+        """Both."""
+        self.wait()
+        self.then()
+
+
 def waiting_for(works: Sequence[Any]) -> Finish:
     """The ``finish`` of ``works``, handles of a process group or None."""
+    under_way = [work for work in works if work is not None]
+    if len(under_way) < 2:
+        return WaitThen(under_way[0].wait) if under_way else nothing
 
-    if len(works) == 1:
-        return nothing if works[0] is None else works[0].wait
+    def wait() -> None:
+        for work in under_way:
+            work.wait()
 
-    def finish() -> None:
-        for work in works:
-            if work is not None:
-                work.wait()
-
-    return finish
+    return WaitThen(wait)
 
 
 class CommWork:
@@ -129,6 +146,10 @@ class HostStream:
     def submit(self, start: StartWork, users: Sequence[Any] = ()) -> CommWork:
         """Issue the work now; its ``wait`` finishes it."""
         return CommWork(start())
+
+    def issue(self, call: Callable[..., Finish], *args: Any) -> Finish:
+        """``call(*args)``, which issues a collective of the work that is being submitted."""
+        return call(*args)
 
     def wait_for(self, other: "CommStream", work: CommWork) -> None:
         """Have work submitted from now on begin after ``work``: on the host, wait for it."""
@@ -234,6 +255,10 @@ class DeviceStream:
             if user != current:
                 user.wait_event(done)
 
+    def issue(self, call: Callable[..., Finish], *args: Any) -> Finish:
+        """``call(*args)``, which issues a collective of the work that is being submitted."""
+        return call(*args)
+
     def copy_in(self, copy: Callable[[], _V]) -> _V:
         """The result of ``copy``, which reads memory of the host, for the work that is being submitted.
 
@@ -319,6 +344,14 @@ def is_of_device(thing: Any, kind: str, device: torch.device) -> bool:
 def current_stream(device: torch.device) -> Any:
     """The computing stream: the caller's current one."""
     return _own(device, "current_stream", torch.accelerator)(device)
+
+
+def timed_event(device: torch.device) -> Any:
+    """An event that knows when the device came to it, recorded on the computing stream of ``device``."""
+    own = _own(device, "Event", torch)
+    event = own(device=device, enable_timing=True) if own is torch.Event else own(enable_timing=True)
+    event.record(current_stream(device))
+    return event
 
 
 def _own(device: torch.device, name: str, generic: Any) -> Any:

@@ -7,7 +7,7 @@ from shardwise.groups.group import ParameterGroup
 
 if TYPE_CHECKING:
     from shardwise.engine.backward import Session
-    from shardwise.engine.calls import Outcome
+    from shardwise.engine.calls import Call, Outcome
     from shardwise.engine.root import Root
 
 
@@ -49,6 +49,9 @@ class Feature:
 
     def unsharding(self, group: ParameterGroup) -> None:
         """``group`` is about to be unsharded, unless it is already."""
+
+    def call_ended(self, call: "Call") -> None:
+        """The module of ``call`` has run, or has failed to; in a recomputation too."""
 
     def instead_of_reshard(self, group: ParameterGroup, outcome: "Outcome") -> bool:
         """``group`` is to be resharded after its forward. True: this feature has kept some or all of it."""
@@ -113,6 +116,7 @@ class Features:
     forward_begins: list[Callable[[], None]]
     forward_ended: list[Callable[[Any], None]]
     unsharding: list[Callable[[ParameterGroup], None]]
+    call_ended: list[Callable[[Any], None]]
     instead_of_reshard: list[Callable[[ParameterGroup, Any], bool]]
     backward_begins: list[Callable[[], None]]
     node_reached: list[Callable[[Any], None]]

@@ -19,6 +19,11 @@ class Order:
         self._cursor = 0
         self._is_followed = False
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether a pass before has shown what comes next."""
+        return bool(self._planned)
+
     def plan(self, sequence: list[ParameterGroup]) -> None:
         """Expect ``sequence`` next."""
         self._planned = sequence

@@ -130,6 +130,8 @@ class Root:
     def exit_forward(self, call: Call, outcome: Outcome) -> None:
         """The module of ``call`` has run."""
         self.calls.close(call)
+        for ended in self.features.call_ended:
+            ended(call)
         if autograd.is_in_backward():
             session = self.find_or_begin_session()
             self.running_backward.exit_recomputation(session, call.group)

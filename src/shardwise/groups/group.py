@@ -28,6 +28,7 @@ from shardwise.groups.settings import Settings
 from shardwise.groups.shards import Shards
 from shardwise.groups.side_tensors import SideTensors
 from shardwise.groups.states import SUMMONED
+from shardwise.groups.traced_work import TracedWork
 from shardwise.groups.unsharded import Unsharded
 from shardwise.groups.waits import Waits
 from shardwise.layout.fqns import clean
@@ -105,6 +106,7 @@ class ParameterGroup:
         self.added = ModuleWatch(managed_modules)
         self.side_tensors = SideTensors(managed_modules)
         self.observer: Observer | None = None
+        self.traced: TracedWork | None = None  # what the last trace saw
         self.listener = Listener()
         self.streams: CommStreams
         self.waits = Waits(name)

@@ -171,10 +171,7 @@ def memory_snapshot(model: nn.Module) -> MemorySnapshot:
 def _snapshot_of(member: Member) -> GroupSnapshot:
     group, storages = member.group, _Storages()
     state, reason = group.unsharded.state, member.root.memory.reason(group)
-    buffers = [bucket.allocated_bytes() for bucket in group.unsharded.buckets]
-    here, kept = sum(whole for whole, _ in buffers), 0
-    if state is not UNSHARDED and state is not UNSHARDING:
-        here, kept = 0, here
+    here, kept = bytes_of_unsharded(group)
     summoned = _summoned_params(group)
     return GroupSnapshot(
         name=group.name,
@@ -183,11 +180,35 @@ def _snapshot_of(member: Member) -> GroupSnapshot:
         reason="the caller is in unsharded()" if state is SUMMONED else reason and reason.value,
         gradient_state=group.gradients.state.value,
         shard_bytes=storages.add(_shards(group)),
-        unsharded_bytes=here + sum(part for _, part in buffers) + storages.add(summoned),
+        unsharded_bytes=here + storages.add(summoned),
         full_gradient_bytes=storages.add(_full_gradients(group, summoned)),
         reduced_gradient_bytes=storages.add(_reduced_gradients(group)),
         kept_storage_bytes=kept,
     )
+
+
+def bytes_of_shards(group: ParameterGroup) -> int:
+    """This rank's shards, as in a snapshot."""
+    with tensor_impl.plain_access():
+        return _Storages().add(_shards(group))
+
+
+def bytes_of_unsharded(group: ParameterGroup) -> tuple[int, int]:
+    """Unsharded parameters that the group has made, and memory that is kept for them; in a moment."""
+    state = group.unsharded.state
+    buffers = [bucket.allocated_bytes() for bucket in group.unsharded.buckets]
+    here, kept = sum(whole for whole, _ in buffers), 0
+    if state is not UNSHARDED and state is not UNSHARDING:
+        here, kept = 0, here
+    return here + sum(part for _, part in buffers), kept
+
+
+def bytes_of_gradients(group: ParameterGroup) -> tuple[int, int]:
+    """Full gradients, and this rank's reduced ones, as in a snapshot."""
+    storages = _Storages()
+    with tensor_impl.plain_access():
+        full = storages.add(_full_gradients(group, _summoned_params(group)))
+        return full, storages.add(_reduced_gradients(group))
 
 
 # --- what there is --------------------------------------------------------------------------------

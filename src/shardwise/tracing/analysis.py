@@ -1,0 +1,222 @@
+"""What a recording shows: for each group what it sent and what the computation waited for, and advice.
+
+A transfer is covered while a module computes. The computation stands still where it waits, so what of a
+transfer is not covered is what is waited for:
+
+    computation   [ blocks.1 ][ wait ][ blocks.2 ]
+    all-gather    [      AG blocks.2  ]                 of which the wait is not covered
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from shardwise.groups.traced_work import TracedWork, Traffic
+from shardwise.layout.text_tables import aligned
+from shardwise.tracing.records import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    COMPUTATION,
+    COPIES,
+    FORWARD,
+    OPTIMIZER,
+    REDUCE_SCATTER,
+    TRANSFERS,
+    Recording,
+    Span,
+)
+
+_SHARE_WORTH_A_WORD = 0.01
+"""Waits that take less of the traced time get no advice."""
+
+
+def work_of_groups(recording: Recording) -> list[TracedWork]:
+    """What each group did, in the order of the model."""
+    return [
+        TracedWork(
+            group.name,
+            group.unshards,
+            group.reductions,
+            _traffic(recording, group.name, (ALL_GATHER,)),
+            _traffic(recording, group.name, (REDUCE_SCATTER, ALL_REDUCE)),
+            sum(span.ns for span in recording.of_row(COMPUTATION) if span.name == group.name),
+        )
+        for group in recording.groups
+    ]
+
+
+def _traffic(recording: Recording, name: str, rows: Sequence[str]) -> Traffic:
+    sent = [s for s in recording.spans if s.name == name and s.row in rows]
+    waits = [s for s in recording.waits() if s.name == name and s.awaits in rows]
+    return Traffic(sum(s.num_bytes for s in sent), sum(s.ns for s in sent), sum(s.ns for s in waits))
+
+
+# --- in words -------------------------------------------------------------------------------------
+
+
+HEAD = ("group", "unsharded", "reduced", "MB sent", "ms transfers", "ms waited", "uncovered", "ms computed")
+"""Of the columns of ``cells``."""
+
+
+def cells(recording: Recording) -> list[list[str]]:
+    """A table of the groups, without its head; the last row has the totals."""
+    works = work_of_groups(recording)
+    total = TracedWork(
+        "total",
+        sum(work.unshards for work in works),
+        sum(work.reductions for work in works),
+        _sum(work.all_gather for work in works),
+        _sum(work.reduction for work in works),
+        sum(work.computed_ns for work in works),
+    )
+    return [_cells(work) for work in (*works, total)]
+
+
+def summary(recording: Recording) -> str:
+    """What took the time, a table of the groups, and advice."""
+    header, *lines, last = aligned([HEAD, *cells(recording)], right=range(1, len(HEAD)))
+    rule = "-" * max(map(len, [header, *lines, last]))
+    return "\n".join([title(recording), header, rule, *lines, rule, last, *advice(recording)])
+
+
+def title(recording: Recording) -> str:
+    """Which rank, how long, and what took the time."""
+    parts = [f"rank {recording.rank} ({recording.device}): {ms(recording.end_ns)}"]
+    parts.append(f"computation {ms(_length(recording.of_row(COMPUTATION)))}")
+    parts.append(f"waits {ms(_length(recording.waits()))}")
+    for row in (*TRANSFERS, COPIES, OPTIMIZER):
+        if spans := recording.of_row(row):
+            parts.append(f"{row} {ms(_length(spans))}")
+    return ", ".join(parts)
+
+
+def ms(ns: float) -> str:
+    """Nanoseconds as text, in ms."""
+    return f"{ns / 1e6:,.1f} ms"
+
+
+def _cells(work: TracedWork) -> list[str]:
+    both = work.both
+    megabytes = both.num_bytes / 1e6
+    return [
+        work.name,
+        str(work.unshards),
+        str(work.reductions),
+        f"{megabytes:,.1f}" if megabytes >= 1 else f"{megabytes:.4f}",
+        f"{both.ns / 1e6:,.1f}",
+        f"{both.waited_ns / 1e6:,.1f}",
+        f"{both.uncovered:.0%}",
+        f"{work.computed_ns / 1e6:,.1f}",
+    ]
+
+
+def _sum(parts: Iterable[Traffic]) -> Traffic:
+    every = list(parts)
+    return Traffic(
+        sum(part.num_bytes for part in every),
+        sum(part.ns for part in every),
+        sum(part.waited_ns for part in every),
+    )
+
+
+# --- advice ---------------------------------------------------------------------------------------
+
+
+def advice(recording: Recording) -> list[str]:
+    """Sentences on what would shorten the step, where the recording leaves no doubt."""
+    if not recording.of_row(COMPUTATION):
+        return [
+            "No module was seen to compute: a model that is compiled as a whole runs as one graph, which "
+            "tells nothing."
+        ]
+    found = []
+    waits = [s for s in recording.waits() if s.awaits == ALL_GATHER and s.phase == FORWARD]
+    if waits and not recording.knew_order:
+        found.append(
+            "The first forward of a model records the order of its blocks and unshards nothing ahead: trace "
+            "a later step to see what usually waits."
+        )
+    else:
+        found += _advice_on_prefetch(recording)
+    return found
+
+
+@dataclass(frozen=True)
+class _Coverable:
+    """Waits of one group in one phase that one more group of prefetch would cover."""
+
+    name: str
+    phase: str
+    prefetch: int
+    ns: float
+    more_bytes: int
+
+
+def _advice_on_prefetch(recording: Recording) -> list[str]:
+    found: dict[tuple[str, int], list[_Coverable]] = {}
+    for group in recording.groups:
+        if group.prefetch is None:
+            continue
+        for phase in dict.fromkeys(s.phase for s in recording.of_row(ALL_GATHER) if s.phase):
+            waits = [
+                s
+                for s in recording.waits()
+                if (s.name, s.phase, s.awaits) == (group.name, phase, ALL_GATHER)
+                and s.ns > _SHARE_WORTH_A_WORD * recording.end_ns
+            ]
+            if waits and all(_is_coverable(recording, wait) for wait in waits):
+                mean = sum(wait.ns for wait in waits) / len(waits)
+                one = _Coverable(group.name, phase, group.prefetch + 1, mean, group.unsharded_bytes)
+                found.setdefault((phase, one.prefetch), []).append(one)
+    return [_sentence(some) for some in found.values()]
+
+
+def _is_coverable(recording: Recording, wait: Span) -> bool:
+    """Whether the wait would be none if its all-gather had been issued together with the one before it.
+
+    That is what one more group of prefetch does. It is certain if nothing travelled in between for as long as
+    was waited: the transfer would have had that time.
+    """
+    issued = [
+        s for s in recording.of_row(ALL_GATHER) if s.phase == wait.phase and s.start_ns <= wait.start_ns
+    ]
+    own = next((s for s in reversed(issued) if s.name == wait.name), None)
+    if own is None:
+        return False
+    earlier = [s for s in issued if s.start_ns < own.start_ns and s.name != wait.name]
+    if not earlier or any(_is_of_other_pass(s, own, recording) for s in earlier[-1:]):
+        return False
+    begin, end = earlier[-1].start_ns, own.start_ns
+    others = [s for s in recording.spans if s.row in TRANSFERS and s is not own]
+    return end - begin - _length(others, begin, end) >= wait.ns
+
+
+def _is_of_other_pass(one: Span, two: Span, recording: Recording) -> bool:
+    """Whether another phase, or the step of an optimizer, lies between the two."""
+    between = [s for s in recording.spans if one.start_ns < s.start_ns < two.start_ns]
+    return any(s.row == OPTIMIZER or (s.row == COMPUTATION and _other(s.phase, two.phase)) for s in between)
+
+
+def _other(one: str, two: str) -> bool:
+    return (one == FORWARD) != (two == FORWARD)
+
+
+def _sentence(some: Sequence[_Coverable]) -> str:
+    longest, first = max(one.ns for one in some), some[0]
+    more = f"({max(one.more_bytes for one in some) / 1e6:,.1f} MB more in memory)"
+    would = f"where no rank is late, prefetch={first.prefetch} would cover it {more}."
+    if len(some) == 1:
+        return f"{first.name} waits {ms(first.ns)} for its all-gather in {first.phase}: {would}"
+    names = ", ".join(one.name for one in some[:2]) if len(some) > 2 else first.name
+    rest = f"{len(some) - 2} more" if len(some) > 2 else some[1].name
+    return f"{names} and {rest} wait up to {ms(longest)} for their all-gathers in {first.phase}: {would}"
+
+
+def _length(spans: Iterable[Span], begin: int = 0, end: int | None = None) -> int:
+    """How much of the time from ``begin`` to ``end`` the spans cover together."""
+    total, reached = 0, begin
+    for span in sorted(spans, key=lambda span: span.start_ns):
+        stop = span.end_ns if end is None else min(span.end_ns, end)
+        if stop > reached:
+            total += stop - max(span.start_ns, reached)
+            reached = stop
+    return total

@@ -1,0 +1,173 @@
+"""What a trace has recorded: plain numbers, without references to the model.
+
+Times are nanoseconds since the trace began: on the host of its clock, on a device of the device's clock.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+COMPUTATION, OPTIMIZER, COPIES = "computation", "optimizer", "copies"
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+TRANSFERS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+ROWS = (COMPUTATION, *TRANSFERS, COPIES, OPTIMIZER)
+"""The rows of a trace, from top to bottom."""
+
+FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
+
+KINDS = {
+    "shards": "shards",
+    "reduced_gradients": "reduced gradients",
+    "unsharded": "unsharded parameters",
+    "full_gradients": "full gradients",
+    "kept": "kept for the next use",
+}
+"""The kinds of memory in a sample, and what pictures call them; what stays longest first."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time.
+
+    Attributes:
+        row: one of ``ROWS``.
+        name: of the group, as in errors and events; in the row ``optimizer`` the optimizer's class.
+        phase: ``forward``, ``backward`` or ``recomputation``; empty outside of these.
+        start_ns: when it began.
+        end_ns: when it was over.
+        num_bytes: what a transfer sends to each other rank or by way of it, together: of an all-gather or a
+            reduce-scatter (W - 1) / W of the unsharded bytes, of an all-reduce 2 (W - 1) / W of its tensors.
+        awaits: of a wait in the row ``computation``, the row that it waits for; else None.
+    """
+
+    row: str
+    name: str
+    phase: str
+    start_ns: int
+    end_ns: int
+    num_bytes: int = 0
+    awaits: str | None = None
+
+    @property
+    def ns(self) -> int:
+        """How long it took."""
+        return self.end_ns - self.start_ns
+
+    @property
+    def label(self) -> str:
+        """What pictures and trace viewers call it."""
+        if self.awaits is not None:
+            return f"wait for {self.awaits} {self.name}"
+        return f"{self.phase} {self.name}" if self.row == COMPUTATION else f"{self.row} {self.name}"
+
+
+@dataclass(frozen=True)
+class MemorySample:
+    """What the groups had in memory on this rank from ``at_ns`` on, in bytes; as in ``memory_snapshot``."""
+
+    at_ns: int
+    shards: int
+    reduced_gradients: int
+    unsharded: int
+    full_gradients: int
+    kept: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(getattr(self, kind) for kind in KINDS)
+
+
+@dataclass(frozen=True)
+class TracedGroup:
+    """A group that was traced.
+
+    Attributes:
+        name: as in errors and events.
+        unsharded_bytes: what its unsharded parameters take.
+        prefetch: how many groups it unshards ahead by the recorded order; None where the caller has chosen
+            which.
+        unshards: how often it was all-gathered.
+        reductions: how often its gradients were reduced.
+    """
+
+    name: str
+    unsharded_bytes: int
+    prefetch: int | None
+    unshards: int
+    reductions: int
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one rank has recorded.
+
+    Attributes:
+        rank: its global rank.
+        device: ``cpu``, ``cuda``, ...
+        began: seconds since the epoch, by the rank's own clock.
+        is_aligned: the ranks of the model began together: zero is the same moment on all of them.
+        knew_order: whether an earlier forward had recorded which group comes next.
+        end_ns: when the trace ended.
+    """
+
+    rank: int
+    device: str
+    began: float
+    is_aligned: bool
+    knew_order: bool
+    end_ns: int
+    spans: Sequence[Span]
+    memory: Sequence[MemorySample]
+    groups: Sequence[TracedGroup]
+
+    def of_row(self, row: str) -> list[Span]:
+        """The spans of ``row`` in order of time, without waits."""
+        return [span for span in self.spans if span.row == row and span.awaits is None]
+
+    def waits(self) -> list[Span]:
+        """The waits of the computation, in order of time."""
+        return [span for span in self.spans if span.awaits is not None]
+
+    def shifted(self, by_ns: int) -> "Recording":
+        """The same, later by ``by_ns``."""
+        own = asdict(self)
+        for each in own["spans"]:
+            each["start_ns"] += by_ns
+            each["end_ns"] += by_ns
+        for each in own["memory"]:
+            each["at_ns"] += by_ns
+        own["end_ns"] += by_ns
+        return Recording.from_dict(own)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a JSON file."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(found: dict[str, Any]) -> "Recording":
+        """What ``to_dict`` was made of."""
+        parts = {
+            "spans": tuple(Span(**each) for each in found["spans"]),
+            "memory": tuple(MemorySample(**each) for each in found["memory"]),
+            "groups": tuple(TracedGroup(**each) for each in found["groups"]),
+        }
+        return Recording(**(found | parts))
+
+
+def lanes(spans: Sequence[Span]) -> list[list[Span]]:
+    """``spans`` in as few lanes as keep those apart that overlap in time, each in order of time."""
+    found: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: (span.start_ns, span.end_ns)):
+        free = next((lane for lane in found if lane[-1].end_ns <= span.start_ns), None)
+        if free is None:
+            found.append([span])
+        else:
+            free.append(span)
+    return found
+
+
+def dumps(value: Any) -> str:
+    """Compact JSON."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
