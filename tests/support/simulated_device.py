@@ -4,6 +4,7 @@ As strict as torch. A generic ``torch.Stream`` waits for nothing, silently, wher
 device; an event or a stream of the device takes only its own kind; a stream that is entered is not entered again.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,8 +19,20 @@ from shardwise.fsdp_module import communication
 class Event:
     """Of the simulated device, as ``torch.cuda.Event`` is of CUDA."""
 
-    def __init__(self, name: str = "nothing", log: list[str] | None = None) -> None:
-        self.name, self.log = name, [] if log is None else log
+    def __init__(
+        self, name: str = "nothing", log: list[str] | None = None, enable_timing: bool = False
+    ) -> None:
+        self.name, self.log, self.is_timed = name, [] if log is None else log, enable_timing
+        self.at = 0.0
+
+    def record(self, stream: "Stream") -> None:
+        """On the host, work of the device is done when it is queued."""
+        self.name, self.at = stream.name, time.perf_counter()
+
+    def elapsed_time(self, end: "Event") -> float:
+        if not (self.is_timed and end.is_timed and self.at and end.at):
+            raise ValueError("both events must be recorded, and made with enable_timing=True")
+        return (end.at - self.at) * 1e3
 
     def wait(self, stream: "Stream") -> None:
         if not isinstance(stream, Stream):

@@ -10,7 +10,7 @@ transfer is not covered is what is waited for:
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from shardwise.groups.traced_work import TracedWork, Traffic
+from shardwise.groups.group import TracedWork, Traffic
 from shardwise.layout.text_tables import aligned
 from shardwise.tracing.records import (
     ALL_GATHER,
@@ -215,8 +215,9 @@ def _length(spans: Iterable[Span], begin: int = 0, end: int | None = None) -> in
     """How much of the time from ``begin`` to ``end`` the spans cover together."""
     total, reached = 0, begin
     for span in sorted(spans, key=lambda span: span.start_ns):
+        start = max(span.start_ns, reached)
         stop = span.end_ns if end is None else min(span.end_ns, end)
-        if stop > reached:
-            total += stop - max(span.start_ns, reached)
+        if stop > start:
+            total += stop - start
             reached = stop
     return total

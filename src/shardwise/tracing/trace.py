@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.comm import streams
 from shardwise.engine.members import Member
-from shardwise.groups.traced_work import TracedWork
+from shardwise.groups.group import TracedWork
 from shardwise.layout.mesh import Axis, highest_over
 from shardwise.observe.sharded import members_to_observe
 from shardwise.ranks.agreement import run_on_all_ranks
@@ -64,9 +65,9 @@ class Trace:
             ImportError: matplotlib is missing.
             RuntimeError: the block still runs, or has raised.
         """
-        write = writer_for(path, "trace.save")
+        write, recording = writer_for(path, "trace.save"), self.recording
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write([self.recording], Path(path))
+        write([recording], Path(path))
 
     def __str__(self) -> str:
         """A line for each group, totals, and advice."""
@@ -139,10 +140,8 @@ def _clock(members: Sequence[Member], axes: Sequence[Axis], device: torch.device
     if axes:
         highest_over(together := torch.zeros(1, device=device), axes)
         together.item()  # on a device, the host waits
-    own = members[0].group
-    streams = getattr(own, "streams", None)
-    on_device = own.device.type not in ("cpu", "meta") if streams is None else streams.are_device_streams
-    return DeviceClock(own.device) if on_device else HostClock()
+    own = members[0].group.device
+    return DeviceClock(own) if streams.has_streams(own) else HostClock()
 
 
 def _keep_for_explain(members: Sequence[Member], found: Trace) -> None:

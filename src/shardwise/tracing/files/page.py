@@ -1,7 +1,8 @@
 """A trace as a page: one file that needs nothing else, no network and no library.
 
 The picture is SVG whose horizontal places are percentages, so that a wider drawing is a closer look: the
-script only changes its width. Without the script the whole step is there, and the browser shows what a block is.
+script only changes its width. Without the script the whole step is there, and the browser tells what a block
+is.
 """
 
 import math
@@ -70,10 +71,7 @@ def _legend() -> str:
         **{row: color for row, color in colors.ROWS.items() if row != COMPUTATION},
     }
     memory = {text: colors.KINDS[kind] for kind, text in KINDS.items()}
-    return "".join(
-        f'<p class="legend">{what}: {_items(shown)}</p>'
-        for what, shown in [("time", rows), ("memory", memory)]
-    )
+    return f'<p class="legend">time: {_items(rows)}</p><p class="legend">memory: {_items(memory)}</p>'
 
 
 def _items(shown: dict[str, str]) -> str:
