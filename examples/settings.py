@@ -37,6 +37,12 @@ def parse_settings(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--checkpoint-dir", type=Path, default=None, help="folder to save checkpoints to; none without")
     add("--checkpoint-every", type=int, default=100, help="steps between two checkpoints")
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    add(
+        "--trace",
+        type=Path,
+        default=None,
+        help="folder for a trace of a step: a file a rank, and a page of all",
+    )
     add("--strategy", choices=STRATEGIES, default="zero3", help="what each process holds and sends")
     add("--send-gradients", choices=["as-is", "bf16", "int8"], default="as-is", help="on the wire")
     add("--send-weights", choices=["as-is", "int8"], default="as-is", help="on the wire")
@@ -115,6 +121,8 @@ def check_dtype(dtype: str, device: torch.device) -> None:
 def check_peer(settings: argparse.Namespace) -> None:
     """Refuse what torch's fully_shard, called on each block, cannot do."""
     chosen = (settings.strategy, settings.send_gradients, settings.send_weights)
+    if settings.peer == "torch" and settings.trace is not None:
+        raise ValueError("--trace records with shardwise, and --peer torch leaves it out; choose one of them")
     if settings.peer == "torch" and chosen != ("zero3", "as-is", "as-is"):
         raise ValueError("--peer torch goes with strategy zero3, and sends everything as it is")
 

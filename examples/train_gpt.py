@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py           # the same run, shared by two
     torchrun --nproc-per-node 2 examples/train_gpt.py --strategy zero2 --send-gradients int8
     torchrun --nproc-per-node 2 examples/train_gpt.py --compile block
+    torchrun --nproc-per-node 2 examples/train_gpt.py --steps 5 --trace runs/trace   # open step.html
     torchrun --nproc-per-node 8 examples/train_gpt.py --layers 24 --width 1536 --heads 16 \
         --context 1024 --batch 64 --lr 3e-4 --dtype bf16        # eight GPUs
 
@@ -52,6 +53,7 @@ from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
 EVAL_BATCHES = 32
+TRACED_STEP = 4  # the first ones record the order of blocks, and compile
 SAMPLE_PROMPT = b"def "
 SAMPLE_BYTES = 300
 
@@ -186,7 +188,8 @@ def train(model: GPT, corpus: Corpus, settings: argparse.Namespace) -> History:
             windows = windows_at(corpus.train, rows_of_this_rank(offsets), settings.context)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, settings.lr, settings.steps)
-            loss = train_step(model, optimizer, windows, settings)
+            with tracing(model, step - first, settings):
+                loss = train_step(model, optimizer, windows, settings)
             history.train_loss.append(loss)
             history.step_seconds.append(time.perf_counter() - began)
             history.memory_mb.append(memory_mb(settings.device))
@@ -204,6 +207,24 @@ def train(model: GPT, corpus: Corpus, settings: argparse.Namespace) -> History:
                 break
         checkpoints.wait()
     return history
+
+
+@contextlib.contextmanager
+def tracing(model: GPT, steps_run: int, settings: argparse.Namespace) -> Iterator[None]:
+    """Record the fifth step of this run if that is wanted: a file for each rank, and a page of all."""
+    if settings.trace is None or steps_run != TRACED_STEP:
+        yield
+        return
+    import shardwise
+
+    with shardwise.trace(model) as trace:
+        yield
+    paths = [settings.trace / f"rank{rank}.json" for rank in range(dist.get_world_size())]
+    trace.save(paths[dist.get_rank()])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shardwise.merge_traces(paths, settings.trace / "step.html")
+        print(f"\n{trace}\nAll ranks: {settings.trace / 'step.html'}", flush=True)
 
 
 def train_step(

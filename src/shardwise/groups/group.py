@@ -271,7 +271,7 @@ class ParameterGroup:
     # --- reporting --------------------------------------------------------------------------------
 
     def label(self, what: str) -> AbstractContextManager[Any]:
-        """A profiler range for ``what``, or no context if no profiler records."""
+        """A profiler range for ``what``, a row of a trace, or no context if no profiler records."""
         if not autograd.profiler_is_on():
             return _NO_CONTEXT
         return torch.autograd.profiler.record_function(f"shardwise.{what} {self.name}")

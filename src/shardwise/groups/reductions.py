@@ -42,12 +42,12 @@ class Reductions:
 
     def send(self, parts: Iterable[QueuedPart]) -> list[PartReduction]:
         """Begin to reduce some parts before the others."""
-        with without_graph(), self._group.label("reduce"):
+        with without_graph(), self._group.label("reduce-scatter"):
             return self._issue(partial(self._send, parts))
 
     def send_rest(self, parts: Iterable[QueuedPart] | None) -> list[PartReduction]:
         """Begin to reduce all that is left: ``parts``, or all gradients together if that is None."""
-        with without_graph(), self._group.label("reduce"):
+        with without_graph(), self._group.label("reduce-scatter"):
             sent = self._issue(self._send_all if parts is None else partial(self._send, parts))
             self.close()
         return sent

@@ -117,7 +117,7 @@ class Unsharded:
         if self.state is SHARDED:  # from PARTLY, contents and versions are those of the all-gather before
             self.versions.note(group.shards.snapshot())
         group.tell("unshard")
-        with group.label("unshard"):
+        with group.label("all-gather"):
             stream = group.streams.all_gather
             start = partial(stream.submit, partial(_start_all_gathers, stream, self.buckets))
             self._work = group.waits.issue(start, group.waits.for_all_gather)

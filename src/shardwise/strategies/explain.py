@@ -39,6 +39,10 @@ def explain(model: nn.Module) -> str:
     MB are 10^6 bytes of buffers, padding included. The text is the same on every rank, but for tensor
     parallelism of uneven sizes. Settings are shown as they are now.
 
+    After a trace (:func:`shardwise.trace`) a second table shows what it saw on this rank: how often each
+    group was unsharded and reduced, what it sent, how long the computation waited, and the share of its
+    transfers that no computation covered.
+
     Args:
         model: a sharded module, or one with sharded modules inside.
 
@@ -66,7 +70,8 @@ def explain(model: nn.Module) -> str:
     lines = aligned(cells, right=_ALIGNED_RIGHT)
     header, *groups, total = lines
     rule = "-" * max(map(len, lines))
-    return "\n".join([header, rule, *groups, rule, total, *_not_managed(model, rows, megabytes)])
+    lines = [header, rule, *groups, rule, total, *_not_managed(model, rows, megabytes)]
+    return "\n".join([*lines, *_traced(rows)])
 
 
 # --- which groups, in which order -----------------------------------------------------------------
@@ -218,3 +223,25 @@ def _not_managed(model: nn.Module, rows: list[_Row], megabytes: _Megabytes) -> l
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+# --- what happened --------------------------------------------------------------------------------
+
+
+def _traced(rows: list[_Row]) -> list[str]:
+    """A table of what the last trace saw; nothing if there was none."""
+    if not any(row.group.traced for row in rows):
+        return []
+    head = ["group", "unsharded", "reduced", "MB sent", "ms waited", "uncovered"]
+    cells = [_traced_cells(row) for row in rows]
+    header, *lines = aligned([head, *cells], right=range(1, len(head)))
+    return ["", "the last trace, on this rank", header, "-" * max(map(len, [header, *lines])), *lines]
+
+
+def _traced_cells(row: _Row) -> list[str]:
+    name, traced = "  " * row.depth + row.name, row.group.traced
+    if traced is None:
+        return [name, "", "", "", "", ""]
+    both = traced.both
+    sent, waited = f"{both.num_bytes / 1e6:,.4f}", f"{both.waited_ns / 1e6:,.1f}"
+    return [name, str(traced.unshards), str(traced.reductions), sent, waited, f"{both.uncovered:.0%}"]
