@@ -4,7 +4,7 @@ A group submits all that it communicates to its ``CommStreams``. A trace gives i
 the same streams, and takes them away again: nothing else has to know of traces.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -29,10 +29,10 @@ class TracedStream:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def submit(self, start: StartWork) -> CommWork:
+    def submit(self, start: StartWork, users: Sequence[Any] = ()) -> CommWork:
         """As of ``inner``; the work tells when it is waited for."""
         work = self._transfers.begin(self._row, self._group)
-        submitted = self.inner.submit(partial(self._transfers.start, work, start))
+        submitted = self.inner.submit(partial(self._transfers.start, work, start), users)
         self._transfers.submitted(work)
         wait = partial(self._transfers.wait, work, submitted.wait)
         return CommWork(wait, submitted.synchronize)
@@ -54,9 +54,8 @@ class TracedStreams(CommStreams):
     """The streams ``inner``, as the group of that name uses them."""
 
     def __init__(self, inner: CommStreams, group: str, transfers: "Transfers") -> None:
+        vars(self).update(vars(inner))
         self.inner = inner
-        self._device = inner._device
-        self.are_device_streams = inner.are_device_streams
 
         def traced(stream: CommStream, row: str) -> CommStream:
             return cast(CommStream, TracedStream(stream, row, group, transfers))
