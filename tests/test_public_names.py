@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 import shardwise
 
 README = Path(__file__).parents[1] / "README.md"
-HOMES = ("policies", "strategies", "init", "optim", "state", "checkpoint", "ranks", "observe")
+HOMES = ("policies", "planning", "strategies", "init", "optim", "state", "checkpoint", "ranks", "observe")
 
 
 def names_of(home: str) -> dict[str, Any]:
@@ -40,6 +40,7 @@ OffloadPolicy
 UnshardHandle
 clip_grad_norm_
 compile_options
+estimate
 explain
 full_state_dict
 fully_shard
@@ -96,7 +97,7 @@ def test_options_are_passed_by_name() -> None:
         "GradScaler",
         "Muon",
     }
-    results = {"LoadReport", "Loaded", "CollectiveCounts"}
+    results = {"LoadReport", "Loaded", "CollectiveCounts", "Estimate"}
     public = {
         name: thing
         for name, thing in public_names().items()

@@ -4,6 +4,7 @@ Here stand the names of ``torch.distributed.fsdp`` that belong to ``fully_shard`
 is a change of one import line, and those of an ordinary training script. The rest stands in the packages:
 
     shardwise.policies      more values to choose: quantized and low-precision communication, placements
+    shardwise.planning      what an estimate consists of
     shardwise.strategies    wrap policies, hooks for gradients
     shardwise.init          equal weights on all ranks, and whether they are
     shardwise.optim         flat optimizers, norms by module, optimizer state in host memory
@@ -20,6 +21,7 @@ from shardwise.fsdp_module import FSDPModule, UnshardHandle
 from shardwise.fully_shard import fully_shard
 from shardwise.init import materialize
 from shardwise.optim import GradScaler, clip_grad_norm_
+from shardwise.planning import estimate
 from shardwise.policies import (
     CommPolicy,
     CPUOffloadPolicy,
@@ -47,6 +49,7 @@ __all__ = [
     "UnshardHandle",
     "clip_grad_norm_",
     "compile_options",
+    "estimate",
     "explain",
     "full_state_dict",
     "fully_shard",

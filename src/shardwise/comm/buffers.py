@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.dlpack import to_dlpack
 
 from shardwise.layout.slots import Layout, Slot
+from shardwise.torch_compat import tensor_impl
 
 
 class FlatShard:
@@ -109,7 +110,7 @@ def with_own_storage(view: Tensor) -> Tensor:
     A view that is saved alone drags the whole buffer along. And torch cannot copy (``copy.deepcopy``)
     DTensors whose local tensor does not begin at the start of its storage.
     """
-    if view.is_meta:
+    if view.is_meta or not tensor_impl.has_memory(view):
         return view
     # By a capsule: given the tensor itself, torch asks that its device be the current one.
     return torch.from_dlpack(to_dlpack(view))

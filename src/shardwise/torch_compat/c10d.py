@@ -5,12 +5,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 
 # torch 2.13 renamed these methods and warns on the old names, which are all that 2.11 has.
 _ALL_GATHER = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
@@ -305,3 +306,70 @@ def symmetric_buffer(pg: dist.ProcessGroup, num_bytes: int, device: torch.device
 def group_devices(pg: dist.ProcessGroup) -> set[str]:
     """Device types for which ``pg`` has a back end; empty where it does not say (threads as ranks)."""
     return {device.type for device in pg._device_types}
+
+
+class _OwnWorld:
+    """What torch keeps of process groups, for one thread. All other threads see what was there before.
+
+    torch offers the object as a point of extension, which its own tests of ranks as threads use.
+    """
+
+    def __init__(self, others: Any) -> None:
+        mine: dict[str, Any] = {
+            name: {}
+            for name in (
+                *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config"),
+                *("tags_to_pg", "pg_to_tag", "pg_coalesce_state"),
+            )
+        }
+        # Names of process groups are known to all threads: these count from where nobody comes.
+        vars(self).update(
+            _thread=get_ident(), _others=others, _mine=mine | {"default_pg": None, "group_count": 1 << 40}
+        )
+        mine["comms"] = []
+
+    def __getattr__(self, name: str) -> Any:
+        own = vars(self)
+        if get_ident() != own["_thread"]:
+            return getattr(own["_others"], name)
+        if name not in own["_mine"]:
+            raise AttributeError(name)
+        return own["_mine"][name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = vars(self)
+        if get_ident() != own["_thread"]:
+            setattr(own["_others"], name, value)
+        else:
+            own["_mine"][name] = value
+
+
+@contextmanager
+def own_world() -> Iterator[None]:
+    """Inside, this thread has no process groups but those that it adds with ``add_group``."""
+    c10d: Any = dist.distributed_c10d
+    before = c10d._world
+    own = c10d._world = _OwnWorld(before)
+    try:
+        yield
+    finally:
+        for name in own.pg_names.values():
+            _unregister_process_group(name)
+        c10d._world = before
+
+
+def add_group(pg: dist.ProcessGroup, name: str, *, is_default: bool = False) -> None:
+    """Make a process group known that was not made by ``new_group``, inside of ``own_world``.
+
+    ``name``: of its back end.
+    """
+    world: Any = dist.distributed_c10d._world
+    _register_process_group(pg.group_name, pg)
+    world.pg_map[pg] = (name, dist.HashStore())
+    world.pg_names[pg] = pg.group_name
+    world.pg_group_ranks[pg] = {rank: rank for rank in range(pg.size())}
+    world.pg_backend_config[pg] = f"cpu:{name}"
+    world.pg_to_tag[pg] = ""
+    world.tags_to_pg.setdefault("", []).append(pg)
+    if is_default:
+        world.default_pg = pg

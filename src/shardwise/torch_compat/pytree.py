@@ -8,6 +8,9 @@ from torch.utils import _pytree
 tree_leaves: Callable[[Any], list[Any]] = _pytree.tree_leaves
 """All leaves of a nest of containers; dynamo traces it."""
 
+tree_map: Callable[..., Any] = _pytree.tree_map
+"""The same nest with a function's results for leaves."""
+
 registered: dict[type, Any] = _pytree.SUPPORTED_NODES
 """The registered classes of containers; see ``children``."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardwise.torch_compat.autograd import gradient_hooks, post_accumulate_hooks
 
@@ -82,3 +83,20 @@ def set_grad_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
     Public since 2.10, but not yet in torch's annotations.
     """
     tensor.grad_dtype = dtype  # type: ignore[attr-defined]
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """False for a tensor without contents: on the meta device, or a fake one, which only says where it is.
+
+    ``FakeTensor`` is what torch's own tools compute shapes with; its module is private (2.11 to 2.15).
+    """
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+fake_device: Callable[[Tensor], torch.device] = attrgetter("fake_device")
+"""Where a fake tensor says that it is. ``tensor.device`` asks all modes, which takes 0.3 ms."""
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Inside, operations make fake tensors: shapes, dtypes and devices, but no contents and no memory."""
+    return FakeTensorMode(allow_non_fake_inputs=True)

@@ -1,0 +1,125 @@
+"""A world of ranks that are not there, for this thread only and for the time of a dry run.
+
+Nothing is left behind: no default process group, no environment variable, no back end; and a process group
+that the caller has initialised is there again afterwards.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.torch_compat import c10d
+
+Sent = Callable[[str, int, Sequence[Tensor]], None]
+"""Told of each collective: the mesh dimension, the bytes that this rank sends, the tensors."""
+
+_BACKEND = "shardwise_fake"  # c10d.is_fake knows it by its name
+
+
+class _Done(dist.Work):
+    """A collective that is over."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+_ProcessGroup: Any = dist.ProcessGroup  # whose annotations differ from version to version
+
+
+class SilentGroup(_ProcessGroup):
+    """A process group whose collectives end at once, write nothing, and say what they would send.
+
+    Bytes sent are the fewest possible: those of a ring, or of an exchange between all pairs.
+    """
+
+    def __init__(self, dimension: str, world: int, sent: Sent) -> None:
+        super().__init__(0, world)
+        self._dimension = dimension
+        self._sent = sent
+        self._name = f"shardwise_dry_run_{dimension}_{id(self)}"
+
+    def getBackendName(self) -> str:
+        """Asked by torch."""
+        return _BACKEND
+
+    def setGroupName(self, name: str) -> None:
+        """Called by torch."""
+        self._name = name
+
+    def getGroupName(self) -> str:
+        """Asked by torch."""
+        return self._name
+
+    @property
+    def group_name(self) -> str:
+        """Its name, one in the process."""
+        return self._name
+
+    def _tell(self, whole: Sequence[Tensor], rounds: int, *others: Tensor) -> _Done:
+        num_bytes = sum(tensor.nbytes for tensor in whole)
+        world = self.size()
+        self._sent(self._dimension, rounds * num_bytes * (world - 1) // world, [*whole, *others])
+        return _Done()
+
+    def _gather(self, output: Any, source: Any, *_: Any) -> _Done:
+        return self._tell([output], 1, source)
+
+    def _gather_many(self, outputs: Any, sources: Any, *_: Any) -> _Done:
+        return self._tell(outputs, 1, *sources)
+
+    def _scatter(self, output: Any, source: Any, *_: Any) -> _Done:
+        return self._tell([source], 1, output)
+
+    def _scatter_many(self, outputs: Any, sources: Any, *_: Any) -> _Done:
+        return self._tell(sources, 1, *outputs)
+
+    def _sum(self, tensors: Any, *_: Any) -> _Done:
+        return self._tell(tensors, 2)
+
+    def send(self, tensors: Any, *_: Any) -> _Done:
+        """To one rank."""
+        self._sent(self._dimension, sum(tensor.nbytes for tensor in tensors), tensors)
+        return _Done()
+
+    def recv(self, tensors: Any, *_: Any) -> _Done:
+        """From one rank."""
+        self._sent(self._dimension, 0, tensors)
+        return _Done()
+
+    def _nothing(self, *_: Any) -> _Done:
+        return _Done()
+
+    # The names of torch 2.13 and those before.
+    all_gather_single = _allgather_base = _gather
+    all_gather_single_coalesced = allgather_into_tensor_coalesced = _gather_many
+    reduce_scatter_single = _reduce_scatter_base = _scatter
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _scatter_many
+    allreduce = allreduce_coalesced = _sum
+    barrier = broadcast = _nothing
+
+
+@contextmanager
+def fake_world(shape: dict[str, int], sent: Sent) -> Iterator[DeviceMesh]:
+    """Inside, this thread is rank 0 of a world that is not there; gives its mesh.
+
+    Args:
+        shape: the sizes of the mesh dimensions, by their names.
+        sent: told of each collective.
+    """
+    sizes = torch.Size(shape.values())
+    with c10d.own_world():
+        along = {name: SilentGroup(name, size, sent) for name, size in shape.items()}
+        everyone = next(iter(along.values())) if len(along) == 1 else SilentGroup("all", sizes.numel(), sent)
+        for group in {*along.values(), everyone}:
+            c10d.add_group(group, _BACKEND, is_default=group is everyone)
+        groups: Any = everyone if len(along) == 1 else list(along.values())
+        ranks = None if len(along) == 1 else torch.arange(sizes.numel()).view(sizes)
+        yield DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=tuple(shape))

@@ -1,0 +1,238 @@
+"""One step of a sharded model on fake tensors, with a log of its memory and of what it sends.
+
+The last of two steps counts, or of three: optimizers have their state then, prefetch knows the order, and
+what is kept from step to step knows of the optimizer.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm.communicators import Communicator, SingleRank
+from shardwise.comm.gloo import GlooExchange
+from shardwise.dry_run.fake_model import checkpoint_blocks, make_fake, without_computation
+from shardwise.dry_run.fake_world import fake_world
+from shardwise.dry_run.memory_log import (
+    ACTIVATIONS,
+    COMMUNICATION,
+    FULL_GRADIENTS,
+    GRADIENTS,
+    OTHER,
+    PARAMETERS,
+    STATE,
+    TEMPORARY,
+    UNSHARDED,
+    MemoryLog,
+    Moment,
+    Recording,
+    moments,
+)
+from shardwise.dry_run.optimizers import Several
+from shardwise.engine.members import Member, sharded_members
+from shardwise.groups.group import ParameterGroup
+from shardwise.torch_compat import dtensor, pytree, tensor_impl
+
+Call = Callable[[nn.Module], Tensor]
+"""Runs a model's forward on a fake batch; returns its loss."""
+
+PHASES = ("forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be run.
+
+    ``shape``: the mesh, sizes of its dimensions by name. ``shard`` shards the model over that mesh. ``call``
+    runs forward; None: no computation, so that no activations are known. ``optimizer`` makes the optimizer of
+    a list of parameters. ``is_checkpointed``: blocks keep their inputs alone. ``on_host``: communication is
+    gloo's, of training on the host.
+    """
+
+    shape: dict[str, int]
+    shard: Callable[[nn.Module, DeviceMesh], Any]
+    optimizer: Callable[[list[nn.Parameter]], Several]
+    call: Callable[[], Call] | None = None
+    is_checkpointed: bool = False
+    on_host: bool = False
+
+
+@dataclass
+class Step:
+    """What a step has held on this rank and sent, in bytes.
+
+    ``marks``: at which time what began; phases first, then groups. ``sent``: by mesh dimension.
+    """
+
+    timeline: list[Moment]
+    marks: list[tuple[int, str]]
+    sent: dict[str, int]
+    groups: list[str] = field(default_factory=list)
+
+    def phase(self, name: str) -> tuple[int, int]:
+        """When a phase begins and ends."""
+        begins = [time for time, mark in self.marks if mark in PHASES]
+        index = PHASES.index(name)
+        return begins[index], (*begins, self.timeline[-1].time)[index + 1]
+
+    def peak(self, name: str) -> Moment:
+        """The moment of a phase at which most is in memory."""
+        begin, end = self.phase(name)
+        before = [moment for moment in self.timeline if moment.time <= begin][-1:]
+        return max(
+            [*before, *(moment for moment in self.timeline if begin < moment.time <= end)],
+            key=lambda moment: moment.num_bytes,
+        )
+
+    def where(self, time: int) -> str:
+        """In which group the step was."""
+        inside = [mark for begin, mark in self.marks if begin <= time]
+        return inside[-1].removeprefix("forward ").removeprefix("backward ") if inside else ""
+
+
+def dry_run(model: nn.Module, plan: Plan) -> Step:
+    """Shard ``model``, which is on the meta device and becomes unusable, and run a step of it."""
+    log, sent = MemoryLog(), Counter[str]()
+
+    def tell(dimension: str, num_bytes: int, tensors: Sequence[Tensor]) -> None:
+        log.look()
+        sent[dimension] += num_bytes
+        log.set_kind(tensors, COMMUNICATION)
+
+    with fake_world(plan.shape, tell) as mesh, _as_in_training():
+        plan.shard(model, mesh)
+        members = sharded_members(model)
+        if plan.on_host:
+            _use_gloo([member.group for member in members])
+        _change_forwards(model, members, plan)
+        with tensor_impl.fake_tensors(), Recording(log):
+            make_fake(model)
+            step = _Rehearsal(model, members, plan, log)
+            for _ in range(1 + step.keeps_after_backward):
+                step.run()
+            log.marks.clear()
+            sent.clear()
+            step.run()
+            log.look()
+    begin = log.marks[0][0]
+    timeline = list(moments(log.allocations, begin, log.now))
+    return Step(timeline, log.marks, dict(sent), [member.group.name for member in members])
+
+
+@contextmanager
+def _as_in_training() -> Iterator[None]:
+    """Whatever the caller has switched on or off; without torch's warnings about fake tensors."""
+    grad, device = torch.enable_grad(), torch.device("cpu")
+    with torch.inference_mode(False), grad, device, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _use_gloo(groups: Sequence[ParameterGroup]) -> None:
+    def make(pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
+        return SingleRank() if pg is None or pg.size() == 1 else GlooExchange(pg)
+
+    for group in groups:
+        for bucket in group.buckets:
+            bucket.communicate(make_all_gather=make, make_reduce_scatter=make)
+        group.shards.take_stock()
+
+
+def _change_forwards(model: nn.Module, members: Sequence[Member], plan: Plan) -> None:
+    """What the plan says of computation."""
+    groups = [member.group for member in members]
+    if plan.call is None:
+        sites = [[(site.module, site.name) for p in g.shards.params for site in p.sites] for g in groups]
+        without_computation(model, [(g.modules, own) for g, own in zip(groups, sites, strict=True)])
+    elif plan.is_checkpointed:
+        checkpoint_blocks(module for group in groups for module in group.modules if module is not model)
+
+
+class _Rehearsal:
+    """Runs steps, and tells the log what memory is for."""
+
+    def __init__(self, model: nn.Module, members: Sequence[Member], plan: Plan, log: MemoryLog) -> None:
+        self._model = model
+        self._groups = {member.group.name: member.group for member in members}
+        self._log = log
+        self._watched: set[int] = set()
+        self._call = _without_batch if plan.call is None else plan.call()
+        self._params = list(dict.fromkeys(model.parameters()))
+        trained = [param for param in self._params if param.requires_grad]
+        self._locals = [nn.Parameter(dtensor.plain(param.detach())) for param in trained]
+        self._trained = trained
+        self._optimizer = plan.optimizer(self._locals)
+        self._told = torch.optim.SGD(trained, lr=0.0)
+        for root in {id(member.root): member.root for member in members}.values():
+            root.observe(self._observe)
+
+    @property
+    def keeps_after_backward(self) -> bool:
+        """Whether unsharded parameters are kept until shards change."""
+        return any(not group.settings.reshard_after_backward for group in self._groups.values())
+
+    def run(self) -> None:
+        """A step."""
+        log = self._log
+        log.unknown = ACTIVATIONS
+        log.set_kind(self._params, PARAMETERS)
+        log.set_kind(self._model.buffers(), OTHER)
+        log.mark("forward")
+        loss = self._call(self._model)
+        log.mark("backward")
+        loss.backward()
+        del loss
+        log.set_kind((param.grad for param in self._params), GRADIENTS)
+        log.mark("optimizer")
+        log.unknown = TEMPORARY
+        self._step()
+
+    def _step(self) -> None:
+        """The optimizer's. It sees this rank's shards as plain tensors: only their sizes matter."""
+        for local, param in zip(self._locals, self._trained, strict=True):
+            local.grad = None if param.grad is None else dtensor.plain(param.grad)
+        self._optimizer.step()
+        self._log.set_kind(self._optimizer.state(), STATE)
+        for local in self._locals:
+            local.grad = None
+        self._model.zero_grad()
+        self._told.step()  # has no gradients; what is kept unsharded has to know that the shards changed
+
+    def _observe(self, event: str, name: str) -> None:
+        """An event of a group: its buffers and gradients can be found now."""
+        group = self._groups[name]
+        for bucket in group.buckets:
+            self._log.set_kind([bucket.flat_shard.bytes], PARAMETERS)
+        for unsharded in group.unsharded.buckets:
+            whole = unsharded.buffer.bytes
+            key = tensor_impl.storage_key(whole.untyped_storage())
+            if not unsharded.buffer.is_alias and key not in self._watched:
+                self._watched.add(key)
+                self._log.watch(whole)
+                self._log.set_kind([whole], UNSHARDED)
+        for reduction in group.reductions.in_flight():
+            for part in reduction.part_reductions:
+                self._log.set_kind(part.gradients, FULL_GRADIENTS)
+        self._log.set_kind((full.grad for full in group.unsharded.params), FULL_GRADIENTS)
+        if event in ("forward", "backward"):
+            self._log.mark(f"{event} {name}")
+        else:
+            self._log.look()
+
+
+def _without_batch(model: nn.Module) -> Tensor:
+    return model(torch.zeros(2, requires_grad=True)).sum()
+
+
+def fakes_of(batch: Any) -> Any:
+    """Fake tensors on the host like those in ``batch``, in the same containers; requires fake tensors."""
+    return pytree.tree_map(
+        lambda leaf: torch.empty_like(leaf, device="cpu") if isinstance(leaf, Tensor) else leaf, batch
+    )

@@ -1,0 +1,210 @@
+"""``estimate``: what a model would hold on each rank and send, before anything is trained."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.dry_run.fake_model import meta_copy
+from shardwise.dry_run.memory_log import GRADIENTS, PARAMETERS, STATE
+from shardwise.dry_run.optimizers import Several, optimizer_named
+from shardwise.dry_run.step import Call, Plan, dry_run
+from shardwise.engine.members import sharded_members
+from shardwise.planning.arguments import (
+    call_on,
+    memory_in_bytes,
+    mesh_shape,
+    precision_of,
+    strategies_for,
+    world_sizes,
+)
+from shardwise.planning.report import Change, Estimate, StrategyEstimate
+from shardwise.policies import MixedPrecisionPolicyLike
+from shardwise.setup.validation import describe
+from shardwise.strategies import shard_model
+from shardwise.strategies.meshes import Strategy
+from shardwise.strategies.wrap_policies import Wrap
+
+
+def estimate(
+    model: nn.Module,
+    *,
+    world: int | tuple[int, int] | str,
+    strategy: Strategy | Sequence[Strategy] | None = None,
+    batch: Any = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    checkpointing: bool | None = None,
+    mp_policy: MixedPrecisionPolicyLike | str | None = None,
+    optimizer: Any = "adamw",
+    wrap: Wrap | None = None,
+    memory: int | str | None = None,
+    device: Literal["cuda", "cpu"] = "cuda",
+) -> Estimate:
+    """What training ``model`` would take on a rank and send in a step, under each strategy.
+
+    Needs no GPU, no process group and no weights: a copy of the model on the meta device is sharded as
+    :func:`shard_model` does it, and steps of it are run on fake tensors, with the hooks, the prefetch and
+    the buffers of training. The last is what is told. ``model``, the process groups and the environment
+    stay as they are. Takes a little longer than three steps take to launch, and some MB of memory, for any
+    size.
+
+    Counted is what torch's allocators are asked for. Not counted are memory inside of single operations, what
+    an allocator keeps beyond that (its blocks are rounded up, and may be in pieces), the CUDA context and the
+    back end's own buffers: leave a tenth.
+
+    Args:
+        model: not sharded; on the meta device, or anywhere: only shapes and dtypes are read.
+        world: the number of ranks; or hosts and ranks on each, ``(8, 8)`` or ``"8x8"``, which the hybrid
+            strategies need.
+        strategy: one, or several; None: all that the world allows.
+        batch: what forward takes on a rank: a tensor, a tuple of arguments or a dict of them by name, of
+            which only shapes and dtypes are read; or shapes as text, ``"8x4096"`` (int64 unless it says
+            ``"8x4096:bf16"``), separated by commas. None: activations are left out, and groups are taken to
+            run in the order in which they are registered.
+        loss: makes a scalar of what forward returns. None: what is called ``loss`` there, or a sum.
+        checkpointing: True: each block keeps its inputs alone and is run again in backward; False: as the
+            model is; None: both, if there is a batch.
+        mp_policy: as in :func:`fully_shard`; or ``"bf16"`` or ``"fp16"``, which compute in that and reduce in
+            float32.
+        optimizer: ``adamw``, ``adam``, ``sgd``, ``sgd-momentum``, ``adagrad``, ``rmsprop``, ``adafactor``,
+            ``muon`` (matrices; AdamW for the rest), or a function of a list of parameters that returns one.
+            It gets this rank's shards as plain tensors.
+        wrap: which modules become groups; see :func:`shard_model`.
+        memory: what a rank has, in bytes or as ``"80GB"``: the estimate then says what fits and, where
+            nothing does, what would have to change.
+        device: ``"cuda"``, or ``"cpu"`` for training on the host with gloo, whose reductions receive into
+            buffers of their own.
+
+    Returns:
+        The figures in bytes. ``print`` it, or use its ``to_json()`` and ``picture(path)``.
+
+    Raises:
+        ValueError: an unknown strategy, optimizer or precision, a world or memory that is no size, or a batch
+            that the model does not take.
+        TypeError: an argument is of the wrong kind, or the model cannot be copied.
+        NotImplementedError: a parameter is a DTensor or of another class than plain tensors.
+
+    Example::
+
+        with torch.device("meta"):
+            model = GPT()
+        print(shardwise.estimate(model, world="8x8", batch="8x4096", mp_policy="bf16", memory="80GB"))
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"estimate: expected an nn.Module, got {describe(model)}.")
+    if sharded_members(model):
+        raise ValueError(
+            "estimate: the model is sharded already. Pass it as it was before; explain(model) shows what "
+            "it is."
+        )
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ValueError(
+            "estimate: no parameter of the model requires a gradient, so there is no step to take."
+        )
+    if device not in ("cuda", "cpu"):
+        raise ValueError(f"estimate: device is {device!r}; pass 'cuda' or 'cpu'.")
+    sizes, limit = world_sizes(world), memory_in_bytes(memory)
+    strategies = strategies_for(strategy, sizes)
+    options = _Options(
+        model,
+        call_on(batch, loss),
+        precision_of(mp_policy),
+        optimizer_named(optimizer, is_foreach=device == "cuda"),
+        wrap,
+        on_host=device == "cpu",
+    )
+    choices = [False, True] if checkpointing is None and batch is not None else [bool(checkpointing)]
+    rows = tuple(options.run(name, sizes, choice) for name in strategies for choice in choices)
+    numel = sum(param.numel() for param in model.parameters())
+    found = Estimate(numel, rows, limit)
+    if limit is None or found.fitting():
+        return found
+    return replace(found, changes=tuple(_changes(options, found, sizes, limit)))
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What all rows have in common."""
+
+    model: nn.Module
+    call: Callable[[], Call] | None
+    mp_policy: Any
+    optimizer: Callable[[list[nn.Parameter]], Several]
+    wrap: Any
+    on_host: bool
+
+    def run(self, strategy: str, sizes: tuple[int, ...], is_checkpointed: bool) -> StrategyEstimate:
+        """The figures of one strategy."""
+        shape = mesh_shape(strategy, sizes)
+        shard = partial(self._shard, strategy)
+        plan = Plan(shape, shard, self.optimizer, self.call, is_checkpointed, self.on_host)
+        step = dry_run(meta_copy(self.model), plan)
+        return StrategyEstimate.of(strategy, shape, is_checkpointed, self.call is not None, step)
+
+    def _shard(self, strategy: Any, model: nn.Module, mesh: DeviceMesh) -> None:
+        shard_model(
+            model,
+            strategy=strategy,
+            wrap=self.wrap,
+            mesh=mesh,
+            mp_policy=self.mp_policy,
+            check_equal_weights=False,
+        )
+
+
+# --- what would have to change --------------------------------------------------------------------
+
+
+def _changes(options: _Options, found: Estimate, sizes: tuple[int, ...], limit: int) -> list[Change]:
+    """What would lower the peak of the row that takes least, from the smallest peak on; each is run."""
+    least = min(found.rows, key=lambda row: row.peak.num_bytes)
+    name, is_checkpointed = least.strategy, least.is_checkpointed
+    tried = {row.strategy for row in found.rows}
+    peaks = {
+        f"strategy {other}": options.run(other, sizes, is_checkpointed).peak.num_bytes
+        for other in strategies_for(None, sizes)
+        if other not in tried
+    }
+    if options.call is not None and not any(row.is_checkpointed for row in found.rows):
+        peaks["activation checkpointing"] = options.run(name, sizes, True).peak.num_bytes
+    if options.mp_policy is None and any(p.dtype is torch.float32 for p in options.model.parameters()):
+        in_bf16 = replace(options, mp_policy=precision_of("bf16"))
+        peaks["computing in bf16"] = in_bf16.run(name, sizes, is_checkpointed).peak.num_bytes
+    peaks["shards, gradients and optimizer in host memory"] = _offloaded(least)
+    more = _more_ranks(least, sizes, limit)
+    if more is not None:
+        peaks[f"{torch.Size(more).numel()} ranks"] = options.run(name, more, is_checkpointed).peak.num_bytes
+    changes = [Change(what, peak, peak <= limit) for what, peak in peaks.items()]
+    return sorted((c for c in changes if c.num_bytes < least.peak.num_bytes), key=lambda c: c.num_bytes)
+
+
+def _offloaded(row: StrategyEstimate) -> int:
+    """The peak without what ``CPUOffloadPolicy`` keeps on the host; two groups' shards are on the device."""
+    there = (PARAMETERS, GRADIENTS, STATE)
+    begin, end = row.step.phase("forward")[0], row.step.phase("backward")[1]
+    left = [
+        moment.num_bytes - sum(moment.by_kind[kind] for kind in there)
+        for moment in row.step.timeline
+        if begin <= moment.time <= end
+    ]
+    copies = 2 * row.parameters // max(1, len(row.step.groups))
+    return max(left) + copies
+
+
+def _more_ranks(row: StrategyEstimate, sizes: tuple[int, ...], limit: int) -> tuple[int, ...] | None:
+    """Doubled often enough that the sharded part of the peak fits beside the rest; None if it never does."""
+    if "shard" not in row.mesh:
+        return None
+    sharded = sum(row.peak.by_kind.get(kind, 0) for kind in (PARAMETERS, GRADIENTS, STATE))
+    rest = row.peak.num_bytes - sharded
+    if rest >= limit:
+        return None
+    factor = 2
+    while rest + sharded / factor > limit and factor < 1 << 16:
+        factor *= 2
+    # Hybrid strategies shard over the ranks of a host alone.
+    return (*sizes[:-1], sizes[-1] * factor)

@@ -1,0 +1,65 @@
+"""Memory over one step as a picture, stacked by kind."""
+
+from os import PathLike
+from typing import Any
+
+from shardwise.dry_run.memory_log import KINDS
+from shardwise.planning.report import Estimate, StrategyEstimate
+
+_COLOURS = {
+    "parameters": "#1f4e79",
+    "gradients": "#2e75b6",
+    "optimizer state": "#9dc3e6",
+    "buffers and batch": "#7f7f7f",
+    "unsharded parameters": "#c55a11",
+    "unsharded gradients": "#f4b183",
+    "communication": "#7030a0",
+    "activations": "#70ad47",
+    "optimizer's temporaries": "#bf9000",
+}
+
+
+def draw(estimate: Estimate, path: str | PathLike[str]) -> None:
+    """Write the picture of ``estimate`` to ``path``."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "Estimate.picture: matplotlib is not installed. Install it with pip install "
+            "'shardwise[pictures]'."
+        ) from error
+    columns = 1 if len(estimate.rows) == 1 else 2
+    lines = -(-len(estimate.rows) // columns)
+    figure = Figure(figsize=(8 * columns, 3.2 * lines + 0.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten()
+    size, unit = (1e9, "GB") if max(row.peak.num_bytes for row in estimate.rows) >= 1e9 else (1e6, "MB")
+    for axes, row in zip(grid, estimate.rows, strict=False):
+        _draw_row(axes, row, size, unit, estimate.memory)
+    for axes in grid[len(estimate.rows) :]:
+        axes.remove()
+    handles, labels = grid[0].get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def _draw_row(axes: Any, row: StrategyEstimate, size: float, unit: str, memory: int | None) -> None:
+    timeline = row.step.timeline
+    times = list(range(len(timeline)))  # what is resized twice at a time has two moments
+    stacks = [[moment.by_kind[kind] / size for moment in timeline] for kind in KINDS]
+    axes.stackplot(times, stacks, labels=KINDS, colors=[_COLOURS[kind] for kind in KINDS], step="post")
+    index_of = {moment.time: index for index, moment in enumerate(timeline)}
+    for phase in row.peaks:
+        begin, end = row.step.phase(phase)
+        x = next((index_of[time] for time in range(begin, end + 1) if time in index_of), 0)
+        axes.axvline(x, color="black", linewidth=0.6)
+        axes.text(x, 1.0, f" {phase}", transform=axes.get_xaxis_transform(), va="bottom", fontsize=8)
+    if memory is not None:
+        axes.axhline(memory / size, color="red", linestyle="--", linewidth=1)
+    title = row.strategy + (", checkpointing" if row.is_checkpointed else "")
+    axes.set_title(f"{title}: {row.peak.num_bytes / size:,.2f} {unit}", loc="right", fontsize=10, pad=14)
+    axes.set_xlim(0, max(1, len(times) - 1))
+    axes.set_xticks([])
+    axes.set_xlabel("allocations and releases, in order", fontsize=8)
+    axes.set_ylabel(f"{unit} on a rank")

@@ -1,0 +1,232 @@
+"""What an estimate says: figures for each strategy, as a table, as JSON and as a picture."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+from shardwise.dry_run.memory_log import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE, UNSHARDED
+from shardwise.dry_run.step import PHASES, Step
+from shardwise.layout.text_tables import aligned
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment of a phase at which most is in memory.
+
+    Attributes:
+        num_bytes: all of it.
+        where: the group that was running, by the name of its module.
+        by_kind: bytes of each kind of memory.
+    """
+
+    num_bytes: int
+    where: str
+    by_kind: dict[str, int]
+
+
+@dataclass(frozen=True)
+class StrategyEstimate:
+    """What one strategy takes on the rank that holds most, in bytes.
+
+    Attributes:
+        strategy: its name.
+        mesh: the sizes of its mesh dimensions, by their names.
+        is_checkpointed: whether each block keeps only its inputs, and is run again in backward.
+        parameters: sharded parameters, through the whole step.
+        gradients: sharded gradients, from backward to the optimizer's step.
+        optimizer_state: what the optimizer keeps.
+        unsharded: unsharded parameters, where most of them are in memory at once.
+        activations: what forward keeps for backward, and what it works with, at most; None without a batch.
+        peaks: of ``forward``, ``backward`` and ``optimizer``; all kinds of memory together.
+        sent: by mesh dimension, the bytes that a rank sends in a step.
+        step: memory over the step.
+    """
+
+    strategy: str
+    mesh: dict[str, int]
+    is_checkpointed: bool
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    unsharded: int
+    activations: int | None
+    peaks: dict[str, Peak]
+    sent: dict[str, int]
+    step: Step = field(repr=False)
+
+    @property
+    def peak(self) -> Peak:
+        """The highest of the peaks."""
+        return max(self.peaks.values(), key=lambda peak: peak.num_bytes)
+
+    @classmethod
+    def of(
+        cls, strategy: str, mesh: dict[str, int], is_checkpointed: bool, has_batch: bool, step: Step
+    ) -> "StrategyEstimate":
+        """The figures of a step."""
+        peaks = {}
+        for phase in PHASES:
+            moment = step.peak(phase)
+            by_kind = {kind: size for kind, size in moment.by_kind.items() if size}
+            peaks[phase] = Peak(moment.num_bytes, step.where(moment.time), by_kind)
+
+        def most(kind: str) -> int:
+            return max(moment.by_kind[kind] for moment in step.timeline)
+
+        return cls(
+            strategy,
+            mesh,
+            is_checkpointed,
+            parameters=most(PARAMETERS),
+            gradients=most(GRADIENTS),
+            optimizer_state=most(STATE),
+            unsharded=most(UNSHARDED),
+            activations=most(ACTIVATIONS) if has_batch else None,
+            peaks=peaks,
+            sent=step.sent,
+            step=step,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """All but the memory over time, for JSON."""
+        return {
+            "strategy": self.strategy,
+            "mesh": self.mesh,
+            "checkpointing": self.is_checkpointed,
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer_state": self.optimizer_state,
+            "unsharded": self.unsharded,
+            "activations": self.activations,
+            "peak": self.peak.num_bytes,
+            "peaks": {
+                phase: {"bytes": peak.num_bytes, "where": peak.where, "by_kind": peak.by_kind}
+                for phase, peak in self.peaks.items()
+            },
+            "sent": self.sent,
+        }
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that would change the peak.
+
+    Attributes:
+        what: to do, in words.
+        num_bytes: the peak then.
+        fits: whether that is no more than the memory named.
+    """
+
+    what: str
+    num_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Estimates of a model; ``str()`` makes a table of them.
+
+    Attributes:
+        num_parameters: of the model.
+        rows: one for each strategy, without and with activation checkpointing if there is a batch.
+        memory: what was named, in bytes; or None.
+        changes: where nothing fits: what would change that, from the smallest peak on.
+    """
+
+    num_parameters: int
+    rows: tuple[StrategyEstimate, ...]
+    memory: int | None = None
+    changes: tuple[Change, ...] = ()
+
+    def fitting(self) -> list[StrategyEstimate]:
+        """The rows that fit in the memory named; all, if none was."""
+        return [row for row in self.rows if self.memory is None or row.peak.num_bytes <= self.memory]
+
+    def to_json(self) -> str:
+        """All figures, in bytes."""
+        return json.dumps(
+            {
+                "num_parameters": self.num_parameters,
+                "memory": self.memory,
+                "rows": [row.as_dict() for row in self.rows],
+                "changes": [vars(change) for change in self.changes],
+            },
+            indent=2,
+        )
+
+    def picture(self, path: str | PathLike[str]) -> None:
+        """Draw the memory over one step, stacked by kind, for each row; the suffix of ``path`` says the
+        format.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        from shardwise.planning.picture import draw  # matplotlib is no dependency
+
+        draw(self, path)
+
+    def __str__(self) -> str:
+        """A line for each strategy; sizes are in the unit that the first line names."""
+        unit, size = _unit(max(row.peak.num_bytes for row in self.rows))
+
+        def shown(num_bytes: int | None) -> str:
+            return "-" if num_bytes is None else f"{num_bytes / size:,.2f}"
+
+        head = ["strategy", "checkpointing", "parameters", "gradients", "state", "unsharded", "activations"]
+        head += ["forward", "backward", "optimizer", "peak in", "sent"]
+        head += ["fits"] * (self.memory is not None)
+        cells = []
+        for row in self.rows:
+            line = [f"{row.strategy} {'x'.join(map(str, row.mesh.values()))}"]
+            line += ["yes" if row.is_checkpointed else "no"]
+            line += map(shown, (row.parameters, row.gradients, row.optimizer_state, row.unsharded))
+            line += [shown(row.activations), *(shown(row.peaks[phase].num_bytes) for phase in PHASES)]
+            line += [_place(row), ", ".join(f"{name} {shown(n)}" for name, n in row.sent.items()) or "-"]
+            if self.memory is not None:
+                line += ["yes" if row.peak.num_bytes <= self.memory else "no"]
+            cells.append(line)
+        header, *lines = aligned([head, *cells], right=range(2, 10))
+        rule = "-" * max(map(len, [header, *lines]))
+        top = f"{self.num_parameters:,} parameters; {unit} on each rank"
+        return "\n".join([top, "", header, rule, *lines, *self._verdict(shown, unit)])
+
+    def _verdict(self, shown: Any, unit: str) -> Iterator[str]:
+        if self.memory is None:
+            return
+        fitting = self.fitting()
+        yield ""
+        if fitting:
+            best = min(fitting, key=lambda row: sum(row.sent.values()))
+            yield (
+                f"{len(fitting)} of {len(self.rows)} fit in {shown(self.memory)} {unit}; {_name(best)} sends "
+                "least of them."
+            )
+            return
+        least = min(self.rows, key=lambda row: row.peak.num_bytes)
+        missing = least.peak.num_bytes - self.memory
+        yield (
+            f"None fits in {shown(self.memory)} {unit}: {_name(least)} takes least, and {shown(missing)} "
+            f"{unit} too much."
+        )
+        for change in self.changes:
+            verdict = "fits" if change.fits else "does not fit"
+            yield f"  {change.what}: {shown(change.num_bytes)} {unit}, {verdict}"
+
+
+def _name(row: StrategyEstimate) -> str:
+    return row.strategy + (" with checkpointing" if row.is_checkpointed else "")
+
+
+def _place(row: StrategyEstimate) -> str:
+    phase = max(row.peaks, key=lambda name: row.peaks[name].num_bytes)
+    where = row.peaks[phase].where
+    return phase if where in PHASES else f"{phase} of {where}"
+
+
+def _unit(num_bytes: int) -> tuple[str, int]:
+    for name, size in (("GB", 10**9), ("MB", 10**6)):
+        if num_bytes >= size:
+            return name, size
+    return "kB", 10**3

@@ -1,0 +1,58 @@
+"""Estimates against what training on gloo holds, as bench/estimate.py measures it."""
+
+import argparse
+
+import estimate as bench
+import pytest
+import torch
+from harness import World
+
+from shardwise.strategies.meshes import STRATEGIES
+
+SMALL = {"layers": 3, "width": 192, "heads": 4, "vocab": 64, "context": 32, "batch": 2}
+SIZES = {
+    "25M": {"layers": 8, "width": 512, "heads": 8, "vocab": 256, "context": 64, "batch": 4},
+    "100M": {"layers": 12, "width": 768, "heads": 12, "vocab": 16000, "context": 64, "batch": 4},
+}
+
+
+def assert_within_bounds(world: World, ranks: int, **options: object) -> None:
+    options_ = argparse.Namespace(**options)
+    rows = bench.largest_of(world.run(bench.measured_rows, options_, timeout=500))
+    for row in rows:
+        row["estimated"] = bench.estimated(row["strategy"], row["is_checkpointed"], ranks, options_)
+    assert not bench.misses(rows)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_a_small_model(world2: World, strategy: str) -> None:
+    assert_within_bounds(world2, 2, strategies=[strategy], **SMALL)
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "hybrid_zero2"])
+def test_a_small_model_on_two_hosts(world4: World, strategy: str) -> None:
+    assert_within_bounds(world4, 4, strategies=[strategy], **SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("size", SIZES)
+def test_larger_models(world4: World, strategy: str, size: str) -> None:
+    assert_within_bounds(world4, 4, strategies=[strategy], **SIZES[size])
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_trillion_parameters() -> None:
+    seconds, gib, table = bench.claim()
+    assert seconds < bench.LIMIT_S
+    assert gib < bench.LIMIT_GIB
+    assert "zero3 1024" in table
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_allocator_of_a_gpu() -> None:
+    found = bench.on_gpu("zero3", 8, argparse.Namespace(**SIZES["25M"]))
+    for phase in bench.PHASES:
+        assert found["estimated"][phase] == pytest.approx(found["measured"][phase], rel=0.10), phase

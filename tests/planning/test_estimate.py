@@ -1,0 +1,284 @@
+"""What an estimate says of a small model, what it leaves as it was, and what it refuses."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from harness import World
+from models import LanguageModel, Tower
+from torch import nn
+
+import shardwise
+from shardwise.planning import estimate
+from shardwise.torch_compat import c10d
+
+
+def on_meta(**sizes: int) -> nn.Module:
+    with torch.device("meta"):
+        return Tower(**({"width": 512, "hidden": 2048, "depth": 3} | sizes))
+
+
+BATCH = torch.empty(16, 512, device="meta")
+
+
+def test_a_table_for_people() -> None:
+    found = estimate(on_meta(), world="2x4", batch=BATCH, mp_policy="bf16", memory="40MB", device="cpu")
+    assert_expected_inline(
+        str(found),
+        """\
+6,565,377 parameters; MB on each rank
+
+strategy          checkpointing  parameters  gradients  state  unsharded  activations  forward  backward  optimizer  peak in               sent                         fits
+----------------------------------------------------------------------------------------------------------------------------------------------------------------------------
+ddp 8             no                  26.26      26.26  52.52       8.93         6.72    88.03    119.32     114.00  backward of blocks.0  replicate 45.96              no
+ddp 8             yes                 26.26      26.26  52.52       8.93         6.56    87.93    119.32     114.00  backward of blocks.0  replicate 45.96              no
+zero1 8           no                   3.28       3.28   6.57      13.14         2.52    24.92     58.80      28.44  backward of blocks.0  shard 34.49                  no
+zero1 8           yes                  3.28       3.28   6.57      13.14         2.36    24.82     58.80      28.44  backward of blocks.0  shard 34.49                  no
+zero2 8           no                   3.28       3.28   6.57      13.14         2.52    24.48     53.65      15.84  backward of blocks.1  shard 34.49                  no
+zero2 8           yes                  3.28       3.28   6.57      13.14         2.36    24.36     53.57      15.84  backward of blocks.1  shard 34.49                  no
+zero3 8           no                   3.28       3.28   6.57       8.94         2.52    20.72     54.18      15.84  backward of blocks.1  shard 41.84                  no
+zero3 8           yes                  3.28       3.28   6.57       8.94         2.36    20.62     54.10      15.84  backward of blocks.1  shard 41.84                  no
+hybrid 2x4        no                   6.57       6.57  13.13       8.93         2.52    31.07     63.63      29.10  backward of blocks.1  shard 35.85, replicate 6.57  no
+hybrid 2x4        yes                  6.57       6.57  13.13       8.93         2.36    30.99     63.55      29.10  backward of blocks.1  shard 35.85, replicate 6.57  no
+hybrid_zero2 2x4  no                   6.57       6.57  13.13      13.13         2.52    35.27     62.58      29.10  backward of blocks.1  shard 29.55, replicate 6.57  no
+hybrid_zero2 2x4  yes                  6.57       6.57  13.13      13.13         2.36    35.19     62.50      29.10  backward of blocks.1  shard 29.55, replicate 6.57  no
+
+None fits in 40.00 MB: zero2 with checkpointing takes least, and 13.57 MB too much.
+  shards, gradients and optimizer in host memory: 43.26 MB, does not fit""",
+    )
+
+
+def test_what_would_have_to_change_where_nothing_fits() -> None:
+    found = estimate(on_meta(), world=2, strategy="zero3", batch=BATCH, checkpointing=False, memory="45MB")
+    assert not found.fitting()
+    assert_expected_inline(
+        str(found).partition("\n\nNone")[2],
+        """\
+ fits in 45.00 MB: zero3 takes least, and 29.71 MB too much.
+  shards, gradients and optimizer in host memory: 33.57 MB, fits
+  8 ranks: 38.87 MB, fits
+  computing in bf16: 69.83 MB, does not fit
+  activation checkpointing: 74.54 MB, does not fit""",
+    )
+    # Each change does what it says.
+    (by_ranks,) = [change for change in found.changes if change.what.endswith("ranks")]
+    assert by_ranks.fits
+    again = estimate(
+        on_meta(), world=int(by_ranks.what.split()[0]), strategy="zero3", batch=BATCH, checkpointing=False
+    )
+    assert again.rows[0].peak.num_bytes == by_ranks.num_bytes < 45e6
+
+
+def test_the_formulas_of_the_strategies() -> None:
+    """Whole parameters of P bytes on 4 ranks, all dims even: the shard of each, and what it sends."""
+    model = on_meta()
+    whole = sum(p.numel() * 4 for p in model.parameters())
+    rows = {row.strategy: row for row in estimate(model, world=(2, 2)).rows}
+    for name, shards in {
+        "ddp": 1,
+        "zero1": 4,
+        "zero2": 4,
+        "zero3": 4,
+        "hybrid": 2,
+        "hybrid_zero2": 2,
+    }.items():
+        row = rows[name]
+        assert row.parameters == pytest.approx(whole / shards, rel=0.003)
+        assert row.gradients == pytest.approx(whole / shards, rel=0.003)
+        assert row.optimizer_state == pytest.approx(2 * whole / shards, rel=0.003)
+    assert rows["ddp"].sent == {"replicate": pytest.approx(2 * whole * 3 / 4, rel=0.003)}
+    for name in ("zero1", "zero2"):
+        assert rows[name].sent == {"shard": pytest.approx(2 * whole * 3 / 4, rel=0.003)}
+    assert rows["hybrid_zero2"].sent == {
+        "replicate": pytest.approx(whole / 2, rel=0.003),
+        "shard": pytest.approx(2 * whole / 2, rel=0.003),
+    }
+    # Of zero3 the root and the last block travel twice.
+    twice = [model.inlet, model.outlet, model.blocks[-1]]  # type: ignore[attr-defined]
+    kept = sum(p.numel() * 4 for module in twice for p in module.parameters())
+    assert rows["zero3"].sent == {"shard": pytest.approx((3 * whole - kept) * 3 / 4, rel=0.003)}
+
+
+def test_every_optimizer_by_name() -> None:
+    state = {
+        name: estimate(on_meta(depth=1), world=2, strategy="zero3", optimizer=name).rows[0].optimizer_state
+        for name in ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "adafactor")
+    }
+    state["own"] = (
+        estimate(on_meta(depth=1), world=2, strategy="zero3", optimizer=torch.optim.Rprop)
+        .rows[0]
+        .optimizer_state
+    )
+    one = state["sgd-momentum"]
+    assert {name: round(size / one, 1) for name, size in state.items()} == {
+        "adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "adagrad": 1, "rmsprop": 1, "adafactor": 0, "own": 2,
+    }  # fmt: skip
+
+
+def test_json_has_every_figure(tmp_path: Path) -> None:
+    found = estimate(on_meta(), world=4, strategy=["zero2", "zero3"], batch=BATCH, memory="1GB")
+    read = json.loads(found.to_json())
+    assert [(row["strategy"], row["checkpointing"]) for row in read["rows"]] == [
+        ("zero2", False), ("zero2", True), ("zero3", False), ("zero3", True),
+    ]  # fmt: skip
+    for line, row in zip(read["rows"], found.rows, strict=True):
+        assert line["peak"] == row.peak.num_bytes == max(peak["bytes"] for peak in line["peaks"].values())
+        for peak in line["peaks"].values():
+            assert sum(peak["by_kind"].values()) == peak["bytes"]
+        assert line["activations"] > 0
+    assert read["memory"] == 10**9
+
+
+def test_checkpointing_keeps_less_of_activations() -> None:
+    without, with_it = estimate(on_meta(depth=6), world=4, strategy="zero3", batch=torch.empty(999, 512)).rows
+    assert (without.is_checkpointed, with_it.is_checkpointed) == (False, True)
+    assert without.activations is not None
+    assert with_it.activations is not None
+    assert with_it.activations < 0.5 * without.activations
+    assert with_it.sent == without.sent
+
+
+def test_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = estimate(on_meta(depth=1), world=4, strategy=["zero2", "zero3"], memory="1GB")
+    found.picture(tmp_path / "estimate.png")
+    assert (tmp_path / "estimate.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'shardwise\[pictures\]'"):
+        found.picture(tmp_path / "none.png")
+
+
+# --- what is left behind --------------------------------------------------------------------------
+
+
+def what_there_is(model: nn.Module) -> list[Any]:
+    world = dist.distributed_c10d._world
+    return [
+        *(dist.is_initialized(), world, dict(world.pg_map), world.group_count, dict(os.environ)),
+        *(type(module) for module in model.modules()),
+        *((name, id(p), p.device, p._version, dict(vars(p))) for name, p in model.named_parameters()),
+        *(sorted(vars(module)) for module in model.modules()),
+    ]
+
+
+def test_nothing_is_left_behind() -> None:
+    model = Tower(width=512, hidden=1024)  # on the host, with values
+    before, values = what_there_is(model), [p.detach().clone() for p in model.parameters()]
+    estimate(model, world=(2, 4), batch=BATCH)
+    with pytest.raises(ValueError, match="does not take the batch"):
+        estimate(model, world=8, batch="3")
+    assert what_there_is(model) == before
+    assert all(map(torch.equal, values, model.parameters()))
+
+
+def estimated_in_a_job() -> list[Any]:
+    model = Tower(width=64)
+    before = what_there_is(model)
+    peaks = [row.peak.num_bytes for row in estimate(model, world=(2, 4), device="cpu").rows]
+    assert what_there_is(model) == before
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    shardwise.shard_model(model, strategy="zero3")(torch.ones(2, 64)).sum().backward()
+    return [peaks, total.tolist()]
+
+
+def test_a_job_that_runs_goes_on(world2: World) -> None:
+    alone = [row.peak.num_bytes for row in estimate(Tower(width=64), world=(2, 4), device="cpu").rows]
+    assert world2.run(estimated_in_a_job) == [[alone, [2.0] * 3]] * 2
+
+
+def test_other_threads_see_their_own_process_groups(world2: World) -> None:
+    assert world2.run(sizes_seen_by_threads) == [[7, 2, 2]] * 2
+
+
+def sizes_seen_by_threads() -> list[int]:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from shardwise.dry_run.fake_world import fake_world
+
+    with ThreadPoolExecutor(1) as pool:
+        with fake_world({"shard": 7}, lambda *_: None):
+            sizes = [dist.get_world_size(), pool.submit(dist.get_world_size).result()]
+        return [*sizes, dist.get_world_size()]
+
+
+def test_names_of_process_groups_are_free_again() -> None:
+    from shardwise.dry_run.fake_world import fake_world
+
+    with fake_world({"replicate": 2, "shard": 3}, lambda *_: None) as mesh:
+        names = [mesh.get_group(dim).group_name for dim in (0, 1)]
+    for name in names:
+        with pytest.raises(RuntimeError, match="Could not resolve"):
+            torch._C._distributed_c10d._resolve_process_group(name)
+    assert not dist.is_initialized()
+    assert c10d.is_fake is not None
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"world": 0}, "world is 0; pass a number of ranks"),
+        ({"world": "8x"}, "world is '8x'"),
+        ({"world": (2, -1)}, "all above 0"),
+        ({"world": 8, "strategy": "zero4"}, "there is no strategy 'zero4'. Pass one of ddp, zero1"),
+        (
+            {"world": 16, "strategy": "hybrid"},
+            r"Pass both, world=\(hosts, ranks_per_host\), such as \(2, 8\)",
+        ),
+        ({"world": 8, "optimizer": "adamv"}, "There is no optimizer 'adamv'. Pass one of adamw, adam"),
+        ({"world": 8, "mp_policy": "bf61"}, "there is no precision 'bf61'"),
+        ({"world": 8, "memory": "80 GBs"}, "memory '80 GBs' is no amount of memory"),
+        ({"world": 8, "memory": "0GB"}, "a number above 0"),
+        ({"world": 8, "device": "tpu"}, "pass 'cuda' or 'cpu'"),
+        ({"world": 8, "batch": "8xx"}, "batch '8xx' is not understood"),
+        (
+            {"world": 8, "batch": "8x100:fp32"},
+            r"the Tower does not take the batch of float32 \(8, 100\). Its forward.*raised RuntimeError",
+        ),
+    ],
+)
+def test_bad_values_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        estimate(on_meta(), **options)
+
+
+def test_bad_types_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"expected an nn.Module, got"):
+        estimate("model", world=8)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"optimizer is a int; pass a name"):
+        estimate(on_meta(), world=8, optimizer=3)
+    with pytest.raises(TypeError, match=r"memory is a float"):
+        estimate(on_meta(), world=8, memory=1.5)  # type: ignore[arg-type]
+    model = on_meta()
+    model.lock = __import__("threading").Lock()  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=r"The Tower cannot be copied \(TypeError: cannot pickle"):
+        estimate(model, world=8)
+
+
+def test_the_callers_modes_do_not_matter() -> None:
+    model = on_meta(depth=1)
+    plain = estimate(model, world=4, strategy="zero3", batch=BATCH, checkpointing=False)
+    with torch.no_grad(), torch.device("meta"):
+        found = estimate(model, world=4, strategy="zero3", batch=BATCH, checkpointing=False)
+    assert found.to_json() == plain.to_json()
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
+        estimate(model.requires_grad_(False), world=4)
+
+
+def test_a_model_of_tokens_with_tied_weights_and_buffers() -> None:
+    with torch.device("meta"):
+        model = LanguageModel(vocabulary=64, width=32)
+    model.head.weight = model.embed.weight
+    model.register_buffer("table", torch.zeros(1000, 1000, device="meta"))
+    (row,) = estimate(model, world=2, strategy="zero3", batch="2x9", checkpointing=False).rows
+    whole = sum(p.numel() * 4 for p in model.parameters())
+    assert row.parameters == pytest.approx(whole / 2, rel=0.02)
+    assert row.peak.by_kind["buffers and batch"] >= 4_000_000
