@@ -9,6 +9,7 @@ Under torchrun all ranks run the command, and rank 0 prints. To add one: a modul
 """
 
 COMMANDS = {
+    "estimate": "what training a model takes on each rank, without a GPU",
     "doctor": "check a job's machines, network and folders before training on them",
 }
 """What each command is for, in a line."""

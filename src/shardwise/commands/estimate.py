@@ -1,0 +1,95 @@
+"""Estimate what training a model takes on each rank, before anything is trained.
+
+MODULE:FUNCTION is imported from here and called; it returns the model, or the model and a batch: a tensor, a
+tuple of arguments or a dict of them. No GPU, no process group and no weights are needed: the function is run
+on the meta device.
+
+    python -m shardwise estimate train:build --world 64 --strategy zero3 --mp bf16 --optimizer adamw \\
+        --batch 8x4096 --memory 80GB
+    python -m shardwise estimate train:build --world 8x8 --json estimate.json --picture estimate.png
+
+The exit status is 1 if nothing fits in the memory named.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.commands import UsageError
+from shardwise.planning import estimate
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``estimate``."""
+    parser.add_argument("model", metavar="MODULE:FUNCTION", help="what returns the model")
+    parser.add_argument("--world", required=True, help="ranks (64), or hosts and ranks on each (8x8)")
+    parser.add_argument("--strategy", nargs="+", help="default: all that the world allows")
+    parser.add_argument("--batch", help="shapes of the inputs on a rank: 8x4096, or 8x3x224x224:bf16,8")
+    parser.add_argument("--mp", help="bf16 or fp16: compute in it, reduce in float32")
+    parser.add_argument("--optimizer", default="adamw", help="default adamw")
+    parser.add_argument(
+        "--checkpointing", choices=("yes", "no", "both"), help="activation checkpointing of each block"
+    )
+    parser.add_argument("--memory", help="what a rank has, such as 80GB")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default cuda")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--picture", type=Path, help="draw memory over a step, to .png, .pdf or .svg")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Estimate and print; 1 if nothing fits."""
+    model, batch = _model(arguments.model)
+    try:
+        found = estimate(
+            model,
+            world=arguments.world,
+            strategy=arguments.strategy,
+            batch=arguments.batch or batch,
+            checkpointing={"yes": True, "no": False}.get(arguments.checkpointing),
+            mp_policy=arguments.mp,
+            optimizer=arguments.optimizer,
+            memory=arguments.memory,
+            device=arguments.device,
+        )
+        print(found)
+        if arguments.json is not None:
+            arguments.json.write_text(found.to_json() + "\n")
+        if arguments.picture is not None:
+            found.picture(arguments.picture)
+    except (ValueError, TypeError, NotImplementedError, ImportError, OSError) as error:
+        raise UsageError(str(error)) from error
+    return int(not found.fitting())
+
+
+def _model(path: str) -> tuple[nn.Module, Any]:
+    """The model of ``module:function``, and its batch or None."""
+    module_name, _, name = path.partition(":")
+    if not (module_name and name):
+        raise UsageError(f"'{path}' names no function. Pass MODULE:FUNCTION, such as train:build.")
+    if os.getcwd() not in sys.path:  # as for a script that lies here
+        sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"'{path}' cannot be imported from {os.getcwd()}: {error}.") from error
+    try:
+        with torch.device("meta"):
+            made = function()
+    except Exception as error:
+        raise UsageError(
+            f"{path}() raised {type(error).__name__}: {error}. It is called without arguments, on the meta "
+            "device."
+        ) from error
+    model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"{path}() returned a {type(model).__name__}; return a model (an nn.Module), or a model and a "
+            "batch."
+        )
+    return model, batch

@@ -1,0 +1,65 @@
+"""`python -m shardwise estimate`: what it prints, writes and refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from models import Tower
+
+from shardwise.__main__ import main
+
+WORDS = [
+    "estimate",
+    "test_estimate_command:build",
+    "--world",
+    "8",
+    "--strategy",
+    "zero3",
+    "--batch",
+    "4x512:fp32",
+]
+
+
+def build() -> Tower:
+    return Tower(width=512, hidden=1024)
+
+
+def build_list() -> list[Tower]:
+    return [build()]
+
+
+def test_it_prints_a_table_and_writes_json_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = ["--json", str(tmp_path / "found.json"), "--picture", str(tmp_path / "found.png")]
+    assert main([*WORDS, "--mp", "bf16", "--memory", "1GB", "--checkpointing", "yes", *files]) == 0
+    shown = capsys.readouterr().out
+    assert "1 of 1 fit in 1,000.00 MB; zero3 with checkpointing sends least of them." in shown
+    (row,) = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert f"{row['peaks']['backward']['bytes'] / 1e6:,.2f}" in shown
+    assert (tmp_path / "found.png").stat().st_size > 5000
+
+
+def test_its_status_is_1_if_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "--memory", "1MB", "--checkpointing", "no"]) == 1
+    assert "None fits in 1.00 MB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({1: "nowhere:build"}, "'nowhere:build' cannot be imported from"),
+        ({1: "test_estimate_command"}, "names no function. Pass MODULE:FUNCTION"),
+        ({1: "test_estimate_command:no"}, "has no attribute 'no'"),
+        ({1: "test_estimate_command:build_list"}, "() returned a list; return a model (an nn.Module)"),
+        ({1: "test_estimate_command:pytest"}, "() raised TypeError: 'module' object is not callable"),
+        ({3: "0"}, "world is '0'"),
+        ({7: "4x3:fp32"}, "the Tower does not take the batch of float32 (4, 3)"),
+    ],
+)
+def test_what_cannot_work_is_told_in_a_line(
+    changed: dict[int, str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [changed.get(index, word) for index, word in enumerate(WORDS)]
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
