@@ -19,7 +19,7 @@ KEPT = 2  # checkpoints: the newest one, and one more should a disk lose that
 
 # What the losses depend on. A run that goes on with other ones would be neither the old nor a new one.
 # (The number of processes, the strategy and the like may change: they change nothing but rounding.)
-COURSE = ("heads", "context", "batch", "steps", "lr", "seed")
+COURSE = ("heads", "context", "batch", "steps", "lr", "seed", "optimizer")
 
 
 @dataclasses.dataclass
@@ -145,7 +145,7 @@ def course(settings: argparse.Namespace) -> dict[str, Any]:
 def check_course(saved: dict[str, Any], settings: argparse.Namespace) -> None:
     """Refuse to go on with a run that was asked for with other settings."""
     now = course(settings)
-    different = [name for name in COURSE if saved[name] != now[name]]
+    different = [name for name in COURSE if saved.get(name, now[name]) != now[name]]
     if different:
         was, wanted = (" ".join(f"--{name} {each[name]}" for name in different) for each in (saved, now))
         raise ValueError(

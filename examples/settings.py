@@ -27,6 +27,7 @@ def parse_settings(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--batch", type=int, default=16, help="windows per step, all processes together")
     add("--steps", type=int, default=600, help="optimizer steps")
     add("--lr", type=float, default=3e-3, help="highest learning rate")
+    add("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: for matrices of blocks")
     add("--seed", type=int, default=0, help="fixes the weights, the batches and the sample")
     add("--mesh", default="auto", help="mesh shape, for now one number: of all processes")
     add("--dtype", choices=["float32", "bf16"], default="float32", help="bf16 means autocast")
@@ -123,6 +124,8 @@ def check_peer(settings: argparse.Namespace) -> None:
     chosen = (settings.strategy, settings.send_gradients, settings.send_weights)
     if settings.peer == "torch" and settings.trace is not None:
         raise ValueError("--trace records with shardwise, and --peer torch leaves it out; choose one of them")
+    if settings.peer == "torch" and settings.optimizer == "muon":
+        raise ValueError("--optimizer muon is shardwise's, and --peer torch leaves it out; choose one")
     if settings.peer == "torch" and chosen != ("zero3", "as-is", "as-is"):
         raise ValueError("--peer torch goes with strategy zero3, and sends everything as it is")
 

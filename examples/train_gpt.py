@@ -5,6 +5,7 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --strategy zero2 --send-gradients int8
     torchrun --nproc-per-node 2 examples/train_gpt.py --compile block
     torchrun --nproc-per-node 2 examples/train_gpt.py --steps 5 --trace runs/trace   # open step.html
+    torchrun --nproc-per-node 2 examples/train_gpt.py --optimizer muon
     torchrun --nproc-per-node 8 examples/train_gpt.py --layers 24 --width 1536 --heads 16 \
         --context 1024 --batch 64 --lr 3e-4 --dtype bf16        # eight GPUs
 
@@ -148,14 +149,29 @@ def shard_by_hand(model: GPT, settings: argparse.Namespace) -> None:
 
 
 def build_optimizer(model: GPT, settings: argparse.Namespace) -> torch.optim.Optimizer:
-    """Make AdamW over the sharded parameters: its state is sharded because they are.
+    """Make AdamW, or Muon, over the sharded parameters: its state is sharded because they are.
 
     It has to come after sharding, which replaces the parameters by DTensors.
     """
+    if settings.optimizer == "muon":
+        from shardwise.optim import Muon
+
+        return Muon(
+            model.named_parameters(),
+            lr=settings.lr,
+            adjust_lr_fn="match_rms_adamw",  # so that one learning rate suits both
+            adamw={"lr": settings.lr, "betas": (0.9, 0.95), "weight_decay": 0.0, "fused": True},
+            row_blocks=rows_of_fused_matrices,
+        )
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]  # norms: not pulled towards zero
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
+
+
+def rows_of_fused_matrices(name: str, param: torch.Tensor) -> list[int] | None:
+    """Tell Muon that queries, keys and values are three matrices in one."""
+    return [param.shape[1]] * 3 if name.endswith("qkv.weight") else None
 
 
 def learning_rate(step: int, peak: float, steps: int) -> float:

@@ -112,6 +112,16 @@ def train_gpt(arguments: list[str]) -> Curve:
         return history.train_loss, history.val_loss
 
 
+def test_the_gpt_trains_with_muon_on_two_processes_as_on_one(world1: World, world2: World) -> None:
+    """To the rounding of the iteration, which is in bfloat16."""
+    ((training, validation),) = world1.run(train_gpt, ["--optimizer", "muon"], timeout=300)
+    ((adamw, _),) = world1.run(train_gpt, [], timeout=300)
+    assert training[-1] != pytest.approx(adamw[-1], rel=1e-4)
+    for got in world2.run(train_gpt, ["--optimizer", "muon"], timeout=300):
+        assert got[0] == pytest.approx(training, rel=1e-3)
+        assert got[1] == pytest.approx(validation, rel=1e-3)
+
+
 @pytest.mark.parametrize("part", ["block", pytest.param("model", marks=pytest.mark.slow)])
 def test_the_gpt_trains_the_same_with_parts_compiled(world2: World, part: str) -> None:
     plain = world2.run(train_gpt, [])

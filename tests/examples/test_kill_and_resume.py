@@ -232,6 +232,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleT
 
 REFUSED = {
     "--resume": "--resume needs --checkpoint-dir: the folder to go on from, and to save to",
+    "--optimizer muon --peer torch": "--optimizer muon is shardwise's, and --peer torch leaves it out",
     "--checkpoint-dir D --peer torch": "--checkpoint-dir saves with shardwise, and --peer torch leaves it out",
     "--checkpoint-dir D --checkpoint-every 0": "--checkpoint-every must be above 0",
 }
@@ -253,6 +254,7 @@ def test_a_command_line_is_refused(
 
 def settings_in(folder: Path, **changed: object) -> argparse.Namespace:
     settings = {"heads": 2, "context": 16, "batch": 4, "steps": 12, "lr": 0.003, "seed": 0, "resume": False}
+    settings["optimizer"] = "adamw"
     return argparse.Namespace(checkpoint_dir=folder, **settings | changed)
 
 

@@ -31,7 +31,7 @@ class Muon(Optimizer):
 
     The same numbers as torch's on whole parameters in one process, to the rounding of the iteration. Each
     matrix is put together on one rank, orthogonalised there, and its rows are sent back, while momentum and
-    parameters stay sharded; torch's own on DTensors has all ranks gather and compute.
+    parameters stay sharded; torch's own on DTensors gathers for each product, and repeats some on all ranks.
 
     Args:
         params: parameters, named parameters (``model.named_parameters()``), or param groups. ``"algorithm"``
