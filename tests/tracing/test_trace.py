@@ -327,6 +327,33 @@ def test_a_second_trace_of_the_same_model_is_refused(world2: World) -> None:
         assert message.startswith("trace: a trace of this model is running")
 
 
+def explained() -> tuple[str, str]:
+    model = build()
+    before = shardwise.explain(model)
+    step = training(model)
+    step()
+    with shardwise.trace(model):
+        step()
+    return before, shardwise.explain(model)
+
+
+def test_explain_shows_what_the_last_trace_saw(world2: World) -> None:
+    for before, after in world2.run(explained):
+        assert after.startswith(before)
+        title, head, _, *lines = after.removeprefix(before).strip().splitlines()
+        assert title == "the last trace, on this rank"
+        assert head.split() == ["group", "unsharded", "reduced", "MB", "sent", "ms", "waited", "uncovered"]
+        cells = [line.split()[:4] for line in lines]
+        # Half of a block travels for each all-gather and for the reduction; the last is all-gathered once.
+        block, root = BLOCK_BYTES / 2e6, ROOT_BYTES / 2e6
+        assert cells == [
+            ["Model", "1", "1", f"{2 * root:.4f}"],
+            ["blocks.0", "2", "1", f"{3 * block:.4f}"],
+            ["blocks.1", "2", "1", f"{3 * block:.4f}"],
+            ["blocks.2", "1", "1", f"{2 * block:.4f}"],
+        ]
+
+
 def of_one_rank() -> int:
     model = build()
     backward(model)
