@@ -188,7 +188,7 @@ torch.set_num_threads(1)
 model = on_meta("1t", {layers})
 start = time.process_time()
 found = shardwise.estimate(
-    model, world=1024, strategy="zero3", batch="1x4096,1x4096", checkpointing=True, memory="80GB"
+    model, world=1024, strategy="zero3", batch="1x4096,1x4096", checkpointing=True
 )
 seconds = time.process_time() - start
 print(json.dumps([seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, str(found)]))
