@@ -42,9 +42,7 @@ _ADVANCE = ("Reduction.advance", "Reduction.close")
 _HOOK = ("Reduction._start_replicas.<locals>.finish", "Reduction.advance")
 _SEND = ("Reduction.send", "Reductions._send")
 _SEND_ALL = ("Reduction.send", "Reductions._send_all.<locals>.<listcomp>")
-_GATHER = ("Unsharded._begin", "Unsharded.unshard")
-_GATHER_AGAIN = ("Unsharded._begin", "Unsharded.unshard_again")
-_GATHER_AHEAD = ("Unsharded._begin", "Unsharded.unshard_ahead")
+_GATHER = ("Waits.issue", "Unsharded._begin")
 _FREE = ("Unsharded._free_memory", "Unsharded._free")
 _KEEP_PART = ("Unsharded.keep_part", "KeptParts.instead_of_reshard")
 _COPY_IN = ("UnshardedBucket._on_device", "UnshardedBucket.start_all_gather")
@@ -58,8 +56,6 @@ MUTANTS = [
         (*_SEND, "offload"),
         (*_SEND_ALL, "int8 reduction, hybrid"),
         (*_GATHER, "parts kept until backward"),
-        (*_GATHER_AGAIN, "parts kept until backward"),
-        (*_GATHER_AHEAD, "parts kept until backward"),
         ("Unsharded.make", "Unsharded.unshard", "parts kept until backward"),
     ),
     *_mutants(
@@ -68,8 +64,6 @@ MUTANTS = [
         (*_SEND, "checkpointing"),
         (*_SEND_ALL, "extension: bytes and scales"),
         (*_GATHER, "extension: bytes and scales"),
-        (*_GATHER_AGAIN, "parts kept until backward"),
-        (*_GATHER_AHEAD, "extension: bytes and scales"),
     ),
     *_mutants(
         "wait_event",
