@@ -1,20 +1,26 @@
-"""Tells who wants to know of the steps of optimizers: after one, nobody has to look for changed shards.
+"""Notices the steps of optimizers: counts what they change, and tells who keeps unsharded parameters.
 
-Seen are steps of optimizers that are derived from ``torch.optim.Optimizer``.
+Where parameters are DTensors, steps over lists (``foreach=True``, the default on devices) and fused steps
+change the contents but not the version counter, by which autograd refuses a backward whose weights have
+changed since the forward (2.11 to 2.15). So the versions are increased here. Only steps of optimizers derived
+from ``torch.optim.Optimizer`` are seen.
 """
 
+import threading
 import weakref
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardwise.buckets.bucket import Bucket
 from shardwise.buckets.flat_slot import bucket_and_index
+from shardwise.torch_compat import dtensor
+from shardwise.torch_compat.dynamo import break_graphs
 
 
 class StepListener(Protocol):
@@ -25,29 +31,40 @@ class StepListener(Protocol):
         ...
 
 
-_hooks: list[tuple["weakref.ref[StepListener]", Any]] = []
+_listeners: "weakref.WeakSet[StepListener]" = weakref.WeakSet()
+_lock = threading.Lock()  # ranks may be threads
+_handles: list[Any] = []  # of the hook, once there is one
+
+
+def count_steps() -> None:
+    """Count the steps of all optimizers from now on."""
+    with _lock:
+        if not _handles:
+            _handles.append(register_optimizer_step_post_hook(_stepped))
 
 
 def tell_of_steps(listener: StepListener) -> None:
-    """Tell ``listener`` of every step from now on, for as long as it lives.
-
-    Hooks for those that are gone are removed here, not when they go: that may be while torch runs the hooks.
-    """
-    for ref, handle in _hooks[:]:
-        if ref() is None:
-            handle.remove()
-            _hooks.remove((ref, handle))
-    own = weakref.ref(listener)
-    _hooks.append((own, register_optimizer_step_post_hook(partial(_tell, own))))
+    """Tell ``listener`` of every step, for as long as it lives, once steps are counted."""
+    with _lock:
+        _listeners.add(listener)
 
 
-def _tell(listener: "weakref.ref[StepListener]", optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if (own := listener()) is not None:
-        own.optimizer_stepped(_buckets_of(optimizer))
-
-
-def _buckets_of(optimizer: torch.optim.Optimizer) -> Iterator[Bucket]:
+def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     params: Iterable[Tensor] = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    buckets: list[Bucket] = []
+    changed: list[Tensor] = []
     for param in params:
         if (found := bucket_and_index(param)) is not None:
-            yield found[0]
+            buckets.append(found[0])
+            if param.grad is not None:  # without a gradient it was left out
+                changed += (param, dtensor.local_tensor(param))
+    if not buckets:
+        return
+    increment_version(changed)
+    with _lock:
+        listeners = list(_listeners)
+    for listener in listeners:
+        listener.optimizer_stepped(buckets)
+
+
+break_graphs(_stepped)  # dynamo cannot read the attribute by which a parameter knows its bucket

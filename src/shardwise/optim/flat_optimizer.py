@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.buffers import with_own_storage
@@ -155,8 +154,6 @@ class FlatOptimizer(Optimizer):
                 group["params"] = params
             for run in plan.runs:
                 run.flat.grad = None
-        if plan.merged_locals:  # as autograd's check knows that they have changed
-            increment_version(plan.merged_locals)
 
     def _kinds_step(self) -> Any:
         """The step of the optimizer's own class, without hooks."""

@@ -120,7 +120,6 @@ class FlatRun:
     def __init__(self, members: Sequence[RunMember], starts: Sequence[int]) -> None:
         first, last = members[0], members[-1]
         self.params = [member.param for member in members]
-        self.locals = [member.local for member in members]
         self.starts = list(starts)
         self.numels = [member.local.numel() for member in members]
         self.is_merged = len(members) > 1 and starts[-1] > 0
@@ -313,7 +312,6 @@ class StepPlan:
         self.flats: list[list[Tensor]] = [[] for _ in groups]
         self.runs: list[FlatRun] = []
         self.resting: list[Tensor] = []
-        self.merged_locals: list[Tensor] = []
         self._found: list[tuple[FlatRun, list[RunMember]]] = []
         self._groups = [list(group["params"]) for group in groups]
         self._have_eps = list(map(has_eps, groups))
@@ -322,8 +320,6 @@ class StepPlan:
         """A run of the group at ``index``."""
         self.flats[index].append(run.flat)
         self._found.append((run, members))
-        if run.is_merged:
-            self.merged_locals += run.locals
 
     def finish(self) -> list[tuple[FlatRun, list[RunMember]]]:
         """Lay out what each step compares; returns the runs in their final order."""

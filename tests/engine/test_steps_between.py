@@ -1,0 +1,114 @@
+"""An optimizer steps between a forward and its backward: refused as in plain PyTorch, whichever kernels it takes.
+
+Kernels over lists of DTensors, and fused ones, leave the version counters as they are, by which autograd notices.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from failure_models import built
+from harness import World
+from meshed import refusal
+from models import even_tower
+from reference import mean_of_squares
+from scenario import Side, assert_same
+from torch import nn
+
+from shardwise.optim import FlatOptimizer
+
+WAYS_TO_STEP: list[dict[str, Any]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]
+
+
+def steps_before_its_backward(is_sharded: bool, how: dict[str, Any]) -> str:
+    side = Side(is_sharded)
+    model = side.shard_tower(built(even_tower), reshard_after_forward=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **how)
+    side.step(model, optimizer, 0)
+    loss = mean_of_squares(model, side.inputs(1))
+    optimizer.step()
+    return refusal(loss.backward)
+
+
+@pytest.mark.parametrize("how", WAYS_TO_STEP, ids=str)
+def test_a_step_before_the_backward_is_refused(world2: World, how: dict[str, Any]) -> None:
+    """The weights are unsharded once more in backward, and those of the forward are gone."""
+    for text in world2.run(steps_before_its_backward, True, how):
+        assert "modified by an inplace operation" in text
+    if "fused" not in how:  # plain tensors do not count fused steps either
+        assert "modified by an inplace operation" in steps_before_its_backward(False, how)
+
+
+class Two(nn.Module):
+    """Two towers under one root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = even_tower(), even_tower()
+
+    def forward(self, x: torch.Tensor, which: str) -> torch.Tensor:
+        return getattr(self, which)(x)
+
+
+def what_has_no_gradient_is_not_changed(side: Side, how: dict[str, Any]) -> None:
+    """One tower is stepped between the forward and the backward of the other, by the optimizer of both."""
+    model = built(Two)
+    side.shard(*model.first.blocks, model.first, *model.second.blocks, model.second, model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **how)
+    for step in range(2):
+        optimizer.zero_grad()
+        losses = [
+            mean_of_squares(lambda x, w=which: model(x, w), side.inputs(step))
+            for which in ("first", "second")
+        ]
+        for loss in losses:
+            loss.backward()
+            side.note_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    side.note_parameters(model)
+
+
+@pytest.mark.parametrize("how", WAYS_TO_STEP, ids=str)
+def test_what_was_left_out_of_the_step_still_has_its_backward(world2: World, how: dict[str, Any]) -> None:
+    assert_same(world2, what_has_no_gradient_is_not_changed, how)
+
+
+def compiled_step(side: Side) -> None:
+    """Of parameters that are kept unsharded: a step of the optimizer tells that they are stale."""
+    model = side.shard_tower(built(even_tower), reshard_after_forward=False)
+    if side.is_sharded:
+        model.set_reshard_after_backward(False)  # type: ignore[operator]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torch.compile(optimizer.step, backend="eager") if side.is_sharded else optimizer.step
+    for index in range(3):
+        optimizer.zero_grad()
+        loss = mean_of_squares(model, side.inputs(index))
+        loss.backward()
+        side.note_mean("loss", loss)
+        step()
+    side.note_parameters(model)
+
+
+def test_the_step_may_be_compiled(world2: World) -> None:
+    assert_same(world2, compiled_step)
+
+
+def penalty_before_a_step(how: dict[str, Any], is_flat: bool) -> str:
+    """What was computed from the shards themselves."""
+    side = Side(is_sharded=True)
+    model = side.shard_tower(built(even_tower))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1, **how)
+    if is_flat:
+        optimizer = FlatOptimizer(optimizer)
+    side.step(model, optimizer, 0)
+    penalty = torch.stack([param.to_local().pow(2).sum() for param in model.parameters()]).sum()
+    optimizer.step()
+    return refusal(penalty.backward)
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize("how", WAYS_TO_STEP, ids=str)
+def test_a_step_changes_the_shards_as_well(world2: World, how: dict[str, Any], is_flat: bool) -> None:
+    for text in world2.run(penalty_before_a_step, how, is_flat):
+        assert "modified inplace" in text or "modified by an inplace" in text
