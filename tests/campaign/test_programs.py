@@ -20,7 +20,7 @@ def run_program(worlds: Worlds, program: Program, folder: Path) -> str | None:
 CAMPAIGN = Campaign("PROGRAM", PROGRAMS, settled, run_program)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_program_trains_as_plain_copies_do(worlds: Worlds, tmp_path: Path, seed: int) -> None:
     CAMPAIGN.check_seed(worlds, tmp_path, seed)

@@ -723,7 +723,7 @@ def run_draw(worlds: Worlds, draw: Draw, folder: Path) -> str | None:
 CAMPAIGN = Campaign("STATE", DRAWS, settled, run_draw)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(10))
 def test_a_journey_ends_where_plain_training_does(worlds: Worlds, tmp_path: Path, seed: int) -> None:
     CAMPAIGN.check_seed(worlds, tmp_path, seed)

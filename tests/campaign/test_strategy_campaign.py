@@ -989,7 +989,7 @@ def run_draw(worlds: Worlds, draw: Draw, folder: Path) -> str | None:
 CAMPAIGN = Campaign("STRATEGY", DRAWS, settled, run_draw)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_draw_of_strategies_trains_as_plainly(worlds: Worlds, tmp_path: Path, seed: int) -> None:
     CAMPAIGN.check_seed(worlds, tmp_path, seed)

@@ -578,6 +578,7 @@ def keys_of_both(run: Run) -> tuple[set[str], set[str]]:
     return set(torchs.state_dict_metadata), set(ours.state_dict_metadata)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shard", [by_block, inner_compiled, recomputed])
 def test_the_keys_are_those_of_torchs_recipe(world2: World, tmp_path: Path, shard: Any) -> None:
     torchs, ours = world2.run(keys_of_both, Run(shard=shard, path=str(tmp_path / "checkpoint")))[0]

@@ -87,7 +87,7 @@ def test_all_optimizers_of_torch_are_listed() -> None:
     assert found - {"Optimizer"} == {kind.name for kind in KINDS} | set(CANNOT_STEP)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_an_optimizer_goes_on_as_if_nothing_had_happened(
     world2: World, world3: World, tmp_path: Path, kind: Kind
@@ -125,6 +125,7 @@ def after_steps_of_its_own(run: Run) -> dict[str, Any]:
     return everything(model, optimizer)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "kind", [Kind("Adam"), Kind("SGD", {"momentum": 0.9, "dampening": 0.3}), Kind("Adagrad")], ids=str
 )

@@ -52,7 +52,7 @@ def numel(model: nn.Module, names: list[str] | None) -> int:
     return sum(param.numel() for module in modules for param in module.parameters())
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(18)
 @pytest.mark.parametrize("returns_work", [True, False], ids=["work", "none"])
 @pytest.mark.parametrize("make", [even_tower, uneven_tower])
 @pytest.mark.parametrize("world", [1, 2, 3, 4], indirect=True)
@@ -151,12 +151,14 @@ def hook_that_scales(side: Side, on: str, mesh_shape: tuple[int, ...]) -> None:
         assert sum(seen) >= 2 * local, "the hook has not seen every gradient"
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("on", ["", "blocks.1"])
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 def test_a_hook_sees_and_may_change_the_reduced_gradients(world: World, on: str) -> None:
     assert_same(world, hook_that_scales, on, (world.size,))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)], ids=str)
 def test_with_replicas_the_hook_gets_what_was_reduced_over_all_ranks(world4: World, shape: Any) -> None:
     assert_same(world4, hook_that_scales, "blocks.1", shape)
@@ -271,7 +273,7 @@ def train_switched(side: Side, switch: Switch) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("switch", SWITCHES)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 def test_how_to_communicate_changes_no_number(world: World, switch: Switch) -> None:
@@ -299,6 +301,7 @@ def built_like(model: nn.Module) -> Any:
     return plain
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("factor", [None, 0.5, 8.0])
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 def test_only_sums_are_asked_for_where_sums_are_forced(world: World, factor: float | None) -> None:
@@ -438,6 +441,7 @@ def reset_between_and_after(side: Side, fails: str | None) -> None:
     side.steps(model, optimizer, [1, 2])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fails", [None, "early", "late", "backward"])
 def test_iteration_state_may_be_reset_at_any_time(world2: World, fails: str | None) -> None:
     assert_same(world2, reset_between_and_after, fails)
@@ -522,6 +526,7 @@ WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("method", "args", "kwargs", "word"), WRONG, ids=lambda value: str(value)[:40])
 def test_what_a_setter_cannot_use_is_refused_by_name(
     world1: World, method: str, args: Any, kwargs: Any, word: str

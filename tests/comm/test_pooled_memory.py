@@ -118,6 +118,7 @@ def train_in_symmetric_memory(side: Side, make: Any) -> None:
     assert set(found) == {"in place"}, found
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("make", [even_tower, uneven_tower])
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 def test_groups_all_gather_in_place_in_symmetric_memory(world: World, make: Any) -> None:

@@ -64,7 +64,7 @@ def weights_seen(make: Any, strategy: str, **options: Any) -> tuple[dict[str, Te
     return values, exact
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("make", [uneven_tower, OddModel])
 @seats((1, "zero3"), (3, "zero3"), (2, "zero2"), (4, "zero3"), (4, "hybrid"))
 def test_all_ranks_compute_with_the_same_bits(world: World, strategy: str, make: Any) -> None:
@@ -182,6 +182,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("options", OPTIONS, ids=["True", "False", "2"])
 @pytest.mark.parametrize("make", [uneven_tower, OddModel])
 @pytest.mark.parametrize("world", [4], indirect=True)
@@ -190,6 +191,7 @@ def test_gradients_are_those_of_the_values_seen(world: World, make: Any, options
     assert max(world.run(gradients_at_the_values_seen, make, "zero3", options)) <= 1e-10
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", ["zero2", "hybrid", "hybrid_zero2", "zero1"])
 def test_gradients_are_those_of_the_values_seen_in_every_strategy(world4: World, strategy: str) -> None:
     assert max(world4.run(gradients_at_the_values_seen, uneven_tower, strategy, {})) <= 1e-10
@@ -210,6 +212,7 @@ def shards_after_use(strategy: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.sample(2)
 @every_kind
 def test_shards_and_what_unsharded_shows_stay_exact(world: World, strategy: str) -> None:
     assert world.run(shards_after_use, strategy) == [[]] * world.size

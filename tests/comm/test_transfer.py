@@ -117,6 +117,7 @@ def gathered_at(owner: int | None, staging_bytes: int, dtype: torch.dtype) -> li
     return wrong
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("owner", [None, 0, 2, 3])
 def test_all_are_gathered_to_all_or_to_their_owner(world4: World, owner: int | None) -> None:
     assert world4.run(gathered_at, owner, 1 << 20, torch.float32) == [[]] * 4

@@ -48,6 +48,7 @@ def train_compiled(how: str) -> int:
     return counter.frame_count
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", ["method before", "method after", "wrapper after"])
 def test_a_compiled_block_is_one_graph_and_trains_right(world2: World, how: str) -> None:
     assert world2.run(train_compiled, how, timeout=120) == [1, 1]  # the blocks share their code

@@ -120,7 +120,7 @@ def lives(
     return before, after, wrong, counted
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("how", "model_class"), [*((how, Tower) for how in HOWS), (HOWS[1], Dropping)])
 def test_no_graph_is_made_that_would_not_be_without_sharding(
     world2: World, how: str, model_class: type[Tower]

@@ -29,13 +29,13 @@ ROOT = 4 * (WIDTH * WIDTH + 2 * WIDTH + 1) / B
 REST = 0.1  # activations
 
 ALWAYS = [("module", "aot_eager", None), ("function", "aot_eager", False)]
-OTHERS = [
-    case for case in product(HOWS, ["aot_eager", "inductor"], [None, True, False]) if case not in ALWAYS
-]
-by_case = pytest.mark.parametrize(
-    ("how", "backend", "reshard"),
-    [*ALWAYS, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
-)
+CASES = list(product(HOWS, ["aot_eager", "inductor"], [None, True, False]))
+
+
+def by_case(num_always: int) -> pytest.MarkDecorator:
+    always = ALWAYS[:num_always]
+    others = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in always]
+    return pytest.mark.parametrize(("how", "backend", "reshard"), [*always, *others])
 
 
 class Step:
@@ -97,7 +97,7 @@ def kept_for_backward(how: str, backend: str, **options: Any) -> float:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
-@by_case
+@by_case(2)
 def test_a_graph_keeps_unsharded_blocks_for_backward_only_if_it_is_told_to(
     world2: World, how: str, backend: str, reshard: bool | None
 ) -> None:
@@ -136,7 +136,7 @@ def held(how: str, backend: str, **options: Any) -> Held:
 BLOCKS_ALIVE = {"aot_eager": (2, 2), "inductor": (2, 3)}
 
 
-@by_case
+@by_case(1)
 def test_a_graph_holds_at_most_two_blocks_in_forward_and_three_in_backward(
     world2: World, how: str, backend: str, reshard: bool | None
 ) -> None:

@@ -217,6 +217,7 @@ def test_gradients_of_a_graph_are_bit_for_bit_those_of_eager_runs(world2: World,
         assert (graphs, unlike, wrong) == (1, [], [])
 
 
+@pytest.mark.slow
 @by_how
 def test_gradients_are_summed_over_replicas(world4: World, how: str) -> None:
     assert world4.run(compare_with_eager, how, is_hybrid=True, timeout=120) == [(1, [], [])] * 4
@@ -398,6 +399,7 @@ def graphs_by_event(how: str) -> list[tuple[str, int, list[str]]]:
     return found
 
 
+@pytest.mark.slow
 @by_how
 def test_a_graph_is_compiled_again_only_where_gradients_are_switched(world2: World, how: str) -> None:
     found, other = world2.run(graphs_by_event, how, timeout=180)
@@ -420,7 +422,8 @@ def run_with_sizes(dynamic: bool | None) -> tuple[int, list[str]]:
     return num_graphs(), wrong_gradients(model, plain, 1e-10)
 
 
-@pytest.mark.parametrize(("dynamic", "graphs"), [(True, 1), pytest.param(None, 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("dynamic", "graphs"), [(True, 1), (None, 2)])
 def test_batches_may_differ_in_size(world2: World, dynamic: bool | None, graphs: int) -> None:
     assert world2.run(run_with_sizes, dynamic, timeout=120) == [(graphs, [])] * 2
 
@@ -660,7 +663,7 @@ def process_groups_in_graphs(how: str) -> tuple[list[str], list[str], int]:
     return gathers, reductions, num_graphs()
 
 
-@pytest.mark.parametrize("how", HOWS)
+@by_how
 def test_graphs_reduce_over_a_process_group_of_their_own_from_the_first_on(world2: World, how: str) -> None:
     for gathers, reductions, graphs in world2.run(process_groups_in_graphs, how):
         assert (len(gathers), graphs) == (1, 1)

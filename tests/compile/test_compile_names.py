@@ -139,7 +139,7 @@ def steps_of(form: str) -> dict[str, Any]:
     return everything(model, optimizer)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @forms
 def test_a_compiled_model_trains_as_the_same_model_uncompiled(world2: World, form: str) -> None:
     for got, want in zip(world2.run(steps_of, form), world2.run(steps_of, "plain"), strict=True):
@@ -175,7 +175,7 @@ def round_trips(form: str, folder: str, is_flat: bool) -> None:
     assert not [name for name in kept["names"] if "_orig_mod" in name]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("is_flat", [False, True], ids=["AdamW", "FlatOptimizer"])
 @forms
 def test_a_checkpoint_of_a_compiled_model_is_one_of_the_model(
@@ -303,7 +303,7 @@ def messages(form: str) -> dict[str, str]:
 CASES = [(of, form) for form in COMPILED for of in (messages, meta_messages)]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("of", "form"), CASES)
 def test_messages_and_tables_have_the_names_of_the_model(world2: World, of: Any, form: str) -> None:
     for got, want in zip(world2.run(of, form), world2.run(of, "plain"), strict=True):
@@ -361,7 +361,7 @@ def use(form: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @forms
 def test_what_may_be_done_with_a_model_may_be_done_with_a_compiled_one(world2: World, form: str) -> None:
     for got, want in zip(world2.run(use, form), world2.run(use, "plain"), strict=True):
@@ -378,7 +378,7 @@ def materialized(form: str) -> Any:
     return everything(model, optimizer)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @forms
 def test_a_compiled_model_is_materialized_with_the_same_values(world2: World, form: str) -> None:
     for got, want in zip(world2.run(materialized, form), world2.run(materialized, "plain"), strict=True):
@@ -400,7 +400,7 @@ def copied(form: str) -> tuple[bool, bool, bool]:
     return is_same, is_trained, all(not param.any() for param in map(full, model.parameters()))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @forms
 def test_a_copy_of_a_compiled_model_runs_its_own_weights(world2: World, form: str) -> None:
     assert world2.run(copied, form) == [(True, True, True)] * 2

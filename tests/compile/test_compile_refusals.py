@@ -312,7 +312,7 @@ def unlike_eager(build: Callable[[], nn.Module]) -> tuple[list[str], list[str]]:
     return [name for name in want if not torch.equal(want[name], got[name])], left
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("build", DONE_WITHOUT_A_GRAPH, ids=lambda build: build.__name__)
 def test_what_a_graph_cannot_have_is_done_between_graphs(
     world2: World, build: Callable[[], nn.Module]

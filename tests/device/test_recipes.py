@@ -31,14 +31,14 @@ def marked(test: object) -> object:
     return test
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("name", RECIPES)
 def test_clones_train_as_one_process_does(name: str) -> None:
     correctness.check_in_clones(name, "cpu", lanes=["gather"])
 
 
 @without_threads
-@pytest.mark.sample(7)
+@pytest.mark.sample(17)
 @pytest.mark.parametrize("name", RECIPES)
 def test_ranks_as_threads_train_as_one_process_does(name: str) -> None:
     correctness.check_in_threads(name, "cpu", 4 if name in correctness.NEEDS_FOUR else 2)

@@ -53,7 +53,7 @@ def chunked_training(side: Side, chunks: int, reshard: bool | None, keeps_graph:
     side.note_parameters(model)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(10)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("reshard", [True, False, None])
 @pytest.mark.parametrize("keeps_graph", [True, False])

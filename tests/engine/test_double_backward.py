@@ -91,7 +91,7 @@ def passes_in_between(side: Side, make: Callable[[], nn.Module], reshard: bool |
     side.note_parameters(model)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("make", [even_tower, Soft])
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_f45_any_pass_may_come_between_a_graph_and_its_backward(
@@ -123,6 +123,7 @@ def higher_orders(side: Side, policy: CommPolicy | None) -> None:
     side.assert_settled(model)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("backward_prefetch", ["before", "after", None])
 def test_f27_derivatives_of_higher_order(world2: World, backward_prefetch: str | None) -> None:
     assert_same(world2, higher_orders, CommPolicy(backward_prefetch=backward_prefetch))
@@ -148,6 +149,7 @@ def energies_and_forces(side: Side, reshard: bool | None) -> None:
         optimizer.step()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_f27_forces_leave_nothing_unsharded(world2: World, reshard: bool | None) -> None:
     assert_same(world2, energies_and_forces, reshard)

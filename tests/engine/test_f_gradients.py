@@ -56,7 +56,7 @@ def checkpointed_training(side: Side, where: str, reentrant: bool, loss: Any, op
     side.steps(model, adamw(model), range(3), loss)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(15)
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
 @pytest.mark.parametrize("where", WAYS)
@@ -67,7 +67,7 @@ def test_f01_two_checkpointed_forwards_before_one_backward_lose_no_gradient(
     assert_same(world2, checkpointed_training, where, reentrant, preference_loss, options)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
 @pytest.mark.parametrize("where", WAYS)
 def test_f01_checkpointing_changes_no_gradient(world2: World, where: str, reentrant: bool) -> None:
@@ -88,7 +88,7 @@ def staged_training(side: Side, reentrant: bool, order: Any, loss: Any) -> None:
     side.steps(model, adamw(model), range(3), loss)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(15)
 @pytest.mark.parametrize("loss", [mean_of_squares, preference_loss])
 @pytest.mark.parametrize("order", [(0, 1), (0, 0), (0, 1, 1, 0)], ids=str)
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
@@ -138,7 +138,7 @@ def plain_two_forwards(side: Side, options: Any) -> None:
         side.assert_settled(model)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_f01_two_forwards_before_one_backward_add_up(world: World, reshard: bool | None) -> None:
@@ -206,7 +206,7 @@ def unsynchronised_backward_then_clear(side: Side, how: str, between: bool, has_
     side.steps(model, optimizer, range(3, 5))
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(12)
 @pytest.mark.parametrize(("between", "has_grad"), [(False, False), (False, True), (True, False)])
 @pytest.mark.parametrize(
     "how",
@@ -275,7 +275,7 @@ def accumulate(side: Side, synced: list[bool], options: Any, reshards_after_back
     side.note_parameters(model)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 @pytest.mark.parametrize("reshards_after_backward", [True, False])
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def evaluate_then_act(side: Side, act: Any, mode: str, reshard: bool | None) -> 
     side.steps(model, optimizer, [2, 3])
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(23)
 @pytest.mark.parametrize(
     ("mode", "reshard"), [("no_grad", False), ("inference_mode", None), ("grad", None), ("grad", False)]
 )
@@ -506,7 +506,7 @@ def teacher_follows_student(side: Side, make: Any, follow: Any, reshard: bool | 
             follow(mine, other)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("reshard", RESHARD)
 @pytest.mark.parametrize("follow", [average, average_data])
 @pytest.mark.parametrize("make", [even_tower, Teacher])
@@ -585,6 +585,7 @@ def sgd_foreach(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, foreach=True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("make_optimizer", [adamw_fused, adamw_foreach, adamw_loop, sgd_foreach])
 def test_f03_groups_kept_unsharded_follow_every_kind_of_optimizer(world2: World, make_optimizer: Any) -> None:
     assert_same(world2, kept_between_steps, make_optimizer)
@@ -624,6 +625,7 @@ def unused_blocks(side: Side, use: list[tuple[int, ...]], options: Any) -> None:
     side.note_parameters(model)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 @pytest.mark.parametrize(
     "use",
@@ -650,7 +652,7 @@ def unused_parameters(side: Side, packing_limit_bytes: int | None) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("world", [1, 2, 4], indirect=True)
 @pytest.mark.parametrize("packing_limit_bytes", [None, 0])
 def test_f20_parameters_that_are_not_used_get_no_gradient(
@@ -676,6 +678,7 @@ def output_not_in_the_loss(side: Side, make: Any, reshard: bool | None) -> None:
         side.assert_settled(model)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("reshard", RESHARD)
 @pytest.mark.parametrize("make", [even_tower, Between])
 def test_f20_a_loss_on_features_trains_what_made_them(world2: World, make: Any, reshard: bool | None) -> None:
@@ -720,6 +723,7 @@ def penalised_training(side: Side, reshard: bool | None, depth: int) -> None:
     side.steps(model, adamw(model), range(3), loss_with_penalty)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("depth", [0, 3])
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_f27_a_gradient_penalty_trains_as_without_sharding(
@@ -808,6 +812,7 @@ def forces(side: Side, reshard: bool | None) -> None:
         model.train()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_f27_a_forward_may_run_a_backward_of_its_own(world2: World, reshard: bool | None) -> None:
     assert_same(world2, forces, reshard)
@@ -835,7 +840,7 @@ def freeze_and_thaw(side: Side, reshard: bool | None) -> None:
     side.steps(model, optimizer, [5, 6])
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_f29_freezing_and_thawing_between_steps_is_followed(world: World, reshard: bool | None) -> None:
@@ -913,6 +918,7 @@ def used_in_some_microbatches(side: Side, pattern: list[bool], packing_limit_byt
         side.assert_settled(model)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("packing_limit_bytes", [None, 0])
 @pytest.mark.parametrize(
     "pattern", [[False, False, True], [True, False, False]], ids=["last_only", "first_only"]
@@ -1000,7 +1006,7 @@ def modules_used_several_times(side: Side, options: Any) -> None:
     side.steps(model, adamw(model), range(3))
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("world", [2, 4], indirect=True)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_f01_modules_used_several_times_in_a_forward_add_up(world: World, reshard: bool | None) -> None:
@@ -1014,6 +1020,7 @@ def recursive_training(side: Side, guesses: bool, reshard: bool | None) -> None:
         side.note_rows("evaluation", model(side.inputs(9)))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("reshard", RESHARD)
 @pytest.mark.parametrize("guesses", [False, True], ids=["with_gradients", "without_gradients"])
 def test_f01_a_model_that_calls_itself_trains(world2: World, guesses: bool, reshard: bool | None) -> None:

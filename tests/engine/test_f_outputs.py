@@ -81,7 +81,7 @@ def in_place(side: Side, kind: str, operation: str, reshard: bool | None) -> Non
     train(side, built(InPlace, kind, operation), reshard)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(14)
 @pytest.mark.parametrize("kind", ["itself", "reshape", "slice", "transposed", "view_of_view"])
 @pytest.mark.parametrize("operation", ["mul", "add_weight", "part", "tanh", "view_then_mul"])
 def test_f24_outputs_and_views_may_be_changed_in_place(world2: World, kind: str, operation: str) -> None:
@@ -219,7 +219,7 @@ def containers(side: Side, container: Any, reshard: bool | None) -> None:
     train(side, built(Container, container), reshard)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("container", CONTAINERS, ids=lambda c: c.__name__)
 def test_f25_tensors_are_found_in_containers(world2: World, container: Any) -> None:
     assert_same(world2, containers, container, True)
@@ -293,7 +293,7 @@ def returned_weights(side: Side, how: str, reshard: bool | None) -> None:
 RETURNED = ["itself", "view", "row", "detached", "data", "expanded", "dataclass", "frozen_dataclass"]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("how", [*RETURNED, "namedtuple", "twice"])
 def test_f26_a_block_may_return_its_own_parameter(world2: World, how: str) -> None:
     assert_same(world2, returned_weights, how, True)
@@ -332,6 +332,7 @@ def prompt(side: Side) -> None:
     side.assert_settled(model)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 def test_f26_a_block_may_return_nothing_but_its_parameter(world: World) -> None:
     assert_same(world, prompt)
@@ -416,20 +417,21 @@ def side_outputs(side: Side, when: str, only_aux: bool, reshard: bool | None) ->
     train(side, built(Collecting, when, only_aux), reshard, collected_loss)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("reshard", RESHARD)
 @pytest.mark.parametrize("when", ["before", "after", "none"])
 def test_f25_a_loss_left_on_an_attribute_trains(world2: World, when: str, reshard: bool | None) -> None:
     assert_same(world2, side_outputs, when, False, reshard)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("when", ["before", "after", "none"])
 def test_f25_a_loss_made_only_of_attributes_trains(world2: World, when: str, reshard: bool) -> None:
     assert_same(world2, side_outputs, when, True, reshard)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("when", ["detached", "codes"])
 def test_f25_a_block_without_differentiable_output_may_leave_a_loss(
@@ -546,6 +548,7 @@ def returns_none(side: Side, reshard: bool | None, in_handler: bool) -> None:
         steps()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_f25_a_block_may_return_nothing(world2: World, reshard: bool | None) -> None:
     assert_same(world2, returns_none, reshard, False)
@@ -583,7 +586,7 @@ def several_outputs(side: Side, used: tuple[int, ...], reshard: bool | None) -> 
     train(side, built(UsesOne, used), reshard)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
 def test_f25_any_of_several_outputs_may_be_used(
@@ -621,6 +624,7 @@ def passing_through(side: Side, reshard: bool | None) -> None:
     train(side, built(Dense), reshard)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_f25_a_block_may_hand_on_its_inputs(world2: World, reshard: bool | None) -> None:
     assert_same(world2, passing_through, reshard)
@@ -652,7 +656,7 @@ def recurrent(side: Side, kind: Any, options: Any, reshard: bool | None) -> None
     train(side, model, reshard)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(15)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("options", [{}, {"bidirectional": True, "num_layers": 2}], ids=["one", "both_ways"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -703,6 +707,7 @@ def inference_first(side: Side, mode: Any, reshard: bool | None) -> None:
     side.steps(model, adamw(model), [3])
 
 
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("reshard", RESHARD)
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_f28_training_follows_a_first_forward_without_gradients(

@@ -62,7 +62,7 @@ def block_alone(side: Side, reshard: bool | None) -> None:
     side.steps(model, optimizer, [8, 9])
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_f31_a_block_may_be_called_alone_at_any_time(world: World, reshard: bool | None) -> None:
@@ -196,6 +196,7 @@ def grouped(side: Side, reshard: bool | None) -> None:
     side.note_parameters(model)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_f31_modules_of_one_group_need_not_all_run(world2: World, reshard: bool | None) -> None:
     assert_same(world2, grouped, reshard)
@@ -285,7 +286,7 @@ def failing_iterations(side: Side, fails: str, where: int, keeps_error: bool, op
     side.note_parameters(model)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(25)
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("where", [0, 1, 2])
 @pytest.mark.parametrize("fails", ["early", "late", "backward", "interrupted"])
@@ -295,6 +296,7 @@ def test_f41_the_iteration_after_a_failed_one_is_as_if_nothing_had_been(
     assert_same(world2, failing_iterations, fails, where, False, {"reshard_after_forward": reshard})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fails", ["late", "backward", "interrupted"])
 def test_f41_it_is_the_same_while_the_error_is_still_held(world2: World, fails: str) -> None:
     assert_same(world2, failing_iterations, fails, 1, True, {})
@@ -313,6 +315,7 @@ def leftovers(side: Side, fails: str, reshard: bool | None) -> None:
     side.assert_settled(model)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("reshard", RESHARD)
 @pytest.mark.parametrize("fails", ["early", "late", "backward"])
 def test_f41_nothing_is_left_unsharded_after_a_failure(
@@ -375,7 +378,7 @@ def failing_recomputation(side: Side, where: str, reentrant: bool, fails: str) -
 RECOMPUTATIONS = [(True, "early"), (True, "late"), (True, "backward"), (False, "early")]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize(("reentrant", "fails"), RECOMPUTATIONS)
 @pytest.mark.parametrize("where", ["around", "pairs"])
 def test_f41_a_failed_recomputation_leaves_nothing_behind(
@@ -510,6 +513,7 @@ def failing_hooks(side: Side, which: str) -> None:
     side.note_parameters(model)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("which", ["pre", "post", "root_post", "inner", "post_accumulate"])
 def test_f41_a_hook_of_the_caller_may_fail(world2: World, which: str) -> None:
     assert_same(world2, failing_hooks, which)
@@ -578,7 +582,7 @@ def failing_on_one_rank(side: Side, shape: tuple[int, ...], reshard: bool | None
     side.note_parameters(model)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (4,)], ids=str)
 @pytest.mark.parametrize("reshard", [None, False])
 def test_f41_ranks_of_which_one_has_failed_go_on_together(

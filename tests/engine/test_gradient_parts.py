@@ -114,7 +114,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(21)
 @by_world
 @pytest.mark.parametrize("order", ["abcd", "dcba", "cadb", "abca", "ab"])
 def test_training_equals_plain_training_in_any_order(world: World, order: str) -> None:
@@ -299,6 +299,7 @@ def switched_off_in_the_midst(side: Side, where: str) -> None:
     side.note_gradients(model)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("where", ["a", "b", "c", "d"])
 def test_synchronisation_may_be_switched_off_in_the_midst(world2: World, where: str) -> None:
     assert_same(world2, switched_off_in_the_midst, where)

@@ -115,7 +115,7 @@ def test_outputs_and_the_training_after_are_as_in_plain_pytorch(world: World, pl
 COUNTS = [[3, 0, 1, 2], [0, 2, 0, 0], [0, 0, 0, 0]]
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("plan", [Plan("zero3", 4), Plan("hybrid", 4, 2), Plan("zero2", 4)], ids=str)
 def test_ranks_may_run_different_numbers_of_forwards(world4: World, plan: Plan, budget: int | None) -> None:
@@ -124,6 +124,7 @@ def test_ranks_may_run_different_numbers_of_forwards(world4: World, plan: Plan, 
         assert_evaluated(ranks, counts, plainly_evaluated(max(counts)))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("world", "counts"), [(2, [0, 2]), (2, [3, 0]), (3, [1, 0, 2])], indirect=["world"])
 def test_it_is_so_with_any_number_of_ranks(world: World, counts: list[int]) -> None:
     for budget in BUDGETS:
@@ -155,6 +156,7 @@ def otherwise(how: str | None, budget: int | None) -> dict[str, Any]:
     return notes | gradients_of(model)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", ["odd", "host", "computes in float64"])
 def test_parameters_may_be_odd_and_lie_elsewhere(world2: World, how: str) -> None:
     want = otherwise(None, None)
@@ -243,7 +245,7 @@ def ordered(plan: Plan | None, order: list[int], counts: list[int], budget: int 
     return outputs
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("steps", [1, 0], ids=["trained before", "run for the first time"])
 @pytest.mark.parametrize("order", [[2, 1, 0], [0, 1, 2, 0, 1, 2], [1]], ids=str)
 def test_blocks_may_run_in_any_order(world2: World, order: list[int], steps: int) -> None:
@@ -438,6 +440,7 @@ def failed_midway(plan: Plan | None, where: str, budget: int | None) -> dict[str
     return {**{f"output {i}": output for i, output in enumerate(outputs)}, **tensors_of(model)}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("where", ["inlet", "blocks.1", "outlet", ""])
 def test_a_rank_that_fails_midway_still_unshards_what_the_others_wait_for(world3: World, where: str) -> None:
     with one_thread():
@@ -468,6 +471,7 @@ def failed_at_first(order: list[int], steps: int) -> tuple[int, dict[str, Any]]:
     return len(outputs), tensors_of(model)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("order", [[2, 1, 0], [0, 1, 2, 0, 1, 2], [1]], ids=str)
 def test_a_rank_that_fails_in_its_first_forward_unshards_in_the_order_of_the_others(
     world2: World, order: list[int]
@@ -532,6 +536,7 @@ def between_microbatches(plan: Plan | None, budget: int | None) -> dict[str, Any
     return tensors_of(model)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("plan", [Plan("zero1", 4), Plan("zero3", 4), Plan("hybrid_zero2", 4, 2)], ids=str)
 def test_it_may_be_entered_anywhere_between_passes(world4: World, plan: Plan) -> None:
     with one_thread():
@@ -572,6 +577,7 @@ def changed_inside(how: str, budget: int | None) -> tuple[str, Tensor, Tensor]:
         return message, inside, model(random_batch(0, 2, 7))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["in place", "one of them", "optimizer", "loaded"])
 def test_weights_that_change_inside_are_noticed(world2: World, how: str) -> None:
     for message, inside, after in world2.run(changed_inside, how, None):

@@ -190,6 +190,7 @@ def train_accumulating(side: Side, make_optimizer: Any) -> None:
     side.note_parameters(model)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("make_optimizer", [sgd, ByHand, flat_adamw])
 def test_accumulation_trains_as_without_sharding(world2: World, make_optimizer: Any) -> None:
     assert_same(world2, train_accumulating, make_optimizer)

@@ -84,6 +84,7 @@ def evaluation_in_a_backward_hook(side: Side, reshard: bool | None) -> None:
     side.note_mean("seen", torch.stack(seen))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reshard", [None, True, False])
 def test_f41_a_backward_hook_may_evaluate_the_model_that_is_recomputed(
     world2: World, reshard: bool | None
@@ -109,6 +110,7 @@ def forces(side: Side, with_energy: bool, options: Any) -> None:
     side.note_parameters(model)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reshard", [None, True, False])
 def test_f45_a_loss_on_forces_leaves_nothing_unsharded(world2: World, reshard: bool | None) -> None:
     for with_energy in (False, True):

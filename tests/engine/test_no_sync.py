@@ -130,7 +130,7 @@ def left_out(plan: Plan | None) -> dict[str, Any]:
     return gradients_of(model)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @by_four
 def test_unused_and_frozen_parameters_accumulate_as_plainly(world4: World, plan: Plan) -> None:
     assert_all_same(world4.run(left_out, plan), left_out(None))
@@ -146,6 +146,7 @@ def checkpointed(plan: Plan | None, reentrant: bool) -> dict[str, Any]:
     return gradients_of(model)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("plan", [Plan("zero2", 4), Plan("zero3", 4), Plan("hybrid", 4, 2)], ids=str)
 def test_recomputed_blocks_accumulate_as_plainly(world4: World, plan: Plan) -> None:
     for reentrant in (True, False):
@@ -171,6 +172,7 @@ def shared_root(side: Side, strategy: str) -> None:
     side.note_parameters(both)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 def test_a_module_that_only_contains_sharded_ones_will_do(world2: World, strategy: str) -> None:
     assert_same(world2, shared_root, strategy)

@@ -236,14 +236,14 @@ POLICIES: dict[str, tuple[Policy, float]] = {
 }
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(20)
 @any_world
 @pytest.mark.parametrize(("policy", "roundings"), POLICIES.values(), ids=POLICIES)
 def test_training_equals_a_simulation_of_the_casts(world: World, policy: Policy, roundings: float) -> None:
     assert_as_simulated(world.run(mixed_run, TOWER, policy, {}), roundings)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("program", [UNEVEN, TEXT], ids=["uneven", "text"])
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"reshard_after_forward": True}])
 def test_uneven_models_and_models_of_tokens_train_in_bfloat16(
@@ -263,7 +263,7 @@ ACCUMULATING: dict[str, tuple[Policy, float]] = {
 }
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
 @pytest.mark.parametrize(("policy", "roundings"), ACCUMULATING.values(), ids=ACCUMULATING)
 def test_microbatches_add_up_as_simulated(world: World, policy: Policy, roundings: float) -> None:
@@ -281,6 +281,7 @@ def double_training(dtype: torch.dtype) -> dict[str, Any]:
     return gradients_of(model)
 
 
+@pytest.mark.sample(2)
 @any_world
 def test_float32_parameters_may_compute_in_float64(world: World) -> None:
     """Gradients are right to the one rounding that ends them, which float32 would not be."""
@@ -637,7 +638,7 @@ def several_dtypes(make: Callable[[], nn.Module], policy: Policy) -> tuple[Any, 
     return model.seen, plain.seen, found, expected
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("world", [1, 2, 4], indirect=True)
 @pytest.mark.parametrize(
     "policy",
@@ -681,7 +682,7 @@ def frozen_and_thawed(policy: Policy) -> list[dict[str, Any]]:
     return notes
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
 @pytest.mark.parametrize("policy", [SPLIT, {"param_dtype": BF16}, IN_F32], ids=str)
 def test_f29_parameters_may_be_frozen_and_thawed_under_mixed_precision(world: World, policy: Policy) -> None:
@@ -717,7 +718,7 @@ def converted(dtype: torch.dtype, when: str, policy: Policy) -> tuple[Any, ...]:
     return seen, {param.dtype for param in model.parameters()}, gradients_of(model), parameters_of(model)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(10)
 @pytest.mark.parametrize("policy", [SPLIT, {"param_dtype": BF16}], ids=str)
 @pytest.mark.parametrize("when", ["at_once", "after_forward", "after_backward"])
 @pytest.mark.parametrize("dtype", [F64, F16, BF16])
@@ -768,7 +769,7 @@ def scaled_training(overflows_on: int | None, accumulates: bool) -> tuple[Any, .
     return scales, norms, weights
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("overflows_on", [None, 0, 1])
 def test_a_gradient_scaler_skips_the_step_on_every_rank(
@@ -1028,6 +1029,7 @@ def low_gradients(steps: int) -> tuple[Any, ...]:
     return tensors_of(model), tensors_of(twin)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
 @pytest.mark.parametrize("steps", [1, 3])
 def test_gradients_may_stay_in_the_dtype_of_reduction(world: World, steps: int) -> None:
@@ -1101,6 +1103,7 @@ def with_policy(kind: str) -> dict[str, Any]:
     return {"output": output.detach(), **gradients_of(model)}
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
 @pytest.mark.parametrize(("kind", "same"), [("torchs", "ours"), ("none", "empty"), ("torchs_empty", "empty")])
 def test_policies_of_torch_and_none_are_understood(world: World, kind: str, same: str) -> None:

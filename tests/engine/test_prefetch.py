@@ -227,6 +227,7 @@ def unsharded_at_once(log: list[str], phase: str) -> int:
     return most
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("choices", "forward", "backward"),
     [
@@ -307,6 +308,7 @@ def train_with_lists(side: Side, choices: Choices) -> None:
     side.steps(model, adamw(model), range(3))
 
 
+@pytest.mark.sample(2)
 @some_policies
 def test_lists_of_the_callers_change_no_number(world2: World, choices: Choices) -> None:
     assert_same(world2, train_with_lists, choices)
@@ -339,7 +341,7 @@ def peaks_of_a_step(choices: Choices) -> dict[str, float]:
     return peaks
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("choices", "forward", "backward"),
     [
@@ -365,7 +367,7 @@ def train(side: Side, make: Any, choices: Choices) -> None:
     side.steps(model, adamw(model), range(3), width=7 if make is uneven_tower else 8)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(17)
 @pytest.mark.parametrize("world", [3], indirect=True)
 @every_policy
 def test_every_policy_trains_as_the_plain_model(world: World, choices: Choices) -> None:
@@ -396,7 +398,7 @@ def loss_of_running(model: nn.Module, inputs: Tensor) -> Tensor:
     return mean_of_squares(model.run, inputs)  # type: ignore[arg-type]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(9)
 @some_policies
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("where", ["around", "inside", "whole"])
@@ -410,7 +412,7 @@ def train_stages(side: Side, reentrant: bool, choices: Choices) -> None:
     side.steps(model, adamw(model), range(3))
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(9)
 @some_policies
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_stages_of_several_groups_train(world2: World, reentrant: bool, choices: Choices) -> None:
@@ -467,7 +469,7 @@ def lora() -> nn.Module:
     return Chain(Adapted, Adapted, Adapted)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(13)
 @some_policies
 @pytest.mark.parametrize("make", [frozen_first, frozen_between, frozen_in_part, lora, Twice])
 def test_weights_are_there_as_long_as_backward_needs_them(world2: World, make: Any, choices: Choices) -> None:
@@ -522,6 +524,7 @@ def train_microbatches(side: Side, choices: Choices) -> None:
     side.note_parameters(model)
 
 
+@pytest.mark.sample(2)
 @some_policies
 def test_microbatches_train(world2: World, choices: Choices) -> None:
     assert_same(world2, train_microbatches, choices)
@@ -542,6 +545,7 @@ def train_kept(side: Side, choices: Choices) -> None:
     side.note_parameters(model)
 
 
+@pytest.mark.sample(2)
 @some_policies
 def test_groups_that_are_kept_through_backward_train(world2: World, choices: Choices) -> None:
     assert_same(world2, train_kept, choices)
@@ -562,6 +566,7 @@ def penalties(side: Side, choices: Choices) -> None:
         side.step(model, torch.optim.SGD(model.parameters(), lr=0.01), index)
 
 
+@pytest.mark.sample(2)
 @some_policies
 def test_f27_a_backward_of_a_backward_finds_its_weights(world2: World, choices: Choices) -> None:
     assert_same(world2, penalties, choices)

@@ -51,6 +51,7 @@ def operators_of_steps(dtype: torch.dtype | None) -> list[list[str]]:
     return of_steps[-3:]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bf16"])
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
 def test_a_steady_step_runs_the_same_operators_and_none_that_waits_for_a_device(

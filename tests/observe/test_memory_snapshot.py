@@ -374,7 +374,7 @@ def not_seen(world: World, options: dict[str, Any]) -> set[str]:
     return set()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("world", "name"), [(case[0], name) for name, case in CASES.items()], indirect=["world"]
 )

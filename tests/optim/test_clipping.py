@@ -86,6 +86,7 @@ def test_sharded_gradients_are_clipped_as_plain_ones(world: World, build: Callab
     assert_all_same(world.run(clipped_tower, layout, build), clipped_tower(None, build))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", [SQUARE, COPIES, TALL], ids=str)
 def test_replicas_count_once(world4: World, layout: Layout) -> None:
     assert_all_same(world4.run(clipped_tower, layout, uneven_tower), clipped_tower(None, uneven_tower))
@@ -504,7 +505,7 @@ WIRES: dict[str, tuple[Any, Any, list[int]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", WIRES)
 def test_there_is_one_small_all_reduce_for_each_dimension_that_matters(world4: World, name: str) -> None:
     program, argument, numels = WIRES[name]
@@ -597,7 +598,7 @@ def test_few_names_are_all_told(world2: World) -> None:
     )
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("value", [math.nan, INF])
 @pytest.mark.parametrize("kind", [0.5, 1, 2, 50, INF])
 def test_what_is_not_finite_reaches_the_norm_of_all_ranks(world2: World, kind: float, value: float) -> None:

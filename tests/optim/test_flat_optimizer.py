@@ -96,15 +96,20 @@ def trained(run: Run, steps: int = 4) -> dict[str, Any]:
     return everything(model, optimizer)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_kind_steps_as_in_plain_pytorch(world2: World, kind: Kind) -> None:
     want = trained(kind.run(is_flat=False))
     assert_same(world2.run(trained, kind.run()), want, 1e-10)
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if k.name != "Rprop"], ids=str)  # DTensor lacks its masks
-@pytest.mark.sample(3)
+def steps_dtensors(kind: Kind) -> bool:
+    """DTensor lacks the masks of Rprop, and the fused Adagrad (2.11 to 2.15)."""
+    return kind.name != "Rprop" and not (kind.name == "Adagrad" and "fused" in kind.options)
+
+
+@pytest.mark.parametrize("kind", list(filter(steps_dtensors, KINDS)), ids=str)
+@pytest.mark.sample(13)
 def test_every_kind_steps_as_on_dtensors_to_the_bit(world2: World, kind: Kind) -> None:
     want = world2.run(trained, kind.run(is_flat=False))
     # Fused kernels on the CPU round the last few elements of a tensor otherwise than the others.
@@ -128,6 +133,7 @@ def forms_after_steps(run: Run) -> list[Any]:
     return forms(optimizer)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "kind", [Kind("NAdam"), Kind("ASGD"), Kind("SGD", {"lr": 0.1, "momentum": 0.9})], ids=str
 )
@@ -173,7 +179,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_it_steps_models_sharded_in_any_way(way: Way, request: pytest.FixtureRequest) -> None:
     world: World = request.getfixturevalue(f"world{way.ranks}")
@@ -198,6 +204,7 @@ def trained_in_low_precision(is_flat: bool, options: dict[str, Any], name: str) 
     return everything(model, optimizer), kept
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("options", "name"),
     [({}, "AdamW"), ({"reduce_dtype": torch.float32}, "AdamW"), ({"keep_low_precision_grads": True}, "SGD")],
@@ -316,6 +323,7 @@ def in_way(model: nn.Module, layout: Layout | None, kind: str) -> nn.Module:
     return Way(dist.get_world_size(), kind).spread(model)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", [Way(1), Way(2), Way(2, "ddp"), Way(4, "hybrid"), Way(2, "offload")], ids=str)
 def test_runs_are_made_once(way: Way, request: pytest.FixtureRequest) -> None:
     world: World = request.getfixturevalue(f"world{way.ranks}")
@@ -443,6 +451,7 @@ GAPPED = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", GAPPED, ids=str)
 def test_parameters_without_gradient_are_skipped(world2: World, kind: Kind) -> None:
     want = trained_with_gaps(kind.run(is_flat=False), 7)
@@ -888,7 +897,7 @@ def moved(how: str, is_flat: bool) -> dict[str, Any]:
     return everything(model, optimizer)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "how",
     [
@@ -1002,6 +1011,7 @@ def continued(run: Run, path: str, saver: str, loader: str) -> bool:
 OPTIMIZERS: dict[str, Any] = {"flat": partial(flat, "AdamW"), "plain": torch.optim.AdamW}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("pair", [("flat", "plain"), ("plain", "flat"), ("flat", "flat")], ids="-".join)
 def test_checkpoints_do_not_know(world2: World, world3: World, tmp_path: Path, pair: tuple[str, str]) -> None:
     run = Run(options={"lr": 0.05, "foreach": True})
@@ -1028,6 +1038,7 @@ def state_dicts_cross_over(first: str, second: str) -> bool:
     return True
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("pair", [("flat", "plain"), ("plain", "flat"), ("flat", "flat")], ids="-".join)
 def test_a_state_dict_is_that_of_the_optimizer_without_it(world2: World, pair: tuple[str, str]) -> None:
     assert all(world2.run(state_dicts_cross_over, *pair))
@@ -1227,7 +1238,7 @@ def many_things(run: Run, seed: int, is_flat: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", [GAPPED[0], GAPPED[2], Kind("NAdam")], ids=str)
 @pytest.mark.parametrize("seed", range(16))
-@pytest.mark.thin(8)
+@pytest.mark.thin(128)
 def test_anything_may_happen_between_steps(world2: World, kind: Kind, seed: int) -> None:
     run = kind.run(is_flat=False)
     # Averages that are set to zero by hand make small differences large.

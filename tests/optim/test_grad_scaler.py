@@ -188,7 +188,7 @@ KINDS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", KINDS)
 def test_what_overflows_on_one_rank_is_skipped_on_all(world4: World, name: str) -> None:
     kinds = KINDS[name]
@@ -208,6 +208,7 @@ def test_torchs_own_scaler_will_do_where_all_gradients_are_placed_alike(world4: 
         assert_all_same(world4.run(training, SQUARE, KINDS[name], overflow, takes_torchs=True), expected)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 def test_it_is_so_with_any_number_of_ranks(world: World) -> None:
     for kinds in (KINDS["zero3"], KINDS["replicated_then_sharded"]):
@@ -216,7 +217,7 @@ def test_it_is_so_with_any_number_of_ranks(world: World) -> None:
             assert_all_same(ranks, training(None, kinds, overflow))
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("make", ["Adam", "AdamW"])
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
 def test_adam_in_all_its_implementations_skips_too(world2: World, make: str, options: dict[str, Any]) -> None:
@@ -397,6 +398,7 @@ def float32_scales(kinds: list[str], row: int) -> list[float]:
     return scales
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["zero3", "sharded_then_hybrid", "replicated_then_sharded"])
 def test_the_scale_goes_down_on_all_ranks_until_the_gradients_fit(world4: World, name: str) -> None:
     for row in (0, ROWS - 1):

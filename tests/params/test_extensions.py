@@ -86,7 +86,7 @@ def check_journal(side: Side, rows: int) -> None:
     assert [entry["again"] for entry in post].count(False) == 2, "each weight is made once"
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(12)
 @any_reshard
 @any_rows
 @any_world
@@ -94,7 +94,7 @@ def test_frozen_bytes_and_scales_are_all_gathered_together(world: World, rows: i
     assert_same(world, train, RowScaled, rows, reshard)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @any_reshard
 @any_rows
 @any_world
@@ -104,7 +104,7 @@ def test_a_weight_that_travels_in_low_precision_is_trained_in_full(
     assert_same(world, train, TravelsLow, rows, reshard)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(12)
 @any_reshard
 @any_rows
 @any_world

@@ -207,7 +207,7 @@ def replace_parameters(side: Side, early: bool, reshard: bool | None) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(15)
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 @pytest.mark.parametrize("reshard", RESHARD)
 @pytest.mark.parametrize("early", [True, False], ids=["before_forward", "after_backward"])
@@ -231,7 +231,7 @@ def load_by_assignment(side: Side, make: Any, whole: bool, frozen: bool, again: 
     side.steps(model, adamw(model), range(2), width=width)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(25)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "one_frozen"])
 @pytest.mark.parametrize("again", [False, True], ids=["before_forward", "after_backward"])
@@ -272,6 +272,7 @@ def tied_after_assignment(side: Side, whole: bool) -> None:
         plain_tied(side)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("whole", [False, True], ids=["sharded", "whole"])
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 def test_f09_tied_weights_stay_tied_through_assignment(world: World, whole: bool) -> None:
@@ -388,7 +389,7 @@ def early_state_dict(side: Side, make: Any, before: str) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("world", [2, 3, 4], indirect=True)
 @pytest.mark.parametrize("make", [uneven_tower, Tied])
 def test_f15_a_state_dict_taken_before_the_first_forward_stays_live(world: World, make: Any) -> None:
@@ -406,6 +407,7 @@ def tied_on_the_last_rank(side: Side) -> None:
     side.steps(model, adamw(model), range(3))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [2, 3, 4], indirect=True)
 def test_f15_tied_weights_are_trained_on_the_last_rank_too(world: World) -> None:
     assert_same(world, tied_on_the_last_rank)
@@ -433,6 +435,7 @@ def adapters(side: Side, packing_limit_bytes: int | None, reshard: bool | None) 
     side.note_parameters(model)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("packing_limit_bytes", [None, 0])
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_f22_float32_adapters_on_a_frozen_bfloat16_base_train_exactly(
@@ -458,7 +461,7 @@ def three_dtypes(side: Side, packing_limit_bytes: int | None) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("world", [1, 2, 4], indirect=True)  # powers of two: the mean is exact
 @pytest.mark.parametrize("packing_limit_bytes", [None, 0, 40])
 def test_f22_parameters_of_three_dtypes_train_exactly(world: World, packing_limit_bytes: int | None) -> None:
@@ -559,7 +562,7 @@ def converted(side: Side, dtype: torch.dtype, how: str, reshard: bool | None) ->
     side.note_parameters(model)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("how", ["before_forward", "after_forward", "after_step", "with_gradients"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -592,7 +595,7 @@ def same_in_another_form(side: Side, how: str) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "how", ["to_cpu", "cpu", "double", "there_and_back", "only_a_block", "requires_grad", "train"]
 )

@@ -49,7 +49,7 @@ def several_forwards_before_a_backward(side: Side, whose: tuple[str, ...], optio
             side.assert_settled(model)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
 @pytest.mark.parametrize("reshard", [None, True, False])
 def test_f26_a_model_may_return_parameters_of_any_group(world: World, reshard: bool | None) -> None:

@@ -100,7 +100,7 @@ def keep_over_steps(what: str, when: str) -> None:
         assert list(map(numbers_of, kept)) == then
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(15)
 @pytest.mark.parametrize("when", ["before forward", "before backward"])
 @pytest.mark.parametrize("what", KEPT)
 @by_world
@@ -171,7 +171,7 @@ def accumulate(make: Callable[[], nn.Module], width: int, keeps_zeros: bool) -> 
     return all(is_same)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("keeps_zeros", [False, True])
 @pytest.mark.parametrize(("make", "width"), [(even_tower, 8), (uneven_tower, 7)])
 @by_world
@@ -199,6 +199,7 @@ def plain_clip(model: nn.Module, limit: float) -> Tensor:
     return nn.utils.clip_grad_norm_(model.parameters(), limit)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("what", ["another", "none"])
 @by_world
 def test_gradients_that_were_replaced_are_clipped_and_added_to(world: World, what: str) -> None:
@@ -216,6 +217,7 @@ def freeze_after_forward(name: str) -> None:
         assert_equal_gradients(model, plain)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", ["blocks.1.up.weight", "outlet.bias"])
 @by_world
 def test_what_was_frozen_after_forward_gets_no_gradient(world: World, name: str) -> None:

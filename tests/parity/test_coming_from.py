@@ -170,7 +170,7 @@ def kept(strategy: str) -> tuple[list[Any], list[bool]]:
     return list(model.blocks[0].up.weight.placements), found
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("strategy", "placements", "is_kept"),
     [
@@ -482,6 +482,7 @@ def train_clipped(side: Side, strategy: str, norm_type: float) -> None:
     side.note_parameters(model)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("strategy", "norm_type"), [("zero3", 2.0), ("ddp", 2.0), ("hybrid", float("inf"))])
 def test_gradients_are_clipped_under_any_strategy(world4: World, strategy: str, norm_type: float) -> None:
     assert_same(world4, train_clipped, strategy, norm_type)
@@ -578,6 +579,7 @@ FOUND = {"root": True, "block": True, "exact": True, "device": "cpu", "gradient"
 WRITTEN, DROPPED = {"written": True, "kept": False}, {"written": False, "kept": True}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -724,7 +726,7 @@ def resume(side: Side, how: str) -> None:
     side.steps(fresh, fresh_optimizer, [2, 3], width=7)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("how", ["sharded", "full", "scattered"])
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 def test_a_run_goes_on_from_its_states(world: World, how: str) -> None:

@@ -75,7 +75,7 @@ def optimizer_made_first(kind: str, clears_first: bool, is_sharded: bool) -> dic
     return {name: full(param) for name, param in model.named_parameters()}  # type: ignore[misc]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("clears_first", [True, False], ids=["zero_grad_first", "step_first"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_f04_an_optimizer_made_before_sharding_trains_or_says_why_not(
@@ -157,7 +157,7 @@ def divided_on_a_plane(shape: tuple[int, int], factor: float, reduces_late: bool
     return {name: full(param.grad) for name, param in model.named_parameters()}
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(10)
 @pytest.mark.parametrize("reduces_late", [False, True])
 @pytest.mark.parametrize("factor", [1.0, 3.0, 4.0])
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)], ids=str)
@@ -238,7 +238,7 @@ def subclassed(side: Side, make: Any, rows: int, options: dict[str, Any]) -> Non
     side.note("bytes", model.blocks[0].weight)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(25)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("rows", [8, 5])
 @pytest.mark.parametrize("make", [UsesTagged, PackedLinear])
@@ -452,7 +452,7 @@ def parameter_unused_on_some(configure: Configure, how: dict[str, Any], is_shard
     return played(model, configure, 3, is_sharded, world, **how)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("how", [{}, {"microbatches": 2}], ids=["each", "accumulated"])
 @pytest.mark.parametrize("configure", [uses_extra_on_some, uses_extra_on_none])
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
@@ -508,7 +508,7 @@ def block_used_on_some(
     return played(model, configure, 3, is_sharded, world, **how)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(15)
 @pytest.mark.parametrize(
     "configure",
     [one_block_for_each, one_block_for_the_first_rank, no_block_at_first],
@@ -523,6 +523,7 @@ def test_f20_a_block_may_be_used_on_some_ranks_only(
     assert_played_alike(world, block_used_on_some, Branching, configure, options, {})
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("make", "how"),
     [
@@ -625,7 +626,7 @@ def tied_across_groups(side: Side, groups: list[str], ties_three: bool, options:
         side.note(f"state of {name}", value)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(40)
 @pytest.mark.parametrize("ties_three", [False, True], ids=["two", "three"])
 @pytest.mark.parametrize("which", GROUPS)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
@@ -688,7 +689,7 @@ def tied_blocks(side: Side, make: Any) -> None:
     side.assert_settled(model)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("make", [TiedBlocks, TiedStages])
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 def test_f23_blocks_may_share_weights(world: World, make: Any) -> None:
@@ -747,6 +748,7 @@ def actor_and_critic(side: Side) -> None:
     side.note_parameters(critic)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 def test_f31_roots_may_be_trained_apart_and_together(world: World) -> None:
     assert_same(world, actor_and_critic)
@@ -775,7 +777,7 @@ def odd_parameters(side: Side, make: Any, place: Any, reshard: Any) -> None:
     side.note("shapes", [tuple(param.shape) for param in model.parameters()])
 
 
-@pytest.mark.thin(7)
+@pytest.mark.thin(70)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("place", [None, on_the_last_dimension, on_dimension_1, on_a_mixture])
 @pytest.mark.parametrize("make", [odd_model, uneven_tower])
@@ -847,7 +849,7 @@ def plain_state() -> dict[str, Tensor]:
     return odd_model().double().state_dict()
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("how", ["all", "some", "after a step", "last dimension"])
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 def test_f35_a_plain_full_state_dict_is_loaded_or_the_way_is_told(world: World, how: str) -> None:
@@ -929,7 +931,7 @@ def clipped(side: Side, kind: float, offloads: bool) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(20)
 @pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize("kind", [1.0, 2.0, 3.0])
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
@@ -1021,7 +1023,7 @@ def called_outside(way: str, used_before: bool) -> tuple[str, dict[str, Tensor |
     return text, {name: full(param.grad) for name, param in model.named_parameters()}
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("used_before", [False, True], ids=["first", "later"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", [1, 2], indirect=True)

@@ -184,7 +184,7 @@ def innermost(module: nn.Module) -> nn.Module:
     return module
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(36)
 @pytest.mark.parametrize("order", ["outside", "as a list", "inside"])
 @pytest.mark.parametrize("make", BLOCKS, ids=lambda make: make.__name__)
 def test_blocks_of_any_make_are_sharded_and_trained(world2: World, make: Any, order: str) -> None:
@@ -274,7 +274,7 @@ def mixed_precision(side: Side, policy: str, mesh: str) -> None:
         side.note(name, full(param))
 
 
-@pytest.mark.thin(7)
+@pytest.mark.thin(35)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
@@ -300,6 +300,7 @@ def policies_that_change_nothing(side: Side, what: str) -> None:
     side.steps(model, adamw(model), range(2))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("what", NOTHING)
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
 def test_policies_of_torch_and_none_are_taken(world: World, what: str) -> None:
@@ -397,7 +398,7 @@ def train_late(side: Side, how: str) -> None:
     side.note_rows("output", model(side.inputs(5)).detach())
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("how", ["reset_parameters", "load", "assign"])
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 def test_a_model_of_the_meta_device_gets_its_values_after_sharding(world: World, how: str) -> None:
@@ -438,7 +439,7 @@ def move_between_steps(side: Side, how: str) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("how", MOVES)
 @both_worlds
 def test_moving_a_model_keeps_its_parameters_in_the_optimizer(world: World, how: str) -> None:
@@ -522,7 +523,7 @@ def storages(model: nn.Module) -> set[int]:
 WHEN = ["before use", "after a step", "after an evaluation", "with gradients"]
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(50)
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
@@ -674,7 +675,7 @@ def containers(side: Side, make: Any, as_list: bool) -> None:
     side.note("keys", list(model.state_dict()))
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("as_list", [False, True])
 @pytest.mark.parametrize("make", [flat_sequential, named_sequential, nested_sequential, shared_sequential])
 def test_containers_stay_containers(world2: World, make: Any, as_list: bool) -> None:
@@ -788,7 +789,7 @@ def pipeline(side: Side, schedule: str, setting: str, options: dict[str, Any]) -
         side.note_parameters(stage)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(35)
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("setting", ["sync", "sync keep", "sync keep share", "nothing"])
 @pytest.mark.parametrize("schedule", SCHEDULES)

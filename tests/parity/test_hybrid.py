@@ -80,7 +80,7 @@ def hybrid_run(layout: Layout, recipe: Recipe, options: dict[str, Any]) -> Any:
     return train_on(layout, hybrid(layout, recipe, **options), recipe)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(30)
 @by_layout
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_hybrid_training_equals_plain_training(world: World, layout: Layout, recipe: Recipe) -> None:
@@ -118,7 +118,7 @@ def shown(layout: Layout, recipe: Recipe) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("recipe", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("layout", [SQUARE, Layout((1, 4)), Layout((4, 1))], ids=str)
 def test_parameters_are_replicated_and_sharded_on_the_mesh(
@@ -182,7 +182,7 @@ def accumulated(
     return {**notes, **tensors_of(model)}
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(21)
 @pytest.mark.parametrize("recipe", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 def test_microbatches_add_up_however_they_are_deferred(
@@ -235,7 +235,7 @@ def deferred_then_cleared(
     return {**notes, **tensors_of(model)}
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(21)
 @pytest.mark.parametrize("has_grad", [False, True])
 @pytest.mark.parametrize("deferred", [SCATTER, KEEP], ids=["scatter", "keep"])
 @pytest.mark.parametrize("how", ["model_none", "model_zeros", "optimizer_none", "optimizer_zeros", "by_hand"])
@@ -281,7 +281,7 @@ def divided(layout: Layout | None, factor: float, pattern: list[tuple[bool, bool
     return gradients_of(model)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(18)
 @pytest.mark.parametrize(
     "layout", [SQUARE, Layout((4, 1)), Layout((1, 4)), Layout((4,), ("shard",), ("shard",))], ids=str
 )
@@ -464,13 +464,14 @@ def spmd_run(
 SPMD = [name for name in NAMED if not name.startswith("cube")]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", SPMD)
 def test_parameters_that_are_dtensors_on_the_whole_mesh_train_as_plainly(world4: World, name: str) -> None:
     layout, dims = NAMED[name]
     assert_all_same(world4.run(spmd_run, layout, dims, True), spmd_run(None, dims, True))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "ranks"), [("hybrid", 4), ("sharded_over_both", 4), ("second_of_two", 2)])
 def test_gradients_are_averaged_even_when_the_loss_is_a_mean_over_all_ranks(
     world4: World, name: str, ranks: int

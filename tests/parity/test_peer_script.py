@@ -59,6 +59,7 @@ def test_the_script_prints_the_same(
     assert_close(ours, theirs, rtol)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("saver", "loader"), [(OURS, PEERS), (PEERS, OURS), (OURS, OURS)])
 def test_a_run_resumes_from_the_others_checkpoint(
     world2: World, tmp_path: Path, saver: str, loader: str

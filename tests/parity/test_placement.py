@@ -122,7 +122,7 @@ def test_parameters_may_be_sharded_on_any_dimension(
         assert_same_record(record, expected)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(15)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("recipe", [UNEVEN, CONVOLUTIONS], ids=["uneven", "convolutions"])
 @pytest.mark.parametrize("reshard", [True, False])
@@ -133,6 +133,7 @@ def test_any_number_of_ranks_may_share_a_dimension(world: World, recipe: Recipe,
         assert_same_record(record, expected)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("recipe", [EVEN, UNEVEN, CONVOLUTIONS], ids=["even", "uneven", "convolutions"])
 def test_hybrid_sharding_follows_the_placement_too(world4: World, recipe: Recipe) -> None:
     expected = plain_run(recipe)
@@ -153,7 +154,7 @@ def shown(layout: Layout, recipe: Recipe, place: PlacementFn) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(10)
 @pytest.mark.parametrize("recipe", [EVEN, UNEVEN, CONVOLUTIONS], ids=["even", "uneven", "convolutions"])
 @pytest.mark.parametrize("place", [second, last, largest, default])
 def test_each_rank_holds_its_chunk_of_the_dimension(
@@ -358,7 +359,7 @@ MIXTURES = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("experts", MIXTURES.values(), ids=MIXTURES)
 def test_experts_lie_on_another_mesh_than_the_rest(world4: World, experts: Experts) -> None:
     expected = plain_experts(experts)
@@ -377,7 +378,7 @@ def line_run(recipe: Recipe, options: dict[str, Any]) -> Any:
     return train_on(layout, model, recipe)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(15)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_f10_resharding_to_fewer_ranks_changes_no_number(world4: World, ranks: int, recipe: Recipe) -> None:
@@ -567,6 +568,7 @@ def devices(feature: Feature) -> set[str]:
     return {str(tensor.device) for tensor in tensors}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["offload", "pinned_offload", "hybrid_offload"])
 def test_offloaded_parameters_gradients_and_states_stay_on_the_host(world4: World, name: str) -> None:
     for found in world4.run(devices, FEATURES[name]):
@@ -577,7 +579,7 @@ def offload_run(recipe: Recipe, pins: bool) -> Any:
     return line_run(recipe, {"offload_policy": shardwise.CPUOffloadPolicy(pin_memory=pins)})
 
 
-@pytest.mark.thin(7)
+@pytest.mark.thin(35)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("pins", [True, False])

@@ -120,6 +120,7 @@ def in_vain(name: str) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["clip parameters", "full_state_dict", "unsharded"])
 def test_what_one_rank_cannot_agree_on_reaches_the_others(world2: World, name: str) -> None:
     world2.close()

@@ -215,6 +215,7 @@ def set_divisor(model: Any) -> None:
         model.set_gradient_divide_factor(3.0)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.processes
 @pytest.mark.parametrize("change", [freeze, freeze_elsewhere, set_divisor])
 def test_f17_a_plan_that_changes_on_one_rank_alone_ends_in_an_error_on_all(change: Any) -> None:

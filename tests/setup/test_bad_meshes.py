@@ -97,7 +97,7 @@ WRONG_DIMS: list[tuple[tuple[str, ...] | None, dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("names", "which", "words"), WRONG_DIMS, ids=lambda value: str(value)[:40])
 def test_dimensions_that_the_mesh_does_not_have_are_refused(
     world2: World, names: Any, which: dict[str, Any], words: list[str]
@@ -115,6 +115,7 @@ class WrongKind:
         return {"mesh": mesh_of((1, 2, 1), NAMES), "dp_mesh_dims": self.value}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("value", ["shard", ("shard",), {"shard": "shard"}, 1], ids=repr)
 def test_dimensions_are_given_as_data_parallel_mesh_dims(world2: World, value: Any) -> None:
     refused(world2, WrongKind(value), "dp_mesh_dims", type(value).__name__, "DataParallelMeshDims")
@@ -277,7 +278,7 @@ def test_no_size_between_1_and_2_ranks_exists(world2: World, size: int) -> None:
     refused(world2, partial(dict, reshard_after_forward=size), "reshard_after_forward", str(size), "2")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("size", [0, -1, -2, 3, 5, 8])
 def test_a_size_that_does_not_divide_the_ranks_is_refused(world4: World, size: int) -> None:
     refused(world4, partial(dict, reshard_after_forward=size), "reshard_after_forward", str(size), "4")
@@ -344,6 +345,7 @@ DTYPES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "torchs"])
 @pytest.mark.parametrize("fields", DTYPES, ids=str)
 def test_a_dtype_that_cannot_be_used_is_refused_by_name(

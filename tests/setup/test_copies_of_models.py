@@ -39,7 +39,7 @@ def copied_state(way: Way) -> bool:
     return same(full_state_dict(model, rank0_only=False), before)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_f34_a_state_is_copied_and_loaded_again(way: Way, request: pytest.FixtureRequest) -> None:
     assert all(request.getfixturevalue(f"world{way.ranks}").run(copied_state, way))
@@ -129,6 +129,7 @@ def copied_model(way: Way) -> bool:
     return torch.allclose(averaged[name], want, rtol=0, atol=1e-12)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", [Way(2), Way(4, "hybrid", "tied"), Way(2, "zero2")], ids=str)
 def test_f34_a_copy_of_a_model_shares_nothing(way: Way, request: pytest.FixtureRequest) -> None:
     assert all(request.getfixturevalue(f"world{way.ranks}").run(copied_model, way))

@@ -97,6 +97,7 @@ print(json.dumps({"block": counts(wide), "experts": counts(experts)}))
 """
 
 
+@pytest.mark.sample(3)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("world", "block", "experts"),

@@ -188,6 +188,7 @@ def gradients_of_tower_of(cls: type[nn.Module], is_sharded: bool) -> dict[str, T
     return gradients(model)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("cls", ODD_CLASSES)
 def test_blocks_of_any_class_train_as_plain_ones(world2: World, cls: type[nn.Module]) -> None:
     expected = gradients_of_tower_of(cls, is_sharded=False)

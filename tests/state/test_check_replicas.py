@@ -87,7 +87,7 @@ def one_bit(rank: int, bit: int, plan: Plan) -> list[str]:
     return [refusal(check_replicas, model)]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("bit", [0, 31, 52, 62])
 @pytest.mark.parametrize("plan", [plan for plan in FOUR if plan.strategy in ("ddp", "hybrid")], ids=str)
 def test_one_bit_on_one_rank_is_found_and_told_on_all(world4: World, plan: Plan, bit: int) -> None:

@@ -52,7 +52,7 @@ def averaged(way: Way) -> Any:
     return before, inside, full_state_dict(model, rank0_only=False)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_the_average_is_that_of_plain_weights(way: Way, request: pytest.FixtureRequest) -> None:
     want = averaged_plainly(way)

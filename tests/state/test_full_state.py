@@ -45,7 +45,7 @@ def states_of(way: Way) -> dict[str, Any]:
     }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @over_all_ways
 def test_the_full_state_is_that_of_the_plain_model(way: Way, request: pytest.FixtureRequest) -> None:
     want = plain_state(way)
@@ -66,7 +66,7 @@ def a_model_loads(way: Way) -> bool:
     return same(full_state_dict(other, rank0_only=False), full_state_dict(model, rank0_only=False))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("way", [w for w in WAYS if w.kind != "compiled"], ids=str)
 def test_f35_a_model_loads_the_full_state_itself(way: Way, request: pytest.FixtureRequest) -> None:
     assert all(world_of(way, request).run(a_model_loads, way))
@@ -196,7 +196,7 @@ def loaded_from(way: Way, source: str, bucket_bytes: int, device: str) -> Any:
     return full_state_dict(model, rank0_only=False)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @over_all_ways
 def test_any_way_loads_what_one_rank_has(way: Way, request: pytest.FixtureRequest) -> None:
     for source, device in [("a dict on rank 0", "cpu"), ("a dict on every rank", "meta")]:
@@ -204,7 +204,7 @@ def test_any_way_loads_what_one_rank_has(way: Way, request: pytest.FixtureReques
             assert same(state, plain_state(way))
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("way", [Way(4, "hybrid", "odd"), Way(4, "tp"), Way(3, build="tied")], ids=str)
 def test_it_is_loaded_from_wherever_it_is(way: Way, source: str, request: pytest.FixtureRequest) -> None:
@@ -498,6 +498,7 @@ def peaks(shape: tuple[int, ...], dim: int = 0) -> dict[str, float]:
         shardwise.state.full_load.BUCKET_BYTES = full_tensors.BUCKET_BYTES = 64 << 20
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("shape", "dim"), [((4,), 0), ((2, 2), 0), ((4,), 1)], ids=["sharded", "hybrid", "columns"]
 )

@@ -203,7 +203,7 @@ def assert_bits(ranks: list[dict[str, Tensor]], want: dict[str, Tensor]) -> None
 # --- values ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(10)
 @by_world
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_f13_values_are_those_of_one_process(world: World, case: Case) -> None:
@@ -217,7 +217,7 @@ def by_plan(plan: Plan, case: Case) -> dict[str, Tensor]:
     return {**tensors_of(model), "next": torch.rand(3)}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("plan", FOUR, ids=str)
 def test_the_strategy_does_not_matter(world4: World, plan: Plan) -> None:
     assert_bits(world4.run(by_plan, plan, TEXT), plain(TEXT))
@@ -233,6 +233,7 @@ def by_options(case: Case, name: str) -> dict[str, Tensor]:
     return materialized(case, **options)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["offloaded", "columns", "mixed precision", "hybrid"])
 def test_neither_do_placements_and_policies(world4: World, name: str) -> None:
     assert_bits(world4.run(by_options, MIXED, name), plain(MIXED))
@@ -267,6 +268,7 @@ def tensor_parallel(shape: tuple[int, int, int], is_sharded: bool) -> dict[str, 
     return {**tensors_of(model), "next": torch.rand(3)}
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("shape", [(1, 2, 2), (1, 1, 4), (2, 1, 2)], ids=str)
 @pytest.mark.parametrize("is_sharded", [True, False])
 def test_neither_does_tensor_parallelism(

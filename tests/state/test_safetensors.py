@@ -57,7 +57,7 @@ def written(way: Way, folder: str, max_shard_bytes: int) -> list[str]:
     return [Path(call.args[1]).name for call in saved.call_args_list]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_ranks_write_one_model_together(way: Way, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     names = world_of(way, request).run(written, way, str(tmp_path), 300)
@@ -264,7 +264,7 @@ def loaded(way: Way, source: Any) -> Any:
     return full_state_dict(model, rank0_only=False)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_any_way_loads_the_files(way: Way, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     state = {name: value.contiguous() for name, value in state_of(way).items()}

@@ -467,7 +467,7 @@ def all_plainly_edited(edits: list[str], names: list[str], options: dict[str, An
     }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("edit", EDITS)
 def test_training_after_an_edit_is_as_after_the_same_edit_in_plain_pytorch(world4: World, edit: str) -> None:
     names = [*MODELS] if edit in ("in_place", "by_new_parameters") else ["odd", "tied"]
@@ -567,7 +567,7 @@ def edited_between_microbatches(plan: Plan | None) -> dict[str, Any]:
     return tensors_of(model)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @by_four
 def test_edits_between_microbatches_count_from_the_next_one_on(world4: World, plan: Plan) -> None:
     assert_all_same(world4.run(edited_between_microbatches, plan), plainly(edited_between_microbatches))
@@ -611,6 +611,7 @@ def misfits(how: str) -> tuple[str, dict[str, Any]]:
     return message, tensors_of(model)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["shape", "new data", "deleted"])
 def test_a_replacement_that_does_not_fit_is_refused_by_name(world2: World, how: str) -> None:
     model = built(uneven_tower)
@@ -786,7 +787,7 @@ def between_forward_and_backward(plan: Plan | None, edits: bool) -> Any:
     return message, {"total": total, **notes, **{f"{n} then": v for n, v in tensors_of(model).items()}}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @by_four
 def test_it_may_be_entered_between_forward_and_backward(world4: World, plan: Plan) -> None:
     _, want = plainly(between_forward_and_backward, False)
@@ -794,7 +795,7 @@ def test_it_may_be_entered_between_forward_and_backward(world4: World, plan: Pla
         assert_all_same([found], want)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @by_four
 def test_an_edit_between_forward_and_backward_is_noticed(world4: World, plan: Plan) -> None:
     expected, want = plainly(between_forward_and_backward, True)
@@ -864,7 +865,7 @@ INSIDE = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("how", INSIDE)
 def test_what_cannot_be_done_inside_is_refused_and_leaves_no_trace(world2: World, how: str) -> None:
     model = built(uneven_tower)

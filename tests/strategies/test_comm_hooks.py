@@ -147,19 +147,20 @@ def train_hooked(side: Side, make: Any, strategy: str, hook: Callable[..., None]
     side.note_parameters(model)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(18)
 @strategies
 @worlds
 def test_a_hook_written_for_fsdp1_trains_as_the_plain_model(world: World, strategy: str) -> None:
     assert_same(world, train_hooked, uneven_tower, strategy, fitting(strategy))
 
 
+@pytest.mark.sample(2)
 @every_kind
 def test_a_hook_reduces_scalars_strided_and_empty_parameters(world: World, strategy: str) -> None:
     assert_same(world, train_hooked, odd_model, strategy, fitting(strategy))
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 @pytest.mark.parametrize("hook", [either, Callable_(), partial(Callable_().method, scale=2.0)])
 def test_a_hook_with_an_optional_output_serves_both_kinds(world2: World, strategy: str, hook: Any) -> None:
@@ -268,7 +269,7 @@ def train_on_equal_batches(side: Side, make: Any, strategy: str) -> None:
         assert len(state.calls) >= 9, "the hook was not called"
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("make", [uneven_tower, odd_model])
 @seats((3, "zero3"), (2, "zero2"), (3, "ddp"), (4, "hybrid"), (1, "zero3"), (1, "ddp"))
 def test_chunk_r_of_what_a_hook_gets_is_what_rank_r_keeps(world: World, strategy: str, make: Any) -> None:
@@ -289,6 +290,7 @@ def squares_of_gradients(strategy: str) -> tuple[list[float], list[float]]:
     return sorted(call["squares"] for call in state.calls), sorted([*own, rest])
 
 
+@pytest.mark.sample(2)
 @every_kind
 def test_a_hook_gets_each_number_once_and_zeros_between_them(world: World, strategy: str) -> None:
     for seen, expected in world.run(squares_of_gradients, strategy):
@@ -339,6 +341,7 @@ def train_two_kinds(side: Side, strategy: str) -> None:
             state.calls.clear()
 
 
+@pytest.mark.sample(2)
 @every_kind
 def test_a_hook_is_called_once_a_dtype(world: World, strategy: str) -> None:
     """To the accuracy of float32, in which half of the gradients are summed."""
@@ -387,7 +390,7 @@ def accumulate_with_hook(side: Side, strategy: str, is_synced: bool) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("is_synced", [True, False])
 @strategies
 def test_a_hook_is_called_when_gradients_are_synchronised(
@@ -445,6 +448,7 @@ def train_adapters(side: Side, strategy: str) -> None:
         assert [call["dtype"] for call in state.calls] == 4 * [torch.float64]
 
 
+@pytest.mark.sample(2)
 @every_kind
 def test_a_hook_is_not_called_for_dtypes_without_gradients(world: World, strategy: str) -> None:
     """To the accuracy of float32, in which half of the computation is."""
@@ -464,6 +468,7 @@ def register_after_steps(side: Side, strategy: str) -> None:
     assert not side.is_sharded or len(state.calls) == 8
 
 
+@pytest.mark.sample(2)
 @strategies
 def test_a_hook_may_be_registered_between_steps(world2: World, strategy: str) -> None:
     assert_same(world2, register_after_steps, strategy)
@@ -516,6 +521,7 @@ def train_with_torchs_hook(side: Side, strategy: str, hook: Any) -> None:
     side.steps(model, adamw(model), range(3), width=7)
 
 
+@pytest.mark.sample(2)
 @every_kind
 def test_torchs_own_hooks_train_as_the_plain_model(world: World, strategy: str) -> None:
     hook = default_hooks.allreduce_hook if strategy == "ddp" else default_hooks.reduce_scatter_hook
@@ -553,6 +559,7 @@ def reduced_by_torchs_compression(strategy: str, dtype: torch.dtype) -> list[Ten
         return results
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @every_kind
 def test_torchs_compressing_hooks_replace_the_memory_of_their_output(
@@ -812,7 +819,7 @@ READY_MADE = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("hook", READY_MADE, ids=str)
 @seats((3, "ddp"), (4, "hybrid"))
 def test_replicas_stay_the_same_bit_for_bit(world: World, strategy: str, hook: Any) -> None:
@@ -836,7 +843,7 @@ def regression_on_ranks(strategy: str, hook: Any) -> list[float]:
     return losses_of_regression(dist.get_rank(), dist.get_world_size(), strategy, hook)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(15)
 @pytest.mark.parametrize("hook", READY_MADE, ids=str)
 @seats((2, "zero3"), (2, "ddp"))
 def test_compressed_training_arrives_where_exact_training_does(
@@ -872,7 +879,7 @@ def reduced_with_accidents(strategy: str, hook: Any) -> list[tuple[bool, Tensor]
     return results
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("hook", READY_MADE, ids=str)
 @every_kind
 def test_what_is_not_finite_stays_visible_and_is_gone_the_next_step(
@@ -924,7 +931,7 @@ def train_everything(side: Side, strategy: str, hook: Any) -> None:
         side.assert_settled(model)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("hook", READY_MADE, ids=str)
 @seats((1, "zero3"), (3, "zero3"), (2, "zero2"), (3, "ddp"), (4, "hybrid"))
 def test_ready_made_hooks_reduce_every_kind_of_parameter(world: World, strategy: str, hook: Any) -> None:
@@ -961,7 +968,7 @@ def scalars_after_training(strategy: str, hook: Any) -> Tensor:
     return model.inner.scale.to_local().detach().clone()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "hook", [scatters, *READY_MADE], ids=lambda hook: getattr(hook, "__name__", str(hook))
 )
@@ -1024,6 +1031,7 @@ def refusal_of(world: World, *args: Any, **kwargs: Any) -> str:
     return text
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("strategy", "hook"),
     [
@@ -1080,6 +1088,7 @@ def register_twice(first_on: str, second_on: str, hook: Any) -> tuple[str, int, 
     return str(caught.value), len(first.calls), len(second.calls)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("hook", [None, LowPrecisionReduction(torch.bfloat16)], ids=str)
 @pytest.mark.parametrize(
     ("first_on", "second_on", "calls"),

@@ -261,6 +261,7 @@ def with_settings(after_forward: Any, after_backward: bool, is_hybrid: bool, cha
     return model
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("settings", "flat", "hybrid"),
     [

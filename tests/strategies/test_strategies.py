@@ -192,7 +192,7 @@ def placed(plan: Plan) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @by_four
 def test_each_strategy_has_its_own_placements(world4: World, plan: Plan) -> None:
     rows = {name: len(param) for name, param in uneven_tower().named_parameters()}
@@ -254,6 +254,7 @@ def edited(plan: Plan | None) -> dict[str, Any]:
     return {**tensors_of(model), **{f"output {i}": output for i, output in enumerate(outputs)}}
 
 
+@pytest.mark.sample(3)
 @by_four
 def test_weights_that_change_are_unsharded_anew_whatever_is_kept(world4: World, plan: Plan) -> None:
     assert_all_same(world4.run(edited, plan), plainly(edited))
@@ -322,7 +323,7 @@ def loaded_whole(plan: Plan) -> dict[str, Any]:
     return {name: whole(value) for name, value in model.state_dict().items()}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @by_four
 def test_a_plain_checkpoint_is_loaded_by_every_strategy(world4: World, plan: Plan) -> None:
     assert_all_same(world4.run(loaded_whole, plan), built(uneven_tower).state_dict(), atol=0.0)
@@ -382,7 +383,7 @@ TRAVELS: dict[str, dict[tuple[int, bool], tuple[int, int, int]]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("plan", [Plan("zero1", 2), Plan("zero3", 2), *FOUR], ids=str)
 def test_as_many_bytes_travel_as_the_formulas_say(request: pytest.FixtureRequest, plan: Plan) -> None:
     """Exactly. zero3's root counts twice where its blocks count three times: it is kept after forward, since
@@ -523,7 +524,7 @@ def formulas(plan: Plan) -> dict[str, float]:
     }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("plan", [Plan("zero1", 2), Plan("zero3", 2), *FOUR], ids=str)
 def test_as_much_is_held_as_the_formulas_say(request: pytest.FixtureRequest, plan: Plan) -> None:
     world: World = request.getfixturevalue(f"world{plan.ranks}")
@@ -596,7 +597,7 @@ def tensor_parallel(strategy: str | None) -> dict[str, Any]:
     return tensors_of(model)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_slice_of_a_mesh_leaves_tensor_parallelism_as_it_is(world4: World, strategy: str) -> None:
     assert_all_same(world4.run(tensor_parallel, strategy), plainly(tensor_parallel))
@@ -624,7 +625,7 @@ ROLES: list[tuple[str, dict[str, Any], tuple[str, ...] | None, int]] = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("strategy", "dims", "names", "rows"), ROLES, ids=str)
 def test_meshes_may_have_no_names_or_roles_by_name(
     world4: World, strategy: str, dims: dict[str, Any], names: tuple[str, ...] | None, rows: int
@@ -736,7 +737,7 @@ def accumulated_plainly(_: None) -> dict[str, Any]:
     return tensors_of(model)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_overrides_apply_to_what_they_name(world2: World, name: str) -> None:
     _, want = OVERRIDES[name]
@@ -800,7 +801,7 @@ BUCKETS: dict[str, tuple[float | None, dict[str, Any] | None, list[list[str]]]] 
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", BUCKETS)
 def test_neighbours_share_a_group_up_to_the_cap(world2: World, name: str) -> None:
     cap, overrides, want = BUCKETS[name]

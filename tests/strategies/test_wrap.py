@@ -194,6 +194,7 @@ def all_wrapped_by_peer(name: str) -> dict[str, set[str]]:
     return {which: wrapped for which, wrapped in found.items() if wrapped is not None}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_recursion_chooses_what_fsdp1_wraps(world2: World, name: str) -> None:
     peers, *others = world2.run(all_wrapped_by_peer, name)

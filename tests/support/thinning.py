@@ -97,7 +97,7 @@ def thin_out(items: Sequence[pytest.Item]) -> dict[str, tuple[list[Case], list[i
             thinned[name] = cases, chosen
         elif sample is not None:
             chosen = sampled(functions[0].originalname, len(functions), sample.args[0])
-            if len(functions) >= sample.args[0] > 1 and len(functions) < 2 * sample.args[0]:
+            if sample.args[0] > 1 and 3 < len(functions) < 2 * sample.args[0]:
                 raise pytest.UsageError(
                     f"{name}: of {len(functions)} cases sample({sample.args[0]}) leaves one."
                 )
