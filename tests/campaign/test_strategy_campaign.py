@@ -519,6 +519,8 @@ def settled(draw: Draw) -> Draw:
         step["micro"][-1]["sync"] = "yes"
         deferred = False  # gradients wait: with_grads and hooks are refused
         for micro in step["micro"]:
+            if deferred and keeps_groups(draw):  # between microbatches an edit of what is kept is refused
+                micro["before"] = [each for each in micro["before"] if each["kind"] != "edit"]
             for each in micro["before"]:
                 _settle_action(each, deferred)
             if micro["kind"] == "retain" and draw["checkpoint"] is not None:
@@ -552,6 +554,13 @@ def _without_what_is_known(draw: Draw) -> Draw:
             # An all-gather on its way reads shards that are changed and changed back, and nothing tells.
             action["waits"] = True
     return draw
+
+
+def keeps_groups(draw: Draw) -> bool:
+    """Some groups stay unsharded for the next microbatch."""
+    strategies = [draw["strategy"], *(each["strategy"] for each in draw["overrides"])]
+    is_kept = any(name is not None and name.endswith(("zero1", "zero2")) for name in strategies)
+    return is_kept or any(each["reshard"] is False for each in draw["overrides"])
 
 
 def is_tied(draw: Draw) -> bool:

@@ -994,6 +994,41 @@ def test_a_hook_reduces_what_is_sharded_on_another_dim(world3: World) -> None:
     assert_same(world3, train_columns, scatters)
 
 
+class Apart(nn.Module):
+    """Its parameters are packed in several segments: integers between two kinds of shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(8) / 3)
+        self.counts = nn.Parameter(torch.arange(8), requires_grad=False)
+        self.columns = nn.Parameter(torch.randn(3, 8) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.rows + self.counts / 8) @ self.columns.t()
+
+
+def apart() -> nn.Module:
+    return Around(Apart())
+
+
+def train_apart(side: Side, hook: Any) -> None:
+    model = built(apart)
+    if side.is_sharded:
+        pg = shard_as(model, "zero3", shard_placement_fn=shard_columns, wrap=Apart)
+        register_comm_hook(model, State(pg), hook)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        mean_of_squares(model, side.inputs(step)).backward()
+        side.note("rows", model.inner.rows.grad)
+        side.note("columns", model.inner.columns.grad)
+        optimizer.step()
+
+
+def test_a_hook_reduces_what_is_packed_apart(world2: World) -> None:
+    assert_same(world2, train_apart, scatters)
+
+
 # --- refused --------------------------------------------------------------------------------------
 
 

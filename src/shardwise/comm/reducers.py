@@ -90,15 +90,16 @@ class _HookedReduceScatter:
         """The hook's result, as one of ``replicas`` summands. The hook divides, whatever ``divisor``."""
         for dtype in dict.fromkeys(source.dtype for source in inputs):
             pairs = [(o, i) for o, i in zip(outputs, inputs, strict=True) if i.dtype == dtype]
-            flat = pairs[0][1] if len(pairs) == 1 else torch.cat([source for _, source in pairs])
-            if len(pairs) > 1:  # a single rank, where every parameter is direct
-                result = torch.empty_like(flat)
+            if len(pairs) > 1:  # on a single rank, or of parameters that are packed apart
+                sizes = [output.numel() for output, _ in pairs]
+                ranks = pairs[0][1].numel() // sizes[0]
+                flat = torch.cat([source.view(ranks, -1) for _, source in pairs], dim=1).view(-1)
+                result = flat.new_empty(sum(sizes))
                 _filled(result, partial(self._hook, flat.detach()))
-                parts = result.split([o.numel() for o, _ in pairs])
-                for (output, _), part in zip(pairs, parts, strict=True):
+                for (output, _), part in zip(pairs, result.split(sizes), strict=True):
                     output.copy_(part)
             else:
-                _filled(pairs[0][0], partial(self._hook, flat.detach()))
+                _filled(pairs[0][0], partial(self._hook, pairs[0][1].detach()))
             if self._replicas > 1:
                 for output, _ in pairs:
                     output.div_(self._replicas)
