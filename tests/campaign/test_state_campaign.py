@@ -220,6 +220,9 @@ def settled(draw: Draw) -> Draw:
         # By id counts in the order of the optimizer, which is to be the same.
         if previous is not None and leg["order"] != previous["order"]:
             leg["load"]["keys"] = "name"
+        if leg["kind"] == "none":  # nothing is sharded, which inference() refuses
+            for when in ("before", "middle"):
+                leg[when] = [each for each in leg[when] if each != "inference"]
         if leg["kind"] == "bf16":  # other numbers than the plain run's: only what it hands over is compared
             leg["middle"] = [each for each in leg["middle"] if each != "edit"]
         if leg["save"] == "dcp" and draw["optimizer"] != "adamw":

@@ -18,6 +18,7 @@ from reference import mean_of_squares
 from scenario import Side, assert_same
 from torch import Tensor, nn
 
+import shardwise
 from shardwise.engine.members import sharded_members
 from shardwise.optim import FlatOptimizer
 
@@ -194,6 +195,28 @@ def train_accumulating(side: Side, make_optimizer: Any) -> None:
 @pytest.mark.parametrize("make_optimizer", [sgd, ByHand, flat_adamw])
 def test_accumulation_trains_as_without_sharding(world2: World, make_optimizer: Any) -> None:
     assert_same(world2, train_accumulating, make_optimizer)
+
+
+def load_between_microbatches(side: Side) -> None:
+    """All ranks load: what they have kept unsharded is stale on all of them."""
+    model = built(even_tower)
+    side.shard_tower(model, reshard_after_forward=False)
+    if side.is_sharded:
+        model.set_reshard_after_backward(False)  # type: ignore[operator]
+    halves = {name: value.detach() * 0.5 for name, value in built(even_tower).named_parameters()}
+    side.sync(model, False)
+    mean_of_squares(model, side.inputs(0)).backward()
+    if side.is_sharded:
+        shardwise.load_full_state_dict(model, halves, src_rank=None)
+    else:
+        model.load_state_dict(halves)
+    side.sync(model, True)
+    mean_of_squares(model, side.inputs(1)).backward()
+    side.note_gradients(model)
+
+
+def test_weights_may_be_loaded_between_microbatches(world2: World) -> None:
+    assert_same(world2, load_between_microbatches)
 
 
 # --- what is refused ------------------------------------------------------------------------------------

@@ -26,10 +26,12 @@ def mark_partly_loaded(model: nn.Module, why: str) -> None:
 
 
 def clear_partly_loaded(model: nn.Module) -> None:
-    """All of ``model`` has values again."""
+    """All of ``model`` has values again, on all ranks, which compare what they kept unsharded with them."""
     model = uncompiled(model)
     for group in groups_in(model):
         group.partly_loaded = None
+    for member in sharded_members(model):
+        member.root.memory.accumulates = False
     if _MARK in model.__dict__:
         model.__dict__.pop(_MARK).remove()
 
