@@ -802,7 +802,7 @@ def plainly_by_module(model: nn.Module, kind: Any) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize(("layout", "build"), [(LINES[4], even_tower), (SQUARE, Tied)], ids=str)
+@pytest.mark.parametrize(("layout", "build"), [(LINES[4], even_tower), (SQUARE, Tied)], ids=["tower", "tied"])
 def test_each_module_has_the_norm_of_what_is_inside(
     world4: World, layout: Layout, build: Callable[[], nn.Module]
 ) -> None:
