@@ -88,6 +88,7 @@ def parse_settings(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--eval-every", type=int, default=80, help="steps between two validations")
     add("--peer", choices=["shardwise", "torch"], default="shardwise", help="whose fully_shard")
     settings = parser.parse_args(arguments)
+    settings.optimizer = "adamw"  # the only one here; examples/train_gpt.py has others
     try:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))  # set by torchrun
         if settings.tp is None:

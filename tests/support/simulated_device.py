@@ -42,6 +42,9 @@ class Event:
     def synchronize(self) -> None:
         self.log.append(f"the host waits for the event of {self.name}")
 
+    def query(self) -> bool:
+        return True
+
 
 class Stream:
     """Of the simulated device: writes down what it is asked to do."""

@@ -196,13 +196,23 @@ class Relay(Position):
         is_alike = note.issued == issued and note.ordinal <= times
         return note.rank != self.rank and note.key not in self._heeded and not is_alike
 
+    def _look_for_waits(self, watch: Watch) -> None:
+        """Reports of waits are a help; failures are relayed without them, too."""
+        try:
+            watch.look()
+        except dist.DistError:  # the store has ended
+            raise
+        except Exception:
+            self.watch = None
+            _log.exception("Who waits for whom is not reported any more on this rank")
+
     def look(self) -> float:
         """One check of the thread. Returns the seconds until the next one."""
         if self._look_for is not None:
             self._find_exception()
             return _FINE_S
         if self.watch is not None:
-            self.watch.look()
+            self._look_for_waits(self.watch)
         waiting = self._awaited()
         now = (id(waiting), 0 if waiting is None else waiting.number)
         if waiting is None or now != self._seen:
