@@ -1029,6 +1029,37 @@ def test_a_hook_reduces_what_is_packed_apart(world2: World) -> None:
     assert_same(world2, train_apart, scatters)
 
 
+class EmptyLast(nn.Module):
+    """Gradients are reduced from the last parameter on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(8))
+        self.shift = nn.Parameter(torch.randn(8))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.rows + self.shift) + self.empty.sum()
+
+
+def train_with_an_empty_parameter(side: Side, hook: Any) -> None:
+    model = built(around_empty)
+    if side.is_sharded:
+        pg = shard_as(model, "zero3", wrap=EmptyLast)
+        register_comm_hook(model, State(pg), hook)
+    model(side.inputs(0)).square().mean().backward()
+    side.note("rows", model.inner.rows.grad)
+    side.note("shift", model.inner.shift.grad)
+
+
+def around_empty() -> nn.Module:
+    return Around(EmptyLast())
+
+
+def test_a_hook_of_one_rank_reduces_beside_an_empty_parameter(world1: World) -> None:
+    assert_same(world1, train_with_an_empty_parameter, scatters)
+
+
 # --- refused --------------------------------------------------------------------------------------
 
 

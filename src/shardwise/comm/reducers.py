@@ -52,7 +52,8 @@ class CommHookReducer:
         """The hook, or a plain communicator where it serves replicas only."""
         if not self._shards:
             return make_communicator(pg, device)
-        return _HookedReduceScatter(partial(self._hook, self._state), self._replicas)
+        ranks = 1 if pg is None else pg.size()
+        return _HookedReduceScatter(partial(self._hook, self._state), ranks, self._replicas)
 
     def all_reduce_function(self, pg: dist.ProcessGroup | None, device: torch.device) -> AllReduce | None:
         """The hook where it serves replicas only; else the back end."""
@@ -78,8 +79,9 @@ class _HookedReduceScatter:
     reduce_memory_factor = 1.0
     pool: Any = None
 
-    def __init__(self, hook: Callable[[Tensor, Tensor], None], replicas: int) -> None:
+    def __init__(self, hook: Callable[[Tensor, Tensor], None], ranks: int, replicas: int) -> None:
         self._hook = hook
+        self._ranks = ranks
         self._replicas = replicas
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
@@ -92,8 +94,10 @@ class _HookedReduceScatter:
             pairs = [(o, i) for o, i in zip(outputs, inputs, strict=True) if i.dtype == dtype]
             if len(pairs) > 1:  # on a single rank, or of parameters that are packed apart
                 sizes = [output.numel() for output, _ in pairs]
-                ranks = pairs[0][1].numel() // sizes[0]
-                flat = torch.cat([source.view(ranks, -1) for _, source in pairs], dim=1).view(-1)
+                rows = [
+                    source.view(self._ranks, size) for (_, source), size in zip(pairs, sizes, strict=True)
+                ]
+                flat = torch.cat(rows, dim=1).view(-1)
                 result = flat.new_empty(sum(sizes))
                 _filled(result, partial(self._hook, flat.detach()))
                 for (output, _), part in zip(pairs, result.split(sizes), strict=True):
