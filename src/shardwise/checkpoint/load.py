@@ -34,7 +34,7 @@ from shardwise.checkpoint.stateful import (
     tensor_places,
 )
 from shardwise.init.meta_memory import give_memory, is_on_meta, refuse_lost
-from shardwise.init.partial_loads import clear_partly_loaded, mark_partly_loaded
+from shardwise.init.partial_loads import mark_partly_loaded, note_complete_load
 from shardwise.layout.fqns import listed
 from shardwise.ranks.rank_group import RankGroup
 from shardwise.state.named_state import Optimizers, StatePath, as_optimizers, load_into, parameter_names
@@ -334,7 +334,7 @@ def _fill(rank_group: RankGroup, reading: Reading) -> None:
         mark_partly_loaded(reading.model, why)
         raise RuntimeError(why) from error
     if not reading.missing:  # else what a load before this one has left may still be there
-        clear_partly_loaded(reading.model)
+        note_complete_load(reading.model)
 
 
 def _give_model(model: nn.Module, saved: dict[str, Any], values: dict[str, Any]) -> None:

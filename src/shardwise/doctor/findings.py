@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from shardwise.layout import fqns
 from shardwise.layout.text_tables import aligned
 
 
@@ -50,7 +51,4 @@ def table(findings: Sequence[Finding]) -> str:
 
 def listed(ranks: Sequence[int], most: int = 8) -> str:
     """Ranks by number, the first few of many."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:most]))
-    return f"ranks {shown}" + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {fqns.listed(map(str, ranks), most)}"

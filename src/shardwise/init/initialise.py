@@ -15,7 +15,7 @@ from shardwise.groups.shards import meta_message
 from shardwise.groups.states import SHARDED
 from shardwise.init.inventory import Inventory, refuse_what_is_missing
 from shardwise.init.meta_memory import give_memory, named_tensors
-from shardwise.init.partial_loads import clear_partly_loaded, mark_partly_loaded
+from shardwise.init.partial_loads import mark_partly_loaded, note_complete_load
 from shardwise.layout.fqns import clean, listed
 from shardwise.layout.mesh import Axis, axes_of, highest_over
 from shardwise.ranks.agreement import run_on_all_ranks
@@ -118,7 +118,7 @@ def materialize(
             visit.run(init_fn)
     refuse_what_is_missing(inventory)
     if all_fresh:
-        clear_partly_loaded(model)
+        note_complete_load(model)
     return model
 
 

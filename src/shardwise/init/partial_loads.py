@@ -25,7 +25,7 @@ def mark_partly_loaded(model: nn.Module, why: str) -> None:
         model.__dict__[_MARK] = _PartialLoadHooks(model, why)
 
 
-def clear_partly_loaded(model: nn.Module) -> None:
+def note_complete_load(model: nn.Module) -> None:
     """All of ``model`` has values again, on all ranks, which compare what they kept unsharded with them."""
     model = uncompiled(model)
     for group in groups_in(model):
@@ -67,4 +67,4 @@ class _PartialLoadHooks:
 
     def _loaded(self, model: nn.Module, incompatible_keys: Any) -> None:
         if not incompatible_keys.missing_keys:
-            clear_partly_loaded(model)
+            note_complete_load(model)

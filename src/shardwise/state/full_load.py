@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwise.comm.full_tensors import BUCKET_BYTES, own_region
 from shardwise.init.meta_memory import give_memory, is_on_meta, refuse_lost
-from shardwise.init.partial_loads import clear_partly_loaded, mark_partly_loaded
+from shardwise.init.partial_loads import mark_partly_loaded, note_complete_load
 from shardwise.layout.fqns import clean
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import relayed
@@ -248,7 +248,7 @@ class _Load:
             mark_partly_loaded(self._model, str(error))
             raise
         if not self._targets.missing():
-            clear_partly_loaded(self._model)
+            note_complete_load(self._model)
         return self._targets.report()
 
     def _give_memory(self) -> None:
