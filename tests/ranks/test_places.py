@@ -15,7 +15,8 @@ def waits(name: str = "layers.4", count: int = 12, **more: Any) -> Place:
     issued = {**ISSUED, f"all-gather {name}": count}
     place = Place(12, "forward", 31.0, "all-gather", name, count, range(4), is_late=True, issued=issued)
     place = replace(place, **more)
-    return replace(place, due={place.what: place.count, **more.get("due", {})})
+    kind = f"{place.event} {place.name}"
+    return replace(place, kind=kind, due={kind: place.count, **more.get("due", {})})
 
 
 def elsewhere(step: int = 11, phase: str = "", **more: Any) -> Place:
@@ -71,8 +72,10 @@ def test_nothing_is_told_of_a_call_that_all_ranks_have_made() -> None:
 
 
 def test_a_rank_that_saves_while_others_go_on_is_told_to_those_that_wait() -> None:
-    saves = Place(11, "", 40.0, "call", "save_checkpoint", 1, range(4), is_late=True, issued=ISSUED)
-    saves = replace(saves, issued={**ISSUED, "call save_checkpoint": 1}, due={saves.what: 1})
+    issued = {**ISSUED, "call save_checkpoint": 1}
+    saves = waits(
+        event="call", name="save_checkpoint", count=1, phase="", step=11, quiet_s=40.0, issued=issued
+    )
     other = waits(issued={**waits().issued, "call save_checkpoint": 1})
     report = report_of({0: saves, 1: other, 2: other, 3: other})
     assert_expected_inline(

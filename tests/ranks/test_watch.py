@@ -44,7 +44,7 @@ class Rank:
         self.position = Position(has_others=True)
         self.stream = Stream()
         self.wait = Wait("all-gather", "blocks.0", list)
-        self.position.waits.add(self.wait)
+        self.position.expect(self.wait, (0, 1))
         self.watch = Watch(store, rank, 2, self.position, lambda _: (0, 1), 1.0)
 
     def queue(self) -> None:
@@ -143,7 +143,7 @@ def test_a_collective_that_was_left_out_is_named(
     """The back end has matched what rank 1 did issue with something else."""
     first, second = ranks
     other = Wait("all-gather", "blocks.1", list)
-    first.position.waits.add(other)
+    first.position.expect(other, (0, 1))
     for rank in ranks:
         rank.position.enter_forward()
     first.position.issue(other)
@@ -160,7 +160,7 @@ def test_what_a_rank_has_issued_ahead_is_not_missed(
 ) -> None:
     first, second = ranks
     other = Wait("all-gather", "blocks.1", list)
-    first.position.waits.add(other)
+    first.position.expect(other, (0, 1))
     with second.waiting():
         pass
     with first.waiting():

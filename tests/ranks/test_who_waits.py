@@ -3,6 +3,7 @@
 A rank that is waited for goes on once it has printed the report itself, so that no test waits for a timeout.
 """
 
+import gc
 import logging
 import re
 import threading
@@ -76,16 +77,21 @@ class Blocks(nn.Module):
 
 def trained(backend: str) -> tuple[Blocks, Any]:
     """A model after two steps, and its process group."""
+    pg = blocking_group() if backend == "only blocks" else dist.new_group()
+    model = sharded(pg)
+    for _ in range(2):
+        step(model)
+    return model, pg
+
+
+def sharded(pg: dist.ProcessGroup) -> Blocks:
     torch.manual_seed(0)
     model = Blocks()
-    pg = blocking_group() if backend == "only blocks" else dist.new_group()
     mesh = DeviceMesh.from_group(pg, "cpu")
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    for _ in range(2):
-        step(model)
-    return model, pg
+    return model
 
 
 def step(model: nn.Module) -> None:
@@ -125,6 +131,27 @@ def long_computation(backend: str) -> str:
     return told(report.texts, before)
 
 
+def beside_a_model_of_the_same_names(backend: str) -> str:
+    """The other model has been trained before, for more steps, and lives on on one rank only."""
+    pg = blocking_group() if backend == "only blocks" else dist.new_group()
+    other = sharded(pg)
+    for _ in range(4):
+        step(other)
+    if dist.get_rank() != LATE:
+        del other
+        gc.collect()
+    before = relay_of_job().steps
+    model = sharded(pg)
+    for _ in range(2):
+        step(model)
+    with reporting() as report:
+        if dist.get_rank() == LATE:
+            model.pauses = report.wait
+        step(model)
+        report.wait()
+    return told(report.texts, before)
+
+
 def call_on_one_rank(backend: str) -> str:
     before = relay_of_job().steps
     model, _ = trained(backend)
@@ -149,6 +176,16 @@ def test_f21_a_rank_that_has_left_the_loop_is_named_on_all_ranks(world3: World, 
 @pytest.mark.parametrize("backend", ["gloo", "only blocks"])
 def test_a_rank_that_computes_long_is_told_to_those_that_wait(world2: World, backend: str) -> None:
     first, second = world2.run(long_computation, backend)
+    assert first == second
+    assert_expected_inline(
+        first,
+        """shardwise.ranks.watch WARNING: No progress for N s: rank 0 waits for the all-gather of blocks.2 (step 3, forward); rank 1 computes (step 3, forward), at test_who_waits.py:N in wait""",
+    )
+
+
+@pytest.mark.parametrize("backend", ["gloo", "only blocks"])
+def test_a_model_of_the_same_names_hides_nothing(world2: World, backend: str) -> None:
+    first, second = world2.run(beside_a_model_of_the_same_names, backend)
     assert first == second
     assert_expected_inline(
         first,

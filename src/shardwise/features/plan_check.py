@@ -78,7 +78,7 @@ class _Agreement:
 
         comparison = Comparison(c10d.job_store(), ranks, dist.get_rank(), timeout, refuse_failed)
         try:
-            with relay.exchange(wait):
+            with relay.exchange(wait, ranks):
                 comparison.run(facts)
         except Unequal as error:
             self._trained = {}  # look again once the caller has fixed it

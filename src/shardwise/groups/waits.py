@@ -29,7 +29,7 @@ class Waits:
         ):
             wait.name, wait.axes = name, axes
             wait.stream = stream if streams.are_device_streams else None
-            self._relay.waits.add(wait)
+            self._relay.note_wait(wait)
 
     def issue(self, start: Callable[[], T], wait: Wait) -> T:
         """The result of ``start``, which hands collectives to the back end that ``wait`` will wait for.

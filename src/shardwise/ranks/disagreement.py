@@ -112,8 +112,8 @@ def deadlock(stuck: Mapping[int, Mapping[str, Any]]) -> str | None:
     whose collective was issued as often by all other ranks is only slow, and the others may wait for it.
     """
     for own in stuck.values():
-        key = f"{own['event']} {own['name']}"
-        if all(other["issued"].get(key, 0) >= own["count"] for other in stuck.values()):
+        counts = [other["issued"].get(own["kind"], 0) for other in stuck.values()]
+        if all(count is None or count >= own["count"] for count in counts):
             return None
     waits = {rank: f"the {each['event']} of '{each['name']}'" for rank, each in stuck.items()}
     reasons = [f"on rank {rank} {each['reason']}" for rank, each in stuck.items() if each["reason"]]

@@ -99,6 +99,11 @@ class Relay(Position):
 
     # --- failures of this rank ----------------------------------------------------------------------
 
+    def note_wait(self, wait: Wait) -> None:
+        """``wait`` may come from now on. All ranks that take part in it say so, in the same order."""
+        if self._notes is not None:
+            self.expect(wait, _ranks_along(wait.axes()))
+
     def begin(self) -> None:
         """This rank continues: its exception was caught.
 
@@ -264,13 +269,13 @@ class Relay(Position):
     def _look_at_stuck(self, waiting: Wait) -> None:
         """Post what this rank waits for; the first rank finds out whether ranks wait for each other."""
         assert self._notes is not None
-        issued = {f"{each.event} {each.name}": each.count for each in self.waits}
-        if waiting not in self.waits or len(issued) < len(self.waits):
-            return  # a call, or two models with the same names
+        issued = self.issued_by_kind()
+        if waiting not in self.waits or issued[waiting.kind] is None:
+            return  # a call, or a name that tells too little
         if not self._is_stuck:
             self._is_stuck = True
-            told = {"event": waiting.event, "name": waiting.name, "count": waiting.count}
-            told |= {"reason": waiting.reason}
+            told: dict[str, Any] = {"event": waiting.event, "name": waiting.name, "kind": waiting.kind}
+            told |= {"count": waiting.count, "reason": waiting.reason}
             self._notes.tell_stuck(self.rank, told | {"number": waiting.number, "issued": issued})
         ranks = sorted(_ranks_along(waiting.axes()))
         if ranks[:1] != [self.rank]:

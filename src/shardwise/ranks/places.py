@@ -13,6 +13,7 @@ class Place:
 
     ``step``: the running one, or the last; ``phase``: "forward", "backward" or "" outside of both.
     ``event``, ``name``, ``count``: what it waits for, if it does; ``ranks``: who takes part in that.
+    ``kind``: event and name, with a number if several models use the name.
     ``due``: how many collectives of each kind these ranks have issued if none is missing.
     ``is_late``: it has waited for longer than the limit. ``code``: where the main thread is, outside of torch
     and of this library. ``issued``: how many collectives of each kind; None where that is not known.
@@ -25,17 +26,13 @@ class Place:
     name: str = ""
     count: int = 0
     ranks: Sequence[int] = ()
+    kind: str = ""
     due: Mapping[str, int] = field(default_factory=dict)
     is_late: bool = False
     is_on_device: bool = False
     has_ended: bool = False
     code: str = ""
     issued: Mapping[str, int | None] = field(default_factory=dict)
-
-    @property
-    def what(self) -> str:
-        """The kind of what it waits for."""
-        return f"{self.event} {self.name}"
 
     def lacks(self, other: "Place") -> list[str]:
         """The kinds of which this rank has issued fewer than ``other`` had with what that waits for.
@@ -46,7 +43,7 @@ class Place:
         found = []
         for kind, count in other.due.items():
             issued = self.issued.get(kind, 0)
-            is_there = self.what == kind and (self.count >= count or self.event == "call")
+            is_there = self.kind == kind and (self.count >= count or self.event == "call")
             if issued is not None and issued < count and not is_there:
                 found.append(kind)
         return found
@@ -70,7 +67,7 @@ def report_of(places: Places) -> str:
         shown[rank] = place
         behind |= dict.fromkeys(missing)
         for other in missing:
-            if (told := places[other]) is not None and place.what not in (kinds := told.lacks(place)):
+            if (told := places[other]) is not None and place.kind not in (kinds := told.lacks(place)):
                 left_out.setdefault(other, kinds)
     if not shown:
         return ""

@@ -10,7 +10,7 @@ The training thread writes it down, for the price of a counter a collective. A t
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +26,10 @@ class Wait:
     """One kind of wait of this rank: for an event of a name, again and again.
 
     ``number`` is that of the collective that is waited for, among all that this rank has issued; ``count``
-    counts those of this kind. A public call may compute as well as wait. ``reason``: why this rank waits,
-    where others may have no reason to. ``stream``: that of a device, which waits while the host goes on; its
-    ``last_event`` is at the end of what was queued last.
+    counts those of this kind. ``ordinal`` tells models apart that use the same names: 2 is the second
+    wait for such an event of such a name. A public call may compute as well as wait. ``reason``: why this
+    rank waits, where others may have no reason to. ``stream``: that of a device, which waits while the host
+    goes on; its ``last_event`` is at the end of what was queued last.
     """
 
     event: str
@@ -36,13 +37,15 @@ class Wait:
     axes: Callable[[], Sequence[Axis]]
     number: int = 0
     count: int = 0
+    ordinal: int = 1
     reason: str = ""
     stream: Any = None
 
     @property
-    def what(self) -> str:
-        """Its kind, the same on all ranks."""
-        return f"{self.event} {self.name}"
+    def kind(self) -> str:
+        """The same on all ranks."""
+        kind = f"{self.event} {self.name}"
+        return kind if self.ordinal == 1 else f"{kind} ({self.ordinal})"
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Position:
         self.waiting: Wait | None = None
         self.issuing: Wait | None = None
         self.waits: weakref.WeakSet[Wait] = weakref.WeakSet()  # what may be waited for
+        self._known: Counter[tuple[str, str, frozenset[int]]] = Counter()  # waits, by event, name and ranks
         self.calls: Counter[str] = Counter()  # public calls that communicate, by name
         self.steps = 0
         self.phase = ""
@@ -79,6 +83,16 @@ class Position:
 
     # --- the training thread writes -----------------------------------------------------------------
 
+    def expect(self, wait: Wait, ranks: Iterable[int]) -> None:
+        """``wait`` may come from now on. ``ranks`` take part in it, and all say so in the same order."""
+        if wait in self.waits:
+            return
+        # Counted for good: a model that is not used any more may live on some of the ranks.
+        key = wait.event, wait.name, frozenset(ranks)
+        self._known[key] += 1
+        wait.ordinal = self._known[key]
+        self.waits.add(wait)
+
     def issue(self, wait: Wait) -> None:
         """Count a collective that ``wait`` will wait for."""
         self.issued = wait.number = self.issued + 1
@@ -88,11 +102,12 @@ class Position:
             self._queued.append((weakref.ref(wait), wait.count, wait.stream.last_event))
 
     @contextmanager
-    def exchange(self, wait: Wait) -> Iterator[None]:
-        """Around an exchange that is not a collective of a back end; counts as one when it is over."""
+    def exchange(self, wait: Wait, ranks: Iterable[int]) -> Iterator[None]:
+        """Around an exchange of ``ranks`` that is no collective of a back end; counts as one when it is
+        over."""
+        self.expect(wait, ranks)
         wait.number = self.issued + 1
         wait.count += 1
-        self.waits.add(wait)
         around, self.waiting = self.waiting, wait
         try:
             yield
@@ -169,13 +184,13 @@ class Position:
             before = [wait for wait in self.waits if 0 < wait.number < own.number and is_shared(wait)]
         else:
             before = []
-        due = {wait.what: wait.count for wait in sorted(before, key=lambda wait: wait.number)}
-        return due | {own.what: awaited.count}
+        due = {wait.kind: wait.count for wait in sorted(before, key=lambda wait: wait.number)}
+        return due | {own.kind: awaited.count}
 
-    def issued_by_kind(self) -> Mapping[str, int | None]:
-        """How many collectives of each kind this rank has issued, public calls included; None where two
-        models use the same name."""
+    def issued_by_kind(self) -> dict[str, int | None]:
+        """How many collectives of each kind this rank has issued, public calls included; None where groups
+        of the same name are sharded over different ranks."""
         issued: dict[str, int | None] = {f"call {name}": count for name, count in self.calls.items()}
         for wait in list(self.waits):
-            issued[wait.what] = None if wait.what in issued else wait.count
+            issued[wait.kind] = None if wait.kind in issued else wait.count
         return issued

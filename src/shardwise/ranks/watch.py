@@ -226,6 +226,7 @@ class Watch:
             place,
             event=awaited.wait.event,
             name=awaited.wait.name,
+            kind=awaited.wait.kind,
             count=awaited.count,
             ranks=ranks,
             due=position.issued_until(awaited, lambda wait: sorted(self._ranks_of(wait)) == ranks),
