@@ -8,8 +8,7 @@ from ``torch.optim.Optimizer`` are seen.
 
 import threading
 import weakref
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,16 +17,34 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardwise.buckets.bucket import Bucket
-from shardwise.buckets.flat_slot import bucket_and_index
-from shardwise.torch_compat import dtensor
+from shardwise.buckets.flat_slot import FLAT_SLOT, slot_of_each_bucket
 from shardwise.torch_compat.dynamo import break_graphs
+
+
+class SteppedParameters:
+    """The sharded parameters that a step has ``changed``, and the buckets of all that the optimizer has."""
+
+    def __init__(self, changed: Sequence[Tensor], params: Iterable[Tensor]) -> None:
+        self.changed = changed
+        found = [param.__dict__.get(FLAT_SLOT) for param in params]
+        self._slots = slot_of_each_bucket(slot for slot in found if slot is not None)
+
+    @classmethod
+    def of(cls, groups: Iterable[Mapping[str, Any]]) -> "SteppedParameters":
+        """Of param groups. What has no gradient was left out of the step."""
+        params = [param for group in groups for param in group["params"] if FLAT_SLOT in param.__dict__]
+        return cls([param for param in params if param.grad is not None], params)
+
+    def buckets(self) -> list[Bucket]:
+        """The buckets that still exist."""
+        return [bucket for slot in self._slots if (bucket := slot.bucket) is not None]
 
 
 class StepListener(Protocol):
     """Who is told."""
 
     def optimizer_stepped(self, buckets: Iterable[Bucket]) -> None:
-        """An optimizer with parameters of ``buckets``, which may come repeatedly, has stepped."""
+        """An optimizer with parameters of ``buckets`` has stepped."""
         ...
 
 
@@ -50,17 +67,12 @@ def tell_of_steps(listener: StepListener) -> None:
 
 
 def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    params: Iterable[Tensor] = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    buckets: list[Bucket] = []
-    changed: list[Tensor] = []
-    for param in params:
-        if (found := bucket_and_index(param)) is not None:
-            buckets.append(found[0])
-            if param.grad is not None:  # without a gradient it was left out
-                changed += (param, dtensor.local_tensor(param))
+    known = getattr(optimizer, "stepped_parameters", None)  # saves a pass over all parameters
+    stepped = (known and known()) or SteppedParameters.of(optimizer.param_groups)
+    buckets = stepped.buckets()
     if not buckets:
         return
-    increment_version(changed)
+    increment_version(stepped.changed)
     with _lock:
         listeners = list(_listeners)
     for listener in listeners:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwise.buckets.optimizer_steps import SteppedParameters
 from shardwise.comm.buffers import with_own_storage
 from shardwise.optim.flat_runs import (
     MAX_GAP,
@@ -158,6 +159,10 @@ class FlatOptimizer(Optimizer):
     def _kinds_step(self) -> Any:
         """The step of the optimizer's own class, without hooks."""
         raise NotImplementedError
+
+    def stepped_parameters(self) -> SteppedParameters | None:
+        """What the last step has changed."""
+        return None if self._plan is None else self._plan.stepped
 
     # --- state ------------------------------------------------------------------------------------
 

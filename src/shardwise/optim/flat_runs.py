@@ -14,7 +14,7 @@ state. State that is in the right place already is not copied.
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.buckets.flat_slot import bucket_and_index
+from shardwise.buckets.optimizer_steps import SteppedParameters
 from shardwise.buckets.sharded_gradients import GradientRange, ShardedGradients
 from shardwise.comm.buffers import FlatShard, typed_range
 from shardwise.layout.slots import ALIGNMENT
@@ -328,6 +329,7 @@ class StepPlan:
         self.runs = [run for run, _ in found]
         self._is_lasting = all(member.is_usual for member in members)
         self._params = [member.param for member in members]
+        self.stepped = SteppedParameters(self._params, chain.from_iterable(self._groups))
         self._locals = [member.local for member in members]
         self._specs = [
             dtensor.spec_of(member.param.grad) if isinstance(member.param.grad, DTensor) else None
