@@ -18,11 +18,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardwise.buckets.bucket import Bucket
 from shardwise.buckets.flat_slot import FLAT_SLOT, slot_of_each_bucket
+from shardwise.torch_compat import dtensor
 from shardwise.torch_compat.dynamo import break_graphs
 
 
 class SteppedParameters:
-    """The sharded parameters that a step has ``changed``, and the buckets of all that the optimizer has."""
+    """What a step has ``changed``, sharded parameters and their local tensors, and the buckets of all
+    parameters that the optimizer has."""
 
     def __init__(self, changed: Sequence[Tensor], params: Iterable[Tensor]) -> None:
         self.changed = changed
@@ -33,7 +35,8 @@ class SteppedParameters:
     def of(cls, groups: Iterable[Mapping[str, Any]]) -> "SteppedParameters":
         """Of param groups. What has no gradient was left out of the step."""
         params = [param for group in groups for param in group["params"] if FLAT_SLOT in param.__dict__]
-        return cls([param for param in params if param.grad is not None], params)
+        changed = [param for param in params if param.grad is not None]
+        return cls([*changed, *map(dtensor.local_tensor, changed)], params)
 
     def buckets(self) -> list[Bucket]:
         """The buckets that still exist."""

@@ -329,8 +329,8 @@ class StepPlan:
         self.runs = [run for run, _ in found]
         self._is_lasting = all(member.is_usual for member in members)
         self._params = [member.param for member in members]
-        self.stepped = SteppedParameters(self._params, chain.from_iterable(self._groups))
         self._locals = [member.local for member in members]
+        self.stepped = SteppedParameters([*self._params, *self._locals], chain.from_iterable(self._groups))
         self._specs = [
             dtensor.spec_of(member.param.grad) if isinstance(member.param.grad, DTensor) else None
             for member in members
