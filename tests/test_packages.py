@@ -35,7 +35,8 @@ ARROWS = {
     "checkpoint": ["state"],
     "observe": ["fsdp_module"],
     "doctor": ["ranks"],
-    "commands": ["planning", "checkpoint", "observe", "doctor"],
+    "interop": ["strategies", "state"],
+    "commands": ["planning", "checkpoint", "observe", "doctor", "interop"],
     "__main__": ["commands"],
     "tracing": ["observe"],
 }
