@@ -19,8 +19,7 @@ import pytest
 from races.device import Site
 from shardwise.comm import reduction
 from shardwise.comm.streams import DeviceStream
-from shardwise.engine.backward import BackwardPass
-from shardwise.groups.gradients import Gradients
+from shardwise.groups.unsharded import StreamUsers
 
 
 @dataclass(frozen=True)
@@ -102,6 +101,12 @@ MUTANTS = [
         "wait_event",
         (*_COPY_IN, "offload, edits between passes"),
         (*_HOST_WRITES_SOON, "offload, edits between passes"),
+        ("StreamUsers.note_current", "Unsharded.wait", "a group on two streams, the branch last"),
+        (
+            "StreamUsers.gathered",
+            "Unsharded._finish_all_gather",
+            "a group on two streams, the branch first",
+        ),
     ),
 ]
 
@@ -156,17 +161,10 @@ def _forgets_who_made_gradients(self: Any) -> None:
     _ADVANCE_REDUCTION(self)
 
 
-def _is_over_whatever_runs(self: Any, group: Any) -> bool:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Gradients, "made_on", ())
-        return _IS_OVER(self, group)
-
-
 _MOVE = reduction.Reduction._move
 _ADVANCE_REDUCTION = reduction.Reduction.advance
 _WAIT_FOR_COMPUTE = DeviceStream.wait_for_compute
 _LET_COMPUTE_WAIT = DeviceStream._let_compute_wait
-_IS_OVER = BackwardPass._is_over_once_complete
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -191,8 +189,8 @@ PATCHES: dict[str, tuple[str, Patch]] = {
         "a branch on a stream of its own, groups beside it",
         lambda patch: patch.setattr(reduction.Reduction, "advance", _forgets_who_made_gradients),
     ),
-    "parameters are freed by the stream that made the last gradient, while another reads them": (
-        "a branch on a stream of its own, prefetch after",
-        lambda patch: patch.setattr(BackwardPass, "_is_over_once_complete", _is_over_whatever_runs),
+    "parameters are freed by the stream on which the last module ran, while another reads them": (
+        "a group on two streams, the branch last",
+        lambda patch: patch.setattr(StreamUsers, "streams", ()),
     ),
 }

@@ -91,6 +91,58 @@ class Add(torch.autograd.Function):
         return gradients[0], gradients[0], None
 
 
+class ToCompute(torch.autograd.Function):
+    """Back to the computing stream, which waits for nothing, while the branch goes on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, branch: Branch) -> Tensor:
+        ctx.branch = branch
+        branch.leave()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.branch.enter()
+        return gradients[0], None
+
+
+class ToBranch(torch.autograd.Function):
+    """Back to the branch, which waits for nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, branch: Branch) -> Tensor:
+        ctx.branch = branch
+        branch.enter()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.branch.leave()
+        return gradients[0], None
+
+
+class Pair(nn.Module):
+    """Two modules, one of them on a branch that began before the other has run."""
+
+    def __init__(self, branch: Branch, *, ends_on_branch: bool) -> None:
+        super().__init__()
+        self._branch, self._ends_on_branch = branch, ends_on_branch
+        self.one = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = self._branch
+        beside = Fork.apply(x, branch)
+        if self._ends_on_branch:
+            one = self.one(ToCompute.apply(x, branch))
+            other = self.other(ToBranch.apply(beside, branch))
+        else:
+            other = self.other(beside)
+            one = self.one(ToCompute.apply(x, branch))
+            other = ToBranch.apply(other, branch)
+        return Add.apply(one, Join.apply(other, branch), branch)  # type: ignore[no-any-return]
+
+
 class Branching(nn.Module):
     """As a block of experts, of which one that all tokens share runs beside the others."""
 
@@ -126,6 +178,23 @@ def routed_apart(simulation: Simulation) -> Step:
     return training(tower(model=model, **options))
 
 
+def paired(ends_on_branch: bool, **settings: Any) -> Recipe:
+    """The two modules are one group."""
+
+    def recipe(simulation: Simulation) -> Step:
+        model = Tower(WIDTH, 2 * WIDTH, depth=0)
+        branch = Branch(simulation)
+        model.blocks = nn.ModuleList(Pair(branch, ends_on_branch=ends_on_branch) for _ in range(5))
+        for block in model.blocks:
+            fully_shard([block.one, block.other], mesh=mesh_of(8), **settings)  # type: ignore[list-item]
+        return training(fully_shard(model, mesh=mesh_of(8)))
+
+    return recipe
+
+
+scenario("a group on two streams, the branch last")(paired(True))
+scenario("a group on two streams, the branch first")(paired(False))
+scenario("a group on two streams, resharded partly")(paired(True, reshard_after_forward=2))
 scenario("a branch on a stream of its own")(branching())
 scenario("a branch on a stream of its own, packed")(branching(comm_policy=None))
 scenario("a branch on a stream of its own, groups beside it")(routed_apart)

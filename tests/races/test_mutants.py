@@ -18,6 +18,7 @@ SITES_SHOWN_BY = [
         "unshard by hand",
         "optimizer on a side stream",
         "summon",
+        "a group on two streams, the branch last",
     ),
 ]
 """Scenarios that, together, order streams at every place that any does."""

@@ -69,9 +69,11 @@ class CommWork:
     ``wait`` lets the computation use the result and acts once only; ``synchronize`` lets the host use it.
     """
 
-    def __init__(self, complete: Finish, synchronize: Finish | None = None) -> None:
+    def __init__(self, complete: Finish, synchronize: Finish | None = None, end: Any = None) -> None:
         self._complete: Finish | None = complete
         self._synchronize = synchronize
+        self.end = end
+        """The event behind it, on a device."""
 
     def wait(self) -> None:
         """Have the computation continue only when the result is in place."""
@@ -246,7 +248,7 @@ class DeviceStream:
             self.last_event = done = self._stream.record_event()
         if self._host_copies is not None:
             self._host_copies.were_used(done)
-        return CommWork(partial(self._let_compute_wait, done, users), done.synchronize)
+        return CommWork(partial(self._let_compute_wait, done, users), done.synchronize, done)
 
     def _let_compute_wait(self, done: Any, users: Sequence[Any]) -> None:
         current = self._current()

@@ -293,13 +293,8 @@ class BackwardPass:
 
         Nested backwards that recompute parts of a group add to gradients that were complete. Nothing
         announces them, so the group's first backward has to show whether there are any.
-
-        Not where gradients were made on several streams: of all but one, what reads parameters may be queued
-        still.
         """
         root, gradients = self._root, group.gradients
-        if len(gradients.made_on) > 1:
-            return False
         is_plain = gradients.are_all_wanted and group is not root.group and group not in root.memory.led
         return is_plain and gradients.were_reduced and not gradients.come_nested
 

@@ -3,17 +3,17 @@
 Owns the state of the parameters (states.py). The root decides *when*.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from operator import attrgetter, is_, methodcaller
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.buckets.unsharded_bucket import UnshardedBucket
-from shardwise.comm.streams import CommStream, CommWork, Finish
+from shardwise.comm.streams import CommStream, CommStreams, CommWork, Finish
 from shardwise.groups.states import (
     PARTLY,
     PENDING,
@@ -40,6 +40,55 @@ _FOR_FORWARDS = (
 )
 
 
+class StreamUsers:
+    """The streams of a device on which unsharded parameters are used, since a forward unsharded them.
+
+    A group of several modules may run some of them beside the others, on a stream that began before the first
+    did. So it is not enough that one stream waits for the all-gather, nor that the memory is freed behind one
+    stream::
+
+        all-gather   [AG]                            [free]    waits for both
+        computing       [ one ]           [ one' ]             both wait for the all-gather, in forward
+        branch          [   other  ]     [ other' ]            and in backward
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[Hashable, Any] = {}
+        self._ready: Any = None  # the event behind the all-gather, while the parameters are in memory
+
+    def note_current(self, streams: CommStreams) -> None:
+        """The current stream is about to use them: it waits for them if it is new."""
+        if not streams.are_device_streams:
+            return
+        known = len(self._streams)
+        streams.note_current(self._streams)
+        if self._ready is not None and len(self._streams) > known:
+            streams.make_compute_wait_for(self._ready)
+
+    def gathered(self, event: Any) -> None:
+        """The current stream has waited for ``event``, behind the all-gather; so do the others now.
+
+        In backward, modules run on the streams of their forward, and not each of them is announced.
+        """
+        self._ready = event
+        if len(self._streams) > 1:
+            for stream in self._streams.values():
+                stream.wait_event(event)
+
+    def freed(self) -> None:
+        """They are no longer in memory."""
+        self._ready = None
+
+    def forget(self) -> None:
+        """A forward begins anew."""
+        self._streams.clear()
+
+    @property
+    def streams(self) -> tuple[Any, ...]:
+        """What must be finished before they are freed."""
+        return tuple(self._streams.values())
+
+
 class Unsharded:
     """The unsharded parameters of ``group``: the same objects from the first unshard on."""
 
@@ -48,6 +97,7 @@ class Unsharded:
         self.state = SHARDED
         self.is_shown = False
         self._work: CommWork | None = None
+        self._users = StreamUsers()
         self.forget()
 
     def forget(self) -> None:
@@ -80,6 +130,7 @@ class Unsharded:
         """Begin to unshard, unless that is done or in progress."""
         group = self._group
         if self.state is SHARDED:
+            self._users.forget()
             if group.shards.follow():
                 group.listener.changes_followed()
                 group.streams.all_gather.wait_for_compute()  # the compute stream has just moved the shards
@@ -125,6 +176,7 @@ class Unsharded:
 
     def wait(self) -> None:
         """Wait for the all-gather and let the modules see the unsharded parameters."""
+        self._users.note_current(self._group.streams)
         if self.state is UNSHARDED:
             self.show()
             return
@@ -139,6 +191,7 @@ class Unsharded:
     def _finish_all_gather(self) -> None:
         assert self._work is not None
         self._group.waits.finish(self._work.wait, self._group.waits.for_all_gather)
+        self._users.gathered(self._work.end)
         self._work = None
 
     def wait_if_on_the_way(self) -> None:
@@ -233,7 +286,8 @@ class Unsharded:
 
     def _free_memory(self) -> None:
         stream = self._group.streams.all_gather
-        stream.wait_for_compute()
+        stream.wait_for_compute(users=self._users.streams)
+        self._users.freed()
         with stream.allocation_scope():
             for bucket in self.buckets:
                 bucket.buffer.free()

@@ -35,7 +35,7 @@ class TracedStream:
         submitted = self.inner.submit(partial(self._transfers.start, work, start), users)
         self._transfers.submitted(work)
         wait = partial(self._transfers.wait, work, submitted.wait)
-        return CommWork(wait, submitted.synchronize)
+        return CommWork(wait, submitted.synchronize, submitted.end)
 
     def issue(self, call: Callable[..., Finish], *args: Any) -> Finish:
         """As of ``inner``; tells when, and how many bytes."""
