@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from one_device.groups import CloneWorld, ThreadWorld
-from one_device.lanes import LANES, Lanes, poisoned_memory
+from one_device.lanes import COPIES, LANES, Lanes, counted_copies, poisoned_memory
 from one_device.recipes import RECIPES, Recipe, Wrapper
 from one_device.side import Side, building
 from torch import Tensor, nn
@@ -98,7 +98,7 @@ def items_in_clones(options: Options) -> Iterator[Item]:
 
 
 def items_in_threads(options: Options) -> Iterator[Item]:
-    """Every recipe with 2 and with 4 ranks, and some with a delayed lane."""
+    """Every recipe with 2 and with 4 ranks, and two with each lane delayed."""
     names = ("full", "hybrid") if options.is_tiny else tuple(RECIPES)
     for name in names:
         yield name, functools.partial(_in_threads, name, options)
@@ -119,7 +119,7 @@ def refuse_threads(device: str) -> None:
 
 def _with_delay(lane: str, device: str) -> Row:
     refuse_threads(device)
-    return check_in_threads("hybrid", device, 4, Lanes(lane))
+    return check_in_threads("offload" if lane in COPIES else "hybrid", device, 4, Lanes(lane))
 
 
 def _in_threads(name: str, options: Options) -> Row:
@@ -139,7 +139,8 @@ def _missing(missing: str, lane: str, device: str) -> Row:
 
 
 def check_in_clones(name: str, device: str, lanes: Sequence[str] = LANES) -> Row:
-    """Run a recipe in a world of clones, undelayed and with each of ``lanes`` delayed; returns figures.
+    """Run a recipe in a world of clones, undelayed and with each of ``lanes`` delayed that it passes through;
+    returns figures.
 
     Raises:
         AssertionError: runs differ from each other, or from plain training.
@@ -150,7 +151,7 @@ def check_in_clones(name: str, device: str, lanes: Sequence[str] = LANES) -> Row
     undelayed = Lanes(reuses=True)
     expected = in_clones(name, device, undelayed, note)
     assert_finite(expected, name)
-    for lane in lanes:
+    for lane in filter(undelayed.passages.__contains__, lanes):
         delayed = Lanes(lane, reuses=True)
         assert_equal(in_clones(name, device, delayed), expected, f"{name}, {lane} delayed")
         assert delayed.passages == undelayed.passages, f"{name}: other work with {lane} delayed"
@@ -171,7 +172,7 @@ def in_clones(
     name: str, device: str, lanes: Lanes, prepare: Callable[[nn.Module], None] | None = None
 ) -> Trained:
     world = CloneWorld(CLONES, lanes)
-    with world.joined(), poisoned_memory():
+    with world.joined(), poisoned_memory(), counted_copies(lanes):
         side = Side(torch.device(device), 0, CLONES, is_sharded=True, sees_all=True, lanes=lanes)
         if prepare is not None:
             side.prepare = functools.partial(_uncounted, prepare, lanes)
@@ -287,7 +288,7 @@ def check_in_threads(name: str, device: str, world: int, lanes: Lanes | None = N
         with building:
             return Trained.of(side), parts_of(plain.full, side.model)
 
-    with poisoned_memory():
+    with poisoned_memory(), counted_copies(threads.lanes):
         ranks = threads.run(be)
     # Of losses and outputs, each rank has the mean over its rows.
     losses = torch.stack([trained.losses for trained, _ in ranks]).mean(0)

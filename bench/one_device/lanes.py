@@ -1,7 +1,8 @@
 """Delays of one lane at a time, and memory that is NaN whenever nobody may read it.
 
 A lane is what work is queued for: "gather", "reduce" and "replicate" (the collectives, on the library's
-streams), "compute" (forward and backward of modules with parameters, on the caller's stream) and "optimizer".
+streams), "compute" (forward and backward of modules with parameters, on the caller's stream), "optimizer",
+and with offload "copy in" (shards to the device, on a stream of their own) and "copy out" (sums to the host).
 `Lanes(delayed="gather")` puts a kernel that only waits in front of every collective of that lane, and another
 behind it, so that everything which does not wait for the lane runs long before it. A run with a delayed lane
 has to give the same bits as one without.
@@ -17,14 +18,20 @@ On the host nothing is delayed, and only NaN is left of this; passages through l
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
-LANES = ("gather", "reduce", "replicate", "compute", "optimizer")
+from shardwise.comm.reduction import Reduction
+from shardwise.comm.streams import DeviceStream, HostStream
+
+COPIES = ("copy in", "copy out")
+LANES = ("gather", "reduce", "replicate", "compute", "optimizer", *COPIES)
 CYCLES = 4_000_000
 """Of a delay: 2 ms at 2 GHz. Longer than the host takes for a block, or what is gathered one block ahead
 would be there in time whether anybody waits for it or not."""
@@ -85,6 +92,36 @@ class Lanes:
             ):
                 module.register_forward_pre_hook(before)
                 module.register_forward_hook(after)
+
+
+@contextmanager
+def counted_copies(lanes: Lanes) -> Iterator[None]:
+    """Inside, what offload copies passes through ``lanes``, on the stream on which it is copied.
+
+    On the host nothing is copied out: sums are there already.
+    """
+
+    def through(lane: str, work: Callable[[], Any]) -> Any:
+        lanes.enter(lane)
+        result = work()
+        lanes.leave(lane)
+        return result
+
+    def counted_in(copy_in: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda stream, copy: copy_in(stream, partial(through, "copy in", copy))
+
+    def counted_out(reduction: Reduction) -> None:
+        if reduction.arrives_on_host:
+            through("copy out", partial(move, reduction))
+        else:
+            move(reduction)
+
+    move = Reduction._move
+    with ExitStack() as patches:
+        for stream in (HostStream, DeviceStream):
+            patches.enter_context(patch.object(stream, "copy_in", counted_in(stream.copy_in)))
+        patches.enter_context(patch.object(Reduction, "_move", counted_out))
+        yield
 
 
 class Wire(Lanes):

@@ -6,10 +6,14 @@ On the host some of them always run, and the rest are slow; on a GPU all do, wit
 import pytest
 import torch
 from gpu_parts import correctness
-from one_device.lanes import LANES
+from one_device.lanes import COPIES, LANES, Lanes, counted_copies
 from one_device.recipes import RECIPES
+from races import caller_recipes
+from races.scenarios import SCENARIOS, run
 
 from shardwise.comm import communicators
+
+assert caller_recipes  # registers its scenarios
 
 pytestmark = pytest.mark.processes
 
@@ -46,7 +50,17 @@ def test_ranks_as_threads_train_as_one_process_does(name: str) -> None:
 
 def test_every_lane_of_a_recipe_is_passed() -> None:
     """A delay of a lane that nothing passes would show nothing."""
-    assert all(correctness.check_in_clones("hybrid", "cpu", LANES)["delays"].values())
+    lanes = [lane for lane in LANES if lane not in COPIES]
+    assert all(correctness.check_in_clones("hybrid", "cpu", lanes)["delays"].values())
+
+
+def test_what_offload_copies_passes_through_lanes_of_its_own() -> None:
+    """On a simulated device, as on the host nothing is copied."""
+    lanes = Lanes()
+    with counted_copies(lanes):
+        outcome = run(SCENARIOS["offload"], steps=2)
+    assert not outcome.findings
+    assert lanes.passages["copy in"] > lanes.passages["copy out"] > 0  # for forward, and most for backward
 
 
 def undivided(tensors: object, divisor: float) -> None:
