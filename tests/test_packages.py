@@ -131,6 +131,7 @@ def disable_the_peer():
 
 sys.meta_path.insert(0, Blocker())
 from shardwise import fully_shard
+import shardwise.interop  # imports it when install() is called
 
 disable_the_peer()
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())

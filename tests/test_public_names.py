@@ -12,7 +12,18 @@ from expecttest import assert_expected_inline
 import shardwise
 
 README = Path(__file__).parents[1] / "README.md"
-HOMES = ("policies", "planning", "strategies", "init", "optim", "state", "checkpoint", "ranks", "observe")
+HOMES = (
+    "policies",
+    "planning",
+    "strategies",
+    "init",
+    "optim",
+    "state",
+    "checkpoint",
+    "ranks",
+    "interop",
+    "observe",
+)
 
 
 def names_of(home: str) -> dict[str, Any]:

@@ -645,7 +645,7 @@ def test_bad_arguments_are_told(world2: World, tmp_path: Path) -> None:
     assert_expected_inline(
         "\n".join(texts[0]),
         """\
-TypeError: optimizer is a FSDPLinear; pass a torch.optim.Optimizer, or a list of them
+TypeError: optimizer is a Linear; pass a torch.optim.Optimizer, or a list of them
 TypeError: shared is to be a dict with names as keys, not {1: 2}
 TypeError: shared is to be a dict with names as keys, not [1]
 ValueError: keep=0 of step-1: keep counts from 1, and needs names that end in a number, as step-100

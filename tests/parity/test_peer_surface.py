@@ -323,7 +323,7 @@ def names_of_the_root() -> dict[str, str]:
 
 def test_the_root_has_one_name(world1: World) -> None:
     assert world1.run(names_of_the_root) == [
-        {"type": "FSDPTower", "print": "FSDPTower", "explain": "Tower", "events": "Tower", "error": "Tower"}
+        {"type": "Tower", "print": "FSDPTower", "explain": "Tower", "events": "Tower", "error": "Tower"}
     ]
 
 

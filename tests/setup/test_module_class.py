@@ -39,7 +39,7 @@ def test_the_class_is_mixed_once_and_is_both(world1: World) -> None:
     (facts,) = world1.run(facts_of_the_class)
     assert facts == {
         "returned": True,
-        "name": "FSDPTower",
+        "name": "Tower",
         "doc": True,
         "is both": True,
         "one class for all instances": True,
@@ -48,7 +48,7 @@ def test_the_class_is_mixed_once_and_is_both(world1: World) -> None:
         "container is untouched": True,
         "layer is untouched": True,
         "new instances are plain": True,
-        "a class of one's own": "FSDPLinear",
+        "a class of one's own": "Linear",
     }
 
 
@@ -60,6 +60,26 @@ def test_a_sharded_model_prints_as_before_but_for_the_class_names(world1: World)
 
 def print_of_a_tower() -> str:
     return str(sharded_tower())
+
+
+def look_up(module: nn.Module, name: str) -> type | None:
+    """The class of this name in a tree of modules, as frameworks look for those to wrap."""
+    return next((type(each) for each in module.modules() if type(each).__name__ == name), None)
+
+
+def classes_found_by_name() -> list[bool]:
+    model = sharded_tower()
+    found = look_up(model, "Block"), look_up(model, "Linear"), look_up(model, "Tower")
+    return [
+        all(isinstance(block, found[0] or int) for block in model.blocks),
+        isinstance(model.inlet, found[1] or int),
+        found[2] is type(model),
+        model._get_name() == "Tower",
+    ]
+
+
+def test_classes_are_found_by_the_names_of_what_was_sharded(world1: World) -> None:
+    assert world1.run(classes_found_by_name) == [[True] * 4]
 
 
 def returned_is_given(as_tuple: bool) -> list[bool]:
@@ -183,7 +203,7 @@ def gradients_of_tower_of(cls: type[nn.Module], is_sharded: bool) -> dict[str, T
         shard(model)
         assert isinstance(model.blocks[0], cls)
         assert isinstance(model.blocks[0], FSDPModule)
-        assert type(model.blocks[0]).__name__ == f"FSDP{cls.__name__}"
+        assert type(model.blocks[0]).__name__ == cls.__name__
     backward(model.train())
     return gradients(model)
 
@@ -322,9 +342,9 @@ def facts_of_a_sequence() -> dict[str, Any]:
 def test_a_sharded_sequential_is_still_a_sequential(world2: World) -> None:
     for facts in world2.run(facts_of_a_sequence):
         assert facts == {
-            "class": "FSDPSequential",
+            "class": "Sequential",
             "len": 5,
-            "index": ["FSDPLinear", "Tanh", "FSDPLinear"],
+            "index": ["Linear", "Tanh", "Linear"],
             "iteration": [True] * 5,
             "slice": (True, 3, True),
             "slice of all": True,

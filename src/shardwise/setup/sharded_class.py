@@ -20,7 +20,10 @@ _classes_lock = Lock()
 
 
 def sharded_class(original: type) -> type:
-    """The class ``FSDP<Name>``: ``original`` with FSDPModule mixed in. Made once a class.
+    """``original`` with FSDPModule mixed in, under its own name. Made once a class.
+
+    Frameworks look classes up by name: those whose instances to wrap, or for which models to shift labels.
+    Printed, such a module is called ``FSDP<Name>``.
 
     FSDPModule comes last among the bases and its methods are copied into the class: in this order
     the memory layout is that of ``original``, whatever its own bases are, which assigning
@@ -48,12 +51,13 @@ def _make_sharded_class(original: type) -> type:
         "__deepcopy__": _deep_copy,
         "__reduce_ex__": _refuse_to_copy,
         "_apply": _apply_and_follow,
+        "__repr__": _mark_as_sharded,
         "__module__": __name__,
         "__doc__": original.__doc__,
         "__qualname__": f"FSDP<{original.__module__}:{original.__qualname__}>".replace(".", "/"),
     }
     try:
-        return type(f"FSDP{original.__name__}", (original, FSDPModule), methods | special)
+        return type(original.__name__, (original, FSDPModule), methods | special)
     except Exception as error:
         raise TypeError(
             f"fully_shard: the class {original.__name__} cannot be extended ({error}); shard the module "
@@ -83,6 +87,10 @@ def _apply_and_follow(self: Any, fn: Any, recurse: bool = True) -> Any:
     result = original_class(self)._apply(self, fn, recurse)  # type: ignore[attr-defined]
     member_of(self).group.shards.follow_as_soon_as_here()
     return result
+
+
+def _mark_as_sharded(self: Any) -> str:
+    return f"FSDP{original_class(self).__repr__(self)}"  # type: ignore[call-arg]
 
 
 def _deep_copy(self: Any, memo: dict[int, Any]) -> Any:

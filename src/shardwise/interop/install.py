@@ -1,0 +1,143 @@
+"""Give the names of torch's ``fully_shard`` to this library, for frameworks that import them, and back.
+
+This is the one file of the library that imports torch's FSDP, and it does when ``install`` is called.
+
+A name is replaced in the modules of torch that offer it, and in every loaded module that has imported it at
+its top, as whatever it calls it. Modules that are imported later find the replacement in torch. Other modules
+of torch are left alone: they reach into torch's own classes.
+"""
+
+import importlib
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from types import ModuleType
+from typing import Any
+
+from shardwise.fsdp_module import FSDPModule, UnshardHandle
+from shardwise.fully_shard import fully_shard
+from shardwise.interop.stand_ins import stand_in_for
+from shardwise.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.setup.forward_methods import register_fsdp_forward_method, share_comm_ctx
+
+_log = logging.getLogger("shardwise")
+
+# What has a counterpart of the same name in torch, where that version of torch has one.
+OURS = (
+    fully_shard,
+    FSDPModule,
+    UnshardHandle,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+# Where torch offers them to others.
+HOMES = (
+    "torch.distributed.fsdp",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+)
+
+_lock = Lock()
+_pairs: list[tuple[Any, Any]] = []  # torch's thing and its stand-in, made once: a cache
+_is_installed = False  # of the process, as the names of modules are
+
+
+def install() -> None:
+    """From now on, let code that was written for torch's ``fully_shard`` use this library.
+
+    The names of ``fully_shard`` in ``torch.distributed.fsdp`` and ``torch.distributed._composable.fsdp`` are
+    replaced: the function, ``FSDPModule``, its policies and helpers. So they are in each loaded module that
+    has imported them at its top. The logger ``shardwise`` says once, at level INFO, what was replaced.
+
+    While installed, ``isinstance(module, torch.distributed.fsdp.FSDPModule)`` is true for modules that this
+    library has sharded, and for those of torch. Policies of torch's classes are understood.
+
+    Holds for the process; call it before the model is sharded. Calling it again looks through modules that
+    were loaded since. Torch's older ``FullyShardedDataParallel`` stays as it is. Not reached are names that a
+    function has taken into its own variables before.
+
+    Example::
+
+        from shardwise.interop import install
+
+        install()
+        accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    """
+    global _is_installed
+    with _lock:
+        if not _pairs:
+            _pairs.extend(_make_pairs())
+        replaced = _replace(_pairs)
+        _is_installed = True
+    if replaced:
+        _log.info("shardwise took the place of torch's fully_shard: %s.", _told(replaced))
+
+
+def uninstall() -> None:
+    """Give the names that ``install`` has replaced back to torch, in modules imported meanwhile too.
+
+    Models that are sharded stay as they are, and train on. Does nothing if nothing is installed.
+    """
+    global _is_installed
+    with _lock:
+        if _is_installed:
+            _replace([(stand_in, theirs) for theirs, stand_in in _pairs])
+            _is_installed = False
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Inside the ``with`` statement, let code that was written for torch's ``fully_shard`` use this library.
+
+    See :func:`install`. If it was installed before, it stays installed afterwards.
+
+    Example::
+
+        with installed():
+            model, optimizer = accelerator.prepare(model, optimizer)
+    """
+    was_installed = _is_installed
+    install()
+    try:
+        yield
+    finally:
+        if not was_installed:
+            uninstall()
+
+
+def _make_pairs() -> list[tuple[Any, Any]]:
+    peer, *_ = [importlib.import_module(home) for home in HOMES]
+    there = [(ours, getattr(peer, ours.__name__, None)) for ours in OURS]
+    return [(theirs, stand_in_for(ours, theirs)) for ours, theirs in there if theirs is not None]
+
+
+def _replace(pairs: list[tuple[Any, Any]]) -> dict[str, list[str]]:
+    """Put the second of each pair wherever a module has the first; returns the names by module."""
+    by_id = {id(old): new for old, new in pairs}
+    replaced: dict[str, list[str]] = {}
+    for module_name, module in list(sys.modules.items()):
+        if not isinstance(module, ModuleType) or not _is_open(module_name):
+            continue
+        for name, value in list(vars(module).items()):
+            if id(value) in by_id:
+                setattr(module, name, by_id[id(value)])
+                replaced.setdefault(module_name, []).append(name)
+    return replaced
+
+
+def _is_open(module_name: str) -> bool:
+    """Whether names may be replaced in this module."""
+    package = module_name.partition(".")[0]
+    if package == "torch":
+        return module_name in HOMES
+    return package != "shardwise"
+
+
+def _told(replaced: dict[str, list[str]]) -> str:
+    return "; ".join(f"{module}: {', '.join(sorted(names))}" for module, names in sorted(replaced.items()))
