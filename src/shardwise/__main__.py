@@ -2,20 +2,40 @@
 
 import argparse
 import importlib
+import io
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 
 from shardwise import __version__
-from shardwise.commands import COMMANDS, UsageError
+from shardwise.commands import COMMANDS, RankError, UsageError
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command that ``words`` name, by default those of the command line; returns its exit status."""
+    """Run the command that ``words`` name, by default those of the command line; returns its exit status.
+
+    Where a launcher has started several ranks, all run it and rank 0 prints.
+    """
     words = sys.argv[1:] if words is None else words
+    prints = os.environ.get("RANK", "0") == "0"
+    with nullcontext() if prints else redirect_stdout(io.StringIO()):
+        with nullcontext() if prints else redirect_stderr(io.StringIO()):
+            chosen, run, arguments = _parsed(words)
+        try:
+            return int(run(arguments))
+        except UsageError as error:
+            if prints or isinstance(error, RankError):
+                print(f"python -m shardwise {chosen}: {error}", file=sys.stderr)
+            return 2
+
+
+def _parsed(words: Sequence[str]) -> tuple[str, Callable[[argparse.Namespace], int], argparse.Namespace]:
+    """The command that ``words`` name, what runs it, and its options."""
     parser = argparse.ArgumentParser(prog="python -m shardwise", description=__doc__)
     parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    chosen = next((word for word in words if not word.startswith("-")), None)
+    chosen = next((word for word in words if not word.startswith("-")), "")
     run = None
     for name, purpose in COMMANDS.items():
         own = commands.add_parser(
@@ -28,11 +48,7 @@ def main(words: Sequence[str] | None = None) -> int:
             run = module.run
     arguments = parser.parse_args(words)
     assert run is not None
-    try:
-        return int(run(arguments))
-    except UsageError as error:
-        print(f"python -m shardwise {chosen}: {error}", file=sys.stderr)
-        return 2
+    return chosen, run, arguments
 
 
 if __name__ == "__main__":

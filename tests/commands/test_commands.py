@@ -1,5 +1,6 @@
 """`python -m shardwise`: which commands there are, and what they share."""
 
+import contextlib
 import importlib
 import sys
 
@@ -42,14 +43,40 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     assert "invalid choice: 'doktor'" in capsys.readouterr().err
 
 
-def test_what_cannot_work_is_told_in_a_line(
+def test_what_cannot_work_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--timeout", "0"]) == 2
+    assert_expected_inline(
+        capsys.readouterr().err,
+        """\
+python -m shardwise doctor: --timeout is 0; give seconds to wait.
+""",
+    )
+
+
+@pytest.mark.parametrize("words", [["--help"], ["doktor"], ["doctor", "--timeout", "0"]])
+def test_of_several_ranks_the_first_prints(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = {}
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with contextlib.suppress(SystemExit):
+            main(words)
+        printed[rank] = "".join(capsys.readouterr())
+    assert "python -m shardwise" in printed["0"]
+    assert printed["1"] == ""
+
+
+def test_a_rank_that_does_not_find_the_others_says_so_itself(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "99")
-    assert main(["doctor", "--device", "cuda"]) == 2
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "1")
+    assert main(["doctor"]) == 2
     assert_expected_inline(
-        capsys.readouterr().err.replace("has 0", "has N"),
+        capsys.readouterr().err,
         """\
-python -m shardwise doctor: rank 0 is number 99 on its machine, which has N devices. Start one process for each device.
+python -m shardwise doctor: this rank has not met the others (RANK=1, WORLD_SIZE=, MASTER_ADDR=, MASTER_PORT=): Error initializing torch.distributed using env:// rendezvous: environment variable WORLD_SIZE expected, but not set. Start all of them, and look at the address and at firewalls.
 """,
     )

@@ -3,21 +3,45 @@
 import argparse
 import contextlib
 import io
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 
+from shardwise.__main__ import main
 from shardwise.commands import doctor
+from shardwise.doctor.devices import judge_devices
+from shardwise.doctor.findings import table
 from shardwise.doctor.job import Surroundings
+from shardwise.doctor.network import judge
 
 AROUND = Surroundings(
     versions={"python": "3.11.9", "torch": "2.13.0", "shardwise": "0.1.0"},
     environment={"NCCL_DEBUG": "WARN", "HOME": "/home/ada", "NCCL_SOCKET_IFNAME": "eth0"},
     host="node0",
 )
+
+
+def steady(text: str) -> str:
+    """The table with figures and paths replaced."""
+    text = re.sub(r"/\S*/(\w+)", r"/\1", text)
+    text = re.sub(r"\d+(\.\d+)? (us|ms|GB/s|GB|s)\b", r"N \2", text)
+    return "\n".join(re.sub(r"  +", "  ", line) for line in text.splitlines())
+
+
+def wrong(text: str) -> str:
+    """What is not well."""
+    return "\n".join(line for line in steady(text).splitlines() if line.startswith(("wrong", "slow ")))
 
 
 def examined(*options: str, defects: dict[int, dict[str, Any]] | None = None) -> tuple[int, str]:
@@ -27,24 +51,183 @@ def examined(*options: str, defects: dict[int, dict[str, Any]] | None = None) ->
     printed = io.StringIO()
     around = replace(AROUND, **(defects or {}).get(dist.get_rank(), {}))
     with contextlib.redirect_stdout(printed):
-        status = doctor.run(parser.parse_args(["--timeout", "20", *options]), around)
+        words = [option.format(rank=dist.get_rank()) for option in options]
+        status = doctor.run(parser.parse_args(["--timeout", "12", "--device", "cpu", *words]), around)
     return status, printed.getvalue()
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_job_where_all_is_well(request: pytest.FixtureRequest, size: int) -> None:
-    (status, text), *others = request.getfixturevalue(f"world{size}").run(examined)
-    assert others == [(0, "")] * (size - 1)
+def test_a_process_alone_where_all_is_well(world1: Any, tmp_path: Path) -> None:
+    ((status, text),) = world1.run(examined, "--folder", str(tmp_path / ""))
     assert status == 0
     assert_expected_inline(
-        text,
+        steady(text),
         """\
-verdict  what         found
-ok       versions     python 3.11.9, torch 2.13.0, shardwise 0.1.0
-ok       environment  NCCL_DEBUG=WARN
+verdict  what  found
+ok  ranks  1 on one machine (node0)
+ok  versions  python 3.11.9, torch 2.13.0, shardwise 0.1.0
+ok  environment  NCCL_DEBUG=WARN
+ok  clocks  at most N ms from that of rank 0
+ok  folder /test_a_process_alone_where_all0  shared by all ranks; write, fsync and rename work; N GB free
+ok  devices  cpu on all ranks
+ok  mesh  shard 1, over gloo
 
-2 ok, 0 slow, 0 wrong
-""",
+7 ok, 0 slow, 0 wrong""",
+    )
+
+
+def test_two_ranks_where_all_is_well(world2: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (status, text), *others = world2.run(examined, "--folder", str(folder))
+    assert others == [(0, "")]
+    assert status == 0
+    assert_expected_inline(
+        steady(text),
+        """\
+verdict  what  found
+ok  ranks  2 on one machine (node0)
+ok  versions  python 3.11.9, torch 2.13.0, shardwise 0.1.0
+ok  environment  NCCL_DEBUG=WARN
+ok  clocks  at most N ms from that of rank 0
+ok  folder /run  shared by all ranks; write, fsync and rename work; N GB free
+ok  devices  cpu on all ranks
+ok  mesh  shard 2, over gloo
+ok  shard: all-gather  2 ranks, N us; N GB/s at 1 MiB, N GB/s at 32 MiB
+ok  shard: reduce-scatter  2 ranks, N us; N GB/s at 1 MiB, N GB/s at 32 MiB
+ok  shard: all-reduce  2 ranks, N us; N GB/s at 1 MiB, N GB/s at 32 MiB
+
+10 ok, 0 slow, 0 wrong""",
+    )
+    assert list(folder.iterdir()) == []
+
+
+def test_each_dimension_of_a_mesh_is_measured(world4: Any) -> None:
+    (status, text), *others = world4.run(examined, "--mesh", "2x2", "--names", "replicate,shard")
+    assert others == [(0, "")] * 3
+    assert status == 0
+    assert [line.split("  ")[1] for line in steady(text).splitlines() if "GB/s" in line] == [
+        f"{dimension}: {kind}"
+        for dimension in ("replicate", "shard")
+        for kind in ("all-gather", "reduce-scatter", "all-reduce")
+    ]
+    assert "mesh  replicate 2 x shard 2, over gloo" in steady(text)
+
+
+def test_a_folder_that_is_not_shared_is_wrong(world2: Any, tmp_path: Path) -> None:
+    for name in ("host0", "host1"):
+        (tmp_path / name).mkdir()
+    (status, text), (other, _) = world2.run(examined, "--folder", str(tmp_path) + "/host{rank}")
+    assert (status, other) == (1, 1)
+    assert_expected_inline(
+        wrong(text),
+        """\
+wrong  folder /host0  rank 0 does not see what rank 1 wrote: it is not shared. Mount one file system there on all machines.
+wrong  folder /host0  rank 1 does not see what rank 0 wrote: it is not shared. Mount one file system there on all machines.""",
+    )
+
+
+def test_a_folder_that_is_not_there_is_wrong(world1: Any, tmp_path: Path) -> None:
+    ((status, text),) = world1.run(examined, "--folder", str(tmp_path / "missing"))
+    assert status == 1
+    assert "rank 0 cannot save there: No such file or directory." in text
+
+
+def fast_clock() -> float:
+    return time.time() + 90.0
+
+
+def test_a_clock_that_is_off_is_wrong(world2: Any) -> None:
+    (status, text), _ = world2.run(examined, defects={1: {"clock": fast_clock}})
+    assert status == 1
+    assert "that of rank 1 is 90.0 s ahead of that of rank 0" in text
+    assert_expected_inline(
+        wrong(text),
+        """wrong  clocks  that of rank 1 is N s ahead of that of rank 0. Logs and traces of ranks cannot be compared. Start NTP (chrony) on that machine.""",
+    )
+
+
+def test_a_check_that_fails_on_one_rank_is_told_and_the_last(world2: Any) -> None:
+    (status, text), (other, _) = world2.run(examined, defects={1: {"versions": None}})
+    assert (status, other) == (1, 1)
+    assert_expected_inline(
+        steady(text),
+        """\
+verdict  what  found
+ok  ranks  2 on one machine (node0)
+wrong  versions  rank 1: TypeError: 'NoneType' object is not iterable
+
+1 ok, 0 slow, 1 wrong""",
+    )
+
+
+def hosts_are_told(*options: str) -> str:
+    return examined(*options, defects={rank: {"host": f"node{rank // 2}"} for rank in range(4)})[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            ("--mesh", "2x3"),
+            "ranks 0, 1, 2, 3: --mesh 2x3 does not hold 4 ranks. Give sizes whose product is 4.",
+        ),
+        (("--mesh", "4xtwo"), "--mesh 4xtwo does not hold 4 ranks"),
+        (("--mesh", "4x1", "--names", "shard"), "the mesh has 2 dimensions. Give as many different --names."),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_wrong(world4: Any, options: tuple[str, ...], text: str) -> None:
+    told, *_ = world4.run(hosts_are_told, *options)
+    assert text in told
+    assert "4 on 2 machines, 2 on each" in told
+
+
+def test_a_timeout_that_is_no_time_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--timeout", "0"]) == 2
+    assert "--timeout is 0; give seconds to wait." in capsys.readouterr().err
+
+
+def facts(*seconds: float, is_right: bool = True) -> list[dict[str, Any]]:
+    """Of two process groups of two ranks each."""
+    return [
+        {"ranks": ranks, "seconds": [1e-4, 1e-3, each], "is_right": is_right}
+        for ranks, each in zip(([0, 2], [1, 3], [0, 2], [1, 3]), seconds, strict=True)
+    ]
+
+
+def test_wrong_sums_and_slow_links_are_told() -> None:
+    found = [
+        *judge("shard: all-reduce", facts(0.1, 0.1, 0.1, 0.1)),
+        *judge("shard: all-gather", facts(0.1, 0.5, 0.1, 0.5)),
+        *judge("shard: all-gather", facts(0.1, 0.1, 0.1, 0.1, is_right=False)),
+    ]
+    assert_expected_inline(
+        table(found),
+        """\
+verdict  what               found
+ok       shard: all-reduce  2 ranks, 100 us; 1.05 GB/s at 1 MiB, 0.34 GB/s at 32 MiB
+slow     shard: all-gather  ranks 1, 3 take 5.0 times as long as most (100 us; 0.52 GB/s at 1 MiB, 0.03 GB/s at 32 MiB). Look at the links of their machines.
+wrong    shard: all-gather  ranks 0, 1, 2, 3 received wrong numbers. Memory, driver or network are broken there; train on other machines.
+
+1 ok, 1 slow, 1 wrong""",
+    )
+
+
+def test_devices_that_are_taken_shared_or_unlike_are_told() -> None:
+    device = {"name": "H200", "place": "node0 cuda:0", "uuid": "a"}
+    device |= {"free": 139e9, "total": 140e9, "unreachable": []}
+    other = {"name": "H100", "place": "node0 cuda:0", "uuid": "b"}  # of another process, which sees one
+    other |= {"free": 20e9, "total": 80e9, "unreachable": [1]}
+    assert_expected_inline(
+        table([*judge_devices([device]), *judge_devices([device, other, device])]),
+        """\
+verdict  what     found
+ok       devices  1 x H200, at least 139 GB free
+wrong    devices  60 of 80 GB are taken on rank 1 (node0 cuda:0). End what else runs there.
+slow     devices  that of rank 1 cannot access devices [1] of its machine directly. Copies between them pass through the host.
+wrong    devices  ranks 0, 2 use the same one (node0 cuda:0). Start one process for each.
+slow     devices  H100, H200: all wait for the slowest.
+
+1 ok, 2 slow, 2 wrong""",
     )
 
 
@@ -52,7 +235,10 @@ def test_another_version_on_one_rank_is_wrong(world2: Any) -> None:
     other = {"versions": {**AROUND.versions, "torch": "2.12.1"}}
     (status, text), (other_status, _) = world2.run(examined, defects={1: other})
     assert (status, other_status) == (1, 1)
-    assert "wrong    versions     torch is 2.13.0 on rank 0, 2.12.1 on rank 1. Install the same" in text
+    assert_expected_inline(
+        wrong(text),
+        """wrong  versions  torch is 2.13.0 on rank 0, 2.12.1 on rank 1. Install the same everywhere.""",
+    )
 
 
 def test_another_environment_on_one_rank_is_wrong(world2: Any) -> None:
@@ -60,8 +246,71 @@ def test_another_environment_on_one_rank_is_wrong(world2: Any) -> None:
     (status, text), _ = world2.run(examined, defects={1: other})
     assert status == 1
     assert_expected_inline(
-        "\n".join(line for line in text.splitlines() if line.startswith("wrong")),
+        wrong(text),
         """\
-wrong    environment  NCCL_DEBUG is WARN on rank 0, nothing on rank 1. Export the same on all machines.
-wrong    environment  NCCL_ALGO is nothing on rank 0, Ring on rank 1. Export the same on all machines.""",
+wrong  environment  NCCL_DEBUG is WARN on rank 0, nothing on rank 1. Export the same on all machines.
+wrong  environment  NCCL_ALGO is nothing on rank 0, Ring on rank 1. Export the same on all machines.""",
     )
+
+
+SCRIPT = """
+import os, sys, time
+from shardwise.__main__ import main
+from shardwise.doctor import network
+
+def broken(pg, numel, device):
+    if pg.rank() == 1:
+        {defect}
+    return network._all_gather(pg, numel, device)
+
+network._COLLECTIVES["reduce-scatter"] = broken
+sys.exit(main(["doctor", "--device", "cpu", "--timeout", "{timeout}"]))
+"""
+
+
+def started(tmp_path: Path, ranks: Iterable[int], defect: str = "pass", timeout: float = 20) -> list[str]:
+    """What these of two ranks print that are processes of their own, and what they return, in a line."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    script = tmp_path / "doctor.py"
+    script.write_text(SCRIPT.format(defect=defect, timeout=timeout))
+    around = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, script],
+            env=around | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in ranks
+    ]
+    try:
+        printed = [job.communicate(timeout=120)[0] for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+    return [f"{wrong(text)} -> {job.returncode}" for text, job in zip(printed, jobs, strict=True)]
+
+
+def test_a_rank_that_fails_while_others_communicate_is_told(tmp_path: Path) -> None:
+    first, second = started(tmp_path, range(2), "raise RuntimeError('the driver\\n is old')")
+    assert first == "wrong  mesh  rank 1: RuntimeError: the driver is old -> 1"
+    assert second == " -> 1"
+
+
+@pytest.mark.slow
+def test_a_collective_that_does_not_end_is_told(tmp_path: Path) -> None:
+    first, second = started(tmp_path, range(2), "time.sleep(1000)", timeout=4)
+    assert first.startswith(
+        "wrong  mesh  ranks 0, 1: shard: reduce-scatter of 4 KiB did not end within N s. Either a rank does"
+    )
+    assert (first[-5:], second) == (" -> 1", " -> 1")
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_is_told(tmp_path: Path) -> None:
+    first, second = started(tmp_path, range(2), "os._exit(7)", timeout=4)
+    assert first.startswith("wrong  mesh  rank ")
+    assert (first[-5:], second) == (" -> 1", " -> 7")

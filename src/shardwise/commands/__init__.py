@@ -17,4 +17,8 @@ COMMANDS = {
 
 
 class UsageError(Exception):
-    """What the caller has typed cannot work. Only the text is printed, and the exit status is 2."""
+    """What the caller has typed cannot work on any rank. Rank 0 prints the text; the exit status is 2."""
+
+
+class RankError(UsageError):
+    """The same, of this rank alone, which prints the text itself."""

@@ -3,23 +3,24 @@
 Run it as the training will run: by torchrun with the same number of machines and processes, in the same
 environment.
 
-    torchrun --nproc-per-node 8 -m shardwise doctor
+    torchrun --nproc-per-node 8 -m shardwise doctor --mesh 2x4 --names replicate,shard --folder /data/run
 
 Rank 0 prints a table. The exit status is 0 if nothing is wrong, and 1 otherwise.
 """
 
 import argparse
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from shardwise import __version__
-from shardwise.commands import UsageError
-from shardwise.doctor.examine import examine
+from shardwise.commands import RankError, UsageError
+from shardwise.doctor.examine import Plan, examine
 from shardwise.doctor.findings import Verdict, table
 from shardwise.doctor.job import Job, Surroundings
 from shardwise.torch_compat import c10d
@@ -28,55 +29,61 @@ from shardwise.torch_compat import c10d
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``doctor``."""
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a rank (default 60)")
+    parser.add_argument("--mesh", help="ranks in each dimension, as 2x8 (default: all in one)")
+    parser.add_argument(
+        "--names", help="of the dimensions, as replicate,shard (default: shard, or these two)"
+    )
+    parser.add_argument(
+        "--folder", action="append", default=[], type=Path, help="for checkpoints; repeatable"
+    )
     parser.add_argument("--device", help="type of the devices to train on (default: the accelerator, or cpu)")
 
 
 def run(arguments: argparse.Namespace, around: Surroundings | None = None) -> int:
     """Examine the job; 1 if anything is wrong. ``around``: what to find on this rank."""
-    with _process_group(arguments.timeout):
-        job = Job(
-            dist.get_rank(),
-            dist.get_world_size(),
-            _device(arguments.device),
-            dist.PrefixStore("shardwise/doctor", c10d.job_store()),
-            arguments.timeout,
-        )
-        found = examine(job, around or Surroundings.of_this_process(__version__))
+    if not arguments.timeout > 0:
+        raise UsageError(f"--timeout is {arguments.timeout:g}; give seconds to wait.")
+    with _joined(arguments.timeout) as job:
+        plan = Plan(arguments.mesh, arguments.names, arguments.device, arguments.folder)
+        found = examine(job, around or Surroundings.of_this_process(__version__), plan)
+        job.begin("verdict")
         if job.rank == 0:
-            print(table(found))
-        return int(job.share(any(each.verdict is Verdict.WRONG for each in found)))
+            print(table(found), flush=True)
+        status = int(job.share(any(each.verdict is Verdict.WRONG for each in found)))
+        job.answers("")  # rank 0 leaves last: the store may be in its process
+        if job.has_hung:  # a thread that does not come back would keep the process
+            sys.stdout.flush()
+            os._exit(status)
+        return status
 
 
 @contextmanager
-def _process_group(timeout_s: float) -> Iterator[None]:
-    """The process group of the job: that which is there, that of torchrun, or one of a process alone."""
+def _joined(timeout_s: float) -> Iterator[Job]:
+    """The job of the process group that is there, of torchrun, or of a process alone."""
     if dist.is_initialized():
-        yield
+        store = dist.PrefixStore("shardwise/doctor", c10d.job_store())
+        yield Job(dist.get_rank(), dist.get_world_size(), store, timeout_s)
         return
-    timeout = timedelta(seconds=timeout_s)
+    base: dist.Store
     if "RANK" in os.environ:
-        dist.init_process_group(timeout=timeout)
+        base, rank, world = _rendezvous(timeout_s)
     else:
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    try:
-        yield
-    finally:
+        base, rank, world = dist.HashStore(), 0, 1
+    job = Job(rank, world, dist.PrefixStore("shardwise/doctor", base), timeout_s)
+    yield job
+    if dist.is_initialized() and not job.has_hung:
         dist.destroy_process_group()
 
 
-def _device(kind: str | None) -> torch.device:
-    """This rank's device: of its number on the machine, as torchrun tells it."""
-    if kind is None:
-        accelerator = torch.accelerator.current_accelerator()
-        kind = "cpu" if accelerator is None else accelerator.type
-    if kind == "cpu":
-        return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", "0"))
-    if index >= torch.accelerator.device_count():
-        raise UsageError(
-            f"rank {os.environ.get('RANK', 0)} is number {index} on its machine, which has "
-            f"{torch.accelerator.device_count()} devices. Start one process for each device."
-        )
-    device = torch.device(kind, index)
-    torch.accelerator.set_device_index(index)
-    return device
+def _rendezvous(timeout_s: float) -> tuple[dist.Store, int, int]:
+    """The store at the address that a launcher has put into the environment, the rank, and how many."""
+    try:
+        return next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    except (dist.DistError, ValueError) as error:
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        around = ", ".join(f"{name}={os.environ.get(name, '')}" for name in names)
+        why = str(error).splitlines()[0].rstrip(".")
+        raise RankError(
+            f"this rank has not met the others ({around}): {why}. Start all of them, and look at the address "
+            "and at firewalls."
+        ) from error

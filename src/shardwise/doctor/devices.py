@@ -1,0 +1,88 @@
+"""Whether the devices of all ranks are alike, free, and can reach each other on a machine."""
+
+import os
+
+import torch
+
+from shardwise.doctor.findings import Finding, listed, ok, slow, wrong
+from shardwise.doctor.job import CannotGoOn, Job, Surroundings, by_value
+
+_LEAST_FREE = 0.9
+"""The share of a device's memory that has to be free before training."""
+
+
+def check_devices(job: Job, around: Surroundings, wanted: str | None) -> list[Finding]:
+    """Type, model, memory and peers of each rank's device."""
+    device = own_device(wanted)
+    kinds = job.gather(device.type)
+    if kinds is not None and len(set(kinds)) > 1:
+        sides = ", ".join(f"{kind} on {listed(ranks)}" for kind, ranks in by_value(enumerate(kinds)).items())
+        raise CannotGoOn(
+            f"the type is {sides}. Look at the driver and the build of torch where there is none."
+        )
+    if device.type != "cuda":
+        return [] if kinds is None else [ok("devices", f"{device.type} on all ranks")]
+    facts = job.gather(_facts(device, around))
+    return [] if facts is None else judge_devices(facts)
+
+
+def own_device(wanted: str | None) -> torch.device:
+    """This rank's device: of its number on the machine, as torchrun tells it. It becomes the current one of
+    this thread.
+
+    Raises:
+        CannotGoOn: there is none of this type or number.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    there = "cpu" if accelerator is None else accelerator.type
+    kind = wanted or there
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind != there:
+        raise CannotGoOn(f"there is no {kind} here, only {there}. Install a driver and a torch that have it.")
+    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
+    if index >= count == 1:  # a launcher that shows each process its own
+        index = 0
+    if index >= count:
+        raise CannotGoOn(
+            f"number {index} on its machine, which has {count} devices. Start one process for each device."
+        )
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind, index)
+
+
+def _facts(device: torch.device, around: Surroundings) -> dict[str, object]:
+    free, total = torch.cuda.mem_get_info(device)
+    others = [index for index in range(torch.cuda.device_count()) if index != device.index]
+    return {
+        "name": torch.cuda.get_device_name(device),
+        "place": f"{around.host} {device}",
+        "uuid": str(torch.cuda.get_device_properties(device).uuid),  # numbers depend on what is visible
+        "free": free,
+        "total": total,
+        "unreachable": [i for i in others if not torch.cuda.can_device_access_peer(device, i)],
+    }
+
+
+def judge_devices(facts: list[dict]) -> list[Finding]:  # type: ignore[type-arg]
+    """The findings from what each rank has told of its device."""
+    found: list[Finding] = []
+    for rank, each in enumerate(facts):
+        if each["free"] < _LEAST_FREE * each["total"]:
+            taken = (each["total"] - each["free"]) / 1e9
+            text = f"{taken:.0f} of {each['total'] / 1e9:.0f} GB are taken on rank {rank} ({each['place']})"
+            found.append(wrong("devices", f"{text}. End what else runs there."))
+        if each["unreachable"]:
+            text = f"that of rank {rank} cannot access devices {each['unreachable']} of its machine directly"
+            found.append(slow("devices", f"{text}. Copies between them pass through the host."))
+    for ranks in by_value((rank, each["uuid"]) for rank, each in enumerate(facts)).values():
+        if len(ranks) > 1:
+            place = facts[ranks[0]]["place"]
+            found.append(
+                wrong("devices", f"{listed(ranks)} use the same one ({place}). Start one process for each.")
+            )
+    names = {each["name"] for each in facts}
+    if len(names) > 1:
+        found.append(slow("devices", f"{', '.join(sorted(names))}: all wait for the slowest."))
+    least_gb = min(each["free"] for each in facts) / 1e9
+    return found or [ok("devices", f"{len(facts)} x {facts[0]['name']}, at least {least_gb:.0f} GB free")]

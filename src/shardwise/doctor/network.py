@@ -1,0 +1,189 @@
+"""The process group, the mesh, and latency and bandwidth of each of its dimensions.
+
+Bandwidth counts the bytes that a rank sends: (N - 1) / N of the unsharded ones in an all-gather or a
+reduce-scatter of N ranks, and twice that in an all-reduce. All process groups of a dimension run at once, as
+in training. Whatever may block runs in a thread: a network that does not deliver is a finding, not a hang.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.doctor.devices import own_device
+from shardwise.doctor.findings import Finding, listed, ok, slow, wrong
+from shardwise.doctor.job import CannotGoOn, Job
+from shardwise.torch_compat import c10d
+
+SIZES = (4 << 10, 1 << 20, 32 << 20)
+"""Unsharded bytes of a collective: the first shows the latency, the others the bandwidth."""
+
+Ready = tuple[Callable[[], None], Callable[[], bool]]
+"""What runs a collective, and what tells whether its first result is right."""
+
+Collective = Callable[[dist.ProcessGroup, int, torch.device], Ready]
+"""Prepares a collective of shards with so many numbers."""
+
+_REPEATS = 5
+_MOST_BEHIND = 2.0
+"""How many times longer than in the median of its like a process group may take."""
+
+
+def check_mesh(job: Job, mesh: str | None, names: str | None, wanted: str | None) -> list[Finding]:
+    """Connect the ranks and run each collective in each dimension; a finding each."""
+    sizes = _sizes(mesh, job.world)
+    return _check_mesh(job, sizes, _names(names, len(sizes)), wanted)
+
+
+def _sizes(mesh: str | None, world: int) -> tuple[int, ...]:
+    """The ranks in each dimension of ``2x8``."""
+    words = (mesh or str(world)).split("x")
+    if not all(word.isdecimal() for word in words) or math.prod(map(int, words)) != world:
+        raise CannotGoOn(f"--mesh {mesh} does not hold {world} ranks. Give sizes whose product is {world}.")
+    return tuple(map(int, words))
+
+
+def _names(names: str | None, num_dims: int) -> tuple[str, ...]:
+    """The names in ``replicate,shard``, or those that strategies use."""
+    chosen = names.split(",") if names else {1: ["shard"], 2: ["replicate", "shard"]}.get(num_dims)
+    if chosen is None or len(chosen) != num_dims or not all(chosen) or len(set(chosen)) < num_dims:
+        raise CannotGoOn(f"the mesh has {num_dims} dimensions. Give as many different --names.")
+    return tuple(chosen)
+
+
+def _check_mesh(
+    job: Job, sizes: tuple[int, ...], names: tuple[str, ...], wanted: str | None
+) -> list[Finding]:
+    mesh = job.within_timeout("connecting the ranks", partial(_mesh, job, sizes, names, wanted))
+    backend = c10d.backend_name(mesh.get_group(0), torch.device(mesh.device_type))
+    shape = " x ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
+    found = [ok("mesh", f"{shape}, over {backend}")]
+    for dim, name in enumerate(names):
+        pg = mesh.get_group(dim)
+        if pg.size() > 1:
+            for kind, collective in _COLLECTIVES.items():
+                found += _measure(job, pg, f"{name}: {kind}", collective, wanted)
+    return found if job.rank == 0 else []
+
+
+def _mesh(job: Job, sizes: tuple[int, ...], names: tuple[str, ...], wanted: str | None) -> DeviceMesh:
+    device = own_device(wanted)
+    if not dist.is_initialized():
+        # Later than the job's own timeout, since NCCL's is the end of the process.
+        later = timedelta(seconds=2 * job.timeout_s)
+        store = dist.PrefixStore("process_group", job.store)
+        dist.init_process_group(store=store, rank=job.rank, world_size=job.world, timeout=later)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=names)
+
+
+def _measure(
+    job: Job, pg: dist.ProcessGroup, subject: str, collective: Collective, wanted: str | None
+) -> list[Finding]:
+    own: dict[str, object] = {"ranks": c10d.ranks_of(pg), "seconds": [], "is_right": True}
+    seconds: list[float] = []
+    for num_bytes in SIZES:
+        what = f"{subject} of {num_bytes >> 10} KiB"
+        took, is_right = job.within_timeout(what, partial(_time, pg, collective, num_bytes, wanted))
+        seconds.append(took)
+        own["is_right"] = own["is_right"] and is_right
+    own["seconds"] = seconds
+    facts = job.gather(own)
+    return [] if facts is None else judge(subject, facts)
+
+
+def _time(
+    pg: dist.ProcessGroup, collective: Collective, num_bytes: int, wanted: str | None
+) -> tuple[float, bool]:
+    """The seconds of the fastest of several, and whether the first has given what it should."""
+    device = own_device(wanted)
+    numel = max(1, num_bytes // torch.float32.itemsize // pg.size())
+    run, is_right = collective(pg, numel, device)
+    run()  # connects
+    was_right = is_right()
+    return min(_timed(run, device) for _ in range(_REPEATS)), was_right
+
+
+def judge(subject: str, facts: Sequence[dict[str, list]]) -> list[Finding]:  # type: ignore[type-arg]
+    """The findings from the ``ranks``, ``seconds`` by size, and whether it ``is_right``, of each rank."""
+    bad = [rank for rank, each in enumerate(facts) if not each["is_right"]]
+    if bad:
+        text = f"{listed(bad)} received wrong numbers. Memory, driver or network are broken there"
+        return [wrong(subject, f"{text}; train on other machines.")]
+    largest = {tuple(each["ranks"]): each["seconds"][-1] for each in facts}
+    median_s = sorted(largest.values())[(len(largest) - 1) // 2]
+    behind = {
+        ranks: seconds / median_s for ranks, seconds in largest.items() if seconds > _MOST_BEHIND * median_s
+    }
+    world = len(facts[0]["ranks"])
+    sent = (world - 1) / world * (2 if subject.endswith("all-reduce") else 1)
+    slowest = [max(each["seconds"][index] for each in facts) for index in range(len(SIZES))]
+    figures = f"{1e6 * slowest[0]:.0f} us; " + ", ".join(
+        f"{sent * size / seconds / 1e9:.2f} GB/s at {size >> 20} MiB"
+        for size, seconds in list(zip(SIZES, slowest, strict=True))[1:]
+    )
+    if not behind:
+        return [ok(subject, f"{world} ranks, {figures}")]
+    advice = f"({figures}). Look at the links of their machines."
+    return [
+        slow(subject, f"{listed(ranks)} take {times:.1f} times as long as most {advice}")
+        for ranks, times in behind.items()
+    ]
+
+
+def _timed(run: Callable[[], None], device: torch.device) -> float:
+    _synchronize(device)
+    started = time.perf_counter()
+    run()
+    _synchronize(device)
+    return time.perf_counter() - started
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _all_gather(pg: dist.ProcessGroup, numel: int, device: torch.device) -> Ready:
+    own = torch.full((numel,), float(pg.rank()), device=device)
+    full = torch.empty(numel * pg.size(), device=device)
+    expected = torch.arange(float(pg.size()), device=device).repeat_interleave(numel)
+
+    def run() -> None:
+        if (work := c10d.all_gather(pg, full, own, True)) is not None:
+            work.wait()
+
+    return run, partial(torch.equal, full, expected)
+
+
+def _reduce_scatter(pg: dist.ProcessGroup, numel: int, device: torch.device) -> Ready:
+    full = torch.ones(numel * pg.size(), device=device)
+    own = torch.empty(numel, device=device)
+
+    def run() -> None:
+        if (work := c10d.reduce_scatter(pg, own, full, dist.ReduceOp.SUM, True)) is not None:
+            work.wait()
+
+    return run, partial(torch.equal, own, torch.full_like(own, float(pg.size())))
+
+
+def _all_reduce(pg: dist.ProcessGroup, numel: int, device: torch.device) -> Ready:
+    full: Tensor = torch.ones(numel * pg.size(), device=device)
+
+    def run() -> None:
+        dist.all_reduce(full, group=pg)
+
+    # It has run once: the result is in place, and later runs sum it further.
+    return run, lambda: bool((full == pg.size()).all())
+
+
+_COLLECTIVES: dict[str, Collective] = {
+    "all-gather": _all_gather,
+    "reduce-scatter": _reduce_scatter,
+    "all-reduce": _all_reduce,
+}
