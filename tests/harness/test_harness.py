@@ -55,6 +55,10 @@ def wait_on_rank_0_for_a_peer_that_never_comes() -> None:
         dist.all_reduce(torch.ones(1))
 
 
+def be_done() -> None:
+    print("stuck", flush=True)
+
+
 def hold_the_gil_for_ever() -> None:
     os.write(1, b"stuck\n")  # in one piece, where print may write the end of line apart
     ctypes.PyDLL(None).pause()
@@ -181,8 +185,12 @@ def test_ranks_are_replaced_before_they_run_out_of_files(world1: World) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow  # it starts a session of its own
-def test_no_rank_outlives_a_killed_parent() -> None:
-    code = "import harness, harness.test_harness as t; harness.World(2).run(t.hold_the_gil_for_ever)"
+@pytest.mark.parametrize("ranks", ["busy", "idle"])
+def test_no_rank_outlives_a_killed_parent(ranks: str) -> None:
+    code = "import harness, signal, harness.test_harness as t; world = harness.World(2); "
+    code += {"busy": "world.run(t.hold_the_gil_for_ever)", "idle": "world.run(t.be_done); signal.pause()"}[
+        ranks
+    ]
     # tmp_path would be too long: multiprocessing puts a socket there.
     with (
         tempfile.TemporaryDirectory() as tmp,

@@ -67,11 +67,13 @@ def serve(conn: Connection, seat: Seat) -> None:
 def _die_with_parent() -> None:
     # A signal from the kernel rather than a thread that watches: it also ends a rank that blocks
     # in C++ while holding the GIL, and it stays out of the stack dumps. The pipe becomes readable
-    # when the parent goes, however it goes; SIGIO then terminates this process.
+    # when the parent goes, however it goes; a signal then ends this process, also while it is stopped.
     parent = multiprocessing.parent_process()
     assert parent is not None
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+    if sys.platform == "linux":
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)  # type: ignore[attr-defined]
     flags = fcntl.fcntl(parent.sentinel, fcntl.F_GETFL)
     fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
     if wait([parent.sentinel], timeout=0):  # it went before we asked

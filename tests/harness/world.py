@@ -8,7 +8,8 @@
         first, second = world2.run(mean_of_ranks, torch.ones(3))
 
 The first start costs seconds (it imports torch), a later one 0.1 s, a task on running ranks a few
-milliseconds, so the ranks stay. They are given up after any failure, because a peer may wait in a
+milliseconds, so the ranks stay, stopped until the next task: the threads of idle process groups wake up
+100 times a second. They are given up after any failure, because a peer may wait in a
 collective for ever and a failed gloo operation leaks its error into the next one; the next run
 starts fresh ones. This file knows processes and pipes; what a rank does is in `worker.py`, what a
 failure looks like in `report.py`.
@@ -16,6 +17,7 @@ failure looks like in `report.py`.
 
 import contextlib
 import multiprocessing
+import os
 import pickle
 import signal
 import sys
@@ -37,8 +39,7 @@ from harness.worker import Answer, Seat, serve
 START_TIMEOUT_S = 120.0  # the first start imports torch, on a machine that may be busy
 GRACE_S = 1.0  # for the other ranks, once one has failed: they may be about to fail as well
 # Tasks leave process groups behind, each with sockets and threads, and DTensor's caches still
-# point to them, so they cannot be destroyed one by one. Each wakes up 100 times a second, too: at 300 open
-# files a world of four took a fifth of two cores for doing nothing.
+# point to them, so they cannot be destroyed one by one.
 MAX_FDS = 100
 
 _context = multiprocessing.get_context("forkserver")
@@ -87,6 +88,7 @@ class World:
         try:
             if not self._workers:
                 self._start()
+            self._signal(signal.SIGCONT)
             self._send(pickle.dumps((sys.path, call)))
             answers = self._collect(getattr(fn, "__qualname__", repr(fn)), timeout)
         except BaseException:
@@ -94,6 +96,7 @@ class World:
             raise
         if max(answer.num_fds for answer in answers) > MAX_FDS:
             self.close()
+        self._signal(signal.SIGSTOP)
         return [pickle.loads(answer.result) for answer in answers if answer.result is not None]
 
     def close(self) -> None:
@@ -125,6 +128,11 @@ class World:
             theirs.close()
             self._workers.append(_Worker(rank, process, conn, stack_path))
         self._collect("start", START_TIMEOUT_S)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for worker in self._workers:
+            # A dead one stays a process until it is joined.
+            os.kill(worker.place[0], number)
 
     def _send(self, task: bytes) -> None:
         for worker in self._workers:
