@@ -54,7 +54,7 @@ from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
 EVAL_BATCHES = 32
-TRACED_STEP = 4  # the first ones record the order of blocks, and compile
+TRACED_STEP = 4  # or the last: the first ones record the order of blocks, and compile
 SAMPLE_PROMPT = b"def "
 SAMPLE_BYTES = 300
 
@@ -195,6 +195,7 @@ def train(model: GPT, corpus: Corpus, settings: argparse.Namespace) -> History:
     checkpoints.resume()
 
     quiet, first = dist.get_rank() != 0, progress.steps_done
+    traced = min(first + TRACED_STEP, settings.steps - 1)
     steps = range(first, settings.steps)
     bar = tqdm(steps, initial=first, total=settings.steps, unit="step", disable=quiet, dynamic_ncols=True)
     with checkpoints.stop_signal() as stop:
@@ -204,7 +205,7 @@ def train(model: GPT, corpus: Corpus, settings: argparse.Namespace) -> History:
             windows = windows_at(corpus.train, rows_of_this_rank(offsets), settings.context)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, settings.lr, settings.steps)
-            with tracing(model, step - first, settings):
+            with tracing(model, step == traced, settings):
                 loss = train_step(model, optimizer, windows, settings)
             history.train_loss.append(loss)
             history.step_seconds.append(time.perf_counter() - began)
@@ -226,9 +227,9 @@ def train(model: GPT, corpus: Corpus, settings: argparse.Namespace) -> History:
 
 
 @contextlib.contextmanager
-def tracing(model: GPT, steps_run: int, settings: argparse.Namespace) -> Iterator[None]:
-    """Record the fifth step of this run if that is wanted: a file for each rank, and a page of all."""
-    if settings.trace is None or steps_run != TRACED_STEP:
+def tracing(model: GPT, is_traced: bool, settings: argparse.Namespace) -> Iterator[None]:
+    """Record this step if it is to be traced and that is wanted: a file for each rank, and a page of all."""
+    if settings.trace is None or not is_traced:
         yield
         return
     import shardwise

@@ -6,7 +6,9 @@ float64, so that an expert is never chosen otherwise because sums were rounded o
 
 import contextlib
 import importlib
+import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +25,8 @@ import torch.distributed as dist
 from dynamo import forget_graphs
 from harness import World
 from torch._dynamo.utils import counters
+
+from shardwise.tracing.files.chrome import read_json
 
 pytestmark = pytest.mark.processes
 
@@ -120,6 +124,38 @@ def test_the_gpt_trains_with_muon_on_two_processes_as_on_one(world1: World, worl
     for got in world2.run(train_gpt, ["--optimizer", "muon"], timeout=300):
         assert got[0] == pytest.approx(training, rel=1e-3)
         assert got[1] == pytest.approx(validation, rel=1e-3)
+
+
+def traced_gpt(arguments: list[str]) -> tuple[Curve, str]:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        return train_gpt(arguments), printed.getvalue()
+
+
+def test_the_gpt_trains_the_same_with_a_step_traced_by_all_ranks(world2: World, tmp_path: Path) -> None:
+    plain = world2.run(train_gpt, [])
+    (first, printed), (second, nothing) = world2.run(traced_gpt, ["--trace", str(tmp_path / "traces")])
+    assert [first, second] == plain
+    assert nothing == ""
+    head, *table = printed.strip().splitlines()
+    assert head.startswith("rank 0 (cpu): ")
+    assert table[-1] == f"All ranks: {tmp_path / 'traces' / 'step.html'}"
+    assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == [
+        *("rank0.json", "rank1.json", "step.html")
+    ]
+    assert re.findall(r"<h2>(rank \d)", (tmp_path / "traces" / "step.html").read_text()) == [
+        "rank 0",
+        "rank 1",
+    ]
+    for rank in range(2):
+        (recording,) = read_json(tmp_path / "traces" / f"rank{rank}.json")
+        assert (recording.rank, recording.is_aligned, recording.knew_order) == (rank, True, True)
+        assert {group.name: (group.unshards, group.reductions) for group in recording.groups} == {
+            "GPT": (1, 1),
+            "blocks.0": (2, 1),
+            "blocks.1": (1, 1),
+        }
+        assert [span.name for span in recording.of_row("optimizer")] == ["AdamW"]
 
 
 @pytest.mark.parametrize("part", ["block", pytest.param("model", marks=pytest.mark.slow)])
