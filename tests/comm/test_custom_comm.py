@@ -52,7 +52,7 @@ def numel(model: nn.Module, names: list[str] | None) -> int:
     return sum(param.numel() for module in modules for param in module.parameters())
 
 
-@pytest.mark.thin(18)
+@pytest.mark.thin(36)
 @pytest.mark.parametrize("returns_work", [True, False], ids=["work", "none"])
 @pytest.mark.parametrize("make", [even_tower, uneven_tower])
 @pytest.mark.parametrize("world", [1, 2, 3, 4], indirect=True)
@@ -273,7 +273,7 @@ def train_switched(side: Side, switch: Switch) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.thin(9)
+@pytest.mark.thin(13)
 @pytest.mark.parametrize("switch", SWITCHES)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 def test_how_to_communicate_changes_no_number(world: World, switch: Switch) -> None:

@@ -151,7 +151,7 @@ def launches_of(
     return steps[0], steps[1]
 
 
-@pytest.mark.thin(48)
+@pytest.mark.thin(96)
 @pytest.mark.parametrize("as_on_a_device", [False, True], ids=["host", "streams"])
 @pytest.mark.parametrize("policy", [IN_PARTS, PREFETCHES_AFTER], ids=["in parts", "prefetches after"])
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)

@@ -182,7 +182,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.thin(6)
+@pytest.mark.thin(18)
 @pytest.mark.parametrize("options", OPTIONS, ids=["True", "False", "2"])
 @pytest.mark.parametrize("make", [uneven_tower, OddModel])
 @pytest.mark.parametrize("world", [4], indirect=True)

@@ -96,7 +96,7 @@ def train(
 @pytest.mark.parametrize(
     ("how", "backend"),
     [
-        ("function", "eager"),
+        pytest.param("function", "eager", marks=pytest.mark.slow),
         ("module", "aot_eager"),
         pytest.param("function", "inductor", marks=pytest.mark.slow),
         pytest.param("module", "inductor", marks=pytest.mark.slow),

@@ -35,7 +35,7 @@ def marked(test: object) -> object:
     return test
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("name", RECIPES)
 def test_clones_train_as_one_process_does(name: str) -> None:
     correctness.check_in_clones(name, "cpu", lanes=["gather"])

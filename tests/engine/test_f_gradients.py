@@ -56,7 +56,7 @@ def checkpointed_training(side: Side, where: str, reentrant: bool, loss: Any, op
     side.steps(model, adamw(model), range(3), loss)
 
 
-@pytest.mark.thin(15)
+@pytest.mark.thin(90)
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
 @pytest.mark.parametrize("where", WAYS)
@@ -67,7 +67,7 @@ def test_f01_two_checkpointed_forwards_before_one_backward_lose_no_gradient(
     assert_same(world2, checkpointed_training, where, reentrant, preference_loss, options)
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
 @pytest.mark.parametrize("where", WAYS)
 def test_f01_checkpointing_changes_no_gradient(world2: World, where: str, reentrant: bool) -> None:
@@ -88,7 +88,7 @@ def staged_training(side: Side, reentrant: bool, order: Any, loss: Any) -> None:
     side.steps(model, adamw(model), range(3), loss)
 
 
-@pytest.mark.thin(15)
+@pytest.mark.thin(45)
 @pytest.mark.parametrize("loss", [mean_of_squares, preference_loss])
 @pytest.mark.parametrize("order", [(0, 1), (0, 0), (0, 1, 1, 0)], ids=str)
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
@@ -138,7 +138,7 @@ def plain_two_forwards(side: Side, options: Any) -> None:
         side.assert_settled(model)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_f01_two_forwards_before_one_backward_add_up(world: World, reshard: bool | None) -> None:
@@ -206,7 +206,7 @@ def unsynchronised_backward_then_clear(side: Side, how: str, between: bool, has_
     side.steps(model, optimizer, range(3, 5))
 
 
-@pytest.mark.thin(12)
+@pytest.mark.thin(28)
 @pytest.mark.parametrize(("between", "has_grad"), [(False, False), (False, True), (True, False)])
 @pytest.mark.parametrize(
     "how",
@@ -275,7 +275,7 @@ def accumulate(side: Side, synced: list[bool], options: Any, reshards_after_back
     side.note_parameters(model)
 
 
-@pytest.mark.thin(9)
+@pytest.mark.thin(18)
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 @pytest.mark.parametrize("reshards_after_backward", [True, False])
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def evaluate_then_act(side: Side, act: Any, mode: str, reshard: bool | None) -> 
     side.steps(model, optimizer, [2, 3])
 
 
-@pytest.mark.thin(23)
+@pytest.mark.thin(69)
 @pytest.mark.parametrize(
     ("mode", "reshard"), [("no_grad", False), ("inference_mode", None), ("grad", None), ("grad", False)]
 )
@@ -652,7 +652,7 @@ def unused_parameters(side: Side, packing_limit_bytes: int | None) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.thin(9)
+@pytest.mark.thin(27)
 @pytest.mark.parametrize("world", [1, 2, 4], indirect=True)
 @pytest.mark.parametrize("packing_limit_bytes", [None, 0])
 def test_f20_parameters_that_are_not_used_get_no_gradient(
@@ -840,7 +840,7 @@ def freeze_and_thaw(side: Side, reshard: bool | None) -> None:
     side.steps(model, optimizer, [5, 6])
 
 
-@pytest.mark.thin(9)
+@pytest.mark.thin(27)
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_f29_freezing_and_thawing_between_steps_is_followed(world: World, reshard: bool | None) -> None:

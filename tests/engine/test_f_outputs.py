@@ -81,7 +81,7 @@ def in_place(side: Side, kind: str, operation: str, reshard: bool | None) -> Non
     train(side, built(InPlace, kind, operation), reshard)
 
 
-@pytest.mark.thin(14)
+@pytest.mark.thin(18)
 @pytest.mark.parametrize("kind", ["itself", "reshape", "slice", "transposed", "view_of_view"])
 @pytest.mark.parametrize("operation", ["mul", "add_weight", "part", "tanh", "view_then_mul"])
 def test_f24_outputs_and_views_may_be_changed_in_place(world2: World, kind: str, operation: str) -> None:
@@ -656,7 +656,7 @@ def recurrent(side: Side, kind: Any, options: Any, reshard: bool | None) -> None
     train(side, model, reshard)
 
 
-@pytest.mark.thin(15)
+@pytest.mark.thin(23)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("options", [{}, {"bidirectional": True, "num_layers": 2}], ids=["one", "both_ways"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

@@ -62,7 +62,7 @@ def block_alone(side: Side, reshard: bool | None) -> None:
     side.steps(model, optimizer, [8, 9])
 
 
-@pytest.mark.thin(9)
+@pytest.mark.thin(14)
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_f31_a_block_may_be_called_alone_at_any_time(world: World, reshard: bool | None) -> None:
@@ -582,7 +582,7 @@ def failing_on_one_rank(side: Side, shape: tuple[int, ...], reshard: bool | None
     side.note_parameters(model)
 
 
-@pytest.mark.thin(9)
+@pytest.mark.thin(27)
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (4,)], ids=str)
 @pytest.mark.parametrize("reshard", [None, False])
 def test_f41_ranks_of_which_one_has_failed_go_on_together(

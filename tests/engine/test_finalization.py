@@ -59,7 +59,7 @@ def reduced_by_hand(side: Side, shape: tuple[int, ...], syncs: list[bool], async
     side.note_parameters(model)
 
 
-@pytest.mark.thin(6)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("syncs", [[True], [False, False], [True, True, False]], ids=str)

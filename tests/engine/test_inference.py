@@ -115,7 +115,7 @@ def test_outputs_and_the_training_after_are_as_in_plain_pytorch(world: World, pl
 COUNTS = [[3, 0, 1, 2], [0, 2, 0, 0], [0, 0, 0, 0]]
 
 
-@pytest.mark.thin(12)
+@pytest.mark.thin(36)
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("plan", [Plan("zero3", 4), Plan("hybrid", 4, 2), Plan("zero2", 4)], ids=str)
 def test_ranks_may_run_different_numbers_of_forwards(world4: World, plan: Plan, budget: int | None) -> None:
@@ -245,7 +245,7 @@ def ordered(plan: Plan | None, order: list[int], counts: list[int], budget: int 
     return outputs
 
 
-@pytest.mark.thin(9)
+@pytest.mark.thin(27)
 @pytest.mark.parametrize("steps", [1, 0], ids=["trained before", "run for the first time"])
 @pytest.mark.parametrize("order", [[2, 1, 0], [0, 1, 2, 0, 1, 2], [1]], ids=str)
 def test_blocks_may_run_in_any_order(world2: World, order: list[int], steps: int) -> None:

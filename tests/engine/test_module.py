@@ -443,7 +443,7 @@ def gradients_divided_by(factor: float, on: str, recurse: bool) -> dict[str, Ten
     return gradients(model)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("factor", [1, 2.0, 0.5, 3.7, 1e-3, 1e6])
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 def test_f07_the_sum_over_ranks_is_divided_once_by_any_factor(world: World, factor: float) -> None:

@@ -236,14 +236,14 @@ POLICIES: dict[str, tuple[Policy, float]] = {
 }
 
 
-@pytest.mark.thin(20)
+@pytest.mark.thin(80)
 @any_world
 @pytest.mark.parametrize(("policy", "roundings"), POLICIES.values(), ids=POLICIES)
 def test_training_equals_a_simulation_of_the_casts(world: World, policy: Policy, roundings: float) -> None:
     assert_as_simulated(world.run(mixed_run, TOWER, policy, {}), roundings)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("program", [UNEVEN, TEXT], ids=["uneven", "text"])
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"reshard_after_forward": True}])
 def test_uneven_models_and_models_of_tokens_train_in_bfloat16(
@@ -263,7 +263,7 @@ ACCUMULATING: dict[str, tuple[Policy, float]] = {
 }
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
 @pytest.mark.parametrize(("policy", "roundings"), ACCUMULATING.values(), ids=ACCUMULATING)
 def test_microbatches_add_up_as_simulated(world: World, policy: Policy, roundings: float) -> None:
@@ -682,7 +682,7 @@ def frozen_and_thawed(policy: Policy) -> list[dict[str, Any]]:
     return notes
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
 @pytest.mark.parametrize("policy", [SPLIT, {"param_dtype": BF16}, IN_F32], ids=str)
 def test_f29_parameters_may_be_frozen_and_thawed_under_mixed_precision(world: World, policy: Policy) -> None:
@@ -718,7 +718,7 @@ def converted(dtype: torch.dtype, when: str, policy: Policy) -> tuple[Any, ...]:
     return seen, {param.dtype for param in model.parameters()}, gradients_of(model), parameters_of(model)
 
 
-@pytest.mark.thin(10)
+@pytest.mark.thin(15)
 @pytest.mark.parametrize("policy", [SPLIT, {"param_dtype": BF16}], ids=str)
 @pytest.mark.parametrize("when", ["at_once", "after_forward", "after_backward"])
 @pytest.mark.parametrize("dtype", [F64, F16, BF16])

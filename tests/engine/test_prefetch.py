@@ -367,7 +367,7 @@ def train(side: Side, make: Any, choices: Choices) -> None:
     side.steps(model, adamw(model), range(3), width=7 if make is uneven_tower else 8)
 
 
-@pytest.mark.thin(17)
+@pytest.mark.thin(63)
 @pytest.mark.parametrize("world", [3], indirect=True)
 @every_policy
 def test_every_policy_trains_as_the_plain_model(world: World, choices: Choices) -> None:
@@ -398,7 +398,7 @@ def loss_of_running(model: nn.Module, inputs: Tensor) -> Tensor:
     return mean_of_squares(model.run, inputs)  # type: ignore[arg-type]
 
 
-@pytest.mark.thin(9)
+@pytest.mark.thin(14)
 @some_policies
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("where", ["around", "inside", "whole"])
@@ -412,7 +412,7 @@ def train_stages(side: Side, reentrant: bool, choices: Choices) -> None:
     side.steps(model, adamw(model), range(3))
 
 
-@pytest.mark.thin(9)
+@pytest.mark.thin(14)
 @some_policies
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_stages_of_several_groups_train(world2: World, reentrant: bool, choices: Choices) -> None:
@@ -469,7 +469,7 @@ def lora() -> nn.Module:
     return Chain(Adapted, Adapted, Adapted)
 
 
-@pytest.mark.thin(13)
+@pytest.mark.thin(33)
 @some_policies
 @pytest.mark.parametrize("make", [frozen_first, frozen_between, frozen_in_part, lora, Twice])
 def test_weights_are_there_as_long_as_backward_needs_them(world2: World, make: Any, choices: Choices) -> None:

@@ -69,6 +69,7 @@ def what_has_no_gradient_is_not_changed(side: Side, how: dict[str, Any]) -> None
     side.note_parameters(model)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", WAYS_TO_STEP, ids=str)
 def test_what_was_left_out_of_the_step_still_has_its_backward(world2: World, how: dict[str, Any]) -> None:
     assert_same(world2, what_has_no_gradient_is_not_changed, how)

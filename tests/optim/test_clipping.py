@@ -598,7 +598,7 @@ def test_few_names_are_all_told(world2: World) -> None:
     )
 
 
-@pytest.mark.thin(8)
+@pytest.mark.thin(10)
 @pytest.mark.parametrize("value", [math.nan, INF])
 @pytest.mark.parametrize("kind", [0.5, 1, 2, 50, INF])
 def test_what_is_not_finite_reaches_the_norm_of_all_ranks(world2: World, kind: float, value: float) -> None:

@@ -192,7 +192,7 @@ def world_of(spread: Spread, request: pytest.FixtureRequest) -> World:
     return request.getfixturevalue(f"world{spread.ranks}")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("spread", SPREADS, ids=str)
 def test_twenty_steps_are_those_of_whole_matrices(spread: Spread, request: pytest.FixtureRequest) -> None:
     model = Spread(1, "plain").model()
@@ -239,7 +239,7 @@ def trained_as_in_torch(options: dict[str, Any], kind: Any, rounding: float = 0.
     return {name: full(param) for name, param in model.named_parameters()}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
 @pytest.mark.parametrize("options", TORCHS, ids=["defaults", "plain_momentum", "others"])
 def test_arguments_and_numbers_are_those_of_torch(world: World, options: dict[str, Any]) -> None:

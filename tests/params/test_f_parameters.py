@@ -231,7 +231,7 @@ def load_by_assignment(side: Side, make: Any, whole: bool, frozen: bool, again: 
     side.steps(model, adamw(model), range(2), width=width)
 
 
-@pytest.mark.thin(25)
+@pytest.mark.thin(38)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "one_frozen"])
 @pytest.mark.parametrize("again", [False, True], ids=["before_forward", "after_backward"])
@@ -389,7 +389,7 @@ def early_state_dict(side: Side, make: Any, before: str) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.thin(9)
+@pytest.mark.thin(27)
 @pytest.mark.parametrize("world", [2, 3, 4], indirect=True)
 @pytest.mark.parametrize("make", [uneven_tower, Tied])
 def test_f15_a_state_dict_taken_before_the_first_forward_stays_live(world: World, make: Any) -> None:

@@ -726,7 +726,7 @@ def resume(side: Side, how: str) -> None:
     side.steps(fresh, fresh_optimizer, [2, 3], width=7)
 
 
-@pytest.mark.thin(9)
+@pytest.mark.thin(27)
 @pytest.mark.parametrize("how", ["sharded", "full", "scattered"])
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 def test_a_run_goes_on_from_its_states(world: World, how: str) -> None:

@@ -508,7 +508,7 @@ def block_used_on_some(
     return played(model, configure, 3, is_sharded, world, **how)
 
 
-@pytest.mark.thin(15)
+@pytest.mark.thin(23)
 @pytest.mark.parametrize(
     "configure",
     [one_block_for_each, one_block_for_the_first_rank, no_block_at_first],
@@ -626,7 +626,7 @@ def tied_across_groups(side: Side, groups: list[str], ties_three: bool, options:
         side.note(f"state of {name}", value)
 
 
-@pytest.mark.thin(40)
+@pytest.mark.thin(240)
 @pytest.mark.parametrize("ties_three", [False, True], ids=["two", "three"])
 @pytest.mark.parametrize("which", GROUPS)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
@@ -689,7 +689,7 @@ def tied_blocks(side: Side, make: Any) -> None:
     side.assert_settled(model)
 
 
-@pytest.mark.thin(9)
+@pytest.mark.thin(27)
 @pytest.mark.parametrize("make", [TiedBlocks, TiedStages])
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 def test_f23_blocks_may_share_weights(world: World, make: Any) -> None:
@@ -777,7 +777,7 @@ def odd_parameters(side: Side, make: Any, place: Any, reshard: Any) -> None:
     side.note("shapes", [tuple(param.shape) for param in model.parameters()])
 
 
-@pytest.mark.thin(70)
+@pytest.mark.thin(280)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("place", [None, on_the_last_dimension, on_dimension_1, on_a_mixture])
 @pytest.mark.parametrize("make", [odd_model, uneven_tower])

@@ -184,7 +184,7 @@ def innermost(module: nn.Module) -> nn.Module:
     return module
 
 
-@pytest.mark.thin(36)
+@pytest.mark.thin(108)
 @pytest.mark.parametrize("order", ["outside", "as a list", "inside"])
 @pytest.mark.parametrize("make", BLOCKS, ids=lambda make: make.__name__)
 def test_blocks_of_any_make_are_sharded_and_trained(world2: World, make: Any, order: str) -> None:
@@ -274,7 +274,7 @@ def mixed_precision(side: Side, policy: str, mesh: str) -> None:
         side.note(name, full(param))
 
 
-@pytest.mark.thin(35)
+@pytest.mark.thin(88)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
@@ -398,7 +398,7 @@ def train_late(side: Side, how: str) -> None:
     side.note_rows("output", model(side.inputs(5)).detach())
 
 
-@pytest.mark.thin(9)
+@pytest.mark.thin(14)
 @pytest.mark.parametrize("how", ["reset_parameters", "load", "assign"])
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 def test_a_model_of_the_meta_device_gets_its_values_after_sharding(world: World, how: str) -> None:
@@ -439,7 +439,7 @@ def move_between_steps(side: Side, how: str) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.thin(12)
+@pytest.mark.thin(32)
 @pytest.mark.parametrize("how", MOVES)
 @both_worlds
 def test_moving_a_model_keeps_its_parameters_in_the_optimizer(world: World, how: str) -> None:
@@ -523,7 +523,7 @@ def storages(model: nn.Module) -> set[int]:
 WHEN = ["before use", "after a step", "after an evaluation", "with gradients"]
 
 
-@pytest.mark.thin(50)
+@pytest.mark.thin(67)
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
@@ -675,7 +675,7 @@ def containers(side: Side, make: Any, as_list: bool) -> None:
     side.note("keys", list(model.state_dict()))
 
 
-@pytest.mark.thin(6)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("as_list", [False, True])
 @pytest.mark.parametrize("make", [flat_sequential, named_sequential, nested_sequential, shared_sequential])
 def test_containers_stay_containers(world2: World, make: Any, as_list: bool) -> None:
@@ -789,7 +789,7 @@ def pipeline(side: Side, schedule: str, setting: str, options: dict[str, Any]) -
         side.note_parameters(stage)
 
 
-@pytest.mark.thin(35)
+@pytest.mark.thin(70)
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("setting", ["sync", "sync keep", "sync keep share", "nothing"])
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -80,7 +80,7 @@ def hybrid_run(layout: Layout, recipe: Recipe, options: dict[str, Any]) -> Any:
     return train_on(layout, hybrid(layout, recipe, **options), recipe)
 
 
-@pytest.mark.thin(30)
+@pytest.mark.thin(210)
 @by_layout
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_hybrid_training_equals_plain_training(world: World, layout: Layout, recipe: Recipe) -> None:
@@ -118,7 +118,7 @@ def shown(layout: Layout, recipe: Recipe) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.thin(9)
+@pytest.mark.thin(27)
 @pytest.mark.parametrize("recipe", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("layout", [SQUARE, Layout((1, 4)), Layout((4, 1))], ids=str)
 def test_parameters_are_replicated_and_sharded_on_the_mesh(
@@ -182,7 +182,7 @@ def accumulated(
     return {**notes, **tensors_of(model)}
 
 
-@pytest.mark.thin(21)
+@pytest.mark.thin(147)
 @pytest.mark.parametrize("recipe", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 def test_microbatches_add_up_however_they_are_deferred(
@@ -235,7 +235,7 @@ def deferred_then_cleared(
     return {**notes, **tensors_of(model)}
 
 
-@pytest.mark.thin(21)
+@pytest.mark.thin(53)
 @pytest.mark.parametrize("has_grad", [False, True])
 @pytest.mark.parametrize("deferred", [SCATTER, KEEP], ids=["scatter", "keep"])
 @pytest.mark.parametrize("how", ["model_none", "model_zeros", "optimizer_none", "optimizer_zeros", "by_hand"])

@@ -28,14 +28,14 @@ TEXT = Recipe(language_model, token_batch, loss=next_token_loss)
 any_world = pytest.mark.parametrize("world", [1, 2, 3, 4], indirect=True)
 
 
-@pytest.mark.thin(18)
+@pytest.mark.thin(72)
 @any_world
 @pytest.mark.parametrize("recipe", [EVEN, UNEVEN, ODD, TEXT], ids=["even", "uneven", "odd", "text"])
 def test_sharded_training_equals_plain_training(world: World, recipe: Recipe) -> None:
     assert_same_training(world, recipe)
 
 
-@pytest.mark.thin(12)
+@pytest.mark.thin(24)
 @any_world
 @pytest.mark.parametrize("reshard", [True, False])
 def test_the_policy_of_resharding_changes_no_number(world: World, reshard: bool) -> None:

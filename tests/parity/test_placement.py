@@ -122,7 +122,7 @@ def test_parameters_may_be_sharded_on_any_dimension(
         assert_same_record(record, expected)
 
 
-@pytest.mark.thin(15)
+@pytest.mark.thin(23)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("recipe", [UNEVEN, CONVOLUTIONS], ids=["uneven", "convolutions"])
 @pytest.mark.parametrize("reshard", [True, False])
@@ -378,7 +378,7 @@ def line_run(recipe: Recipe, options: dict[str, Any]) -> Any:
     return train_on(layout, model, recipe)
 
 
-@pytest.mark.thin(15)
+@pytest.mark.thin(75)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_f10_resharding_to_fewer_ranks_changes_no_number(world4: World, ranks: int, recipe: Recipe) -> None:
@@ -579,7 +579,7 @@ def offload_run(recipe: Recipe, pins: bool) -> Any:
     return line_run(recipe, {"offload_policy": shardwise.CPUOffloadPolicy(pin_memory=pins)})
 
 
-@pytest.mark.thin(35)
+@pytest.mark.thin(88)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("pins", [True, False])

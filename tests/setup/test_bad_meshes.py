@@ -169,7 +169,7 @@ def a_cube_that_calls_it_data() -> dict[str, Any]:
     return {"mesh": mesh_of((1, 2), ("dp", "tp")), "dp_mesh_dims": dims(shard="tp")}
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("make", [a_plane_of_data, no_mesh, a_cube_that_calls_it_data])
 @pytest.mark.parametrize("make_mesh", [a_line_of_its_own, another_plane])
 def test_a_parameter_on_a_mesh_with_another_root_is_refused_by_name(

@@ -51,7 +51,7 @@ def encoder_in_training(times_registered: int) -> list[tuple[dict[str, Tensor | 
     return steps
 
 
-@pytest.mark.thin(9)
+@pytest.mark.thin(27)
 @pytest.mark.parametrize("times_registered", [1, 2])
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
 def test_a_registered_method_trains_as_forward_does(world: World, times_registered: int) -> None:

@@ -203,7 +203,7 @@ def assert_bits(ranks: list[dict[str, Tensor]], want: dict[str, Tensor]) -> None
 # --- values ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.thin(10)
+@pytest.mark.thin(15)
 @by_world
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_f13_values_are_those_of_one_process(world: World, case: Case) -> None:

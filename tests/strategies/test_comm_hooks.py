@@ -147,7 +147,7 @@ def train_hooked(side: Side, make: Any, strategy: str, hook: Callable[..., None]
     side.note_parameters(model)
 
 
-@pytest.mark.thin(18)
+@pytest.mark.thin(72)
 @strategies
 @worlds
 def test_a_hook_written_for_fsdp1_trains_as_the_plain_model(world: World, strategy: str) -> None:
@@ -160,7 +160,7 @@ def test_a_hook_reduces_scalars_strided_and_empty_parameters(world: World, strat
     assert_same(world, train_hooked, odd_model, strategy, fitting(strategy))
 
 
-@pytest.mark.thin(9)
+@pytest.mark.thin(14)
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 @pytest.mark.parametrize("hook", [either, Callable_(), partial(Callable_().method, scale=2.0)])
 def test_a_hook_with_an_optional_output_serves_both_kinds(world2: World, strategy: str, hook: Any) -> None:
@@ -269,7 +269,7 @@ def train_on_equal_batches(side: Side, make: Any, strategy: str) -> None:
         assert len(state.calls) >= 9, "the hook was not called"
 
 
-@pytest.mark.thin(6)
+@pytest.mark.thin(18)
 @pytest.mark.parametrize("make", [uneven_tower, odd_model])
 @seats((3, "zero3"), (2, "zero2"), (3, "ddp"), (4, "hybrid"), (1, "zero3"), (1, "ddp"))
 def test_chunk_r_of_what_a_hook_gets_is_what_rank_r_keeps(world: World, strategy: str, make: Any) -> None:
@@ -390,7 +390,7 @@ def accumulate_with_hook(side: Side, strategy: str, is_synced: bool) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.thin(12)
+@pytest.mark.thin(24)
 @pytest.mark.parametrize("is_synced", [True, False])
 @strategies
 def test_a_hook_is_called_when_gradients_are_synchronised(
@@ -843,7 +843,7 @@ def regression_on_ranks(strategy: str, hook: Any) -> list[float]:
     return losses_of_regression(dist.get_rank(), dist.get_world_size(), strategy, hook)
 
 
-@pytest.mark.thin(15)
+@pytest.mark.thin(45)
 @pytest.mark.parametrize("hook", READY_MADE, ids=str)
 @seats((2, "zero3"), (2, "ddp"))
 def test_compressed_training_arrives_where_exact_training_does(
@@ -931,7 +931,7 @@ def train_everything(side: Side, strategy: str, hook: Any) -> None:
         side.assert_settled(model)
 
 
-@pytest.mark.thin(6)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("hook", READY_MADE, ids=str)
 @seats((1, "zero3"), (3, "zero3"), (2, "zero2"), (3, "ddp"), (4, "hybrid"))
 def test_ready_made_hooks_reduce_every_kind_of_parameter(world: World, strategy: str, hook: Any) -> None:

@@ -112,7 +112,7 @@ def trained_through(side: Side, reshard: bool | None) -> None:
             model.zero_grad()
 
 
-@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("reshard", [None, pytest.param(False, marks=pytest.mark.slow)])
 def test_f44_transforms_and_training_through_them(world2: World, reshard: bool | None) -> None:
     assert_same(world2, trained_through, reshard)
 
