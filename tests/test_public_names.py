@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 
 import shardwise
 
-README = Path(__file__).parents[1] / "README.md"
+REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 HOMES = (
     "policies",
     "planning",
@@ -91,8 +91,10 @@ def test_a_name_of_the_top_is_the_same_thing_in_its_package() -> None:
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_the_readme_lists_what_a_package_has_beyond_the_top(home: str) -> None:
-    (row,) = re.findall(rf"^\| `shardwise\.{home}` \| (.*) \|$", README.read_text(), flags=re.MULTILINE)
+def test_the_reference_lists_what_a_package_has_beyond_the_top(home: str) -> None:
+    index = (REFERENCE / "index.md").read_text()
+    (row,) = re.findall(rf"^\| `shardwise\.{home}` \| (.*) \|$", index, flags=re.MULTILINE)
+    assert f"\n::: shardwise.{home}\n" in (REFERENCE / f"{home}.md").read_text()
     told, there = {*re.findall(r"`(\w+)`", row)}, {*names_of(home)}
     assert there - {*shardwise.__all__} <= told
     assert told <= there | {*shardwise.__all__, "register_comm_hook", "shard_placement_fn"}

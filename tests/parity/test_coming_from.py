@@ -1,6 +1,6 @@
-"""Every argument, method, class and warning of FSDP1, FairScale, Lightning and DDP has a row in the README.
+"""Every argument, method, class and warning of FSDP1, FairScale, Lightning and DDP has a row in the documentation.
 
-The README's table says where each is found here, or why it is not needed. Each row names what it is about;
+The tables of its pages about migration say where each is found here, or why it is not needed. Each row names what it is about;
 `SHOWN_BY` names a test for each of these names, here or in another file, and what torch really has is asked
 of the installed torch. Training is compared with plain PyTorch in float64 to 1e-10, as everywhere.
 """
@@ -58,8 +58,8 @@ from shardwise.observe import memory_snapshot
 from shardwise.strategies import WrapBySize
 
 TESTS = Path(__file__).parents[1]
-README = TESTS.parent / "README.md"
-HEADING = "## Coming from FSDP1, FairScale, Lightning or DDP"
+PAGES = [TESTS.parent / "docs" / "migrate" / f"{name}.md" for name in ("fsdp1", "fairscale", "ddp")]
+HEADING = "## Every name"
 
 
 def shard_here(side: Side, model: nn.Module, **options: Any) -> nn.Module:
@@ -1184,10 +1184,10 @@ SHOWN_BY |= {
 
 
 def table() -> dict[str, str]:
-    """Every name of the README's table, and what its row says."""
-    readme = README.read_text()
-    assert HEADING in readme, "the README has no such section"
-    section = readme[readme.index(HEADING) + len(HEADING) :].split("\n## ")[0]
+    """Every name of the tables, and what its row says."""
+    texts = [page.read_text() for page in PAGES]
+    assert all(text.count(HEADING) == 1 for text in texts), "a page has no such section"
+    section = "\n".join(text[text.index(HEADING) + len(HEADING) :].split("\n## ")[0] for text in texts)
     rows = re.findall(r"^\| (.*?) \| (.*) \|$", section, flags=re.MULTILINE)
     named = [(name, here) for there, here in rows for name in re.findall(r"`([^`]+)`", there)]
     names = [name for name, _ in named]

@@ -292,6 +292,35 @@ def test_f13_rows_on_different_ranks_differ(world4: World) -> None:
     assert all(not torch.equal(rows[i], rows[j]) for i in range(4) for j in range(i))
 
 
+class Recurrent(nn.Module):
+    """RNN modules keep references to their weights, and compare them in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.GRU(3, 4), nn.GRU(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)[0]
+        return x
+
+
+def output_of_recurrent(meta: bool) -> Tensor:
+    torch.manual_seed(0)
+    with torch.device("meta" if meta else "cpu"):
+        model = Recurrent()
+    if meta:
+        for layer in model.layers:
+            fully_shard(layer)
+        materialize(fully_shard(model))
+    return model(torch.ones(5, 2, 3)).detach()
+
+
+def test_recurrent_modules_run_once_they_have_values(world2: World) -> None:
+    for output in world2.run(output_of_recurrent, True):
+        torch.testing.assert_close(output, output_of_recurrent(False), rtol=0, atol=0)
+
+
 def test_a_model_that_is_not_sharded_is_initialised_in_one_process() -> None:
     for case in CASES:
         model = on_meta(case.make)

@@ -77,7 +77,7 @@ def forget_weak_references(modules: Iterable[nn.Module]) -> None:
     """Drop the weak references of RNN modules to their weights: a tensor that has any cannot be swapped."""
     for module in modules:
         if isinstance(module, nn.RNNBase):
-            module._flat_weight_refs = []
+            module._flat_weight_refs = [None] * len(module._flat_weights_names)  # type: ignore[arg-type]
 
 
 # --- how modules are called -----------------------------------------------------------------------

@@ -1,0 +1,66 @@
+"""What the pages quote is there: messages, files, links, commands."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from doc_programs import PAGES, ROOT
+
+import shardwise
+
+DOCS = ROOT / "docs"
+GENERATED = {"benchmarks.md", "contributing.md"} | {
+    f"pictures/{path.name}" for path in (ROOT / "bench" / "pictures").glob("*.svg")
+}
+
+
+def texts_in_the_source() -> list[str]:
+    """Every text that stands in the library, with "…" for what is put in."""
+    found = []
+    for path in Path(shardwise.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                found.append("".join(str(part) for part in parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_the_messages_are_those_of_the_library() -> None:
+    quoted = re.findall(r"^\| `(.*?)` \|", (DOCS / "errors.md").read_text(), flags=re.MULTILINE)
+    texts = texts_in_the_source()
+    assert len(quoted) > 20
+    assert [message for message in quoted if not any(message in text for text in texts)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(
+        r"\]\((?!https?:)([^)#]+)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    ):
+        inside = (page.parent / target).resolve()
+        known = inside.is_relative_to(DOCS) and str(inside.relative_to(DOCS)) in GENERATED
+        assert inside.exists() or known, target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_are_named_exist(page: Path) -> None:
+    for path in re.findall(r"(?:examples|bench|tests)/[\w/]+\.(?:py|sh|md)", page.read_text()):
+        assert (ROOT / path).exists(), path
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    config = (ROOT / "mkdocs.yml").read_text()
+    listed = set(re.findall(r"[\w/-]+\.md", config[config.index("\nnav:") :]))
+    there = {str(page.relative_to(DOCS)) for page in PAGES if page.is_relative_to(DOCS)}
+    assert {page for page in there if not page.startswith("interop/")} == listed - GENERATED
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    commands = re.findall(
+        r"^```bash\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE
+    )
+    (command,) = [line for block in commands for line in block.splitlines() if "&& pytest" in line]
+    assert command in (ROOT / ".ci" / "run").read_text().splitlines()

@@ -1,0 +1,197 @@
+"""Every program of the README and of docs/ runs as it stands, as a file of its own, and does what is said beside it.
+
+Here in worlds of processes that are there already; the slow ones start each by torchrun, as a reader does.
+"""
+
+import contextlib
+import io
+import math
+import os
+import runpy
+import subprocess
+import sys
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from doc_programs import PAGES, ROOT, Program, blocks, migrations, programs
+from dynamo import forget_graphs
+from harness import World
+from torch import nn
+from torch._dynamo.utils import counters
+
+PROGRAMS = programs()
+MIGRATIONS = migrations()
+SHOWN_BELOW = {
+    "README.md",
+    *(f"docs/{page}.md" for page in ("tutorial", "guides/strategies", "guides/checkpoints")),
+}
+BY_RANKS = {ranks: [each for each in PROGRAMS if each.ranks == ranks] for ranks in (2, 4)}
+
+
+def run(script: str, folder: str) -> tuple[dict[str, Any], str]:
+    """Run a file in ``folder``, as a process of torchrun that is there already; its names, and what it prints."""
+    printed = io.StringIO()
+    before = os.getcwd()
+    os.chdir(folder)
+    forget_graphs()
+    ours = {"RANK": str(dist.get_rank()), "LOCAL_RANK": "0", "WORLD_SIZE": str(dist.get_world_size())}
+    try:
+        with (
+            mock.patch.dict(os.environ, ours),
+            mock.patch.object(dist, "init_process_group"),
+            mock.patch.object(dist, "destroy_process_group"),
+            # A back end that needs no C++.
+            mock.patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager")),
+            contextlib.redirect_stdout(printed),
+        ):
+            names = runpy.run_path(script)
+    finally:
+        os.chdir(before)
+    return names, printed.getvalue()
+
+
+def run_all(scripts: list[str], folder: str) -> dict[str, str]:
+    return {script: run(script, folder)[1] for script in scripts}
+
+
+def written(folder: Path, codes: list[str]) -> list[str]:
+    paths = [folder / f"program{index}.py" for index in range(len(codes))]
+    for path, code in zip(paths, codes, strict=True):
+        path.write_text(code)
+    return [str(path) for path in paths]
+
+
+def test_every_page_is_read() -> None:
+    assert len(PAGES) > 25
+    assert {each.page for each in PROGRAMS} >= {"README.md", "docs/tutorial.md", "docs/guides/lora.md"}
+    assert [each for each in PROGRAMS if each.ranks not in BY_RANKS] == []
+    assert set(MIGRATIONS) == {"ddp", "deepspeed", "fsdp1", "fsdp2"}
+
+
+@pytest.mark.parametrize(
+    "program",
+    [each for each in BY_RANKS[2] if each.page not in SHOWN_BELOW | {"docs/guides/compile.md"}],
+    ids=str,
+)
+def test_a_program_runs(program: Program, world2: World, tmp_path: Path) -> None:
+    (script,) = written(tmp_path, [program.code])
+    world2.run(run_all, [script], str(tmp_path), timeout=120)
+
+
+@pytest.mark.parametrize("program", BY_RANKS[4], ids=str)
+def test_a_program_of_four_ranks_runs(program: Program, world4: World, tmp_path: Path) -> None:
+    (script,) = written(tmp_path, [program.code])
+    world4.run(run_all, [script], str(tmp_path), timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_a_program_runs_under_torchrun(program: Program, tmp_path: Path) -> None:
+    (script,) = written(tmp_path, [program.code])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(program.ranks), script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# --- the README -----------------------------------------------------------------------------------
+
+
+def test_the_readme_shows_the_quickstart() -> None:
+    (code,) = blocks(ROOT / "README.md", "python")
+    assert code == (ROOT / "examples" / "quickstart.py").read_text()
+    assert len(code.splitlines()) <= 40
+
+
+def test_the_quickstart_learns(world2: World, tmp_path: Path) -> None:
+    quickstart = str(ROOT / "examples" / "quickstart.py")
+    (first, others) = world2.run(run_all, [quickstart], str(tmp_path), timeout=120)
+    losses = [float(line.split()[-1]) for line in first[quickstart].splitlines() if line.startswith("step")]
+    assert len(losses) == 5
+    assert losses[0] > 1.0
+    assert losses[-1] < 0.7
+    assert others[quickstart] == ""
+    assert (tmp_path / "runs" / "quickstart" / ".metadata").exists()
+
+
+# --- what is said beside a program ----------------------------------------------------------------
+
+
+def printed_by(page: str, world: World, folder: Path) -> list[str]:
+    """What all programs of a page print, rank by rank."""
+    codes = [each.code for each in PROGRAMS if each.page == f"docs/{page}" and each.ranks == world.size]
+    scripts = written(folder, codes)
+    return ["".join(texts.values()) for texts in world.run(run_all, scripts, str(folder), timeout=120)]
+
+
+def test_sharding_does_not_change_the_losses_of_the_tutorial(world2: World, tmp_path: Path) -> None:
+    for rank, text in enumerate(printed_by("tutorial.md", world2, tmp_path)):
+        replicated, sharded = (line for line in text.splitlines() if line.startswith(f"rank {rank}: "))
+        assert replicated == sharded
+        assert f"rank {rank} holds 8320 of 16640 numbers" in text
+
+
+def test_the_table_of_groups_is_what_is_printed(world2: World, tmp_path: Path) -> None:
+    (table,) = blocks(ROOT / "docs" / "guides" / "strategies.md", "text")
+    assert table in printed_by("guides/strategies.md", world2, tmp_path)[0]
+
+
+def test_checkpoints_are_resumed(world2: World, tmp_path: Path) -> None:
+    assert printed_by("guides/checkpoints.md", world2, tmp_path) == ["starting at step 0\n"] * 2
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-2", "step-4", "step-6"]
+    assert printed_by("guides/checkpoints.md", world2, tmp_path) == ["starting at step 6\n"] * 2
+
+
+def graphs_of(script: str, folder: str) -> int:
+    run(script, folder)
+    return int(counters["stats"]["unique_graphs"])
+
+
+def test_recipes_for_compiling_make_one_graph(world2: World, tmp_path: Path) -> None:
+    """The blocks share a graph; the model and its blocks are one."""
+    codes = [each.code for each in PROGRAMS if each.page == "docs/guides/compile.md"]
+    assert len(codes) == 2
+    for script in written(tmp_path, codes):
+        assert world2.run(graphs_of, script, str(tmp_path), timeout=120) == [1, 1]
+
+
+# --- migration ------------------------------------------------------------------------------------
+
+
+def last_loss(script: str, folder: str) -> float:
+    return float(run(script, folder)[0]["loss"])
+
+
+@pytest.mark.parametrize("name", MIGRATIONS)
+def test_a_migrated_program_runs(name: str, world2: World, tmp_path: Path) -> None:
+    (after,) = written(tmp_path, [MIGRATIONS[name][1]])
+    assert all(math.isfinite(loss) for loss in world2.run(last_loss, after, str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_it_trains_as_before(name: str, world2: World, tmp_path: Path) -> None:
+    before, after = written(tmp_path, list(MIGRATIONS[name]))
+    expected = world2.run(last_loss, before, str(tmp_path))
+    assert world2.run(last_loss, after, str(tmp_path)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_state_of_a_migrated_ddp_program_is_the_same(world2: World, tmp_path: Path) -> None:
+    states = []
+    for script in written(tmp_path, list(MIGRATIONS["ddp"])):
+        world2.run(last_loss, script, str(tmp_path))
+        states.append(torch.load(tmp_path / "model.pt"))
+    torch.testing.assert_close(states[1], states[0])
