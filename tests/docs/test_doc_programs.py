@@ -173,7 +173,7 @@ def test_recipes_for_compiling_make_one_graph(world2: World, tmp_path: Path) -> 
 
 
 def last_loss(script: str, folder: str) -> float:
-    return float(run(script, folder)[0]["loss"])
+    return run(script, folder)[0]["loss"].item()
 
 
 @pytest.mark.parametrize("name", MIGRATIONS)
