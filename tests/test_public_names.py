@@ -109,6 +109,7 @@ def test_options_are_passed_by_name() -> None:
         "clip_grad_norm_",
         "GradScaler",
         "Muon",
+        "PipelineStage",
     }
     results = {"LoadReport", "Loaded", "CollectiveCounts", "Estimate"}
     public = {

@@ -42,7 +42,7 @@ RUNNING = -1.0  # clock of a module whose forward is being recomputed: it is not
 RECOMPUTED = math.inf  # clock of a module whose forward was recomputed: it is over when another begins
 
 
-class _Token:
+class Token:
     """Owned by autograd only, through the callback at the end of a backward.
 
     If it dies before that callback has run, the backward has failed, and it calls ``on_failure``.
@@ -65,7 +65,7 @@ class Session:
     features remember until it ends.
     """
 
-    def __init__(self, graph_task_id: int, token: _Token) -> None:
+    def __init__(self, graph_task_id: int, token: Token) -> None:
         self.graph_task_id = graph_task_id
         self.active: dict[ParameterGroup, float] = {}
         self.notes: dict[Any, Any] = {}
@@ -118,7 +118,7 @@ class BackwardPass:
         for session in self.sessions:
             if session.graph_task_id == graph_task_id:
                 return session
-        token = _Token(self._root.tell_failed_backward)
+        token = Token(self._root.tell_failed_backward)
         session = Session(graph_task_id, token)
         self.sessions.append(session)
         autograd.queue_end_of_backward(partial(self._end_session, session, token))
@@ -134,7 +134,7 @@ class BackwardPass:
         self.sessions = [session for session in self.sessions if session.is_running]
 
     @outside_transforms
-    def _end_session(self, session: Session, token: _Token) -> None:
+    def _end_session(self, session: Session, token: Token) -> None:
         session.notes.clear()
         if len(self.sessions) > 1:  # a nested backward: the outer one expects more gradients
             for group in list(session.active):

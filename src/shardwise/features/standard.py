@@ -9,8 +9,18 @@ from shardwise.features.kept_parts import KeptParts
 from shardwise.features.last_block import LastBlock
 from shardwise.features.optional_blocks import OptionalBlocks
 from shardwise.features.plan_check import PlanCheck
+from shardwise.features.split_backward import SplitBackward
 
 
 def new_root(device: torch.device) -> Root:
     """A root for a tree on ``device``, with all features that a training script may use."""
-    return Root(device, [PlanCheck, OptionalBlocks, KeptParts, LastBlock, DoubleBackward, ManualFinalization])
+    features = [
+        PlanCheck,
+        OptionalBlocks,
+        KeptParts,
+        LastBlock,
+        DoubleBackward,
+        ManualFinalization,
+        SplitBackward,
+    ]
+    return Root(device, features)

@@ -179,6 +179,22 @@ class Gradients:
         with without_graph():
             self._mark_deferred()
 
+    def defer_written(self) -> None:
+        """Defer gradients that the root has itself added to ``.grad`` of unsharded parameters.
+
+        No hook has told of them, since ``torch.autograd.grad`` returns gradients and accumulates none.
+        """
+        if all(full.grad is None for full in self._group.unsharded.params):
+            return
+        streams = self._group.streams
+        if streams.are_device_streams:
+            if self.state is EMPTY:
+                self._made_on.clear()
+            streams.note_current(self._made_on)
+        if self.state is not PENDING:
+            self._step("accumulate")
+        self.defer()
+
     def _mark_deferred(self) -> None:
         self._has_deferred = True
         params = self._group.shards.params

@@ -1,7 +1,7 @@
-"""Autograd: the running backward, hooks, version counters. Seen on 2.11 to 2.13."""
+"""Autograd: the running backward, hooks, version counters. Seen on 2.11 to 2.15."""
 
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+
+from shardwise.torch_compat import interpreter
 
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """The running backward's number, -1 outside of one. No public function tells whether autograd is
@@ -23,6 +25,10 @@ def is_in_backward() -> bool:
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 """The node that the running backward is at. A hook is not told which node it is called for, and must not hold
 the node itself: such a cycle is never freed."""
+
+
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""True while a backward runs that keeps its graph for another one (``retain_graph=True``). 2.11 to 2.15."""
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
@@ -77,3 +83,56 @@ def run_gradient_hooks(hooks: Hooks, gradient: Tensor) -> Tensor:
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     return gradient
+
+
+# --- the two halves of a backward, which pipeline schedules run apart ---------------------------------
+#
+# ``torch.distributed.pipelining`` cuts the graph of a stage into what leads to its inputs and what branches
+# off to weights. Only its own stages call these functions, which have no public names (2.11 to 2.15). They
+# are imported where they are called, since that import brings torch's FSDP along.
+
+
+def run_full_backward(outputs: Any, gradients: Any, inputs: Sequence[Any]) -> Any:
+    """Accumulate the gradients of all leaves; return those of ``inputs``. ``outputs`` may be a loss."""
+    from torch.distributed.pipelining._backward import stage_backward
+
+    return stage_backward(outputs, gradients, inputs)
+
+
+def run_backward_of_inputs(
+    outputs: Any, gradients: Any, inputs: Sequence[Any], weights: Iterable[Any]
+) -> Any:
+    """Compute the gradients of ``inputs`` alone; return them, and in parts what is left for ``weights``."""
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    return stage_backward_input(outputs, gradients, list(inputs), iter(weights))
+
+
+def run_backward_of_weights(weights: Iterable[Any], parts: list[dict[str, Any]]) -> None:
+    """Add the gradients of ``weights`` to their ``.grad``: those that ``parts`` lead to."""
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
+    stage_backward_weight(iter(weights), parts)
+
+
+def nodes_of_part(part: dict[str, Any]) -> Iterable[Any]:
+    """The nodes that accumulate the gradients of the weights of ``part``."""
+    nodes: Iterable[Any] = part["params"]
+    return nodes
+
+
+def backward_of_inputs_runs() -> bool:
+    """True while ``run_backward_of_inputs``, or a pipeline stage of torch's, runs in any thread.
+
+    Autograd runs hooks in threads of its own for other devices, so this looks at all of them.
+    """
+    pipelining: Any = sys.modules.get("torch.distributed.pipelining._backward")
+    if pipelining is None:
+        return False
+    return interpreter.runs_in_any_thread(pipelining.stage_backward_input.__code__)
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    """The stages of this rank in a schedule of several stages a rank; it has no public name for them."""
+    stages: list[Any] = schedule._stages
+    return stages

@@ -7,7 +7,7 @@ public function tells that a call is over.
 import sys
 import threading
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -31,6 +31,17 @@ def is_running(call: FrameType) -> bool:
     while frame is not None and frame is not call:
         frame = frame.f_back
     return frame is not None
+
+
+def runs_in_any_thread(code: CodeType) -> bool:
+    """True if a thread of this process is inside of the function that ``code`` belongs to."""
+    for innermost in sys._current_frames().values():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if frame.f_code is code:
+                return True
+            frame = frame.f_back
+    return False
 
 
 def handled_exceptions() -> dict[int, BaseException | None]:

@@ -1,0 +1,173 @@
+"""Stages of ``torch.distributed.pipelining`` whose modules are sharded.
+
+torch's own stage gets right gradients from schedules that run whole backwards, but lets each of them reduce.
+Schedules that compute gradients of inputs and of weights apart do not find the weights; see
+``features/split_backward.py``.
+"""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import schedules
+
+from shardwise.engine.members import sharded_members
+from shardwise.features.microbatches import Microbatches
+from shardwise.torch_compat import autograd
+
+
+class PipelineStage(pipelining.PipelineStage):
+    """A pipeline stage whose module was given to ``fully_shard``: gradients are reduced once a step.
+
+    Takes the arguments of ``torch.distributed.pipelining.PipelineStage``, and all schedules take it. The
+    module may be sharded before or after the stage is made. Its mesh has no pipeline dimension: it may shard,
+    replicate and, by tensor parallelism, divide the module over the ranks of one stage.
+
+    Full gradients of all groups, summed over microbatches, stay in memory to the end of the step. Parameters
+    with ``reshard_after_forward=False`` are all-gathered once a step and stay as well; others are gathered
+    for each forward, each backward and each half of a backward.
+
+    Each step adds the mean of its microbatches to ``.grad``, or their sum (``scale_grads=False``), also if
+    ``.grad`` was not cleared. ``set_requires_gradient_sync(False)`` leaves the reduction to a later step.
+
+    Raises:
+        ValueError: in the first step: the module is not sharded, or is only a part of a sharded model.
+        RuntimeError: in a step: the one before was not ended and its gradients not cleared, or gradients of
+            other steps were not cleared and were divided by another number of microbatches.
+
+    Example::
+
+        mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("pipe", "shard"))
+        for block in stage_module.layers:
+            fully_shard(block, mesh=mesh["shard"], reshard_after_forward=False)
+        fully_shard(stage_module, mesh=mesh["shard"], reshard_after_forward=False)
+        rank, group = mesh.get_local_rank("pipe"), mesh.get_group("pipe")
+        stage = PipelineStage(stage_module, rank, 2, device, group=group)
+        schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
+        schedule.step(tokens) if rank == 0 else schedule.step(target=targets)
+        optimizer.step()
+    """
+
+    _microbatches: Microbatches  # of the running step
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def clear_runtime_states(self) -> None:
+        """A step begins."""
+        super().clear_runtime_states()
+        if self.has_backward:
+            self._microbatches = microbatches_of(self.submod, self.stage_index)
+            self._microbatches.begin(_parameters_of_no_group(self.submod))
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """All backwards of the step are over: reduce."""
+        if self.has_backward:
+            self._microbatches.reduce(grad_scale_factor)
+
+    # Under install(), torch 2.15 takes the module for one of its own and asks for the reduction in two calls.
+
+    def start_gradient_reduction(self) -> None:
+        """Nothing yet: how to divide comes with the second call."""
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        """All backwards of the step are over: reduce."""
+        self.perform_reduce_grad(grad_scale_factor)
+
+    # --- what a schedule does in a step -----------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Begin to all-gather the groups with ``reshard_after_forward=False``, ahead of their next use."""
+        if self.has_backward:
+            self._microbatches.unshard()
+
+    def reshard(self) -> None:
+        """Free the full parameters of all groups; sums of gradients stay."""
+        if self.has_backward:
+            self._microbatches.reshard()
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[Any, Any]:
+        """Run a backward of one microbatch, or half of it, without a reduction."""
+        microbatches = self._microbatches
+        if backward_type == "weight":
+            microbatches.compute_weights(bwd_kwargs["param_groups"])
+            return (), None
+        outputs, gradients = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
+        inputs = bwd_kwargs["input_values"]
+        with microbatches.without_reductions():
+            if backward_type == "full":
+                return autograd.run_full_backward(outputs, gradients, inputs), None
+            return autograd.run_backward_of_inputs(outputs, gradients, inputs, microbatches.weights())
+
+
+def follow_unshard_actions(schedule: Any) -> None:
+    """Have the UNSHARD and RESHARD actions of ``schedule`` act on its stages, each a :class:`PipelineStage`.
+
+    A schedule of several stages a rank unshards the stages that come next, three by default, and reshards the
+    others. Without this call a stage with ``reshard_after_forward=False`` is all-gathered when it is first
+    used, and stays unsharded to the end of the step. With it, all-gathers begin earlier, and ranks of four
+    stages and more have the full parameters of three in memory, for more all-gathers. Other stages are
+    resharded after each use in either case.
+
+    Args:
+        schedule: one of several stages a rank, such as ``ScheduleInterleaved1F1B``.
+
+    Raises:
+        TypeError: ``schedule`` has no such actions (GPipe, 1F1B), or a stage is none of ours.
+
+    Example::
+
+        schedule = ScheduleInterleaved1F1B(stages, n_microbatches=16, loss_fn=loss_fn)
+        follow_unshard_actions(schedule)
+    """
+    if not hasattr(schedule, "register_custom_function"):
+        raise TypeError(
+            f"follow_unshard_actions: a {type(schedule).__name__} has one stage a rank, which it neither "
+            "unshards nor reshards. Leave the call out."
+        )
+    stages = autograd.stages_of(schedule)
+    for stage in stages:
+        if not isinstance(stage, PipelineStage):
+            raise TypeError(
+                f"follow_unshard_actions: stage {stage.stage_index} is a {type(stage).__name__} of "
+                f"{type(stage).__module__}; build all stages as shardwise.interop.PipelineStage."
+            )
+    by_index = {stage.stage_index: stage for stage in stages}
+
+    def unshard(action: Any, context: Any) -> None:
+        by_index[action.stage_index].unshard()
+
+    def reshard(action: Any, context: Any) -> None:
+        by_index[action.stage_index].reshard()
+
+    schedule.register_custom_function(schedules.UNSHARD, unshard)
+    schedule.register_custom_function(schedules.RESHARD, reshard)
+
+
+def microbatches_of(module: nn.Module, stage_index: int) -> Microbatches:
+    """What drives the steps of a stage's module; made in its first step."""
+    members = sharded_members(module)
+    if not members:
+        raise ValueError(
+            f"PipelineStage {stage_index}: nothing in its module, a {type(module).__name__}, is sharded. "
+            "Call fully_shard on the blocks of the module and on the module itself, or use torch's own "
+            "PipelineStage."
+        )
+    root = members[0].root
+    if {id(member.group) for member in members} != {id(group) for group in root.groups}:
+        raise ValueError(
+            f"PipelineStage {stage_index}: its module, a {type(module).__name__}, and what fully_shard has "
+            f"sharded as one model ({root.label}) are not the same, so that its steps would not be theirs. "
+            "Call fully_shard on the module of each stage itself, and on no module around several stages."
+        )
+    microbatches = root.features.find(Microbatches)
+    if microbatches is None:
+        microbatches = Microbatches(root)
+        root.features.add(microbatches)
+    return microbatches
+
+
+def _parameters_of_no_group(module: nn.Module) -> list[nn.Parameter]:
+    sharded = {id(p.sharded) for m in sharded_members(module) for p in m.group.shards.params}
+    return [param for param in module.parameters() if id(param) not in sharded]

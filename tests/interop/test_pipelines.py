@@ -1,0 +1,194 @@
+"""Pipelines of sharded stages: in every schedule of torch's, the gradients of one process, reduced once a step."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import WorkerError, World
+from pipelines import (
+    Pipeline,
+    Stage,
+    Trained,
+    batch_of,
+    mean_of_squares,
+    pipelined,
+    plain,
+    schedule_of,
+)
+from torch import nn
+from torch.distributed import pipelining
+
+from shardwise import fully_shard
+from shardwise.interop import PipelineStage, follow_unshard_actions
+
+WHOLE = ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B"]  # each backward in one piece
+SPLIT = ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+GROUPS = 3  # of a stage
+
+
+def assert_trains_alike(got: list[Trained], want: Trained) -> None:
+    names = {name for rank in got for name in rank.gradients[0]}
+    assert names == want.gradients[0].keys()
+    for rank in got:
+        for mine, expected in zip(rank.gradients, want.gradients, strict=True):
+            for name, gradient in mine.items():
+                torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12, msg=name)
+
+
+def assert_reduces_once(pipeline: Pipeline, got: list[Trained]) -> None:
+    """One reduction a group and step, and no question to the other ranks whether shards have changed."""
+    for rank in got:
+        assert rank.events["reduce"] == GROUPS * len(pipeline.indices(0))
+        assert not rank.collectives["allreduce_"]
+
+
+@pytest.mark.parametrize("schedule", [*WHOLE, *SPLIT])
+def test_each_schedule_gets_the_gradients_of_one_process_and_communicates_once(
+    world4: World, schedule: str
+) -> None:
+    pipeline = Pipeline(schedule)
+    got = world4.run(pipelined, pipeline)
+    assert_trains_alike(got, plain(pipeline))
+    assert_reduces_once(pipeline, got)
+    for rank in got:
+        assert rank.events["unshard"] == rank.events["reduce"]
+
+
+# The actions of a step of four microbatches that use parameters, on the two pipeline ranks. The first stage computes
+# both halves of a backward where it would compute the second.
+USES = [("1F1B", [8, 8]), ("InterleavedZeroBubble", [8 + 12, 12 + 12])]
+
+
+@pytest.mark.parametrize(("schedule", "uses"), USES)
+def test_groups_that_are_resharded_after_forward_are_unsharded_for_each_half_of_a_backward(
+    world4: World, schedule: str, uses: list[int]
+) -> None:
+    pipeline = Pipeline(schedule, reshard=True)
+    got = world4.run(pipelined, pipeline)
+    assert_trains_alike(got, plain(pipeline))
+    assert_reduces_once(pipeline, got)
+    for pipe, rank in zip([0, 0, 1, 1], got, strict=True):
+        assert rank.events["unshard"] == rank.events["free"] == GROUPS * uses[pipe]
+
+
+@pytest.mark.parametrize(("schedule", "syncs"), [("1F1B", True), ("ZBVZeroBubble", False)])
+def test_gradients_of_several_steps_add_up(world4: World, schedule: str, syncs: bool) -> None:
+    pipeline = Pipeline(schedule, accumulate=2, syncs=syncs)
+    got = world4.run(pipelined, pipeline)
+    assert_trains_alike(got, plain(pipeline))
+    assert_reduces_once(pipeline, got)
+
+
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble"])
+def test_stages_are_sharded_and_replicated(world4: World, schedule: str) -> None:
+    names, data = ("pipe", "replicate", "shard"), ("replicate", "shard")
+    pipeline = Pipeline(schedule, (1, 2, 2), names, data, microbatches=2)
+    got = world4.run(pipelined, pipeline)
+    assert_trains_alike(got, plain(pipeline))
+    for rank in got:
+        assert rank.events["reduce"] == rank.events["unshard"] == 2 * GROUPS
+
+
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble"])
+def test_microbatches_may_be_uneven_where_nothing_is_sent(world2: World, schedule: str) -> None:
+    """torch's stages receive into buffers of the first microbatch's shape, so only where all are on one rank."""
+    pipeline = Pipeline(schedule, (1, 2), microbatches=3, mean=False)
+    got = world2.run(pipelined, pipeline)
+    assert_trains_alike(got, plain(pipeline))
+
+
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble"])
+def test_a_schedule_unshards_stages_ahead(world4: World, schedule: str) -> None:
+    pipeline = Pipeline(schedule, follows=True)
+    got = world4.run(pipelined, pipeline)
+    assert_trains_alike(got, plain(pipeline))
+    assert_reduces_once(pipeline, got)
+    for rank in got:
+        assert rank.events["unshard"] == rank.events["reduce"]
+
+
+@pytest.mark.parametrize("reshard", [True, None])
+@pytest.mark.parametrize("what", [{"freezes": True}, {"checkpoints": True}], ids=str)
+def test_split_backwards_follow_frozen_parameters_and_checkpoints(
+    world2: World, what: dict[str, bool], reshard: bool | None
+) -> None:
+    pipeline = Pipeline("InterleavedZeroBubble", (1, 2), reshard=reshard, microbatches=2, **what)
+    assert_trains_alike(world2.run(pipelined, pipeline), plain(pipeline))
+
+
+def test_a_rank_alone_trains_alike(world1: World) -> None:
+    pipeline = Pipeline("ZBVZeroBubble", (1, 1), accumulate=2, syncs=False)
+    assert_trains_alike(world1.run(pipelined, pipeline), plain(pipeline))
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def test_a_split_backward_without_our_stage_is_refused(world2: World) -> None:
+    pipeline = Pipeline("InterleavedZeroBubble", (1, 2), kind=pipelining.PipelineStage)
+    with pytest.raises(WorkerError, match=r"shardwise\.interop\.PipelineStage, which takes the"):
+        world2.run(pipelined, pipeline)
+
+
+def test_whole_backwards_without_our_stage_go_on(world2: World) -> None:
+    pipeline = Pipeline("Interleaved1F1B", (1, 2), kind=pipelining.PipelineStage)
+    assert_trains_alike(world2.run(pipelined, pipeline), plain(pipeline))
+
+
+def gradients_of_inputs_alone() -> bool:
+    model = fully_shard(Stage().double())
+    x, _ = batch_of(0)
+    x.requires_grad_()
+    loss = model(x).sum()
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    loss.backward()
+    return bool((first == x.grad).all()) and all(p.grad is not None for p in model.parameters())
+
+
+def test_gradients_of_inputs_alone_are_no_business_of_pipelines(world1: World) -> None:
+    assert world1.run(gradients_of_inputs_alone) == [True]
+
+
+def refused(what: str) -> str:
+    pipeline = Pipeline("1F1B", (1, 1))
+    module = Stage().double()
+    if what != "nothing sharded":
+        fully_shard(module)
+    if what == "a part":
+        fully_shard(nn.Sequential(module, nn.Linear(8, 8).double()))
+    schedule = schedule_of(pipeline, [module], [0], None)
+    x, target = batch_of(0)
+    try:
+        if what == "no actions":
+            follow_unshard_actions(schedule)
+        schedule.step(x, target=target)
+        if what == "microbatches":
+            module.set_requires_gradient_sync(False)
+            for microbatches in (4, 2):
+                schedule_of(replace(pipeline, microbatches=microbatches), [module], [0], None).step(
+                    x, target=target
+                )
+        if what == "not ended":
+            stage = PipelineStage(module, 0, 1, torch.device("cpu"))
+            stage.perform_reduce_grad = lambda factor: None
+            schedule = pipelining.ScheduleGPipe(stage, 2, loss_fn=mean_of_squares)
+            schedule.step(x, target=target)
+            schedule.step(x, target=target)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+REFUSALS = {
+    "nothing sharded": "PipelineStage 0: nothing in its module, a Stage, is sharded. Call fully_shard on the",
+    "a part": "are not the same, so that its steps would not be theirs. Call fully_shard on the module of each stage",
+    "no actions": "a Schedule1F1B has one stage a rank, which it neither unshards nor reshards. Leave the call out.",
+    "microbatches": "were divided by 4 microbatches, those of this step are to be divided by 2, and they are one sum",
+    "not ended": "the last step of microbatches was not ended, so its gradients are neither reduced nor divided.",
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_refusals_say_what_to_do(world1: World, what: str) -> None:
+    (message,) = world1.run(refused, what)
+    assert REFUSALS[what] in message
