@@ -131,13 +131,18 @@ class Spread:
 
     ranks: int
     kind: str = "rows"
+    is_tied: bool = False  # a matrix across blocks, and the embedding with the head
 
     def __str__(self) -> str:
-        return f"{self.kind}_{self.ranks}"
+        return f"{'tied_' if self.is_tied else ''}{self.kind}_{self.ranks}"
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
         model = Model().double()
+        if self.is_tied:
+            first, second = model.blocks
+            second.up.weight = first.up.weight  # type: ignore[union-attr]
+            model.head.weight = model.embed.weight
         if self.kind == "plain":
             return model
         options: dict[str, Any] = {"mesh": device_mesh((self.ranks,), ("shard",))}
@@ -166,6 +171,7 @@ SPREADS = [
     *(Spread(1), Spread(2), Spread(3), Spread(4)),
     *(Spread(3, "columns"), Spread(4, "hybrid"), Spread(2, "offload"), Spread(2, "replicated")),
     *(Spread(2, "plain"), Spread(3, "expert_rows"), Spread(4, "tp"), Spread(2, "tp")),
+    *(Spread(2, is_tied=True), Spread(4, "hybrid", is_tied=True), Spread(2, "plain", is_tied=True)),
 ]
 
 
@@ -192,10 +198,10 @@ def world_of(spread: Spread, request: pytest.FixtureRequest) -> World:
     return request.getfixturevalue(f"world{spread.ranks}")
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("spread", SPREADS, ids=str)
 def test_twenty_steps_are_those_of_whole_matrices(spread: Spread, request: pytest.FixtureRequest) -> None:
-    model = Spread(1, "plain").model()
+    model = Spread(1, "plain", spread.is_tied).model()
     want = train_steps(model, PlainMuon(model.named_parameters(), 0.02, fused), range(20))
     for got in world_of(spread, request).run(sharded_steps, spread, 20):
         assert_same([got], want, 1e-10)
