@@ -40,4 +40,9 @@ def test_no_rank_sends_less_than_a_quarter_of_the_limit_in_a_collective_of_its_o
 def test_of_too_many_the_largest_are_direct() -> None:
     experts = [2 * MIB] * 6 + [4 * MIB] * 3
     assert choose_direct(experts, 8, LIMIT, 5) == [True] * 2 + [False] * 4 + [True] * 3
+    assert choose_direct(experts, 8, LIMIT, 8) == [True] * 5 + [False] + [True] * 3
     assert choose_direct(experts, 8, LIMIT, 9) == [True] * 9
+
+
+def test_a_chunk_of_the_limit_is_direct() -> None:
+    assert choose_direct([LIMIT, LIMIT - 1], 8, LIMIT, 64) == [True, False]
