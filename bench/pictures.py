@@ -4,6 +4,7 @@
     step_time.svg   step time on one machine against the floor, a group of bars for each record (step_time.py)
     two_hosts.svg   step time over a thin wire against its bound, a group for each rate (two_hosts.py)
     memory.svg      peak transient memory of forward and backward, in units of a block (memory.py)
+    optimizers.svg  validation loss with each optimizer (metrics.json of runs of examples/train_gpt.py)
 
 Every `*.json` in the folder is read; what it is about, the record says itself. Several records of
 step_time.py stand side by side in the order of their names. Of other benchmarks the newest counts. A
@@ -35,6 +36,7 @@ Row = Mapping[str, Any]
 TEXT, LINE = "#7d8590", "#7d859060"  # contrast above 3.7 to white and to black
 COLORS = {PEER: "#d9772b", PEER_TUNED: "#a8862f", OURS: "#2f8fd6"}
 STYLES_OF_FLOORS = ("-", ":")
+EXAMPLE = "train_gpt"
 LABELS = {PEER: "FSDP2", PEER_TUNED: "FSDP2, tuned", OURS: "shardwise"}
 STYLE = {
     "svg.hashsalt": "shardwise",
@@ -269,23 +271,44 @@ def memory_group(phase: str, rows: Sequence[Row]) -> Group:
     return Group(f"{rows[0]['backend']}\n{rows[0]['dtype']}", bars, ratio_of(case, f"{phase}_to_peer"))
 
 
+def optimizers(records: Sequence[Record], path: Path) -> Path:
+    """A line for each run of the example."""
+    with figure_of(1, width=4.4) as (figure, (axes,)):
+        for record, color in zip(records, COLORS.values(), strict=False):
+            name = record["settings"]["optimizer"]
+            axes.plot(record["val_steps"], record["val_loss"], color=color, marker=".", label=name)
+        axes.set_xlabel("step")
+        axes.set_ylabel("validation loss, nats a byte")
+        axes.legend()
+        settings = records[0]["settings"]
+        size = f"{settings['layers']} blocks of width {settings['width']}, learning rate {settings['lr']}"
+        figure.supxlabel(f"{size}\ntorch {records[0]['versions']['torch']}", fontsize=7.5, color=TEXT)
+        return save(figure, path)
+
+
 SUBJECTS: dict[str, tuple[str, Callable[[Sequence[Record], Path], Path]]] = {
     "host_overhead": ("host_time.svg", host_time),
     "step_time": ("step_time.svg", step_time),
     "two_hosts": ("two_hosts.svg", two_hosts),
     "memory": ("memory.svg", memory),
+    EXAMPLE: ("optimizers.svg", optimizers),
 }
 
 
+def benchmark_of(record: Record) -> str:
+    """Its name; runs of the example have none."""
+    return EXAMPLE if "val_loss" in record else record.get("benchmark", "")
+
+
 def read_records(folder: Path) -> dict[str, list[Record]]:
-    """Records by benchmark: those of step_time.py by file name, others with the newest last."""
+    """Records by benchmark: of step_time.py and the example by file name, of others the newest last."""
     found: dict[str, list[Record]] = {}
     for path in sorted(folder.glob("*.json")):
         record = json.loads(path.read_text())
-        if isinstance(record, dict) and record.get("benchmark") in SUBJECTS:
-            found.setdefault(record["benchmark"], []).append(record)
+        if isinstance(record, dict) and (benchmark := benchmark_of(record)) in SUBJECTS:
+            found.setdefault(benchmark, []).append(record)
     for benchmark, records in found.items():
-        if benchmark != "step_time":
+        if benchmark not in ("step_time", EXAMPLE):
             records.sort(key=lambda record: record["date"])
     return found
 

@@ -57,6 +57,12 @@ def two_hosts_record() -> dict[str, Any]:
     return {"benchmark": "two_hosts", "options": {}, "rows": rows} | ABOUT
 
 
+def run_of_the_example(optimizer: str) -> dict[str, Any]:
+    settings = {"optimizer": optimizer, "layers": 4, "width": 128, "lr": 0.003}
+    curve = {"val_steps": [25, 50], "val_loss": [2.8, 2.6]}
+    return {"settings": settings, "versions": {"torch": "2.13.0"}, **curve}
+
+
 def test_a_ratio_is_worse_only_beyond_its_margin() -> None:
     recorded = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0}
     measured = {"a": Ratio(1.09, 0.1), "b": Ratio(1.11, 0.1), "c": Ratio(0.8, 0.1), "e": Ratio(9.0, 0.1)}
@@ -104,11 +110,12 @@ def test_recording_one_benchmark_keeps_the_others(tmp_path: Path) -> None:
 
 def test_every_subject_is_drawn_and_drawn_alike(tmp_path: Path) -> None:
     records = [step_time_record(6.0), step_time_record(5.0, processes=4, reduce_dtype="bf16")]
-    records += [memory_record(), two_hosts_record()]
+    records += [memory_record(), two_hosts_record(), run_of_the_example("adamw"), run_of_the_example("muon")]
     for index, record in enumerate(records):
         (tmp_path / f"{index}.json").write_text(json.dumps(record))
     found = pictures.read_records(tmp_path)
-    assert {name: len(found[name]) for name in found} == {"step_time": 2, "memory": 1, "two_hosts": 1}
+    counts = {"step_time": 2, "memory": 1, "two_hosts": 1, "train_gpt": 2}
+    assert {name: len(found[name]) for name in found} == counts
     for benchmark in found:
         name, subject = pictures.SUBJECTS[benchmark]
         first, again = (subject(found[benchmark], tmp_path / f"{turn} {name}").read_text() for turn in (1, 2))
