@@ -1,5 +1,6 @@
 """The programs of the README and of docs/: what stands in blocks of Python and, as sides of changes, in diffs."""
 
+import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,12 @@ class Program:
 
     def __str__(self) -> str:
         return f"{self.page} {self.index}"
+
+    @property
+    def missing(self) -> list[str]:
+        """Packages that it imports and that are not installed."""
+        imported = re.findall(r"^ *(?:import|from) (\w+)", self.code, flags=re.MULTILINE)
+        return sorted({name for name in imported if importlib.util.find_spec(name) is None})
 
     @property
     def ranks(self) -> int:
