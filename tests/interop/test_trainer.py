@@ -1,0 +1,296 @@
+"""The Trainer of transformers trains on our shards, and so does what ``from_pretrained`` shards; the peer beside it.
+
+The Trainer's Accelerate turns FSDP off on the CPU without a word, so its jobs say the type by hand.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+from launch import run_job
+from tiny_models import (
+    RANKS,
+    ROWS,
+    adamw,
+    assert_same,
+    global_batch,
+    loss_of,
+    plain_weights,
+    tiny_llama,
+    whole,
+)
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+
+import shardwise
+from shardwise.interop import installed
+
+LIBRARIES = ("ours", "peer")
+NORM = 0.5
+
+
+def named(library: str) -> Any:
+    return installed() if library == "ours" else nullcontext()
+
+
+class Rows(torch.utils.data.Dataset):
+    """The rows of all steps, in the order in which the Trainer's sampler deals them to the ranks."""
+
+    def __init__(self, steps: int) -> None:
+        self.rows = torch.cat([global_batch(step) for step in range(steps)])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+class TrainerOnCpu(Trainer):
+    """Trains with FSDP on the CPU as well."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        super().create_accelerator_and_postprocess()
+        if self.args.fsdp_plugin_args is not None:
+            from accelerate import FullyShardedDataParallelPlugin
+
+            state = self.accelerator.state
+            state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+            self.is_fsdp_enabled = True
+            assert self.accelerator.is_fsdp2
+
+    def _get_train_sampler(self, *unused: Any) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+def trainer_of(model: Any, folder: Path, steps: int, *, fsdp: bool = True, **options: Any) -> Trainer:
+    options = {"save_strategy": "no"} | options
+    config = {"fsdp": True, "fsdp_config": {"version": 2, "cpu_ram_efficient_loading": False}} if fsdp else {}
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=ROWS,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=NORM,
+        optim="adamw_torch",
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        logging_steps=1,
+        **config | options,
+    )
+    return TrainerOnCpu(
+        model=model,
+        args=arguments,
+        train_dataset=Rows(8),
+        eval_dataset=Rows(2),
+        compute_loss_func=None if "label_smoothing_factor" in options else exact_loss,
+    )
+
+
+def exact_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """The mean over the tokens of all ranks, in float64; transformers' own is computed in float32."""
+    logits, expected = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    count = len(expected) if num_items_in_batch is None else num_items_in_batch
+    return torch.nn.functional.cross_entropy(logits, expected, reduction="sum") / count
+
+
+def facts(model: Any) -> dict[str, Any]:
+    is_ours = [isinstance(each, shardwise.FSDPModule) for each in (model, *model.model.layers)]
+    return {"ours": is_ours, "weights": whole(model)}
+
+
+def training(folder: Path) -> dict[str, Any]:
+    """Three steps of two microbatches, then an evaluation, a generated text and a saved model."""
+    found = {}
+    for library in LIBRARIES:
+        with named(library):
+            trainer = trainer_of(tiny_llama(), folder, 3, gradient_accumulation_steps=2)
+            trainer.train()
+            found[library] = facts(trainer.model) | {
+                "evaluated": trainer.evaluate()["eval_loss"],
+                "norms": [each["grad_norm"] for each in trainer.state.log_history if "grad_norm" in each],
+                "generated": trainer.model.generate(
+                    global_batch(0)[:1], max_new_tokens=4, do_sample=False, pad_token_id=0
+                ),
+            }
+            trainer.save_model(str(folder / library))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trainer")
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Any:
+    return run_job(training, folder)
+
+
+def plain_model(weights: Any) -> Any:
+    model = tiny_llama()
+    model.load_state_dict(weights)
+    return model
+
+
+def test_it_trains_our_modules_as_one_process_does(trained: Any) -> None:
+    expected = plain_weights(3, 2, NORM)
+    assert (trained["ours"]["ours"], trained["peer"]["ours"]) == ([True] * 3, [False] * 3)
+    assert_same(trained["ours"]["weights"], expected)
+    assert_same(trained["peer"]["weights"], expected)
+    assert trained["ours"]["norms"] == pytest.approx(trained["peer"]["norms"], rel=1e-12)
+
+
+def test_it_evaluates_and_generates_as_one_process_does(trained: Any) -> None:
+    model = plain_model(plain_weights(3, 2, NORM))
+    losses = [loss_of(model, global_batch(step)).item() for step in range(2)]
+    assert trained["ours"]["evaluated"] == pytest.approx(sum(losses) / 2, rel=1e-6)
+    expected = model.generate(global_batch(0)[:1], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert torch.equal(trained["ours"]["generated"], expected)
+
+
+def test_the_model_it_saves_is_read_by_from_pretrained(trained: Any, folder: Path) -> None:
+    saved = LlamaForCausalLM.from_pretrained(folder / "ours", dtype=torch.float64)
+    assert_same(dict(saved.named_parameters()), trained["ours"]["weights"])
+    assert saved.config.architectures == ["LlamaForCausalLM"]
+
+
+def resuming(folder: Path) -> dict[str, Any]:
+    """Four steps with a checkpoint after two; another trainer goes on from there."""
+    found: dict[str, Any] = {}
+    for library in LIBRARIES:
+        with named(library):
+            saving = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 4}
+            trainer_of(tiny_llama(), folder / library, 4, **saving).train()
+            trainer = trainer_of(tiny_llama(), folder / library, 4)
+            trainer.train(resume_from_checkpoint=str(folder / library / "checkpoint-2"))
+            found[library] = facts(trainer.model) | {"steps": [x["step"] for x in trainer.state.log_history]}
+    return found
+
+
+def test_it_resumes(tmp_path: Path) -> None:
+    found = run_job(resuming, tmp_path)
+    for library in LIBRARIES:
+        assert 3 in found[library]["steps"]
+        assert_same(found[library]["weights"], plain_weights(4, max_norm=NORM))
+    assert found["ours"]["ours"] == [True] * 3
+
+
+def odd_ways(folder: Path) -> dict[str, Any]:
+    """Label smoothing, models that were sharded before, and ``from_pretrained`` that shards."""
+    found: dict[str, Any] = {}
+
+    def attempt(case: str, act: Callable[[], Any]) -> None:
+        try:
+            found[case] = act()
+        except Exception as error:
+            found[case] = f"{type(error).__name__}: {error}"
+
+    tiny_llama().save_pretrained(folder / "plain")
+    for library in LIBRARIES:
+        with named(library):
+            for way in (smoothed, sharded_before, read_sharded, trained_as_read_sharded, saved_sharded):
+                attempt(f"{library}, {way.__name__}", partial(way, folder / library))
+    return found
+
+
+def smoothed(folder: Path) -> dict[str, Any]:
+    trainer = trainer_of(tiny_llama(), folder, 1, label_smoothing_factor=0.1)
+    trainer.train()
+    return facts(trainer.model)
+
+
+def sharded_before(folder: Path) -> dict[str, Any]:
+    model = tiny_llama()
+    for layer in model.model.layers:
+        torch.distributed.fsdp.fully_shard(layer)
+    torch.distributed.fsdp.fully_shard(model)
+    trainer = trainer_of(model, folder, 3)
+    trainer.train()
+    return facts(trainer.model)
+
+
+def _read_sharded(folder: Path) -> Any:
+    from transformers.distributed import DistributedConfig
+
+    return LlamaForCausalLM.from_pretrained(
+        folder.parent / "plain", distributed_config=DistributedConfig(fsdp_size=RANKS), dtype=torch.float64
+    )
+
+
+def read_sharded(folder: Path) -> dict[str, Any]:
+    model = _read_sharded(folder)
+    rank = torch.distributed.get_rank()
+    optimizer = adamw(model)
+    for step in range(3):
+        loss_of(model, global_batch(step)[rank * ROWS : (rank + 1) * ROWS]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    return facts(model)
+
+
+def trained_as_read_sharded(folder: Path) -> dict[str, Any]:
+    trainer = trainer_of(_read_sharded(folder), folder, 3, fsdp=False)
+    trainer.train()
+    return facts(trainer.model)
+
+
+def saved_sharded(folder: Path) -> dict[str, Any]:
+    model = _read_sharded(folder)
+    model.save_pretrained(folder / "saved")
+    return facts(model) | {
+        "read": dict(LlamaForCausalLM.from_pretrained(folder / "saved", dtype=torch.float64).state_dict())
+    }
+
+
+@pytest.fixture(scope="module")
+def oddities(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run_job(odd_ways, tmp_path_factory.mktemp("oddities"))
+
+
+@pytest.mark.parametrize("way", [sharded_before, read_sharded, trained_as_read_sharded])
+def test_models_that_are_sharded_already_train_as_in_one_process(oddities: Any, way: Any) -> None:
+    found = oddities[f"ours, {way.__name__}"]
+    assert found["ours"] == [True] * 3
+    assert_same(found["weights"], plain_weights(3, max_norm=NORM))
+
+
+def test_a_sharded_model_is_saved_by_save_pretrained(oddities: Any) -> None:
+    assert oddities["ours, saved_sharded"]["ours"] == [True] * 3
+    assert_same(oddities["ours, saved_sharded"]["read"], tiny_llama().state_dict())
+
+
+def smoothed_in_one_process() -> Any:
+    """A step of the loss that the Trainer smooths: on labels that are shifted, as for all causal models."""
+    model = tiny_llama()
+    tokens = global_batch(0)
+    logits = model(input_ids=tokens).logits[:, :-1].flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), label_smoothing=0.1)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), NORM)
+    adamw(model).step()
+    return dict(model.named_parameters())
+
+
+def test_labels_are_shifted_where_they_are_smoothed(oddities: Any) -> None:
+    """The Trainer knows causal models by the names of their classes. The peer changes them: other weights."""
+    expected = smoothed_in_one_process()
+    for name, value in oddities["ours, smoothed"]["weights"].items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-7)
+    theirs = oddities["peer, smoothed"]["weights"]["lm_head.weight"]
+    assert not torch.allclose(theirs, expected["lm_head.weight"], rtol=1e-2)

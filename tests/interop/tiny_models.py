@@ -1,0 +1,74 @@
+"""Tiny language models of Hugging Face with random weights, batches for them, and training in one process."""
+
+import torch
+from reference import full
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+RANKS, ROWS, LENGTH, VOCABULARY = 2, 2, 6, 33
+Weights = dict[str, Tensor]
+
+
+def tiny_llama(**options: object) -> LlamaForCausalLM:
+    """The same weights at every call, in float64."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=28,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=False,
+        **options,
+    )
+    return LlamaForCausalLM(config).double()
+
+
+def global_batch(step: int) -> Tensor:
+    """The tokens of a step, of all ranks together."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(VOCABULARY, (RANKS * ROWS, LENGTH), generator=generator)
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The mean over tokens, computed here: frameworks differ in what they average."""
+    logits = model(input_ids=tokens).logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Without decay, from which frameworks exempt some weights."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+
+
+def plain_weights(steps: int, microbatches: int = 1, max_norm: float | None = None) -> Weights:
+    """What one process comes to, on the batches of all ranks."""
+    model = tiny_llama()
+    optimizer = adamw(model)
+    for step in range(steps):
+        for part in range(microbatches):
+            (loss_of(model, global_batch(step * microbatches + part)) / microbatches).backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def whole(model: nn.Module) -> Weights:
+    """The full weights of a model of either library, on every rank."""
+    return {
+        name.replace("_checkpoint_wrapped_module.", ""): full(param)
+        for name, param in model.named_parameters()
+    }
+
+
+def assert_same(found: Weights, expected: Weights) -> None:
+    """Equal but for the order of additions."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
+        )
