@@ -24,6 +24,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,13 +66,13 @@ def _checkpointed(forward: Any) -> Any:
     return lambda x: checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
 
 
-def held(strategy: str, is_checkpointed: bool, options: Any) -> dict[str, int]:
-    """What this rank holds in the third step, in bytes."""
+def held(shard: Callable[[], Any], options: Any) -> dict[str, int]:
+    """What this rank holds in the third step of what ``shard`` makes, in bytes; ``highest``: in any step."""
     batch = batch_of(dist.get_rank(), options)
     gc.collect()
     found = {}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
-        model = sharded(strategy, is_checkpointed, options)
+        model = shard()
         optimizer = torch.optim.AdamW(model.parameters())
         for index in range(STEPS):
             gc.collect()
@@ -85,6 +87,7 @@ def held(strategy: str, is_checkpointed: bool, options: Any) -> dict[str, int]:
             optimizer.zero_grad()
     log = read_log(seen, "cpu")
     peaks = {phase: log.peak(*log.marks[f"{phase} {STEPS - 1}"])[0] for phase in PHASES}
+    found["highest"] = max(log.peak(*log.marks[f"{phase} {n}"])[0] for phase in PHASES for n in range(STEPS))
     found["parameters"] = sum(local(p).nbytes for p in model.parameters())
     state = [local(v) for each in optimizer.state.values() for v in each.values()]
     found["state"] = sum(tensor.nbytes for tensor in state)
@@ -124,7 +127,7 @@ def misses(rows: list[dict[str, Any]]) -> list[str]:
 def measured_rows(options: Any) -> list[dict[str, Any]]:
     """All strategies on this rank of a running world."""
     return [
-        {"strategy": s, "is_checkpointed": c, "measured": held(s, c, options)}
+        {"strategy": s, "is_checkpointed": c, "measured": held(partial(sharded, s, c, options), options)}
         for s in options.strategies
         for c in (False, True)
     ]

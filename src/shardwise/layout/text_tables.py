@@ -14,3 +14,11 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def unit_for(num_bytes: int) -> tuple[str, int]:
+    """The unit to show amounts up to ``num_bytes`` in, and its bytes."""
+    for name, size in (("GB", 10**9), ("MB", 10**6)):
+        if num_bytes >= size:
+            return name, size
+    return "kB", 10**3

@@ -9,19 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.dry_run.arguments import call_on, memory_in_bytes
 from shardwise.dry_run.fake_model import meta_copy
 from shardwise.dry_run.memory_log import GRADIENTS, PARAMETERS, STATE
 from shardwise.dry_run.optimizers import Several, optimizer_named
 from shardwise.dry_run.step import Call, Plan, dry_run
 from shardwise.engine.members import sharded_members
-from shardwise.planning.arguments import (
-    call_on,
-    memory_in_bytes,
-    mesh_shape,
-    precision_of,
-    strategies_for,
-    world_sizes,
-)
+from shardwise.planning.arguments import mesh_shape, precision_of, strategies_for, world_sizes
 from shardwise.planning.report import Change, Estimate, StrategyEstimate
 from shardwise.policies import MixedPrecisionPolicyLike
 from shardwise.setup.validation import describe
@@ -107,11 +101,11 @@ def estimate(
         )
     if device not in ("cuda", "cpu"):
         raise ValueError(f"estimate: device is {device!r}; pass 'cuda' or 'cpu'.")
-    sizes, limit = world_sizes(world), memory_in_bytes(memory)
+    sizes, limit = world_sizes(world), None if memory is None else memory_in_bytes("estimate", memory)
     strategies = strategies_for(strategy, sizes)
     options = _Options(
         model,
-        call_on(batch, loss),
+        None if batch is None else call_on("estimate", "batch", batch, loss),
         precision_of(mp_policy),
         optimizer_named(optimizer, is_foreach=device == "cuda"),
         wrap,

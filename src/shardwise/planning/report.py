@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.dry_run.memory_log import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE, UNSHARDED
 from shardwise.dry_run.step import PHASES, Step
-from shardwise.layout.text_tables import aligned
+from shardwise.layout.text_tables import aligned, unit_for
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Estimate:
 
     def __str__(self) -> str:
         """A line for each strategy; sizes are in the unit that the first line names."""
-        unit, size = _unit(max(row.peak.num_bytes for row in self.rows))
+        unit, size = unit_for(max(row.peak.num_bytes for row in self.rows))
 
         def shown(num_bytes: int | None) -> str:
             return "-" if num_bytes is None else f"{num_bytes / size:,.2f}"
@@ -223,10 +223,3 @@ def _place(row: StrategyEstimate) -> str:
     phase = max(row.peaks, key=lambda name: row.peaks[name].num_bytes)
     where = row.peaks[phase].where
     return phase if where in PHASES else f"{phase} of {where}"
-
-
-def _unit(num_bytes: int) -> tuple[str, int]:
-    for name, size in (("GB", 10**9), ("MB", 10**6)):
-        if num_bytes >= size:
-            return name, size
-    return "kB", 10**3

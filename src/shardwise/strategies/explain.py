@@ -16,6 +16,7 @@ from shardwise.layout.fqns import names_in
 from shardwise.layout.mesh import ShardMesh
 from shardwise.layout.text_tables import aligned
 from shardwise.setup.validation import class_name, describe
+from shardwise.strategies.choice import remembered
 from shardwise.strategies.module_trees import range_of_names
 from shardwise.torch_compat import nn_modules
 
@@ -39,7 +40,11 @@ def explain(model: nn.Module) -> str:
     MB are 10^6 bytes of buffers, padding included. The text is the same on every rank, but for tensor
     parallelism of uneven sizes. Settings are shown as they are now.
 
-    After a trace (:func:`shardwise.trace`) a second table shows what it saw on this rank: how often each
+    After ``shard_model(model, strategy="auto")`` a second table shows what it tried, and why it chose what it
+    did: for each strategy the peak of memory in a step on a rank and where it is, the bytes that it exposes
+    and sends in a step, and whether it fits.
+
+    After a trace (:func:`shardwise.trace`) another table shows what it saw on this rank: how often each
     group was unsharded and reduced, what it sent, how long the computation waited, and the share of its
     transfers that no computation covered.
 
@@ -71,7 +76,9 @@ def explain(model: nn.Module) -> str:
     header, *groups, total = lines
     rule = "-" * max(map(len, lines))
     lines = [header, rule, *groups, rule, total, *_not_managed(model, rows, megabytes)]
-    return "\n".join([*lines, *_traced(rows)])
+    choice = remembered(model)
+    chosen = [] if choice is None else ["", *choice.table()]
+    return "\n".join([*lines, *chosen, *_traced(rows)])
 
 
 # --- which groups, in which order -----------------------------------------------------------------

@@ -44,7 +44,7 @@ STRATEGIES = {
 
 def strategy_named(name: Any, where: str = "") -> StrategySettings:
     """The strategy with this name."""
-    known = ", ".join(STRATEGIES)
+    known = ", ".join(STRATEGIES if where else [*STRATEGIES, "auto"])
     if not isinstance(name, str):
         raise TypeError(f"shard_model: strategy{where} is {describe(name)}; pass a name: {known}.")
     if name not in STRATEGIES:
@@ -105,19 +105,29 @@ def _own_mesh(strategy: StrategySettings) -> DeviceMesh:
 
 
 def _ranks_per_host(strategy: StrategySettings, kind: str, world: int) -> int:
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    per_host = int(told) if told.isdecimal() else 0
-    # All ranks must find the same: they meet here, so that none waits for another in the mesh.
-    sizes = torch.tensor([per_host, -per_host], device=kind)
-    dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
-    most, least = sizes[0].item(), -sizes[1].item()
-    if most == least and per_host and world % per_host == 0:
+    per_host, found = ranks_per_host(kind, world)
+    if per_host is not None:
         return per_host
-    found = f"LOCAL_WORLD_SIZE is '{told}'" if told else "LOCAL_WORLD_SIZE is not set"
-    if most != least:
-        found = f"LOCAL_WORLD_SIZE is between {least} and {most} on the ranks"
     raise ValueError(
         f"shard_model: strategy '{strategy.name}' shards over the ranks of a host and replicates over hosts, "
         f"but {found}, with {world} ranks in all, so they cannot be arranged. torchrun sets it; or pass "
         'mesh=init_device_mesh(device_type, (hosts, ranks_per_host), mesh_dim_names=("replicate", "shard")).'
     )
+
+
+def ranks_per_host(kind: str, world: int) -> tuple[int | None, str]:
+    """By what torchrun sets, how many of ``world`` ranks a host has; None if that is unknown, and why.
+
+    Collective.
+    """
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    per_host = int(told) if told.isdecimal() else 0
+    # All ranks must find the same: they meet here, so that none waits for another in the mesh.
+    sizes = torch.tensor([per_host, -per_host], device=kind)
+    dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
+    most, least = int(sizes[0].item()), -int(sizes[1].item())
+    if most != least:
+        return None, f"LOCAL_WORLD_SIZE is between {least} and {most} on the ranks"
+    if per_host and world % per_host == 0:
+        return per_host, ""
+    return None, f"LOCAL_WORLD_SIZE is '{told}'" if told else "LOCAL_WORLD_SIZE is not set"

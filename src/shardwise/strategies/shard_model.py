@@ -10,17 +10,19 @@ A strategy is a mesh and two settings of ``fully_shard``; what it is applied to,
     hybrid         sharded               replicated    while a block runs
     hybrid_zero2   sharded               replicated    from forward to the end of backward
 
+``"auto"`` names none of these: auto.py chooses one.
+
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020
 (https://arxiv.org/abs/1910.02054).
 """
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
-from typing import Any, cast
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Literal, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -28,7 +30,7 @@ from shardwise.engine.members import sharded_members
 from shardwise.fsdp_module.identity import is_sharded
 from shardwise.fsdp_module.sharded_module import ShardedModule
 from shardwise.fully_shard import fully_shard
-from shardwise.layout.fqns import clean, names_in, uncompiled
+from shardwise.layout.fqns import clean, names_in
 from shardwise.layout.mesh import resolve_mesh
 from shardwise.layout.precision import PrecisionRule
 from shardwise.policies import (
@@ -45,30 +47,26 @@ from shardwise.setup.validation import (
     check_flags,
     check_ignored,
     check_modules,
-    check_offload,
-    check_precision,
-    check_reshard,
     class_name,
     describe,
 )
-from shardwise.strategies.meshes import Strategy, StrategySettings, mesh_arguments, strategy_named
+from shardwise.strategies.auto import AutoOptions, WrapNamed, choose
+from shardwise.strategies.choice import remember
+from shardwise.strategies.meshes import Strategy
+from shardwise.strategies.overrides import Overrides, StrategyPlan
 from shardwise.strategies.wrap_policies import Wrap, as_policy
 from shardwise.strategies.wrapping import chosen, merge_neighbours
 from shardwise.torch_compat import nn_modules
-
-_OVERRIDABLE = (
-    *("strategy", "mesh", "dp_mesh_dims", "mp_policy", "offload_policy", "comm_policy"),
-    *("reshard_after_forward", "shard_placement_fn"),
-)
-
-_Override = Strategy | Mapping[str, Any]
-Overrides = Mapping[str | type[nn.Module], _Override]
 
 
 def shard_model(
     model: nn.Module,
     *,
-    strategy: Strategy = "zero3",
+    strategy: Strategy | Literal["auto"] = "zero3",
+    memory: int | str | None = None,
+    sample: Any = None,
+    optimizer: Any = None,
+    loss: Callable[[Any], Tensor] | None = None,
     wrap: Wrap | None = None,
     mesh: DeviceMesh | None = None,
     dp_mesh_dims: DataParallelMeshDimsLike | None = None,
@@ -104,9 +102,25 @@ def shard_model(
     whole under every strategy, and reduced once a step; ``zero1`` is made for that: its microbatches share
     one all-gather as well.
 
+    ``auto`` chooses, of what fits in ``memory``, what exposes the fewest bytes: ``ddp``, ``zero2``, ``zero3``
+    with as many of the last blocks kept unsharded from forward to backward as fit, and the hybrid ones where
+    the ranks have a mesh for them. Exposed are the bytes that a rank sends in a step of one backward or, of
+    the hybrid ones, what its host sends to others: computation covers some of them, and how many depends on
+    the machines, so that all count. Of equals what sends less within hosts is chosen, then what holds less.
+    As :func:`shardwise.estimate`, it runs steps on fake tensors, a few seconds for a candidate, on all ranks
+    alike. A tenth of ``memory`` stays free for what these do not count. :func:`explain` shows the choice and
+    what was tried; the logger "shardwise.strategies.auto" tells it at level INFO.
+
     Args:
         model: not sharded itself. Modules inside it that are sharded already are left as they are.
-        strategy: one of the above.
+        strategy: one of the above, or ``"auto"``.
+        memory: for ``"auto"``, which needs it: what a rank has, in bytes or as ``"80GB"``.
+        sample: for ``"auto"``, which needs it: what forward takes on a rank, as ``batch`` of
+            :func:`shardwise.estimate`. Only shapes and dtypes are read, which are the same on all ranks; pass
+            the largest.
+        optimizer: for ``"auto"``: by a name or a function, as of :func:`shardwise.estimate`. None: AdamW.
+        loss: for ``"auto"``: makes a scalar of what forward returns. None: what is called ``loss`` there, or
+            a sum.
         wrap: which modules become groups, to be unsharded for their own forward and backward. A module class
             or a set of them, a predicate ``(module)`` or ``(name, module)``, FSDP1's recursive
             ``(module, recurse, nonwrapped_numel)``, or a policy object
@@ -136,9 +150,11 @@ def shard_model(
         ``model`` itself.
 
     Raises:
-        ValueError: an unknown strategy, a mesh that does not fit it, a policy or an override that matches
-            nothing, and what :func:`fully_shard` refuses.
+        ValueError: an unknown strategy, a mesh that does not fit it, nothing that fits in ``memory``, a
+            policy or an override that matches nothing, and what :func:`fully_shard` refuses.
         TypeError: an argument is of the wrong kind.
+        NotImplementedError: ``"auto"`` and a parameter that is a DTensor or of another class than plain
+            tensors.
 
     Warns:
         UserWarning: the root's own group keeps more than half of the parameters: they are unsharded at once.
@@ -157,6 +173,20 @@ def shard_model(
     taken = {p for m in model.modules() if PLACE in m.__dict__ for p in m.parameters(recurse=False)}
     ids = {id(param) for param in ignored | taken}
     blocks = _blocks_of(model, wrap, ids, left_alone)
+    auto = AutoOptions(memory, sample, optimizer, loss)
+    choice = None
+    changes: Overrides | None = overrides
+    if strategy == "auto":
+        _refuse_beside_auto(
+            overrides=overrides, offload_policy=offload_policy, shard_placement_fn=shard_placement_fn
+        )
+        same_for_copies = {"bucket_cap_mb": bucket_cap_mb, "mp_policy": mp_policy, "comm_policy": comm_policy}
+        shard = partial(_shard_copy, model, blocks, ignored, same_for_copies)
+        dtype = getattr(mp_policy, "param_dtype", None)
+        choice = choose(model, auto, mesh, dp_mesh_dims, dtype, shard)
+        strategy, changes = cast(Strategy, choice.trial.strategy), choice.overrides
+    else:
+        auto.refuse_any(strategy)
     options: dict[str, Any] = {
         "strategy": strategy,
         "mesh": mesh,
@@ -166,7 +196,7 @@ def shard_model(
         "shard_placement_fn": shard_placement_fn,
         "comm_policy": comm_policy,
     }
-    plan = _StrategyPlan(options, overrides, model, blocks)
+    plan = StrategyPlan(options, changes, model, blocks)
     own = _own_modules(model, blocks)
     _rehearse(model, own, plan, ids)
     _warn_of_large_root(model, own, {id(param) for param in ignored})
@@ -186,7 +216,43 @@ def shard_model(
         )
         if not kind.reshard_after_backward:
             sharded_members(modules[0])[0].group.configure(reshard_after_backward=False)
+    if choice is not None:
+        remember(model, choice)
     return cast(ShardedModule, model)
+
+
+def _refuse_beside_auto(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f'shard_model: {name} does not go with strategy="auto", which chooses for all groups alike, '
+                "with shards on the device and on dim 0. Leave it out, or name a strategy."
+            )
+
+
+def _shard_copy(
+    model: nn.Module,
+    blocks: list[nn.Module],
+    ignored: set[nn.Parameter],
+    options: dict[str, Any],
+    copy: nn.Module,
+    mesh: DeviceMesh,
+    strategy: str,
+    overrides: Overrides,
+) -> None:
+    """Shard ``copy`` as ``model`` would be, for a dry run."""
+    names = names_in(model)
+    params = zip(model.parameters(), copy.parameters(), strict=True)
+    shard_model(
+        copy,
+        strategy=cast(Strategy, strategy),
+        wrap=WrapNamed({names[block] for block in blocks}) if blocks else None,
+        mesh=mesh,
+        overrides=overrides,
+        ignored_params={own for param, own in params if param in ignored},
+        check_equal_weights=False,
+        **options,
+    )
 
 
 def _check_ignored_modules(modules: Iterable[nn.Module] | None) -> set[nn.Module]:
@@ -226,107 +292,6 @@ def _blocks_of(model: nn.Module, wrap: Any, ignored: set[int], left_alone: set[n
     return blocks
 
 
-class _StrategyPlan:
-    """For each module that becomes a group: its strategy, and the arguments of its ``fully_shard``.
-
-    Everything is resolved and checked here, before the first module is touched.
-    """
-
-    def __init__(
-        self, options: dict[str, Any], overrides: Overrides | None, model: nn.Module, blocks: list[nn.Module]
-    ) -> None:
-        self._meshes: dict[tuple[Any, ...], dict[str, Any]] = {}
-        self._keys: dict[nn.Module, tuple[Any, ...]] = {}
-        self._resolved: dict[tuple[Any, ...], tuple[StrategySettings, dict[str, Any]]] = {}
-        names = names_in(model)
-        changes = _matched(overrides, [*blocks, model], names)
-        for module in [*blocks, model]:
-            asked = {**options, **changes.get(module, {})}
-            key = tuple(value if isinstance(value, str) else id(value) for value in asked.values())
-            key = (*asked, *key)
-            self._keys[module] = key
-            if key not in self._resolved:
-                self._resolved[key] = self._resolve(asked)
-
-    def __getitem__(self, module: nn.Module) -> tuple[StrategySettings, dict[str, Any]]:
-        return self._resolved[self._keys[module]]
-
-    def key(self, module: nn.Module) -> Any:
-        """Equal for modules that are to be treated alike."""
-        return self._keys[module]
-
-    def _resolve(self, asked: dict[str, Any]) -> tuple[StrategySettings, dict[str, Any]]:
-        strategy = strategy_named(asked.pop("strategy"))
-        mesh, dims = asked.pop("mesh"), asked.pop("dp_mesh_dims")
-        key = (strategy.roles, id(mesh), id(dims))
-        if key not in self._meshes:
-            self._meshes[key] = mesh_arguments(strategy, mesh, dims)
-        arguments = {"reshard_after_forward": strategy.reshard_after_forward, **asked, **self._meshes[key]}
-        check_precision(arguments["mp_policy"])
-        check_offload(arguments["offload_policy"])
-        resolved = resolve_mesh(arguments["mesh"], arguments.get("dp_mesh_dims"))
-        check_reshard(arguments["reshard_after_forward"], resolved)
-        return strategy, arguments
-
-
-def _matched(
-    overrides: Overrides | None, candidates: list[nn.Module], names: dict[nn.Module, str]
-) -> dict[nn.Module, dict[str, Any]]:
-    """The changes of ``overrides`` for each module that becomes a group."""
-    if overrides is not None and not isinstance(overrides, Mapping):
-        raise TypeError(
-            f"shard_model: overrides is {describe(overrides)}; pass a dict from module names or classes to a "
-            "strategy or a dict of arguments."
-        )
-    changes: dict[nn.Module, dict[str, Any]] = {}
-    for key, change in (overrides or {}).items():
-        change = _check_change(key, change)
-        found = [module for module in candidates if _matches(key, module, names[module])]
-        if not found:
-            *blocks, root = candidates
-            shown = "".join(f"'{names[module]}', " for module in blocks[:4])
-            more = f"{len(blocks) - 4} more, " if len(blocks) > 4 else ""
-            raise ValueError(
-                f"shard_model: the override for {_key_text(key)} matches no module that becomes a group. "
-                f"Those are {shown}{more}and {class_name(root)} itself (''). Have wrap= choose the "
-                "module, or name one of these."
-            )
-        for module in found:
-            changes[module] = {**changes.get(module, {}), **change}
-    return changes
-
-
-def _matches(key: Any, module: nn.Module, name: str) -> bool:
-    return fnmatchcase(name, key) if isinstance(key, str) else isinstance(uncompiled(module), key)
-
-
-def _check_change(key: Any, change: Any) -> dict[str, Any]:
-    if not isinstance(key, str) and not (isinstance(key, type) and issubclass(key, nn.Module)):
-        raise TypeError(
-            f"shard_model: overrides has {describe(key)} for a key; pass module names, patterns or classes."
-        )
-    if isinstance(change, str):
-        change = {"strategy": change}
-    if not isinstance(change, Mapping):
-        raise TypeError(
-            f"shard_model: the override for {_key_text(key)} is {describe(change)}; pass the name of a "
-            "strategy or a dict of arguments."
-        )
-    for name in change:
-        if name not in _OVERRIDABLE:
-            raise ValueError(
-                f"shard_model: the override for {_key_text(key)} sets '{name}'. What can be set for a single "
-                f"group is {', '.join(_OVERRIDABLE)}."
-            )
-    if "strategy" in change:
-        strategy_named(change["strategy"], f", in the override for {_key_text(key)}")
-    return dict(change)
-
-
-def _key_text(key: Any) -> str:
-    return f"'{key}'" if isinstance(key, str) else key.__name__
-
-
 def _cap_in_bytes(megabytes: Any) -> int:
     if isinstance(megabytes, bool) or not isinstance(megabytes, (int, float)):
         raise TypeError(f"shard_model: bucket_cap_mb is {describe(megabytes)}; pass a number of megabytes.")
@@ -360,7 +325,7 @@ def _own_modules(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, l
 
 
 def _rehearse(
-    model: nn.Module, own: dict[nn.Module, list[nn.Module]], plan: _StrategyPlan, ignored: set[int]
+    model: nn.Module, own: dict[nn.Module, list[nn.Module]], plan: StrategyPlan, ignored: set[int]
 ) -> None:
     """Raise what ``fully_shard`` would raise for any group, before the first is sharded."""
     names = names_below([model])
@@ -383,7 +348,7 @@ def _check_tie(
     found_at: list[tuple[nn.Module, str]],
     names: dict[nn.Module, str],
     own: dict[nn.Module, list[nn.Module]],
-    plan: _StrategyPlan,
+    plan: StrategyPlan,
 ) -> None:
     """A tied parameter moves to the lowest group around its places, if all of them share a mesh."""
     around = [m for m in own if all(f"{fqn}.".startswith(f"{names[m]}.".lstrip(".")) for _, fqn in found_at)]

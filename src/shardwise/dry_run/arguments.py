@@ -1,0 +1,103 @@
+"""What a caller writes for an amount of memory and for a batch: read and checked."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.dry_run.step import Call, fakes_of
+from shardwise.torch_compat import pytree
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "int64": torch.int64,
+    "int32": torch.int32,
+}
+
+
+def memory_in_bytes(caller: str, memory: Any) -> int:
+    """An amount of memory: a number of bytes, or a text such as "80GB" (80 * 10^9) or "80GiB" (80 * 2^30).
+
+    ``caller``: the public function that was called, for messages.
+    """
+    if isinstance(memory, bool) or not isinstance(memory, (int, str)):
+        raise TypeError(
+            f'{caller}: memory is a {type(memory).__name__}; pass a number of bytes or a text such as "80GB".'
+        )
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(memory))
+    num_bytes = int(float(found[1]) * _UNITS.get(found[2].lower(), 0)) if found else 0
+    if num_bytes == 0:
+        raise ValueError(
+            f"{caller}: memory '{memory}' is no amount of memory. Pass a number above 0 and a unit: 80GB is "
+            "80 * 10^9 bytes, 80GiB is 80 * 2^30."
+        )
+    return num_bytes
+
+
+def call_on(caller: str, name: str, batch: Any, loss: Callable[[Any], Tensor] | None) -> Callable[[], Call]:
+    """How to run a model's forward on fake tensors like ``batch``, the argument ``name`` of ``caller``."""
+    sample = _from_text(f"{caller}: {name}", batch) if isinstance(batch, str) else batch
+
+    def make() -> Call:
+        fakes = fakes_of(sample)
+
+        def call(model: nn.Module) -> Tensor:
+            try:
+                if isinstance(fakes, Mapping):
+                    output = model(**fakes)
+                else:
+                    output = model(*(fakes if isinstance(fakes, (tuple, list)) else (fakes,)))
+                return loss_of(output) if loss is None else loss(output)
+            except Exception as error:
+                raise ValueError(
+                    f"{caller}: the {type(model).__mro__[1].__name__} does not take the {name} of "
+                    f"{shapes_of(sample)}. Its forward, run on tensors without contents, raised "
+                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                ) from error
+
+        return call
+
+    return make
+
+
+def loss_of(output: Any) -> Tensor:
+    """What is called ``loss`` in an output, a scalar, or the sum of all that has a gradient."""
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(named, Tensor):
+        return named
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    losses = [tensor.sum() for tensor in tensors if tensor.requires_grad]
+    if not losses:
+        raise ValueError("none of its outputs has a gradient")
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+
+def _from_text(what: str, text: str) -> tuple[Tensor, ...]:
+    """Tensors from their shapes: "8x4096" is one of int64; "8x4096:bf16,8" are two."""
+    made = []
+    for each in text.split(","):
+        shape, _, dtype = each.strip().partition(":")
+        sizes = shape.lower().split("x")
+        if not all(size.isdecimal() and int(size) > 0 for size in sizes) or (dtype and dtype not in _DTYPES):
+            raise ValueError(
+                f"{what} '{text}' is not understood. Pass the shape of each input, separated by "
+                f"commas, such as 8x4096 (int64) or 8x3x224x224:bf16; dtypes are {', '.join(_DTYPES)}."
+            )
+        made.append(torch.empty([int(s) for s in sizes], dtype=_DTYPES[dtype or "int64"], device="meta"))
+    return tuple(made)
+
+
+def shapes_of(sample: Any) -> str:
+    """The dtypes and shapes of a batch, for people."""
+    tensors = [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor)]
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in tensors) or "nothing"

@@ -1,0 +1,262 @@
+"""``strategy="auto"``: what exposes the fewest bytes, of what fits in the memory of a rank.
+
+A step of each candidate runs on fake tensors (``dry_run``), on a copy of the model, as one rank of its mesh:
+
+    ddp, zero2, hybrid_zero2   all parameters are unsharded at once
+    zero3, hybrid              where those do not fit, with as many of the last groups kept until backward as
+                               do fit
+
+zero1 is no candidate: in a step of one backward it sends what zero2 does, and holds more. The last groups are
+those that are kept since backward frees them first: while it runs, gradients take their place.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.dry_run.arguments import call_on, memory_in_bytes, shapes_of
+from shardwise.dry_run.fake_model import meta_copy
+from shardwise.dry_run.optimizers import Several, optimizer_named
+from shardwise.dry_run.step import Call, Plan, dry_run
+from shardwise.engine.members import sharded_members
+from shardwise.layout.fqns import names_in
+from shardwise.layout.mesh import ShardMesh, resolve_mesh
+from shardwise.ranks.agreement import run_on_all_ranks
+from shardwise.strategies.choice import Choice, Trial, message_that_nothing_fits, overrides_for
+from shardwise.strategies.meshes import STRATEGIES, ranks_per_host
+from shardwise.strategies.overrides import Overrides
+
+_log = logging.getLogger(__name__)
+
+Shard = Callable[[nn.Module, DeviceMesh, str, Overrides], Any]
+"""Shards a copy of the model over a mesh by the strategy of this name, with these overrides."""
+
+
+@dataclass(frozen=True)
+class AutoOptions:
+    """Arguments of ``shard_model`` that are for this strategy alone."""
+
+    memory: Any
+    sample: Any
+    optimizer: Any
+    loss: Callable[[Any], Tensor] | None
+
+    def refuse_any(self, strategy: Any) -> None:
+        """Raise if one is given though ``strategy`` is not "auto"."""
+        given = [name for name, value in vars(self).items() if value is not None]
+        if given:
+            raise ValueError(
+                f"shard_model: {' and '.join(given)} {'is' if len(given) == 1 else 'are'} for "
+                f'strategy="auto", and strategy is {strategy!r}, for which nothing is to be chosen. Leave '
+                f'{"it" if len(given) == 1 else "them"} out, or pass strategy="auto".'
+            )
+
+    @property
+    def assumptions(self) -> str:
+        """What the figures are for, in words."""
+        optimizer = self.optimizer or "adamw"
+        named = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "the one given")
+        sample = self.sample if isinstance(self.sample, str) else shapes_of(self.sample)
+        return f"optimizer {named}, a batch of {sample} on each rank"
+
+
+def choose(
+    model: nn.Module, options: AutoOptions, mesh: DeviceMesh | None, dims: Any, param_dtype: Any, shard: Shard
+) -> Choice:
+    """The choice for ``model``, the same on all ranks. Collective.
+
+    Args:
+        model: to be sharded; stays as it is.
+        options: what the caller named.
+        mesh: as of ``shard_model``, like ``dims``.
+        dims: names of the dimensions to use.
+        param_dtype: the dtype of computation; None: the parameters' own.
+        shard: shards a copy.
+
+    Raises:
+        ValueError: nothing fits, or what the caller named is no size or no batch; on all ranks.
+        TypeError: it is of the wrong kind.
+    """
+    resolved = resolve_mesh(mesh, dims)
+    axes, device = resolved.axes(), resolved.device
+    same = {"memory": options.memory, 'what strategy="auto" assumes': options.assumptions}
+    run_on_all_ranks(axes, device, lambda: _check(model, options), caller="shard_model", same=same)
+    shapes = _shapes(resolved, mesh, dims)
+    choice = run_on_all_ranks(
+        axes,
+        device,
+        lambda: Search(model, options, shapes, param_dtype, device.type == "cpu", shard).run(),
+    )
+    # A difference would have them make different meshes, and wait for each other for ever.
+    same = {'the choice of strategy="auto"': str(choice.trial)}
+    run_on_all_ranks(axes, device, lambda: None, caller="shard_model", same=same)
+    _log.info("shard_model: %s", "\n".join(choice.table()))
+    return choice
+
+
+def _check(model: nn.Module, options: AutoOptions) -> None:
+    for name, example in (
+        ("memory", 'memory="80GB", what a rank has'),
+        ("sample", "sample=batch, what forward takes on a rank"),
+    ):
+        if getattr(options, name) is None:
+            raise ValueError(
+                f'shard_model: strategy="auto" chooses what fits in memory, and {name} is missing. Pass '
+                f"{example}."
+            )
+    memory_in_bytes("shard_model", options.memory)
+    if sharded_members(model):
+        raise ValueError(
+            'shard_model: strategy="auto" chooses for a whole model, and modules inside this one are sharded '
+            "already. Name a strategy for the rest."
+        )
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ValueError(
+            'shard_model: strategy="auto" looks at a training step, and no parameter of the model requires a '
+            "gradient. Name a strategy."
+        )
+
+
+def _shapes(resolved: ShardMesh, mesh: DeviceMesh | None, dims: Any) -> dict[str, dict[str, int]]:
+    """The sizes of the mesh dimensions of each strategy that the ranks can have. Collective."""
+    sizes = {"replicate": resolved.replicate_axis.world, "shard": resolved.shard_axis.world}
+    if dims is not None:  # roles are named
+        return {
+            name: {role: sizes[role] for role in each.roles}
+            for name, each in STRATEGIES.items()
+            if each.roles == resolved.roles
+        }
+    world = resolved.num_ranks
+    if mesh is None:
+        per_host, _ = ranks_per_host(resolved.device.type, dist.get_world_size())
+        arrangements: list[tuple[int, ...]] = [(world,)]
+        if per_host is not None and 1 < per_host < world:
+            arrangements.append((world // per_host, per_host))
+    else:
+        arrangements = [tuple(mesh.shape)]
+    return {
+        name: dict(zip(each.roles, arrangement, strict=True))
+        for arrangement in arrangements
+        for name, each in STRATEGIES.items()
+        if len(each.roles) == len(arrangement)
+    }
+
+
+class Search:
+    """Runs candidates, as one rank, and compares them.
+
+    Args:
+        model: stays as it is.
+        options: what the caller named.
+        shapes: for each strategy that is possible, the sizes of its mesh dimensions by their names.
+        param_dtype: the dtype of computation; None: the parameters' own.
+        on_host: communication is gloo's.
+        shard: shards a copy.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: AutoOptions,
+        shapes: dict[str, dict[str, int]],
+        param_dtype: Any,
+        on_host: bool,
+        shard: Shard,
+    ) -> None:
+        self._model, self._options, self._shapes, self._shard = model, options, shapes, shard
+        self._on_host = on_host
+        self._usable = memory_in_bytes("shard_model", options.memory) * 9 // 10
+        self._call: Callable[[], Call] = call_on("shard_model", "sample", options.sample, options.loss)
+        self._optimizer: Callable[[list[nn.Parameter]], Several] = optimizer_named(
+            options.optimizer or "adamw", is_foreach=not on_host
+        )
+        self._whole = sum(
+            param.numel() * min(param.itemsize, getattr(param_dtype, "itemsize", param.itemsize))
+            for param in model.parameters()
+        )
+
+    def run(self) -> Choice:
+        """The choice."""
+        trials = list(self._trials())
+        fitting = [trial for trial in trials if self._fits(trial)]
+        if not fitting:
+            raise ValueError(
+                message_that_nothing_fits(
+                    trials, self._options.memory, self._usable, self._options.assumptions
+                )
+            )
+        memory = memory_in_bytes("shard_model", self._options.memory)
+        return Choice(_best(fitting), tuple(trials), memory, self._usable, self._options.assumptions)
+
+    def _fits(self, trial: Trial) -> bool:
+        return trial.num_bytes <= self._usable
+
+    def _trials(self) -> Iterator[Trial]:
+        for whole, resharding in (("ddp", None), ("zero2", "zero3"), ("hybrid_zero2", "hybrid")):
+            if whole not in self._shapes:
+                continue
+            # At the end of forward all parameters are unsharded: no need to run what cannot fit.
+            trial = Trial(whole, (), self._whole) if self._whole > self._usable else self._try(whole)
+            yield trial
+            if resharding is not None and not self._fits(trial):
+                yield from self._with_kept_groups(resharding)
+
+    def _with_kept_groups(self, strategy: str) -> Iterator[Trial]:
+        """The strategy as it is, and with the most of its last groups kept that fit."""
+        plain = best = self._try(strategy)
+        yield plain
+        if not self._fits(plain):
+            return
+        groups = plain.order
+        fits, too_many = 0, len(groups)  # all of them would be what did not fit before
+        spare, of_group = self._usable - plain.num_bytes, max(1, self._whole // max(1, len(groups)))
+        guesses = iter(
+            [1 + spare // of_group, 2 + spare // of_group]
+        )  # of equal groups, the last is kept anyhow
+        while too_many - fits > 1:
+            count = next(guesses, 0)
+            if not fits < count < too_many:
+                count = (fits + too_many) // 2
+            trial = self._try(strategy, groups[-count:])
+            if self._fits(trial):
+                fits, best = count, trial
+            else:
+                too_many = count
+        if best.exposed < plain.exposed or best.sent < plain.sent:
+            yield best
+
+    def _try(self, strategy: str, kept: tuple[tuple[str, ...], ...] = ()) -> Trial:
+        shape = self._shapes[strategy]
+        overrides = overrides_for(kept)
+
+        def shard(copy: nn.Module, mesh: DeviceMesh) -> None:
+            self._shard(copy, mesh, strategy, overrides)
+
+        plan = Plan(shape, shard, self._optimizer, self._call, on_host=self._on_host)
+        return Trial.of(strategy, kept, shape, dry_run(meta_copy(self._model), plan))
+
+
+def _best(trials: Sequence[Trial]) -> Trial:
+    """What exposes least; of equals, but for padding, what sends least, and of those what holds least."""
+    for figure in (attrgetter("exposed"), attrgetter("sent")):
+        least = min(map(figure, trials))
+        trials = [trial for trial in trials if figure(trial) <= 1.01 * least]
+    return min(trials, key=lambda trial: trial.num_bytes)
+
+
+class WrapNamed:
+    """The modules of these names."""
+
+    def __init__(self, names: Set[str]) -> None:
+        self._names = names
+
+    def choose(self, model: nn.Module, ignored: Set[int] = frozenset()) -> list[nn.Module]:
+        """Those of ``model``; of a module and its wrappers, the innermost."""
+        found = {name: module for module, name in names_in(model).items() if name in self._names}
+        return list(found.values())
