@@ -65,6 +65,10 @@ def where_main_thread_is() -> str:
     """The innermost line of the caller's program that the main thread runs, for a report to people.
 
     What is installed is left out, and so are this library and Python's own. Empty if nothing else runs.
+
+    Frames are walked here because what a rank does that others wait for is not the library's doing (it
+    evaluates, reads data, is at a prompt), and nothing else knows. Only the text of a report depends on it,
+    and it happens only while one is written, after a wait of many seconds.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
