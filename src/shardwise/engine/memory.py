@@ -43,8 +43,8 @@ class Memory:
         self.led: frozenset[ParameterGroup] = frozenset()
         self.accumulates = False
         """Whether nothing has run since a backward without synchronisation."""
-        self._hears_of_steps = False
         self._stepped: set[ParameterGroup] = set()  # since they were unsharded
+        tell_of_steps(self)
 
     # --- reasons ----------------------------------------------------------------------------------
 
@@ -111,9 +111,6 @@ class Memory:
         kept = [group for group in groups if group.unsharded.state is UNSHARDED]
         if not kept:
             return
-        if not self._hears_of_steps:
-            self._hears_of_steps = True
-            tell_of_steps(self)
         for group in [group for group in kept if group in self._stepped]:
             self.release(group)
             kept.remove(group)
@@ -130,6 +127,8 @@ class Memory:
         All of them, because the ranks have to agree, and an optimizer may leave out shards that are empty on
         its rank.
         """
+        if not self._reasons:
+            return
         trainable = [group for group in self._reasons if group.gradients.are_wanted]
         own = {id(bucket) for group in trainable for bucket in group.buckets}
         if any(id(bucket) in own for bucket in buckets):
