@@ -5,11 +5,18 @@ import importlib
 import io
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 
 from shardwise import __version__
 from shardwise.commands import COMMANDS, RankError, UsageError
+
+USAGE = 2
+"""The exit status where what was typed cannot work."""
+
+LEAD_S = 10.0
+"""So long others wait for rank 0 to tell why no rank can go on: torchrun ends all when the first one ends."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -20,14 +27,24 @@ def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     prints = os.environ.get("RANK", "0") == "0"
     with nullcontext() if prints else redirect_stdout(io.StringIO()):
+        status = _status(words, prints)
+    if status == USAGE and not prints:
+        time.sleep(LEAD_S)
+    return status
+
+
+def _status(words: Sequence[str], prints: bool) -> int:
+    try:
         with nullcontext() if prints else redirect_stderr(io.StringIO()):
             chosen, run, arguments = _parsed(words)
-        try:
-            return int(run(arguments))
-        except UsageError as error:
-            if prints or isinstance(error, RankError):
-                print(f"python -m shardwise {chosen}: {error}", file=sys.stderr)
-            return 2
+    except SystemExit as end:  # argparse has told why, or has shown the help
+        return int(end.code or 0)
+    try:
+        return int(run(arguments))
+    except UsageError as error:
+        if prints or isinstance(error, RankError):
+            print(f"python -m shardwise {chosen}: {error}", file=sys.stderr)
+        return USAGE
 
 
 def _parsed(words: Sequence[str]) -> tuple[str, Callable[[argparse.Namespace], int], argparse.Namespace]:
