@@ -501,6 +501,15 @@ shard_model: chose no module besides the model itself, as nothing in it is repea
     )
 
 
+def test_other_ranks_do_not_repeat_what_the_first_logs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.strategies.wrap_policies.own_rank", lambda: 1)
+    with caplog.at_level(logging.INFO, logger="shardwise"):
+        choice(None, LanguageModel(depth=4))
+    assert caplog.messages == []
+
+
 # --- from the argument to a policy ----------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from shardwise.ranks.model_ranks import own_rank
 from shardwise.strategies.module_trees import (
     Ask,
     choose_each,
@@ -210,8 +211,8 @@ class WrapRepeated:
 
     Blocks are modules of which two or more of the same class, with parameters, are children of the same
     ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential``; the outermost such. Nothing inside a block is
-    chosen. A module that stands in several places counts once. The choice is logged, at level INFO, by the
-    logger "shardwise".
+    chosen. A module that stands in several places counts once. Rank 0 logs the choice, at level INFO, by the
+    logger "shardwise"; the others log it at level DEBUG.
 
     Example::
 
@@ -226,7 +227,7 @@ class WrapRepeated:
             f"{len(run)} x {cls.__name__} ({range_of_names([names[m] for m in run])})" for cls, run in runs
         ]
         what = ", ".join(shown) or "no module besides the model itself, as nothing in it is repeated"
-        _log.info("shard_model: chose %s", what)
+        _log.log(logging.DEBUG if own_rank() else logging.INFO, "shard_model: chose %s", what)
         wanted = {module for _, run in runs for module in run}
         return [module for module in names if module in wanted]
 

@@ -108,8 +108,9 @@ def trace(model: nn.Module, *, on_all_ranks: bool = True) -> Iterator[Trace]:
         with shardwise.trace(model) as trace:
             model(x).sum().backward()
             optimizer.step()
-        print(trace)
         trace.save(f"traces/rank{torch.distributed.get_rank()}.json")
+        if torch.distributed.get_rank() == 0:
+            print(trace)
     """
     axes: Sequence[Axis] = axes_of_model(model) if on_all_ranks and isinstance(model, nn.Module) else ()
     device = device_of_model(model) if axes else torch.device("cpu")
