@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +26,9 @@ from shardwise.ranks.failures import relay_of_job
 
 SOON_S = 16 * failures.INTERVAL_S
 """Two seconds are promised on a machine that does nothing else; the timeout is one minute."""
+
+LOOKS_EVERY_S = failures.INTERVAL_S / 5
+"""How often ranks look here. What they conclude depends on how often they have looked, not on time."""
 
 
 class Faulty(nn.Module):
@@ -104,6 +108,18 @@ def killed() -> None:
     step(model)
 
 
+def ended() -> tuple[str, float]:
+    """Rank 1 comes to the end of its program by an exception, as the interpreter tells that."""
+    model = built()
+    step(model)
+    if dist.get_rank() != 1:
+        return told(lambda: step(model), 1, "ended")
+    sys.last_value = ValueError("batch 7 has no labels")
+    relay_of_job().at_exit()
+    store().wait(["ended/0", "ended/2"])
+    return "", 0.0
+
+
 def raising_late_and_slow() -> tuple[list[str], int]:
     """All ranks raise alike and go on: rank 1 after rank 0 has been waiting for it for long, twice."""
     model = built()
@@ -151,17 +167,22 @@ def forked() -> tuple[str, float]:
     return told(lambda: model(torch.ones(2, 4), dist.get_rank() % 2), -1, "forked")
 
 
+def looking_often(act: Callable[[], Any]) -> Any:
+    failures.INTERVAL_S = LOOKS_EVERY_S  # the thread that looks starts later, and so does nothing else
+    return act()
+
+
 @pytest.fixture
-def fresh(world3: World) -> Iterator[World]:
-    """Ranks whose process group nothing has happened to, and that nobody uses afterwards."""
+def fresh(world3: World) -> Iterator[Callable[[Callable[[], Any]], list[Any]]]:
+    """Runs a function on ranks whose process group nothing has happened to, and that nobody uses afterwards."""
     world3.close()
-    yield world3
+    yield partial(world3.run, looking_often)
     world3.close()
 
 
 @pytest.mark.parametrize("act", [in_forward, in_backward])
-def test_f42_the_first_error_is_raised_on_all_ranks(fresh: World, act: Callable[..., Any]) -> None:
-    (first, after), (own, _), (third, _) = fresh.run(act)
+def test_f42_the_first_error_is_raised_on_all_ranks(fresh: Any, act: Callable[..., Any]) -> None:
+    (first, after), (own, _), (third, _) = fresh(act)
     assert own == "ValueError: batch 7 has no labels"
     where = act.__name__.removeprefix("in_")
     told_of = f"because rank 1 has failed in the {where} of 'Faulty': ValueError: batch 7 has no labels"
@@ -170,20 +191,26 @@ def test_f42_the_first_error_is_raised_on_all_ranks(fresh: World, act: Callable[
     assert after < SOON_S
 
 
-def test_a_rank_that_is_killed_is_named(fresh: World) -> None:
+def test_what_ends_a_program_is_told_to_the_others(fresh: Any) -> None:
+    for text, after in fresh(ended)[::2]:
+        assert "because rank 1 has failed in its program: ValueError: batch 7 has no labels" in text
+        assert after < SOON_S
+
+
+def test_a_rank_that_is_killed_is_named(fresh: Any) -> None:
     with pytest.raises(WorkerError) as caught:
-        fresh.run(killed)
+        fresh(killed)
     assert "blocks.2: its all-gather failed, because rank 1 has ended; see its log" in str(caught.value)
 
 
-def test_a_rank_is_waited_for_that_raises_later_or_is_slow(fresh: World) -> None:
-    for texts, active in fresh.run(raising_late_and_slow):
+def test_a_rank_is_waited_for_that_raises_later_or_is_slow(fresh: Any) -> None:
+    for texts, active in fresh(raising_late_and_slow):
         assert texts == ["batch 7 has no labels"]
         assert active == []
 
 
-def test_ranks_that_wait_for_each_other_are_told_before_the_timeout(fresh: World) -> None:
-    for text, after in fresh.run(forked):
+def test_ranks_that_wait_for_each_other_are_told_before_the_timeout(fresh: Any) -> None:
+    for text, after in fresh(forked):
         assert (
             "rank 0 waited for the all-gather of 'blocks.0'; rank 1 waited for the all-gather of 'blocks.1'; "
             "rank 2 waited for the all-gather of 'blocks.0'" in text
@@ -208,16 +235,16 @@ for step in range(3):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("failing", "expected"),
     [
         (1, "because rank 1 has failed in its program: ValueError: batch 7 has no labels"),
-        # It holds the store, which ends with it sooner or later than it is asked what was raised.
-        pytest.param(0, "rank 0 ", marks=pytest.mark.slow),
+        (0, "rank 0 "),  # it holds the store, which ends with it sooner or later than it is asked
     ],
 )
-def test_what_ends_a_program_is_told_to_the_others(failing: int, expected: str) -> None:
+def test_what_ends_a_process_is_told_to_the_others(failing: int, expected: str) -> None:
     port = free_port()
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     ranks = [
