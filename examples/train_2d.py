@@ -179,24 +179,23 @@ def parallelize(model: GPT, settings: argparse.Namespace) -> None:
     apply_sharding(model, mesh, settings)
 
 
-def apply_tensor_parallelism(model: GPT, mesh: DeviceMesh) -> None:
+def apply_tensor_parallelism(model: nn.Module, mesh: DeviceMesh) -> None:
     """Divide matrices by heads and features, and what flows between the layers by positions.
 
     Every parameter takes part, also those of norms, which are the same on all ranks: so all are
     DTensors on one mesh, as the norm of all gradients requires.
     """
     by_position = Shard(1)  # of (batch, length, width)
-    parallelize_module(
-        model,
-        mesh,
-        {
-            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=by_position),
-            # Positions have no batch dimension: the result is (length, width).
-            "position": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
-            "norm": SequenceParallel(),
-            "head": ColwiseParallel(input_layouts=by_position, output_layouts=Replicate()),
-        },
-    )
+    around_blocks = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=by_position),
+        # Positions have no batch dimension: the result is (length, width).
+        "position": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=by_position, output_layouts=Replicate()),
+    }
+    # A stage of train_3d.py has some of them.
+    here = {name: style for name, style in around_blocks.items() if hasattr(model, name)}
+    parallelize_module(model, mesh, here)
     for block in model.blocks:
         parallelize_module(
             block,

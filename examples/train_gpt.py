@@ -148,7 +148,7 @@ def shard_by_hand(model: GPT, settings: argparse.Namespace) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def build_optimizer(model: GPT, settings: argparse.Namespace) -> torch.optim.Optimizer:
+def build_optimizer(model: torch.nn.Module, settings: argparse.Namespace) -> torch.optim.Optimizer:
     """Make AdamW, or Muon, over the sharded parameters: its state is sharded because they are.
 
     It has to come after sharding, which replaces the parameters by DTensors.

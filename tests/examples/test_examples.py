@@ -60,7 +60,7 @@ def train(name: str, arguments: list[str], parallel: bool) -> Curve:
         settings = module.parse_settings([*SIZES, *arguments])
         model = module.build_model(settings).double()
         if parallel:
-            module.parallelize(model, settings)
+            model = module.parallelize(model, settings) or model
         generator = torch.Generator().manual_seed(0)
         texts = torch.randint(256, (2, 4000), generator=generator, dtype=torch.uint8)
         corpus = module.Corpus(*texts, num_files=0)
@@ -89,6 +89,39 @@ def test_an_example_trains_what_one_process_trains(
     for got in world.run(train, name, arguments, parallel=True):
         assert got[0] == pytest.approx(training, rel=0, abs=1e-10)
         assert got[1] == pytest.approx(validation, rel=0, abs=1e-10)
+
+
+PIPELINES = [
+    pytest.param(4, ["--pipe=2", "--tp=2"], id="3d-4-pipeline-and-tensor-parallel"),
+    pytest.param(4, ["--pipe=2", "--tp=1", "--schedule=1F1B"], id="3d-4-sharded", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("world", "arguments"), PIPELINES, indirect=["world"])
+def test_the_pipeline_trains_what_one_process_trains(
+    world1: World, world: World, arguments: list[str]
+) -> None:
+    ((training, validation),) = world1.run(train, "train_2d", ["--layers=4"], parallel=False)
+    for got in world.run(train, "train_3d", ["--layers=4", "--microbatches=2", *arguments], parallel=True):
+        assert got[0] == pytest.approx(training, rel=0, abs=1e-10)
+        assert got[1] == pytest.approx(validation, rel=0, abs=1e-10)
+
+
+@pytest.mark.slow
+def test_the_pipeline_runs_on_eight_processes_from_its_command_line() -> None:
+    """Two pipeline places, two shards and two tensor parallel ranks print what one process prints."""
+    sizes = [*SIZES, "--layers=4", "--microbatches=4"]
+    printed = []
+    for processes in (1, 8):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [*torchrun, "--nproc-per-node", str(processes), str(EXAMPLES / "train_3d.py"), *sizes]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=500)
+        assert run.returncode == 0, run.stderr
+        lines = [line.split() for line in run.stdout.splitlines() if line.startswith("step ")]
+        printed.append([(float(line[3]), float(line[6])) for line in lines])
+        assert len(lines) == 2
+    for one, eight in zip(*printed, strict=True):
+        assert eight == pytest.approx(one, abs=1e-5)
 
 
 GPT = [*SIZES, "--width=64", "--checkpoint-every=2"]

@@ -121,6 +121,14 @@ def test_a_rank_alone_trains_alike(world1: World) -> None:
     assert_trains_alike(world1.run(pipelined, pipeline), plain(pipeline))
 
 
+def test_evaluation_between_steps_of_accumulation_changes_no_gradient(world1: World) -> None:
+    """Also where stages that follow each other are on one rank, for which torch's own stages fail."""
+    pipeline = Pipeline("InterleavedZeroBubble", (1, 1), accumulate=2, evaluates=True)
+    got, want = world1.run(pipelined, pipeline), plain(pipeline)
+    assert_trains_alike(got, want)
+    assert [sum(losses) / len(losses) for losses in got[0].evaluations] == pytest.approx(want.losses)
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 

@@ -86,6 +86,7 @@ class Pipeline:
     kind: type = PipelineStage
     freezes: bool = False  # one matrix and one bias of each stage
     checkpoints: bool = False
+    evaluates: bool = False  # after each step
 
     def __str__(self) -> str:
         return self.schedule
@@ -109,6 +110,7 @@ class Trained:
 
     gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    evaluations: list[list[float]] = field(default_factory=list)
     events: Counter[str] = field(default_factory=Counter)
     collectives: Counter[str] = field(default_factory=Counter)
 
@@ -175,6 +177,10 @@ def pipelined(pipeline: Pipeline) -> Trained:
         with CountCollectives(trained.collectives):
             schedule.step(*([x] if rank == 0 else []), target=target, losses=losses)
         trained.losses.append(sum(loss.item() for loss in losses))
+        if pipeline.evaluates:
+            with torch.no_grad():
+                schedule.eval(*([x] if rank == 0 else []), target=target, losses=losses)
+            trained.evaluations.append([loss.item() for loss in losses])
         if is_last:
             params = zip(indices, modules, strict=True)
             trained.gradients.append(

@@ -64,6 +64,17 @@ class PipelineStage(pipelining.PipelineStage):
         if self.has_backward:
             self._microbatches.reduce(grad_scale_factor)
 
+    # torch's schedules ask for gradients of the next stage on the same rank even in eval(), and fail (2.13).
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """Gradients for the stage before, on the same rank; none in evaluation."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Take gradients from the stage behind, on the same rank; none in evaluation."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
     # Under install(), torch 2.15 takes the module for one of its own and asks for the reduction in two calls.
 
     def start_gradient_reduction(self) -> None:
