@@ -12,7 +12,9 @@ class Docstrings(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Called for each object, once it is loaded."""
         if obj.docstring is not None:
-            obj.docstring.value = as_markdown(obj.docstring.value)
+            text = obj.docstring.value
+            # What a module lists next, its page shows.
+            obj.docstring.value = as_markdown(text.split("\n\n")[0] if obj.is_module else text)
 
 
 def as_markdown(text: str) -> str:
