@@ -77,7 +77,8 @@ class FlatOptimizer(Optimizer):
             parameter, or is a number. A closure is called before it.
 
     Raises:
-        TypeError: ``optimizer`` is no ``torch.optim.Optimizer``, or one already.
+        TypeError: ``optimizer`` is no ``torch.optim.Optimizer``, or one already; or its class cannot be
+            extended: another class, such as ``ABC``, stands before the optimizer among its bases.
         ValueError: it is not elementwise, or not known to be; it is ``differentiable``; its ``step`` was
             wrapped before, as a learning rate scheduler does: make schedulers afterwards.
 
@@ -111,7 +112,14 @@ class FlatOptimizer(Optimizer):
         _check(optimizer, elementwise)
         flat: Any = cls
         kind: Any = type(optimizer)
-        optimizer.__class__ = _flat_class(flat, kind)
+        try:
+            optimizer.__class__ = _flat_class(flat, kind)
+        except TypeError as error:
+            raise TypeError(
+                f"FlatOptimizer: {kind.__module__}.{kind.__qualname__} cannot be extended ({error}): another "
+                "class than Optimizer, such as ABC, stands first among its bases. Use it without "
+                "FlatOptimizer."
+            ) from error
         assert isinstance(optimizer, FlatOptimizer)
         return optimizer
 
