@@ -129,7 +129,7 @@ def measured_rows(options: Any) -> list[dict[str, Any]]:
     return [
         {"strategy": s, "is_checkpointed": c, "measured": held(partial(sharded, s, c, options), options)}
         for s in options.strategies
-        for c in (False, True)
+        for c in options.checkpointing
     ]
 
 
@@ -214,6 +214,7 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
     parser.add_argument("--only", choices=("strategies", "claim"))
     options = parser.parse_args()
+    options.checkpointing = (False, True)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself otherwise
     rows: list[dict[str, Any]] = []
     if options.only != "claim":

@@ -1,6 +1,7 @@
 """Estimates against what training on gloo holds, as bench/estimate.py measures it."""
 
 import argparse
+from itertools import product
 
 import estimate as bench
 import pytest
@@ -24,21 +25,33 @@ def assert_within_bounds(world: World, ranks: int, **options: object) -> None:
     assert not bench.misses(rows)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
-def test_a_small_model(world2: World, strategy: str) -> None:
-    assert_within_bounds(world2, 2, strategies=[strategy], **SMALL)
+def cases(*strategies: str) -> pytest.MarkDecorator:
+    """Each with and without activation checkpointing; not all run always: the rest is made of the same parts."""
+    always = {("ddp", False), ("zero1", True), ("zero3", False), ("hybrid_zero2", True)}
+    return pytest.mark.parametrize(
+        ("strategy", "checkpointing"),
+        [
+            pytest.param(*case, marks=() if case in always else pytest.mark.slow)
+            for case in product(strategies, (False, True))
+        ],
+    )
 
 
-@pytest.mark.parametrize("strategy", ["hybrid", "hybrid_zero2"])
-def test_a_small_model_on_two_hosts(world4: World, strategy: str) -> None:
-    assert_within_bounds(world4, 4, strategies=[strategy], **SMALL)
+@cases("ddp", "zero1", "zero2", "zero3")
+def test_a_small_model(world2: World, strategy: str, checkpointing: bool) -> None:
+    assert_within_bounds(world2, 2, strategies=[strategy], checkpointing=[checkpointing], **SMALL)
+
+
+@cases("hybrid", "hybrid_zero2")
+def test_a_small_model_on_two_hosts(world4: World, strategy: str, checkpointing: bool) -> None:
+    assert_within_bounds(world4, 4, strategies=[strategy], checkpointing=[checkpointing], **SMALL)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("size", SIZES)
 def test_larger_models(world4: World, strategy: str, size: str) -> None:
-    assert_within_bounds(world4, 4, strategies=[strategy], **SIZES[size])
+    assert_within_bounds(world4, 4, strategies=[strategy], checkpointing=[False, True], **SIZES[size])
 
 
 @pytest.mark.slow
