@@ -83,8 +83,11 @@ class Stream:
 class GenericStream:
     """What ``torch.Stream`` is to events of the device: it takes them, and anything else, and does not wait."""
 
-    def __init__(self, device: torch.device, priority: int = 0) -> None:
+    def __init__(self, device: torch.device | None = None, priority: int = 0) -> None:
         self.name = "a generic stream"
+
+    def is_capturing(self) -> bool:
+        return False
 
     def __enter__(self) -> None: ...
 

@@ -374,8 +374,9 @@ def test_one_rank_may_trace_one_block_alone(world2: World) -> None:
 
 
 def on_streams() -> tuple[Recording, list[str]]:
+    mesh = init_device_mesh("cpu", (2,))  # by default that of the accelerator, which there seems to be
     with streams_on_the_host() as device:
-        recording = recorded()
+        recording = recorded(mesh=mesh)
         return recording, device.log
 
 

@@ -33,7 +33,7 @@ def own_device(wanted: str | None) -> torch.device:
     Raises:
         CannotGoOn: there is none of this type or number.
     """
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     there = "cpu" if accelerator is None else accelerator.type
     kind = wanted or there
     if kind == "cpu":
