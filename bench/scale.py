@@ -48,6 +48,8 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardwise.torch_compat.c10d import PythonGroup
+
 MODELS = {
     "175b": {"layers": 96, "width": 12288, "heads": 96},
     "1t": {"layers": 128, "width": 25600, "heads": 160},
@@ -73,41 +75,24 @@ COLUMNS = {
 }
 
 
-class Silent(dist.ProcessGroup):
+class Silent(PythonGroup):
     """Many ranks that are not there: collectives end at once and write nothing.
 
     torch's own fake process group copies the shard into each rank's place of what is gathered.
     """
 
-    def __init__(self, rank: int, world: int) -> None:
-        super().__init__(rank, world)
-        self._name = ""
-
-    def getBackendName(self) -> str:
-        return "silent_fake"
-
-    def setGroupName(self, name: str) -> None:
-        self._name = name
-
-    def getGroupName(self) -> str:
-        return self._name
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
     def _nothing(self, *_: Any) -> FakeWork:
         return FakeWork()
 
-    allgather = allgather_into_tensor_coalesced = reduce_scatter = reduce_scatter_tensor_coalesced = _nothing
-    all_gather_single = _allgather_base = reduce_scatter_single = _reduce_scatter_base = _nothing
-    allreduce = allreduce_coalesced = alltoall_base = barrier = broadcast = send = recv = _nothing
+    allgather = all_gather_single = all_gather_single_coalesced = _nothing
+    reduce_scatter = reduce_scatter_single = reduce_scatter_single_coalesced = _nothing
+    allreduce = allreduce_coalesced = all_to_all_single = barrier = broadcast = send = recv = _nothing
 
 
 def make_world(world: int) -> DeviceMesh:
     """Make this process rank 0 of so many."""
     dist.Backend.register_backend(
-        "silent_fake", lambda _s, rank, size, _t: Silent(rank, size), devices=["cpu"]
+        "silent_fake", lambda _s, rank, size, _t: Silent(rank, size, "silent_fake"), devices=["cpu"]
     )
     dist.init_process_group("silent_fake", store=dist.HashStore(), rank=0, world_size=world)
     return init_device_mesh("cpu", (world,))

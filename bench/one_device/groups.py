@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from one_device.lanes import Lanes
+from shardwise.torch_compat.c10d import PythonGroup
 
 CLONES, THREADS = "fake_clones", "fake_threads"
 """Names of the back ends. Where a name contains "fake", the library does not ask other ranks for their plans,
@@ -118,29 +119,12 @@ class Message:
     ready: Any  # an event, or None on the host
 
 
-class OneDeviceGroup(dist.ProcessGroup):
+class OneDeviceGroup(PythonGroup):
     """A process group of ranks on one device. ``backend`` and ``name``: of the back end, and its own."""
 
     def __init__(self, rank: int, size: int, backend: str, name: str, meeting: Any, lanes: Lanes) -> None:
-        super().__init__(rank, size)
-        self._rank, self._size, self._backend, self._name = rank, size, backend, name
+        super().__init__(rank, size, backend, name)
         self._meeting, self._lanes = meeting, lanes
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    def getGroupName(self) -> str:
-        return self._name
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def getBackendName(self) -> str:
-        return self._backend
 
     def _exchange(self, what: str, sent: Sent, fill: Fill) -> Done:
         with torch.no_grad(), record_function(IN_GROUP):
@@ -270,13 +254,6 @@ class OneDeviceGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Done:
         return self._exchange("barrier", [], lambda everyone: None)
-
-    # Names before torch 2.13.
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _allgather_base = all_gather_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    alltoall_base = all_to_all_single
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

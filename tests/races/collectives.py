@@ -20,6 +20,7 @@ from races.clocks import Lane, Reached
 from races.device import DEVICE_TYPE, DeviceTensor, OrderedDevice, on_device, on_host, unseen
 from races.memory import UNWRITTEN, Memory
 from races.reports import Line, calling_lines
+from shardwise.torch_compat.c10d import PythonGroup
 
 BACKEND = "fake"
 Write = Callable[[], None]
@@ -116,14 +117,13 @@ class SimulatedWork(dist.Work):
         return not self._writes
 
 
-class SimulatedGroup(dist.ProcessGroup):
+class SimulatedGroup(PythonGroup):
     """The process group of one rank of the simulation."""
 
     def __init__(self, rank: int, world: int, network: Network) -> None:
-        super().__init__(rank, world)
-        self._rank, self._world, self._network = rank, world, network
+        super().__init__(rank, world, BACKEND)
+        self._world, self._network = world, network
         self._lane = Lane("a process group")
-        self._group_name = ""
 
     def _launch(
         self, kind: str, is_async: bool, outputs: Sequence[Tensor], inputs: Sequence[Tensor], results: Any
@@ -156,12 +156,12 @@ class SimulatedGroup(dist.ProcessGroup):
                 target.view(-1).view(torch.uint8).fill_(UNWRITTEN)
         return SimulatedWork(network, device.clocks.snapshot(lane), [write])
 
-    # --- as torch calls them, by old and new names ---------------------------------------------------
+    # --- as torch calls them -------------------------------------------------------------------------
 
-    def _allgather_base(self, output: Tensor, source: Tensor, options: Any = None) -> SimulatedWork:
-        return self.allgather_into_tensor_coalesced([output], [source], options)
+    def all_gather_single(self, output: Tensor, source: Tensor, options: Any = None) -> SimulatedWork:
+        return self.all_gather_single_coalesced([output], [source], options)
 
-    def allgather_into_tensor_coalesced(
+    def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None
     ) -> SimulatedWork:
         def results(given: list[Tensor]) -> list[Tensor]:
@@ -169,10 +169,10 @@ class SimulatedGroup(dist.ProcessGroup):
 
         return self._launch("all_gather", _is_async(options), outputs, inputs, results)
 
-    def _reduce_scatter_base(self, output: Tensor, source: Tensor, options: Any = None) -> SimulatedWork:
-        return self.reduce_scatter_tensor_coalesced([output], [source], options)
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, options: Any = None) -> SimulatedWork:
+        return self.reduce_scatter_single_coalesced([output], [source], options)
 
-    def reduce_scatter_tensor_coalesced(
+    def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None
     ) -> SimulatedWork:
         factor = _factor(options, self._world)
@@ -181,11 +181,6 @@ class SimulatedGroup(dist.ProcessGroup):
             return [source.reshape(self._world, -1)[self._rank] * factor for source in given]
 
         return self._launch("reduce_scatter", _is_async(options), outputs, inputs, results)
-
-    all_gather_single = _allgather_base
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
-    reduce_scatter_single = _reduce_scatter_base
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], options: Any = None
@@ -218,7 +213,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
         return self._launch("scatter", _is_async(options), outputs, inputs[0] if inputs else [], results)
 
-    def alltoall_base(
+    def all_to_all_single(
         self, output: Tensor, source: Tensor, received: Any, sent: Any, options: Any = None
     ) -> SimulatedWork:
         assert not received
@@ -230,25 +225,10 @@ class SimulatedGroup(dist.ProcessGroup):
 
         return self._launch("all_to_all", _is_async(options), [output], [source], results)
 
-    all_to_all_single = alltoall_base
-
     def barrier(self, options: Any = None) -> SimulatedWork:
         return SimulatedWork(self._network, {}, ())
 
     # --- what torch asks a process group --------------------------------------------------------------
-
-    def size(self) -> int:
-        return self._world
-
-    def getBackendName(self) -> str:
-        return BACKEND
-
-    @property
-    def group_name(self) -> str:
-        return self._group_name
-
-    def _set_group_name(self, name: str) -> None:
-        self._group_name = name
 
     def _get_backend(self, device: Any) -> Any:
         return SimpleNamespace(

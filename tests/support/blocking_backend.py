@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.torch_compat.c10d import PythonGroup
+
 NAME = "only_blocks"
 GIVEN_UP = f"{NAME}/given up"
 """A key of the group's store: set, it is the timeout of the waits of all ranks, which tests need not wait for."""
@@ -50,25 +52,11 @@ class BlockingWork(dist.Work):
         return future
 
 
-class BlockingGroup(dist.ProcessGroup):
+class BlockingGroup(PythonGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        self._name = ""
+        super().__init__(rank, size, NAME)
         self._store, self._own, self._world = store, rank, size
         self._counts: Counter[str] = Counter()
-
-    def getBackendName(self) -> str:
-        return NAME
-
-    def setGroupName(self, name: str) -> None:
-        self._name = name
-
-    def getGroupName(self) -> str:
-        return self._name
-
-    @property
-    def group_name(self) -> str:
-        return self._name
 
     def give_up(self) -> None:
         """Have the waits of all ranks raise."""
@@ -97,8 +85,6 @@ class BlockingGroup(dist.ProcessGroup):
             output.copy_(sum(each.view(self._world, -1)[self._own] for each in found))
 
         return self._swap("reduce-scatter", source.clone(), fill)
-
-    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> BlockingWork:
         op = options.reduceOp

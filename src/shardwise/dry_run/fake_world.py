@@ -31,37 +31,16 @@ class _Done(dist.Work):
         return True
 
 
-_ProcessGroup: Any = dist.ProcessGroup  # whose annotations differ from version to version
-
-
-class SilentGroup(_ProcessGroup):
+class SilentGroup(c10d.PythonGroup):
     """A process group whose collectives end at once, write nothing, and say what they would send.
 
     Bytes sent are the fewest possible: those of a ring, or of an exchange between all pairs.
     """
 
     def __init__(self, dimension: str, world: int, sent: Sent) -> None:
-        super().__init__(0, world)
+        super().__init__(0, world, _BACKEND, f"shardwise_dry_run_{dimension}_{id(self)}")
         self._dimension = dimension
         self._sent = sent
-        self._name = f"shardwise_dry_run_{dimension}_{id(self)}"
-
-    def getBackendName(self) -> str:
-        """Asked by torch."""
-        return _BACKEND
-
-    def setGroupName(self, name: str) -> None:
-        """Called by torch."""
-        self._name = name
-
-    def getGroupName(self) -> str:
-        """Asked by torch."""
-        return self._name
-
-    @property
-    def group_name(self) -> str:
-        """Its name, one in the process."""
-        return self._name
 
     def _tell(self, whole: Sequence[Tensor], rounds: int, *others: Tensor) -> _Done:
         num_bytes = sum(tensor.nbytes for tensor in whole)
@@ -97,11 +76,10 @@ class SilentGroup(_ProcessGroup):
     def _nothing(self, *_: Any) -> _Done:
         return _Done()
 
-    # The names of torch 2.13 and those before.
-    all_gather_single = _allgather_base = _gather
-    all_gather_single_coalesced = allgather_into_tensor_coalesced = _gather_many
-    reduce_scatter_single = _reduce_scatter_base = _scatter
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _scatter_many
+    all_gather_single = _gather
+    all_gather_single_coalesced = _gather_many
+    reduce_scatter_single = _scatter
+    reduce_scatter_single_coalesced = _scatter_many
     allreduce = allreduce_coalesced = _sum
     barrier = broadcast = _nothing
 

@@ -30,6 +30,64 @@ _REDUCE_MANY = (
 )
 
 
+_NAMES_BEFORE_2_13 = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+_ProcessGroup: Any = dist.ProcessGroup  # whose annotations differ from version to version
+
+
+class PythonGroup(_ProcessGroup):
+    """A process group written in Python: what torch asks of each. Subclasses add collectives.
+
+    Those take what the back ends of torch 2.13 take, under the names of that version.
+
+    Args:
+        rank: that of this process in the group.
+        size: how many ranks it has.
+        backend: the name under which the back end was registered.
+        name: one in the process; where torch makes the group, it sets another.
+    """
+
+    def __init__(self, rank: int, size: int, backend: str, name: str = "") -> None:
+        super().__init__(rank, size)
+        self._rank, self._size, self._backend_name, self._name = rank, size, backend, name
+
+    def __init_subclass__(cls) -> None:
+        """Give collectives their older names as well."""
+        for name, older in _NAMES_BEFORE_2_13.items():
+            if name in vars(cls):
+                setattr(cls, older, vars(cls)[name])
+
+    def rank(self) -> int:
+        """Of this process."""
+        return self._rank
+
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self._size
+
+    def getBackendName(self) -> str:
+        """Asked by torch."""
+        return self._backend_name
+
+    def setGroupName(self, name: str) -> None:
+        """Called by torch."""
+        self._name = name
+
+    def getGroupName(self) -> str:
+        """Asked by torch."""
+        return self._name
+
+    @property
+    def group_name(self) -> str:
+        """Its name."""
+        return self._name
+
+
 @cache
 def _all_gather_options(is_async: bool) -> Any:
     options = dist.distributed_c10d.AllgatherOptions()
