@@ -155,17 +155,19 @@ def test_it_trains_our_modules_as_one_process_does(trained: Any) -> None:
     assert trained["ours"]["norms"] == pytest.approx(trained["peer"]["norms"], rel=1e-12)
 
 
-def test_it_evaluates_and_generates_as_one_process_does(trained: Any) -> None:
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_it_evaluates_and_generates_as_one_process_does(trained: Any, library: str) -> None:
     model = plain_model(plain_weights(3, 2, NORM))
     losses = [loss_of(model, global_batch(step)).item() for step in range(2)]
-    assert trained["ours"]["evaluated"] == pytest.approx(sum(losses) / 2, rel=1e-6)
+    assert trained[library]["evaluated"] == pytest.approx(sum(losses) / 2, rel=1e-6)
     expected = model.generate(global_batch(0)[:1], max_new_tokens=4, do_sample=False, pad_token_id=0)
-    assert torch.equal(trained["ours"]["generated"], expected)
+    assert torch.equal(trained[library]["generated"], expected)
 
 
-def test_the_model_it_saves_is_read_by_from_pretrained(trained: Any, folder: Path) -> None:
-    saved = LlamaForCausalLM.from_pretrained(folder / "ours", dtype=torch.float64)
-    assert_same(dict(saved.named_parameters()), trained["ours"]["weights"])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_model_it_saves_is_read_by_from_pretrained(trained: Any, folder: Path, library: str) -> None:
+    saved = LlamaForCausalLM.from_pretrained(folder / library, dtype=torch.float64)
+    assert_same(dict(saved.named_parameters()), trained[library]["weights"])
     assert saved.config.architectures == ["LlamaForCausalLM"]
 
 
@@ -203,7 +205,14 @@ def odd_ways(folder: Path) -> dict[str, Any]:
     tiny_llama().save_pretrained(folder / "plain")
     for library in LIBRARIES:
         with named(library):
-            for way in (smoothed, sharded_before, read_sharded, trained_as_read_sharded, saved_sharded):
+            for way in (
+                smoothed,
+                sharded_before,
+                read_sharded,
+                trained_as_read_sharded,
+                saved_sharded,
+                saved_by_hand,
+            ):
                 attempt(f"{library}, {way.__name__}", partial(way, folder / library))
     return found
 
@@ -258,21 +267,40 @@ def saved_sharded(folder: Path) -> dict[str, Any]:
     }
 
 
+def saved_by_hand(folder: Path) -> dict[str, Any]:
+    """Of a model that the caller has sharded: its full state is handed over."""
+    model = tiny_llama()
+    shardwise.shard_model(model, wrap={type(model.model.layers[0])})
+    state = shardwise.full_state_dict(model, rank0_only=True)
+    if torch.distributed.get_rank() == 0:
+        model.save_pretrained(folder / "by-hand", state_dict=state)
+    torch.distributed.barrier()
+    read = LlamaForCausalLM.from_pretrained(folder / "by-hand", dtype=torch.float64)
+    return facts(model) | {"read": dict(read.state_dict())}
+
+
 @pytest.fixture(scope="module")
 def oddities(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run_job(odd_ways, tmp_path_factory.mktemp("oddities"))
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("way", [sharded_before, read_sharded, trained_as_read_sharded])
-def test_models_that_are_sharded_already_train_as_in_one_process(oddities: Any, way: Any) -> None:
-    found = oddities[f"ours, {way.__name__}"]
-    assert found["ours"] == [True] * 3
+def test_models_that_are_sharded_already_train_as_in_one_process(
+    oddities: Any, way: Any, library: str
+) -> None:
+    found = oddities[f"{library}, {way.__name__}"]
+    if (library, way) == ("peer", sharded_before):
+        assert "Could not find the transformer layer class LlamaDecoderLayer" in found
+        return
+    assert found["ours"] == [library == "ours"] * 3
     assert_same(found["weights"], plain_weights(3, max_norm=NORM))
 
 
-def test_a_sharded_model_is_saved_by_save_pretrained(oddities: Any) -> None:
-    assert oddities["ours, saved_sharded"]["ours"] == [True] * 3
-    assert_same(oddities["ours, saved_sharded"]["read"], tiny_llama().state_dict())
+@pytest.mark.parametrize("case", ["ours, saved_sharded", "peer, saved_sharded", "ours, saved_by_hand"])
+def test_a_sharded_model_is_saved_by_save_pretrained(oddities: Any, case: str) -> None:
+    assert oddities[case]["ours"] == [case.startswith("ours")] * 3
+    assert_same(oddities[case]["read"], tiny_llama().state_dict())
 
 
 def smoothed_in_one_process() -> Any:
