@@ -33,6 +33,7 @@ class Stage(nn.Module):
     """Two blocks behind a layer of the stage's own."""
 
     checkpoints = False
+    ties = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,14 +44,14 @@ class Stage(nn.Module):
         x = self.inlet(x)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
-        return x
+        return self.inlet(x) if self.ties else x
 
 
 def stages(pipeline: "Pipeline") -> nn.ModuleList:
     torch.manual_seed(1234)
     model = nn.ModuleList(Stage() for _ in range(pipeline.num_stages)).double()
     for stage in model:
-        stage.checkpoints = pipeline.checkpoints
+        stage.checkpoints, stage.ties = pipeline.checkpoints, pipeline.ties
         if pipeline.freezes:
             stage.inlet.bias.requires_grad_(False)
             stage.blocks[0].up.weight.requires_grad_(False)
@@ -86,6 +87,7 @@ class Pipeline:
     kind: type = PipelineStage
     freezes: bool = False  # one matrix and one bias of each stage
     checkpoints: bool = False
+    ties: bool = False  # the stage uses one layer twice
     evaluates: bool = False  # after each step
 
     def __str__(self) -> str:
@@ -94,6 +96,11 @@ class Pipeline:
     @property
     def num_stages(self) -> int:
         return self.mesh[0] * (1 if self.schedule in SINGLE else 2)
+
+    @property
+    def has_neighbours(self) -> bool:
+        """Whether two stages that follow each other are on one rank."""
+        return self.schedule in V_SHAPED or (self.mesh[0] == 1 and self.schedule not in SINGLE)
 
     def indices(self, rank: int) -> list[int]:
         """The stages of pipeline rank ``rank``."""

@@ -204,6 +204,7 @@ class WeightPass(BackwardPass):
         weights = {group: [full for full in group.unsharded.params if full.requires_grad] for group in groups}
         owner = {get_gradient_edge(full).node: group for group in groups for full in weights[group]}
         owners = [{owner.get(node) for node in autograd.nodes_of_part(part)} for part in parts]
+        keeps_graph = any(map(autograd.begins_at_several_nodes, parts))
         done: set[int] = set()
         for place, group in enumerate(groups):
             self._have(group)
@@ -215,12 +216,15 @@ class WeightPass(BackwardPass):
             for each in together - {group}:  # an operation of parameters of several groups
                 self._have(each)
             used = [weight for each in together for weight in weights[each]]
-            autograd.run_backward_of_weights([*used, *others], [parts[i] for i in own])
+            autograd.run_backward_of_weights(
+                [*used, *others], [parts[i] for i in own], keeps_graph=keeps_graph
+            )
             self._free(group)
         for group in groups:
             if group.unsharded.state is not SHARDED:
                 self._free(group)
-        autograd.run_backward_of_weights(others, [part for i, part in enumerate(parts) if i not in done])
+        left = [part for i, part in enumerate(parts) if i not in done]
+        autograd.run_backward_of_weights(others, left, keeps_graph=keeps_graph)
 
     def _have(self, group: ParameterGroup) -> None:
         self._root.memory.unshard_again(group)

@@ -31,7 +31,8 @@ class PipelineStage(pipelining.PipelineStage):
     ``.grad`` was not cleared. ``set_requires_gradient_sync(False)`` leaves the reduction to a later step.
 
     Raises:
-        ValueError: in the first step: the module is not sharded, or is only a part of a sharded model.
+        ValueError: in the first step: the module is not sharded, or is only a part of a sharded model; or
+            there is a ``dw_builder``.
         RuntimeError: in a step: the one before was not ended and its gradients not cleared, or gradients of
             other steps were not cleared and were divided by another number of microbatches.
 
@@ -55,6 +56,11 @@ class PipelineStage(pipelining.PipelineStage):
     def clear_runtime_states(self) -> None:
         """A step begins."""
         super().clear_runtime_states()
+        if self.dw_builder is not None:
+            raise ValueError(
+                f"PipelineStage {self.stage_index}: it was given a dw_builder, which computes gradients of "
+                "weights that nobody would reduce. Leave it out: schedules split backwards without it."
+            )
         if self.has_backward:
             self._microbatches = microbatches_of(self.submod, self.stage_index)
             self._microbatches.begin(_parameters_of_no_group(self.submod))

@@ -108,11 +108,21 @@ def run_backward_of_inputs(
     return stage_backward_input(outputs, gradients, list(inputs), iter(weights))
 
 
-def run_backward_of_weights(weights: Iterable[Any], parts: list[dict[str, Any]]) -> None:
+def run_backward_of_weights(
+    weights: Iterable[Any], parts: list[dict[str, Any]], *, keeps_graph: bool = False
+) -> None:
     """Add the gradients of ``weights`` to their ``.grad``: those that ``parts`` lead to."""
     from torch.distributed.pipelining._backward import stage_backward_weight
 
-    stage_backward_weight(iter(weights), parts)
+    stage_backward_weight(iter(weights), parts, retain_graph=keeps_graph)
+
+
+def begins_at_several_nodes(part: dict[str, Any]) -> bool:
+    """True if ``part`` passes nodes of other parts, as from one use of a weight to the next.
+
+    If it does not keep the graph, nothing is left of these nodes for the others.
+    """
+    return len(part["intermediates"]) > 1
 
 
 def nodes_of_part(part: dict[str, Any]) -> Iterable[Any]:
