@@ -148,6 +148,17 @@ def test_groups_are_those_of_the_real_call() -> None:
     assert choice.trial.sent == pytest.approx(blocks_alone * 3 / 4, rel=0.02)
 
 
+def test_of_hybrid_strategies_what_leaves_a_host_counts() -> None:
+    """All ranks of a host send their parts of the gradients over its network; a ring crosses it once."""
+    model = tower()
+    whole = sum(param.nbytes for param in model.parameters())
+    choice = chosen(model, "1GB", {"replicate": 4, "shard": 2})
+    assert choice.trial.strategy == "hybrid_zero2"
+    assert choice.trial.exposed == pytest.approx(2 * whole * 3 / 4, rel=0.05)
+    choice = chosen(tower(), "1GB", {"shard": 8})
+    assert choice.trial.exposed == choice.trial.sent
+
+
 def test_roles_that_are_named_leave_their_strategies_alone() -> None:
     for named, strategies in (
         ({"replicate": "shard"}, ["ddp"]),
@@ -286,6 +297,12 @@ class OfRank:
         return shard_model(model, strategy="auto", memory="1GB", sample=sample)
 
 
+def for_own_precision(model: nn.Module) -> Any:
+    """Whose choice differs: gradients of more bytes than parameters speak for sharding."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return shard_model(model, **AUTO, mp_policy=policy if dist.get_rank() else None)
+
+
 def on_square(model: nn.Module) -> Any:
     mesh = init_device_mesh("cpu", (1, 2, 1))
     return shard_model(model, strategy="auto", memory="1GB", sample=random_batch(0, 2), mesh=mesh)
@@ -308,6 +325,7 @@ def test_refusals(world2: World) -> None:
         refused(**AUTO | {"optimizer": "adamv"}),
         refused(**AUTO, overrides={"blocks.0": "zero2"}),
         OfRank(),
+        for_own_precision,
         on_square,
     )
     assert_expected_inline(
@@ -351,6 +369,10 @@ ValueError: shard_model: ranks disagree on what strategy="auto"
 assumes: rank 0 has 'optimizer adamw, a batch of float64 (2, 8) on
 each rank', rank 1 has 'optimizer adamw, a batch of float64 (3, 8) on
 each rank'. Pass the same on all ranks.
+
+ValueError: shard_model: ranks disagree on the choice of
+strategy="auto": rank 0 has 'ddp', rank 1 has 'zero2'. Pass the same
+on all ranks.
 
 ValueError: fully_shard: the mesh has 3 dimensions (dim 0=1, dim 1=2,
 dim 2=1); pass one (shard) or two (replicate, shard) of them, as
