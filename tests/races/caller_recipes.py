@@ -405,12 +405,32 @@ def inferred(model: nn.Module) -> None:
         model(batch())
 
 
-def beside(recipe: Callable[[], Any], then: Callable[[nn.Module], None] = nothing) -> Recipe:
+class UnheardSGD:
+    """An optimizer of nobody's: torch tells nobody of its steps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for param in self._model.parameters():
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=0.1)
+
+    def zero_grad(self) -> None:
+        self._model.zero_grad()
+
+
+def beside(
+    recipe: Callable[[], Any],
+    then: Callable[[nn.Module], None] = nothing,
+    make_optimizer: Callable[[nn.Module], Any] = sgd,
+) -> Recipe:
     """The optimizer steps on a stream of its own while the computing stream goes on, to `then`."""
 
     def begin(simulation: Simulation) -> Step:
         model = recipe()
-        optimizer = sgd(model)
+        optimizer = make_optimizer(model)
         side = simulation.stream("optimizer")
 
         def step() -> nn.Module:
@@ -442,6 +462,9 @@ scenario("optimizer on a side stream")(beside(tower))
 scenario("optimizer on a side stream, mixed precision")(beside(lambda: tower(mp_policy=MIXED)))
 scenario("optimizer on a side stream, hybrid")(beside(lambda: tower(2, 4, mp_policy=LOW)))
 scenario("optimizer on a side stream, kept after backward")(beside(kept_tower))
+scenario("optimizer of nobody's on a side stream, kept after backward")(
+    beside(kept_tower, make_optimizer=UnheardSGD)
+)
 scenario("optimizer on a side stream, summon")(beside(tower, summoned))
 scenario("optimizer on a side stream, inference")(beside(tower, inferred))
 

@@ -67,7 +67,11 @@ MUTANTS = [
     *_mutants(
         "wait_event",
         ("ForwardPass.begin", "Root.enter_forward", "optimizer on a side stream"),
-        ("Memory.release_stale", "ForwardPass.begin", "optimizer on a side stream, kept after backward"),
+        (
+            "Memory.release_stale",
+            "ForwardPass.begin",
+            "optimizer of nobody's on a side stream, kept after backward",
+        ),
         ("Requests.hand_over", "unsharded", "optimizer on a side stream, summon"),
         ("begin_inference", "inference", "optimizer on a side stream, inference"),
         ("PartReduction.release", "Reduction.release_parts", "extension: bytes and scales"),
