@@ -462,7 +462,7 @@ scenario("optimizer on a side stream")(beside(tower))
 scenario("optimizer on a side stream, mixed precision")(beside(lambda: tower(mp_policy=MIXED)))
 scenario("optimizer on a side stream, hybrid")(beside(lambda: tower(2, 4, mp_policy=LOW)))
 scenario("optimizer on a side stream, kept after backward")(beside(kept_tower))
-scenario("optimizer of nobody's on a side stream, kept after backward")(
+scenario("optimizer of nobody's on a side stream, kept after backward", copy_to_the_host=1)(
     beside(kept_tower, make_optimizer=UnheardSGD)
 )
 scenario("optimizer on a side stream, summon")(beside(tower, summoned))
