@@ -119,6 +119,8 @@ class Simulation:
 
         patch.setattr(torch, "from_dlpack", shared)
         patch.setattr(buffers, "to_dlpack", lambda tensor: tensor)  # what `shared` is given
+        with torch.device("meta"):
+            torch.empty(0)  # torch lists its constructors at the first use of such a context, for good
         patch.setattr(torch, "tensor", made_of)
 
     def _patch_groups(self, patch: pytest.MonkeyPatch) -> None:

@@ -176,11 +176,12 @@ class Unsharded:
 
     def wait(self) -> None:
         """Wait for the all-gather and let the modules see the unsharded parameters."""
-        self._users.note_current(self._group.streams)
         if self.state is UNSHARDED:
+            self._users.note_current(self._group.streams)
             self.show()
             return
         state = self._next("wait")
+        self._users.note_current(self._group.streams)
         self._finish_all_gather()
         for bucket in self.buckets:
             bucket.drop_post_forward_shard()
