@@ -18,6 +18,8 @@ import shardwise
 from shardwise.planning import estimate
 from shardwise.torch_compat import c10d
 
+pytestmark = pytest.mark.processes  # steps of whole models: seconds
+
 
 def on_meta(**sizes: int) -> nn.Module:
     with torch.device("meta"):

@@ -6,6 +6,8 @@ from races import caller_recipes, settings_recipes, stream_recipes
 from races.mutants import HARMLESS, MUTANTS, PATCHES, Mutant
 from races.scenarios import SCENARIOS, run
 
+pytestmark = pytest.mark.processes  # steps of whole models: seconds
+
 assert caller_recipes
 assert settings_recipes
 assert stream_recipes

@@ -7,6 +7,8 @@ from races.launch_order import first_disagreement
 from races.reports import told
 from races.scenarios import SCENARIOS, Scenario, run
 
+pytestmark = pytest.mark.processes  # steps of whole models: seconds
+
 assert caller_recipes
 assert settings_recipes
 assert stream_recipes

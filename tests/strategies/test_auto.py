@@ -23,6 +23,8 @@ from shardwise.dry_run.fake_world import fake_world
 from shardwise.strategies.auto import AutoOptions, Search
 from shardwise.strategies.choice import Choice, Trial, remembered
 
+pytestmark = pytest.mark.processes  # steps of whole models: seconds
+
 SIZES = argparse.Namespace(layers=6, width=192, heads=4, vocab=64, context=32, batch=2)
 TWO = {"ddp": {"replicate": 2}, "zero2": {"shard": 2}, "zero3": {"shard": 2}}
 FOUR = {"ddp": {"replicate": 4}, "zero2": {"shard": 4}, "zero3": {"shard": 4}}
