@@ -1,7 +1,6 @@
 """From a sharded parameter to its bucket, and to its place in the buffers of that."""
 
 import weakref
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -33,11 +32,6 @@ class FlatSlot:
     def bucket(self) -> "Bucket | None":
         """The bucket, while there is one."""
         return None if self._bucket is None else self._bucket()
-
-
-def slot_of_each_bucket(slots: Iterable[FlatSlot]) -> list[FlatSlot]:
-    """One of the slots of each bucket."""
-    return list({id(slot.bucket): slot for slot in slots}.values())
 
 
 def bucket_and_index(param: Tensor) -> "tuple[Bucket, int] | None":

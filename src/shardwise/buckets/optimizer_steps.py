@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardwise.buckets.bucket import Bucket
-from shardwise.buckets.flat_slot import FLAT_SLOT, slot_of_each_bucket
+from shardwise.buckets.flat_slot import bucket_and_index
 from shardwise.torch_compat import dtensor
 from shardwise.torch_compat.dynamo import break_graphs
 
@@ -26,21 +26,21 @@ class SteppedParameters:
     """What a step has ``changed``, sharded parameters and their local tensors, and the buckets of all
     parameters that the optimizer has."""
 
-    def __init__(self, changed: Sequence[Tensor], params: Iterable[Tensor]) -> None:
+    def __init__(self, changed: Sequence[Tensor], buckets: Iterable[Bucket]) -> None:
         self.changed = changed
-        found = [param.__dict__.get(FLAT_SLOT) for param in params]
-        self._slots = slot_of_each_bucket(slot for slot in found if slot is not None)
+        self._buckets = [weakref.ref(bucket) for bucket in dict.fromkeys(buckets)]
 
     @classmethod
     def of(cls, groups: Iterable[Mapping[str, Any]]) -> "SteppedParameters":
         """Of param groups. What has no gradient was left out of the step."""
-        params = [param for group in groups for param in group["params"] if FLAT_SLOT in param.__dict__]
-        changed = [param for param in params if param.grad is not None]
-        return cls([*changed, *map(dtensor.local_tensor, changed)], params)
+        params = [param for group in groups for param in group["params"]]
+        found = [(param, place[0]) for param in params if (place := bucket_and_index(param)) is not None]
+        changed = [param for param, _ in found if param.grad is not None]
+        return cls([*changed, *map(dtensor.local_tensor, changed)], [bucket for _, bucket in found])
 
     def buckets(self) -> list[Bucket]:
         """The buckets that still exist."""
-        return [bucket for slot in self._slots if (bucket := slot.bucket) is not None]
+        return [bucket for ref in self._buckets if (bucket := ref()) is not None]
 
 
 class StepListener(Protocol):
@@ -70,8 +70,11 @@ def tell_of_steps(listener: StepListener) -> None:
 
 
 def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    known = getattr(optimizer, "stepped_parameters", None)  # saves a pass over all parameters
-    stepped = (known and known()) or SteppedParameters.of(optimizer.param_groups)
+    stepped: SteppedParameters | None = None
+    if (known := getattr(optimizer, "stepped_parameters", None)) is not None:
+        stepped = known()  # saves a pass over all parameters
+    if stepped is None:
+        stepped = SteppedParameters.of(optimizer.param_groups)
     buckets = stepped.buckets()
     if not buckets:
         return

@@ -330,7 +330,9 @@ class StepPlan:
         self._is_lasting = all(member.is_usual for member in members)
         self._params = [member.param for member in members]
         self._locals = [member.local for member in members]
-        self.stepped = SteppedParameters([*self._params, *self._locals], chain.from_iterable(self._groups))
+        places = map(bucket_and_index, chain.from_iterable(self._groups))
+        buckets = [place[0] for place in places if place is not None]
+        self.stepped = SteppedParameters([*self._params, *self._locals], buckets)
         self._specs = [
             dtensor.spec_of(member.param.grad) if isinstance(member.param.grad, DTensor) else None
             for member in members

@@ -171,7 +171,8 @@ class Search:
     ) -> None:
         self._model, self._options, self._shapes, self._shard = model, options, shapes, shard
         self._on_host = on_host
-        self._usable = memory_in_bytes("shard_model", options.memory) * 9 // 10
+        self._memory = memory_in_bytes("shard_model", options.memory)
+        self._usable = self._memory * 9 // 10
         self._call: Callable[[], Call] = call_on("shard_model", "sample", options.sample, options.loss)
         self._optimizer: Callable[[list[nn.Parameter]], Several] = optimizer_named(
             options.optimizer or "adamw", is_foreach=not on_host
@@ -191,8 +192,7 @@ class Search:
                     trials, self._options.memory, self._usable, self._options.assumptions
                 )
             )
-        memory = memory_in_bytes("shard_model", self._options.memory)
-        return Choice(_best(fitting), tuple(trials), memory, self._usable, self._options.assumptions)
+        return Choice(_best(fitting), tuple(trials), self._memory, self._usable, self._options.assumptions)
 
     def _fits(self, trial: Trial) -> bool:
         return trial.num_bytes <= self._usable
