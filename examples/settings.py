@@ -79,6 +79,15 @@ def check_sizes(settings: argparse.Namespace, world_size: int) -> None:
         )
 
 
+def check_tensor_parallel_sizes(settings: argparse.Namespace) -> None:
+    """Refuse sizes that do not divide over the processes that compute one layer together."""
+    for name in ("heads", "context"):
+        if getattr(settings, name) % settings.tp:
+            raise ValueError(
+                f"--{name} {getattr(settings, name)} does not divide into --tp {settings.tp} equal parts"
+            )
+
+
 def parse_mesh(text: str, world_size: int) -> tuple[int]:
     """Turn '2' into (2,). It must hold all processes; 'auto' does."""
     if text == "auto":

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from corpus import Corpus, draw_offsets, read_corpus, unigram_cross_entropy, windows_at
 from gpt import GPT, Attention
 from report import History, verdict
-from settings import check_dtype, check_sizes, choose_device
+from settings import check_dtype, check_sizes, check_tensor_parallel_sizes, choose_device
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -114,11 +114,7 @@ def check_division(settings: argparse.Namespace, world_size: int) -> None:
         )
     # A microbatch divides over the processes that do not compute it together.
     check_sizes(settings, settings.accumulate * settings.replicate * settings.shard)
-    for name in ("heads", "context"):
-        if getattr(settings, name) % settings.tp:
-            raise ValueError(
-                f"--{name} {getattr(settings, name)} does not divide into --tp {settings.tp} equal parts"
-            )
+    check_tensor_parallel_sizes(settings)
 
 
 # --- the model ------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from corpus import Corpus, draw_offsets, read_corpus, unigram_cross_entropy, windows_at
 from gpt import GPT
 from report import History, verdict
-from settings import check_sizes, choose_device
+from settings import check_sizes, check_tensor_parallel_sizes, choose_device
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
@@ -114,11 +114,7 @@ def check_division(settings: argparse.Namespace, world_size: int) -> None:
             f"--pipe {settings.pipe} times --tp {settings.tp} does not divide {world_size} processes"
         )
     check_sizes(settings, settings.microbatches * settings.shard)
-    for name in ("heads", "context"):
-        if getattr(settings, name) % settings.tp:
-            raise ValueError(
-                f"--{name} {getattr(settings, name)} does not divide into --tp {settings.tp} equal parts"
-            )
+    check_tensor_parallel_sizes(settings)
     stages = settings.pipe * settings.stages_per_rank
     if settings.layers < stages:
         raise ValueError(

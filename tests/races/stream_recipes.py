@@ -5,6 +5,7 @@ streams it orders what is handed from node to node, and nothing else. The host's
 functions here enter the branch's stream and leave it, in forward and backward, and wait where autograd would.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,34 +92,29 @@ class Add(torch.autograd.Function):
         return gradients[0], gradients[0], None
 
 
-class ToCompute(torch.autograd.Function):
-    """Back to the computing stream, which waits for nothing, while the branch goes on."""
+class Cross(torch.autograd.Function):
+    """To the other stream by `there`, and back in backward by `back`; neither stream waits."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, branch: Branch) -> Tensor:
-        ctx.branch = branch
-        branch.leave()
+    def forward(ctx: Any, x: Tensor, there: Callable[[], None], back: Callable[[], None]) -> Tensor:
+        ctx.back = back
+        there()
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.branch.enter()
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.back()
+        return gradients[0], None, None
 
 
-class ToBranch(torch.autograd.Function):
-    """Back to the branch, which waits for nothing."""
+def to_compute(x: Tensor, branch: Branch) -> Any:
+    """Back to the computing stream, while the branch goes on."""
+    return Cross.apply(x, branch.leave, branch.enter)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, branch: Branch) -> Tensor:
-        ctx.branch = branch
-        branch.enter()
-        return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.branch.leave()
-        return gradients[0], None
+def to_branch(x: Tensor, branch: Branch) -> Any:
+    """Back to the branch."""
+    return Cross.apply(x, branch.enter, branch.leave)
 
 
 class Pair(nn.Module):
@@ -134,12 +130,12 @@ class Pair(nn.Module):
         branch = self._branch
         beside = Fork.apply(x, branch)
         if self._ends_on_branch:
-            one = self.one(ToCompute.apply(x, branch))
-            other = self.other(ToBranch.apply(beside, branch))
+            one = self.one(to_compute(x, branch))
+            other = self.other(to_branch(beside, branch))
         else:
             other = self.other(beside)
-            one = self.one(ToCompute.apply(x, branch))
-            other = ToBranch.apply(other, branch)
+            one = self.one(to_compute(x, branch))
+            other = to_branch(other, branch)
         return Add.apply(one, Join.apply(other, branch), branch)  # type: ignore[no-any-return]
 
 

@@ -75,23 +75,18 @@ class Blocks(nn.Module):
         return x
 
 
-def trained(backend: str) -> tuple[Blocks, Any]:
-    """A model after two steps, and its process group."""
-    pg = blocking_group() if backend == "only blocks" else dist.new_group()
-    model = sharded(pg)
-    for _ in range(2):
-        step(model)
-    return model, pg
-
-
-def sharded(pg: dist.ProcessGroup) -> Blocks:
+def trained(backend: str, steps: int = 2) -> tuple[Blocks, Any]:
+    """A model after some steps, and its process group."""
     torch.manual_seed(0)
     model = Blocks()
+    pg = blocking_group() if backend == "only blocks" else dist.new_group()
     mesh = DeviceMesh.from_group(pg, "cpu")
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return model
+    for _ in range(steps):
+        step(model)
+    return model, pg
 
 
 def step(model: nn.Module) -> None:
@@ -133,23 +128,11 @@ def long_computation(backend: str) -> str:
 
 def beside_a_model_of_the_same_names(backend: str) -> str:
     """The other model has been trained before, for more steps, and lives on on one rank only."""
-    pg = blocking_group() if backend == "only blocks" else dist.new_group()
-    other = sharded(pg)
-    for _ in range(4):
-        step(other)
+    other, _ = trained(backend, steps=4)
     if dist.get_rank() != LATE:
         del other
         gc.collect()
-    before = relay_of_job().steps
-    model = sharded(pg)
-    for _ in range(2):
-        step(model)
-    with reporting() as report:
-        if dist.get_rank() == LATE:
-            model.pauses = report.wait
-        step(model)
-        report.wait()
-    return told(report.texts, before)
+    return long_computation(backend)
 
 
 def call_on_one_rank(backend: str) -> str:
