@@ -4,7 +4,6 @@ Accelerate turns FSDP off on the CPU without a word, and trains with DDP. So the
 and each asserts whose modules it trains.
 """
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,18 @@ pytest.importorskip("transformers")
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 from launch import run_job
-from tiny_models import ROWS, adamw, assert_same, global_batch, loss_of, plain_weights, tiny_llama, whole
+from tiny_models import (
+    LIBRARIES,
+    adamw,
+    assert_same,
+    facts,
+    loss_of,
+    named,
+    plain_weights,
+    rows_of,
+    tiny_llama,
+)
 
-import shardwise
-from shardwise.interop import installed
-
-LIBRARIES = ("ours", "peer")
 NORM = 0.5
 
 
@@ -48,10 +53,6 @@ def prepared(accelerator: Accelerator, model: Any) -> tuple[Any, Any]:
     return accelerator.prepare(model, adamw(model))
 
 
-def rows_of(step: int, rank: int) -> torch.Tensor:
-    return global_batch(step)[rank * ROWS : (rank + 1) * ROWS]
-
-
 def train(accelerator: Accelerator, model: Any, optimizer: Any, steps: range) -> list[float]:
     norms = []
     for step in steps:
@@ -62,15 +63,6 @@ def train(accelerator: Accelerator, model: Any, optimizer: Any, steps: range) ->
             optimizer.step()
             optimizer.zero_grad()
     return norms
-
-
-def named(library: str) -> Any:
-    return installed() if library == "ours" else nullcontext()
-
-
-def facts(model: Any) -> dict[str, Any]:
-    is_ours = [isinstance(each, shardwise.FSDPModule) for each in (model, *model.model.layers)]
-    return {"ours": is_ours, "weights": whole(model)}
 
 
 def training(folder: Path) -> dict[str, Any]:

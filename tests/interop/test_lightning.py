@@ -1,6 +1,5 @@
 """Lightning's Fabric and Trainer train on our shards with their strategy for models in parallel; the peer beside it."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,20 @@ from lightning.fabric.strategies import ModelParallelStrategy as FabricStrategy
 from lightning.pytorch.strategies import ModelParallelStrategy
 from sent_bytes import counting_bytes
 from tiny_models import (
+    LIBRARIES,
     RANKS,
-    ROWS,
     adamw,
     assert_same,
+    facts,
     global_batch,
     loss_of,
+    named,
     plain_weights,
+    rows_of,
     tiny_llama,
-    whole,
 )
 
-import shardwise
-from shardwise import interop
-
-LIBRARIES = ("ours", "peer")
 NORM = 0.5
-
-
-def named(library: str) -> Any:
-    return interop.installed() if library == "ours" else nullcontext()
 
 
 def sharded(model: Any, mesh: Any) -> Any:
@@ -45,15 +38,6 @@ def sharded(model: Any, mesh: Any) -> Any:
         torch.distributed.fsdp.fully_shard(layer, mesh=mesh["data_parallel"])
     torch.distributed.fsdp.fully_shard(llama, mesh=mesh["data_parallel"])
     return model
-
-
-def rows_of(step: int, rank: int) -> torch.Tensor:
-    return global_batch(step)[rank * ROWS : (rank + 1) * ROWS]
-
-
-def facts(model: Any) -> dict[str, Any]:
-    is_ours = [isinstance(each, shardwise.FSDPModule) for each in (model, *model.model.layers)]
-    return {"ours": is_ours, "weights": whole(model)}
 
 
 def with_fabric(folder: Path) -> dict[str, Any]:

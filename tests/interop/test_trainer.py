@@ -4,7 +4,6 @@ The Trainer's Accelerate turns FSDP off on the CPU without a word, so its jobs s
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,27 +17,23 @@ pytest.importorskip("transformers")
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 from launch import run_job
 from tiny_models import (
+    LIBRARIES,
     RANKS,
     ROWS,
     adamw,
     assert_same,
+    facts,
     global_batch,
     loss_of,
+    named,
     plain_weights,
     tiny_llama,
-    whole,
 )
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import shardwise
-from shardwise.interop import installed
 
-LIBRARIES = ("ours", "peer")
 NORM = 0.5
-
-
-def named(library: str) -> Any:
-    return installed() if library == "ours" else nullcontext()
 
 
 class Rows(torch.utils.data.Dataset):
@@ -106,11 +101,6 @@ def exact_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = Non
     logits, expected = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     count = len(expected) if num_items_in_batch is None else num_items_in_batch
     return torch.nn.functional.cross_entropy(logits, expected, reduction="sum") / count
-
-
-def facts(model: Any) -> dict[str, Any]:
-    is_ours = [isinstance(each, shardwise.FSDPModule) for each in (model, *model.model.layers)]
-    return {"ours": is_ours, "weights": whole(model)}
 
 
 def training(folder: Path) -> dict[str, Any]:

@@ -1,12 +1,26 @@
-"""Tiny language models of Hugging Face with random weights, batches for them, and training in one process."""
+"""Tiny language models of Hugging Face with random weights, batches for them, and training in one process.
+
+What every framework's jobs note of a model is here as well."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from reference import full
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import shardwise
+from shardwise.interop import installed
+
+LIBRARIES = ("ours", "peer")
 RANKS, ROWS, LENGTH, VOCABULARY = 2, 2, 6, 33
 Weights = dict[str, Tensor]
+
+
+def named(library: str) -> AbstractContextManager[None]:
+    """Inside, torch's names stand for this library of `LIBRARIES`."""
+    return installed() if library == "ours" else nullcontext()
 
 
 def tiny_llama(**options: object) -> LlamaForCausalLM:
@@ -30,6 +44,11 @@ def global_batch(step: int) -> Tensor:
     """The tokens of a step, of all ranks together."""
     generator = torch.Generator().manual_seed(step)
     return torch.randint(VOCABULARY, (RANKS * ROWS, LENGTH), generator=generator)
+
+
+def rows_of(step: int, rank: int) -> Tensor:
+    """The tokens of one rank in a step."""
+    return global_batch(step)[rank * ROWS : (rank + 1) * ROWS]
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -63,6 +82,12 @@ def whole(model: nn.Module) -> Weights:
         name.replace("_checkpoint_wrapped_module.", ""): full(param)
         for name, param in model.named_parameters()
     }
+
+
+def facts(model: Any) -> dict[str, Any]:
+    """Whose modules a Llama and its layers are, and its full weights, on every rank."""
+    is_ours = [isinstance(each, shardwise.FSDPModule) for each in (model, *model.model.layers)]
+    return {"ours": is_ours, "weights": whole(model)}
 
 
 def assert_same(found: Weights, expected: Weights) -> None:
