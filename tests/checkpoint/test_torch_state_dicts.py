@@ -1,0 +1,405 @@
+"""``get_state_dict`` and ``set_state_dict`` of torch.distributed.checkpoint in all their options, on our shards.
+
+A run is interrupted, its states go through them into another model, and what it does next is what plain PyTorch
+does in one process without interruption. docs/guides/checkpoints.md has the table. Where torch itself fails, a
+test shows that models that nobody has sharded fail alike, and another what works instead.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpointing import (
+    HALF,
+    Net,
+    NoScalars,
+    Run,
+    Tied,
+    assert_same,
+    by_block,
+    everything,
+    uninterrupted,
+)
+from harness import World
+from meshed import Layout
+from reference import full
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+
+from shardwise import full_state_dict, load_full_state_dict
+from shardwise.state import load_full_optimizer_state_dict
+
+ATOL = 1e-12
+Options = Mapping[str, bool]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How states are taken and given: by one call for model and optimizer, or by one for each."""
+
+    read: Options
+    write: Options
+    apart: bool = False
+
+    def get(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        options = StateDictOptions(**self.read)
+        if not self.apart:
+            return get_state_dict(model, optimizer, options=options)
+        return (
+            get_model_state_dict(model, options=options),
+            get_optimizer_state_dict(model, optimizer, options=options),
+        )
+
+    def set(self, model: nn.Module, optimizer: torch.optim.Optimizer, states: tuple[Any, Any]) -> None:
+        options = StateDictOptions(**self.write)
+        if self.apart:
+            set_model_state_dict(model, states[0], options=options)
+            set_optimizer_state_dict(model, optimizer, states[1], options=options)
+        else:
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=states[0],
+                optim_state_dict=states[1],
+                options=options,
+            )
+
+
+FULL = {"full_state_dict": True}
+OFFLOAD = {"cpu_offload": True}
+FLAT = {"flatten_optimizer_state_dict": True}
+FROM_RANK_0 = {"broadcast_from_rank0": True}
+WAYS = {
+    "sharded": Way({}, {}),
+    "sharded, on the host": Way(OFFLOAD, OFFLOAD),
+    "sharded, flat": Way(FLAT, FLAT),
+    "sharded, flat, on the host": Way(FLAT | OFFLOAD, FLAT | OFFLOAD),
+    "sharded, apart": Way({}, {}, apart=True),
+    "full": Way(FULL, FULL),
+    "full, from rank 0": Way(FULL, FULL | FROM_RANK_0),
+    "full, on rank 0 alone, apart": Way(FULL | OFFLOAD, FULL | OFFLOAD | FROM_RANK_0, apart=True),
+}
+
+
+def by_block_of_torchs(model: nn.Module, layout: Layout | None) -> nn.Module:
+    if dist.is_initialized():
+        for block in getattr(model, "blocks", []):
+            torchs_fully_shard(block)
+        torchs_fully_shard(model)
+    return model
+
+
+RUNS = {
+    "frozen": Run(NoScalars),
+    "tied": Run(Tied),
+    "hybrid": Run(NoScalars, layout=Layout((2, 2))),
+    "torch's": Run(NoScalars, by_block_of_torchs),
+}
+
+
+def half(run: Run) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, optimizer = run.start(1)
+    run.train(model, optimizer, 0)
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def goes_on(run: Run, way: Way) -> tuple[set[str], dict[str, Any]]:
+    """The kinds of the tensors in the states that have a shape; and what the second half ends with."""
+    states = way.get(*half(run))
+    kinds = {type(each).__name__ for each in tensors_in(states) if each.dim() > 0}
+    assert all(each.device.type == "cpu" for each in tensors_in(states))
+    model, optimizer = run.start(2)
+    way.set(model, optimizer, states)
+    run.train(model, optimizer, HALF)
+    return kinds, everything(model, optimizer)
+
+
+def tensors_in(state: Any) -> list[Tensor]:
+    if isinstance(state, Tensor):
+        return [state]
+    parts = state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ()
+    return [tensor for part in parts for tensor in tensors_in(part)]
+
+
+KINDS = [("frozen", 2), ("frozen", 4), ("tied", 2), ("tied", 4), ("hybrid", 4)]
+OF_TORCH = pytest.param("torch's", 2, marks=pytest.mark.slow)
+
+
+@pytest.mark.thin(4)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("kind", "world"), [*KINDS, OF_TORCH], indirect=["world"])
+def test_a_run_goes_on(world: World, kind: str, way: str) -> None:
+    run = RUNS[kind]
+    found = world.run(goes_on, run, WAYS[way])
+    assert_same([got for _, got in found], uninterrupted(replace(run, layout=None)), ATOL)
+    tensors = {"Tensor"} if way.startswith("full") else {"DTensor"}
+    buffers = set() if kind == "tied" else {"Tensor"}
+    for rank, (kinds, _) in enumerate(found):
+        assert kinds == (set() if "alone" in way and rank > 0 else tensors | buffers)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("way", [way for way in WAYS if way.startswith("sharded")])
+def test_a_run_with_scalars_goes_on_from_shards(world2: World, way: str) -> None:
+    run = Run(Net)
+    found = world2.run(goes_on, run, WAYS[way])
+    assert_same([got for _, got in found], uninterrupted(run), ATOL)
+
+
+# --- options of one side --------------------------------------------------------------------------
+
+
+def without_what_is_frozen(run: Run) -> tuple[set[str], dict[str, Any], Tensor]:
+    model, optimizer = half(run)
+    options = StateDictOptions(ignore_frozen_params=True, strict=False)
+    states = get_state_dict(model, optimizer, options=options)
+    left_out = model.state_dict().keys() - states[0].keys()
+    fresh, fresh_optimizer = run.start(2)
+    frozen = everything(fresh, fresh_optimizer)["inlet.bias"]
+    missing = set_model_state_dict(fresh, states[0], options=options).missing_keys
+    set_optimizer_state_dict(fresh, fresh_optimizer, states[1], options=options)
+    assert set(missing) == left_out
+    with torch.no_grad():
+        assert torch.equal(everything(fresh, fresh_optimizer)["inlet.bias"], frozen)
+        fresh.inlet.bias.copy_(model.inlet.bias)
+    run.train(fresh, fresh_optimizer, HALF)
+    return left_out, everything(fresh, fresh_optimizer)
+
+
+def test_frozen_parameters_may_be_left_out(world2: World) -> None:
+    for left_out, got in world2.run(without_what_is_frozen, Run(Net)):
+        assert left_out == {"inlet.bias"}
+        assert_same([got], uninterrupted(Run(Net)), ATOL)
+
+
+def of_a_block(keeps_prefixes: bool) -> tuple[set[str], bool, set[str]]:
+    """The keys of a block's state, whether its values are those of the block, and the keys of its optimizer's."""
+    model, _ = half(Run(Net))
+    block = model.blocks[1]
+    options = StateDictOptions(full_state_dict=True, keep_submodule_prefixes=keeps_prefixes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's, about submodules
+        state = get_model_state_dict(model, submodules={block}, options=options)
+    expected = {name: value.full_tensor() for name, value in block.state_dict().items()}
+    prefix = "blocks.1." if keeps_prefixes else ""
+    is_right = all(torch.equal(state[prefix + name], value) for name, value in expected.items())
+    return set(state), is_right, set(expected)
+
+
+@pytest.mark.parametrize("keeps_prefixes", [True, False])
+def test_states_of_a_block(world2: World, keeps_prefixes: bool) -> None:
+    for keys, is_right, names in world2.run(of_a_block, keeps_prefixes):
+        assert is_right
+        assert keys == {f"blocks.1.{name}" if keeps_prefixes else name for name in names}
+
+
+LACKING = "blocks.0.up.weight"
+
+
+def set_without_a_key(options: dict[str, bool], is_sharded: bool) -> tuple[str, list[str]]:
+    """What a strict call says, and the keys that one which is not returns as missing."""
+    shard = by_block if is_sharded else nothing_sharded
+    model, other = [replace(Run(Net), shard=shard).start(seed)[0] for seed in (1, 2)]
+    state = get_model_state_dict(model, options=StateDictOptions(**options))
+    del state[LACKING]
+    text = ""
+    try:
+        set_model_state_dict(other, dict(state), options=StateDictOptions(**options))
+    except RuntimeError as error:
+        text = str(error)
+    found = set_model_state_dict(other, dict(state), options=StateDictOptions(**options, strict=False))
+    values = [{name: full(param) for name, param in each.named_parameters()} for each in (model, other)]
+    assert {name for name in values[0] if not torch.equal(values[0][name], values[1][name])} == {LACKING}
+    return text, found.missing_keys
+
+
+def nothing_sharded(model: nn.Module, layout: Layout | None) -> nn.Module:
+    return model
+
+
+@pytest.mark.parametrize("options", [{}, FULL | FROM_RANK_0], ids=["sharded", "from rank 0"])
+def test_strict_refuses_what_is_missing_by_name(world2: World, options: dict[str, bool]) -> None:
+    for text, missing in world2.run(set_without_a_key, options, True):
+        assert f'Missing key(s) in state_dict: "{LACKING}"' in text
+        assert missing == ([] if options else [LACKING])  # torch fills it with what is there
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_torch_does_not_miss_a_key_of_a_full_state(world2: World, is_sharded: bool) -> None:
+    assert world2.run(set_without_a_key, FULL, is_sharded) == [("", [])] * 2
+
+
+def refused_by_ours() -> str:
+    model, _ = Run(Net).start(1)
+    state = get_model_state_dict(model, options=StateDictOptions(**FULL))
+    del state[LACKING]
+    with pytest.raises(RuntimeError) as caught:
+        load_full_state_dict(model, state)
+    return str(caught.value)
+
+
+def test_our_loader_misses_a_key_of_a_full_state(world2: World) -> None:
+    for text in world2.run(refused_by_ours):
+        assert LACKING in text
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+class App(Stateful):
+    """What torch's recipe has a training script save."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer, self.step = model, optimizer, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        self.step = state["step"]
+
+
+def saves(run: Run, asynchronously: bool) -> None:
+    """Steps follow while the writer runs: it must have copies by then."""
+    model, optimizer = half(run)
+    app = App(model, optimizer)
+    app.step = HALF
+    if asynchronously:
+        group = dist.new_group(backend="gloo")  # the writer's own: training goes on in the others
+        saving = dcp.async_save({"app": app}, checkpoint_id=run.path, process_group=group)
+        run.train(model, optimizer, HALF)
+        saving.result()
+        dist.destroy_process_group(group)
+    else:
+        dcp.save({"app": app}, checkpoint_id=run.path)
+
+
+def loads(run: Run) -> dict[str, Any]:
+    app = App(*run.start(2))
+    dcp.load({"app": app}, checkpoint_id=run.path)
+    run.train(app.model, app.optimizer, app.step)
+    return everything(app.model, app.optimizer)
+
+
+@pytest.mark.parametrize("asynchronously", [False, True])
+@pytest.mark.parametrize(("first", "second"), [("world2", "world4"), ("world4", "world2")])
+def test_stateful_objects_change_the_number_of_ranks(
+    request: pytest.FixtureRequest, tmp_path: Path, first: str, second: str, asynchronously: bool
+) -> None:
+    run = replace(Run(Net), path=str(tmp_path / "saved"))
+    request.getfixturevalue(first).run(saves, run, asynchronously)
+    assert_same(request.getfixturevalue(second).run(loads, run), uninterrupted(run), ATOL)
+
+
+# --- where torch fails, and what works ------------------------------------------------------------
+
+
+def full_and_flat(is_sharded: bool) -> str:
+    """Given back what it returned, torch looks for nested keys in a flat state."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    if is_sharded:
+        by_block(model, None)
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = StateDictOptions(**FULL, **FLAT)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    with pytest.raises(KeyError) as caught:
+        set_optimizer_state_dict(model, optimizer, state, options=options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_torch_cannot_set_full_and_flat_states(world2: World, is_sharded: bool) -> None:
+    assert world2.run(full_and_flat, is_sharded) == ["'param_groups.0.params.0'"] * 2
+
+
+def calls_of_broadcast(is_sharded: bool) -> int:
+    """How often this rank asks for what rank 0 has; it is not told, so that nobody waits."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    if is_sharded:
+        by_block(model, None)
+    options = StateDictOptions(**FULL, **OFFLOAD, **FROM_RANK_0)
+    optimizer = torch.optim.SGD(model.parameters())
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+    called = 0
+
+    def counts(*args: Any, **kwargs: Any) -> None:
+        nonlocal called
+        called += 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.checkpoint.state_dict._load_optim_state_dict", lambda *args: None)
+        patch.setattr("torch.distributed.checkpoint.state_dict._broadcast_state_dict", counts)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=model_state,
+            optim_state_dict=optimizer_state,
+            options=options,
+        )
+    return called
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_torch_hangs_where_a_rank_has_no_states_and_one_call_sets_both(
+    world2: World, is_sharded: bool
+) -> None:
+    """Such a rank leaves the model out, and rank 0 waits for it."""
+    assert world2.run(calls_of_broadcast, is_sharded) == [1, 0]
+
+
+def kinds_of_a_scalars_state() -> tuple[str, str]:
+    states = WAYS["full"].get(*half(Run(Net)))
+    model, optimizer = Run(Net).start(2)
+    WAYS["full"].set(model, optimizer, states)
+    kept = [optimizer.state[param]["exp_avg"] for param in (model.blocks[0].gain, model.outlet.weight)]
+    return type(kept[0]).__name__, type(kept[1]).__name__
+
+
+def test_torch_takes_the_state_of_a_scalar_for_a_count_of_steps(world2: World) -> None:
+    """So that the next step fails; torch's own fully_shard takes no scalars."""
+    assert world2.run(kinds_of_a_scalars_state) == [("Tensor", "DTensor")] * 2
+
+
+def loaded_by_ours(run: Run, reader: str) -> dict[str, Any]:
+    """Full states that rank 0 alone has."""
+    model, optimizer = half(run)
+    if reader == "ours":
+        states = full_state_dict(model, optimizer)
+    else:
+        states = get_state_dict(model, optimizer, options=StateDictOptions(**FULL, **OFFLOAD))
+    model_state, optimizer_state = states if dist.get_rank() == 0 else (None, None)
+    fresh, fresh_optimizer = run.start(2)
+    load_full_state_dict(fresh, model_state)
+    load_full_optimizer_state_dict(fresh, fresh_optimizer, optimizer_state)
+    run.train(fresh, fresh_optimizer, HALF)
+    return everything(fresh, fresh_optimizer)
+
+
+@pytest.mark.parametrize("reader", ["ours", "torch's"])
+@pytest.mark.parametrize("build", [Net, Tied])
+def test_our_loaders_take_full_states_of_either(world2: World, build: type[nn.Module], reader: str) -> None:
+    run = Run(build)
+    assert_same(world2.run(loaded_by_ours, run, reader), uninterrupted(run), ATOL)
