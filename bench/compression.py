@@ -5,7 +5,7 @@ numbers 0.254, on the wire; weights as int8 likewise; and the example learns as 
 
 How, bytes: one launch; the GPT of step_time.py trains in each setting in turn; bytes through the loopback
 interface over some steps, as the kernel counts them (headers included), divided by steps and ranks. How,
-training: examples/train_gpt.py, 2 processes, with the same options; its validation loss at the end.
+training: loss_curves.py, 2 processes, with the same options; its validation loss at the end.
 
 Floor: gradients are half of the bytes of zero2 and a third of those of zero3, so that is the most that
 compressing them alone can save.
@@ -37,7 +37,7 @@ from shardwise import CommPolicy, shard_model
 from shardwise.policies import LowPrecisionReduction, QuantizedAllGather, QuantizedReduction
 from shardwise.strategies import register_comm_hook
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "train_gpt.py"
+EXAMPLE = Path(__file__).with_name("loss_curves.py")
 INT8 = (256 + 4) / 256 / 4  # of the bytes of float32
 SETTINGS: dict[str, dict[str, Any]] = {
     "exact": {"hook": None, "weights": None, "gradient_share": 1.0, "weight_share": 1.0},

@@ -4,7 +4,7 @@
     step_time.svg   step time on one machine against the floor, a group of bars for each record (step_time.py)
     two_hosts.svg   step time over a thin wire against its bound, a group for each rate (two_hosts.py)
     memory.svg      peak transient memory of forward and backward, in units of a block (memory.py)
-    optimizers.svg  validation loss with each optimizer (metrics.json of runs of examples/train_gpt.py)
+    optimizers.svg  validation loss with each optimizer (metrics.json of runs of loss_curves.py)
 
 Every `*.json` in the folder is read; what it is about, the record says itself. Several records of
 step_time.py stand side by side in the order of their names. Of other benchmarks the newest counts. A

@@ -3,8 +3,9 @@
     tokens (batch, length) -> embed + position -> block 0 .. block n-1 -> norm -> head
                                                                  -> logits (batch, length, 256)
 
-`model.blocks` is where `fully_shard` is applied block by block: a block is the unit whose weights
-are unsharded together, used, and given back.
+`model.blocks` is where it is sharded, block by block: a block is the unit whose weights are unsharded
+together, used, and given back. Every layer draws its own weights in `reset_parameters`: so a model that was
+built on the meta device can get them afterwards, layer by layer (`shardwise.materialize`).
 """
 
 import math
@@ -12,18 +13,43 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 VOCAB = 256  # one token is one byte
 
 
-class Attention(nn.Module):
-    """Causal self-attention with several heads."""
+class Embedding(nn.Embedding):
+    """Draws small weights."""
 
-    def __init__(self, width: int, heads: int):
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+
+class Linear(nn.Linear):
+    """Without a bias; draws normal weights that keep the size of what flows through, at any width and depth.
+
+    A sum of n products grows as sqrt(n), hence 1 / sqrt(inputs). The residual stream sums several outputs, so
+    those of layers that add to it are smaller by sqrt(summands) (Radford et al. 2019, "Language Models are
+    Unsupervised Multitask Learners", section 2.3). GPT-2's fixed 0.02 is about 1 / sqrt(n) at its widths; at
+    ours it would be too small and cost a few hundred steps.
+    """
+
+    def __init__(self, inputs: int, outputs: int, summands: int = 1):
+        self.std = 1 / math.sqrt(inputs * summands)
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with several heads, one of `layers` in the model."""
+
+    def __init__(self, width: int, heads: int, layers: int):
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
+        self.qkv = Linear(width, 3 * width)
+        self.out = Linear(width, width, summands=2 * layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
@@ -34,17 +60,27 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a two-layer perceptron, each normalized first and added to its input."""
+    """Attention, then a two-layer perceptron, each normalized first and added to its input.
 
-    def __init__(self, width: int, heads: int):
+    With `recompute`, backward computes the block's activations once more instead of finding them in memory.
+    The checkpoint is inside the block, so that a sharded block unshards its weights once for both.
+    """
+
+    def __init__(self, width: int, heads: int, layers: int, recompute: bool = False):
         super().__init__()
+        self.recompute = recompute
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
+        self.attention = Attention(width, heads, layers)
         self.mlp_norm = nn.LayerNorm(width)
-        self.mlp_in = nn.Linear(width, 4 * width, bias=False)
-        self.mlp_out = nn.Linear(4 * width, width, bias=False)
+        self.mlp_in = Linear(width, 4 * width)
+        self.mlp_out = Linear(4 * width, width, summands=2 * layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self.compute, x, use_reentrant=False)
+        return self.compute(x)
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
 
@@ -52,35 +88,18 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Predicts, at every position, the byte that comes next.
 
-    The weights are drawn from torch's default generator: call `torch.manual_seed` with one seed on
-    every rank before, so that all ranks cut their shards out of the same weights.
+    The weights are drawn from torch's default generator: call `torch.manual_seed` with one seed on every rank
+    before, so that all ranks cut their shards out of the same weights. (`materialize` sees to that itself.)
     """
 
-    def __init__(self, *, layers: int, width: int, heads: int, context: int):
+    def __init__(self, *, layers: int, width: int, heads: int, context: int, recompute: bool = False):
         super().__init__()
         self.context = context
-        self.embed = nn.Embedding(VOCAB, width)
-        self.position = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.embed = Embedding(VOCAB, width)
+        self.position = Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads, layers, recompute) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCAB, bias=False)
-        self.init_weights()
-
-    def init_weights(self) -> None:
-        """Draw normal weights that keep the size of what flows through them at any width and depth.
-
-        A linear layer of n inputs sums n products, hence 1 / sqrt(n). The residual stream sums two
-        outputs per block, hence 1 / sqrt(2 * layers) on top (Radford et al. 2019, "Language Models
-        are Unsupervised Multitask Learners", section 2.3). GPT-2's fixed 0.02 is about 1 / sqrt(n)
-        at its widths; at ours it would be too small and cost a few hundred steps.
-        """
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-            elif isinstance(module, nn.Linear):
-                adds_to_stream = name.endswith((".out", ".mlp_out"))
-                terms = module.in_features * (2 * len(self.blocks) if adds_to_stream else 1)
-                nn.init.normal_(module.weight, std=1 / math.sqrt(terms))
+        self.head = Linear(width, VOCAB)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)

@@ -19,51 +19,56 @@ unshards weights and reduces gradients once a step, not once a microbatch.
 """
 
 import argparse
-import os
 import time
-from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from corpus import Corpus, draw_offsets, read_corpus, unigram_cross_entropy, windows_at
+from corpus import Corpus, Share, read_corpus, training_loader, validation_loader
 from gpt import GPT
-from report import History, verdict
-from settings import check_sizes, check_tensor_parallel_sizes, choose_device
+from processes import (
+    Parser,
+    check_above_0,
+    check_sizes,
+    check_tensor_parallel_sizes,
+    choose_device,
+    start_processes,
+    world_size,
+)
+from report import History, progress_bar, show_step, write_report
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
-from train_2d import apply_tensor_parallelism, whole
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+from train_2d import apply_tensor_parallelism
 from train_2d import build_model as build_headwise_model
-from train_gpt import build_optimizer, learning_rate, start_processes, validation_batches
+from train_gpt import build_optimizer, learning_rate
 
 from shardwise import fully_shard
 from shardwise.interop import PipelineStage
 
-PRINT_EVERY = 10  # steps
+EVAL_BATCHES = 8
 BACK_AND_FORTH = ("ZBVZeroBubble", "DualPipeV")  # the first process has the first stage and the last
 
 
 def main() -> None:
-    """Set up, train, print how it went."""
+    """Set up, train, report."""
     settings = parse_settings()
     start_processes(settings.device)
     pipeline = parallelize(build_model(settings), settings)
-    history = train(pipeline, read_corpus(), settings)
+    shape = f"{settings.pipe} x {settings.shard} x {settings.tp} (pipe x shard x tp), {settings.schedule}"
     if dist.get_rank() == 0:
-        tokens_per_s = history.tokens_per_s(settings.batch * settings.context)
-        shape = f"{settings.pipe} x {settings.shard} x {settings.tp}"
-        print(f"\n{verdict(history)}\n")
-        print(f"{settings.schedule}, {shape} (pipe x shard x tp), {tokens_per_s:,.0f} tokens/s")
+        print(f"device  {settings.device_choice}\nmesh    {shape}\n", flush=True)
+    history = train(pipeline, read_corpus(), settings)
+    write_report(settings, history, shape)
     dist.destroy_process_group()
 
 
 def parse_settings(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read and check the command line; `shard` is what `pipe` and `tp` leave of the processes."""
-    parser = argparse.ArgumentParser(
-        description="Train a byte-level GPT with pipeline and tensor parallelism, and sharding.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = Parser("Train a byte-level GPT with pipeline and tensor parallelism, and sharding.")
     add = parser.add_argument
     add(
         "--pipe", type=int, help="processes that have stages one behind the other; default: 2 if that divides"
@@ -82,20 +87,18 @@ def parse_settings(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="fixes the weights and the batches")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto prefers cuda")
     add("--eval-every", type=int, default=80, help="steps between two validations")
+    add("--out", type=Path, default=Path("runs/3d"), help="folder for the curve and the metrics")
     settings = parser.parse_args(arguments)
-    settings.optimizer = "adamw"  # the only one here; examples/train_gpt.py has others
-    try:
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))  # set by torchrun
+    with parser.refusing():
+        check_above_0(settings, "pipe", "tp", "microbatches", "clip")
         if settings.pipe is None:
-            settings.pipe = 1 if world_size % 2 else 2
+            settings.pipe = 1 if world_size() % 2 else 2
         if settings.tp is None:
-            settings.tp = 1 if world_size % (2 * settings.pipe) else 2
-        settings.shard = world_size // (settings.pipe * settings.tp)
+            settings.tp = 1 if world_size() % (2 * settings.pipe) else 2
+        settings.shard = world_size() // (settings.pipe * settings.tp)
         settings.stages_per_rank = stages_per_rank(settings.schedule)
-        check_division(settings, world_size)
-        settings.device = choose_device(settings.device)
-    except ValueError as refusal:
-        parser.error(str(refusal))
+        check_division(settings)
+        settings.device, settings.device_choice = choose_device(settings.device)
     return settings
 
 
@@ -104,14 +107,11 @@ def stages_per_rank(schedule: str) -> int:
     return 2 if issubclass(get_schedule_class(schedule), PipelineScheduleMulti) else 1
 
 
-def check_division(settings: argparse.Namespace, world_size: int) -> None:
+def check_division(settings: argparse.Namespace) -> None:
     """Refuse what does not divide over the mesh."""
-    for name in ("pipe", "tp", "microbatches"):
-        if getattr(settings, name) < 1:
-            raise ValueError(f"--{name} must be at least 1")
-    if settings.pipe * settings.shard * settings.tp != world_size:
+    if settings.pipe * settings.shard * settings.tp != world_size():
         raise ValueError(
-            f"--pipe {settings.pipe} times --tp {settings.tp} does not divide {world_size} processes"
+            f"--pipe {settings.pipe} times --tp {settings.tp} does not divide {world_size()} processes"
         )
     check_sizes(settings, settings.microbatches * settings.shard)
     check_tensor_parallel_sizes(settings)
@@ -164,7 +164,9 @@ class Pipeline:
             mesh["shard", "tp"]._flatten("shard_tp")
         self.settings = settings
         self.group = mesh.get_group("pipe")
-        self.place, self.seat = mesh.get_local_rank("pipe"), mesh.get_local_rank("shard")
+        self.place = mesh.get_local_rank("pipe")
+        # The ranks that have stages of one pipeline, and those of `tp`, take the same windows.
+        self.share = Share(mesh.get_local_rank("shard"), settings.shard)
         count = settings.pipe * settings.stages_per_rank
         indices = stages_of(self.place, count, settings)
         self.modules = nn.ModuleList(Stage(model, index, count) for index in indices)
@@ -183,8 +185,8 @@ class Pipeline:
         self.has_loss = count - 1 in indices
 
     def loss(self, windows: torch.Tensor, *, trains: bool) -> float:
-        """The loss of a global batch, mean over all ranks; if it ``trains``, ``.grad`` gets the gradients."""
-        windows = windows.chunk(self.settings.shard)[self.seat].to(self.settings.device)
+        """The loss on a batch, of which this is the rank's share; if it ``trains``, gradients are left."""
+        windows = windows.to(self.settings.device, non_blocking=True)
         losses: list[torch.Tensor] = []
         run = self.schedule.step if trains else self.schedule.eval
         inputs = [windows[:, :-1]] if self.place == 0 else []  # others get theirs from the stage before
@@ -216,6 +218,11 @@ def parallelize(model: GPT, settings: argparse.Namespace) -> Pipeline:
     return Pipeline(model, settings)
 
 
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """The value of a DTensor, of which each rank may hold a part of a sum."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 def stages_of(place: int, count: int, settings: argparse.Namespace) -> list[int]:
     """Which stages the ranks have at one place of the pipeline."""
     if settings.schedule in BACK_AND_FORTH:
@@ -231,42 +238,32 @@ def mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def train(
-    pipeline: Pipeline,
-    corpus: Corpus,
-    settings: argparse.Namespace,
-    report: Callable[[str], None] = print,
-) -> History:
+def train(pipeline: Pipeline, corpus: Corpus, settings: argparse.Namespace) -> History:
     """Run all steps, with a validation every `eval_every` steps and after the last one."""
-    optimizer = build_optimizer(pipeline.modules, settings)
-    generator = torch.Generator().manual_seed(settings.seed)
-    validation = validation_batches(corpus, settings)[::4]
-    history = History(unigram=unigram_cross_entropy(corpus.train, torch.cat(validation)[:, 1:]))
-    for step in range(settings.steps):
-        began = time.perf_counter()
-        offsets = draw_offsets(corpus.train, settings.context, settings.batch, generator)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, settings.lr, settings.steps)
-        loss = pipeline.loss(windows_at(corpus.train, offsets, settings.context), trains=True)
-        norm = pipeline.clip_gradients(settings.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        history.train_loss.append(loss)
-        history.step_seconds.append(time.perf_counter() - began)
-
-        done = step + 1
-        if done % settings.eval_every == 0 or done == settings.steps:
-            history.val_steps.append(done)
-            history.val_loss.append(evaluate(pipeline, validation))
-        if dist.get_rank() == 0 and (done == 1 or done % PRINT_EVERY == 0 or done == settings.steps):
-            report(f"step {done:4}   loss {loss:.6f}   gradient norm {norm:.6f}")
+    optimizer = build_optimizer(pipeline.modules, settings.lr)
+    validation, unigram = validation_loader(corpus, settings, pipeline.share, EVAL_BATCHES)
+    history = History(unigram, settings.batch * settings.context)
+    with progress_bar(history, settings) as bar:
+        for step, batch in enumerate(training_loader(corpus, settings, pipeline.share)):
+            began = time.perf_counter()
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, settings)
+            loss = pipeline.loss(batch, trains=True)
+            norm = pipeline.clip_gradients(settings.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            history.note_step(loss, norm, time.perf_counter() - began)
+            done = step + 1
+            if done % settings.eval_every == 0 or done == settings.steps:
+                history.note_validation(evaluate(pipeline, validation))
+            show_step(bar, history)
     return history
 
 
 @torch.no_grad()
-def evaluate(pipeline: Pipeline, batches: list[torch.Tensor]) -> float:
+def evaluate(pipeline: Pipeline, validation: DataLoader) -> float:
     """Validation loss over all ranks."""
-    losses = [pipeline.loss(batch, trains=False) for batch in batches]
+    losses = [pipeline.loss(batch, trains=False) for batch in validation]
     return sum(losses) / len(losses)
 
 

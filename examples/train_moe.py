@@ -26,53 +26,54 @@ hides a wrong factor; the norm that clips does not.
 """
 
 import argparse
-import os
 import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from corpus import Corpus, draw_offsets, read_corpus, unigram_cross_entropy, windows_at
+from corpus import Corpus, read_corpus, training_loader, validation_loader
 from gpt import GPT, Attention
-from report import History, verdict
-from settings import check_sizes, choose_device
+from processes import (
+    Parser,
+    check_above_0,
+    check_sizes,
+    choose_device,
+    mean_over_ranks,
+    share_of_rank,
+    start_processes,
+    world_size,
+)
+from report import History, progress_bar, show_step, write_report
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from train_gpt import (
-    import_fully_shard,
-    learning_rate,
-    mean_over_ranks,
-    rows_of_this_rank,
-    start_processes,
-    validation_batches,
-)
+from train_gpt import evaluate, learning_rate, mean_loss
 
-PRINT_EVERY = 10  # steps
+from shardwise import clip_grad_norm_, explain, fully_shard
+from shardwise.policies import ShardPlacementResult
+
+EVAL_BATCHES = 8
 
 
 def main() -> None:
-    """Set up, train, print how it went."""
+    """Set up, train, report."""
     settings = parse_settings()
     start_processes(settings.device)
     model = build_model(settings)
     parallelize(model, settings)
-    history = train(model, read_corpus(), settings)
+    shape = f"{world_size()} processes, {settings.ep} of them share the {settings.experts} experts"
     if dist.get_rank() == 0:
-        tokens_per_s = history.tokens_per_s(settings.batch * settings.context)
-        print(f"\n{verdict(history)}\n")
-        print(f"{settings.peer}, {dist.get_world_size()} processes, {tokens_per_s:,.0f} tokens/s")
+        print(f"device  {settings.device_choice}\nmesh    {shape}\n\n{explain(model)}\n", flush=True)
+    history = train(model, read_corpus(), settings)
+    write_report(settings, history, shape)
     dist.destroy_process_group()
 
 
 def parse_settings(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read and check the command line."""
-    parser = argparse.ArgumentParser(
-        description="Train a byte-level GPT with expert parallelism and sharding.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = Parser("Train a byte-level GPT with expert parallelism and sharding.")
     add = parser.add_argument
     add("--experts", type=int, default=8, help="experts of each block")
     add("--active", type=int, default=2, help="experts that each token visits")
@@ -88,28 +89,26 @@ def parse_settings(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="fixes the weights and the batches")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto prefers cuda")
     add("--eval-every", type=int, default=100, help="steps between two validations")
-    add("--peer", choices=["shardwise", "torch"], default="shardwise", help="whose fully_shard")
+    add("--out", type=Path, default=Path("runs/moe"), help="folder for the curve and the metrics")
     settings = parser.parse_args(arguments)
-    try:
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))  # set by torchrun
+    with parser.refusing():
+        check_above_0(settings, "ep", "clip")
         if settings.ep is None:
-            settings.ep = 1 if world_size % 2 else 2
-        check_sizes(settings, world_size)
-        check_experts(settings, world_size)
-        settings.device = choose_device(settings.device)
-    except ValueError as refusal:
-        parser.error(str(refusal))
+            settings.ep = 1 if world_size() % 2 else 2
+        check_sizes(settings, shares=world_size())
+        check_experts(settings)
+        settings.device, settings.device_choice = choose_device(settings.device)
     return settings
 
 
-def check_experts(settings: argparse.Namespace, world_size: int) -> None:
+def check_experts(settings: argparse.Namespace) -> None:
     """Refuse what does not divide over the processes that share the experts."""
     if not 1 <= settings.active <= settings.experts:
         raise ValueError(
             f"--active {settings.active}: expected 1 to {settings.experts}, as many as --experts"
         )
-    for name, number in (("experts", settings.experts), ("processes", world_size)):
-        if settings.ep < 1 or number % settings.ep:
+    for name, number in (("experts", settings.experts), ("processes", world_size())):
+        if number % settings.ep:
             raise ValueError(f"--ep {settings.ep} does not divide {number} {name} into equal parts")
 
 
@@ -228,7 +227,7 @@ class Block(nn.Module):
     def __init__(self, settings: argparse.Namespace):
         super().__init__()
         self.attention_norm = nn.LayerNorm(settings.width)
-        self.attention = Attention(settings.width, settings.heads)
+        self.attention = Attention(settings.width, settings.heads, settings.layers)
         self.mixture_norm = nn.LayerNorm(settings.width)
         self.mixture = Mixture(settings.experts, settings.active, settings.width, settings.layers)
 
@@ -242,7 +241,6 @@ def build_model(settings: argparse.Namespace) -> GPT:
     torch.manual_seed(settings.seed)
     model = GPT(layers=0, width=settings.width, heads=settings.heads, context=settings.context)
     model.blocks.extend(Block(settings) for _ in range(settings.layers))
-    model.init_weights()
     return model.to(settings.device)
 
 
@@ -251,21 +249,18 @@ def build_model(settings: argparse.Namespace) -> GPT:
 
 def parallelize(model: GPT, settings: argparse.Namespace) -> None:
     """Spread the experts over `ep`; shard them over `edp`, and everything else over all ranks."""
-    fully_shard = import_fully_shard(settings.peer)
-    device, world_size = settings.device.type, dist.get_world_size()
-    everyone = init_device_mesh(device, (world_size,), mesh_dim_names=("dp",))
+    device = settings.device.type
+    everyone = init_device_mesh(device, (world_size(),), mesh_dim_names=("dp",))
     if settings.ep == 1:  # every rank computes all experts, so one mesh will do
         for block in model.blocks:
             fully_shard(block, mesh=everyone)
         fully_shard(model, mesh=everyone)
         return
 
-    shape = (world_size // settings.ep, settings.ep)
+    shape = (world_size() // settings.ep, settings.ep)
     expert_mesh = init_device_mesh(device, shape, mesh_dim_names=("edp", "ep"))
-    # The norm of the experts' gradients is a sum over both: as one dimension, it is one all-reduce.
-    expert_mesh._flatten("edp_ep")
     # Not by Shard(0): that would want at least as many experts on a rank as `edp` has ranks.
-    on_edp = placement_of_experts(settings.peer, Shard(1), expert_mesh["edp"])
+    on_edp = ShardPlacementResult(Shard(1), expert_mesh["edp"])
     for block in model.blocks:
         experts = block.mixture.experts
         experts.spread_over(expert_mesh["ep"])
@@ -275,24 +270,8 @@ def parallelize(model: GPT, settings: argparse.Namespace) -> None:
             mesh=everyone,
             shard_placement_fn=lambda param, own=own: on_edp if id(param) in own else None,
         )
-        block.set_gradient_divide_factor(float(world_size))  # the docstring of this file says why
-        if settings.ep < world_size:
-            # As a sum and a division: torch's fully_shard asks gloo for a reduction that it has not.
-            # Only where there is one: over a mesh of one rank it would divide twice (torch 2.13).
-            block.set_force_sum_reduction_for_comms(True)
+        block.set_gradient_divide_factor(float(world_size()))  # the docstring of this file says why
     fully_shard(model, mesh=everyone)
-
-
-def placement_of_experts(peer: str, placement: Shard, mesh: DeviceMesh) -> object:
-    """What `shard_placement_fn` returns for a parameter with a mesh of its own."""
-    if peer == "torch":
-        # torch exports no name for it yet, and 2.11 has no such thing.
-        from torch.distributed.fsdp._fully_shard import _fsdp_common
-
-        return _fsdp_common.ShardPlacementResult(placement, _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0))
-    from shardwise.policies import ShardPlacementResult
-
-    return ShardPlacementResult(placement, mesh)
 
 
 def by_mesh(model: GPT) -> list[list[nn.Parameter]]:
@@ -303,71 +282,32 @@ def by_mesh(model: GPT) -> list[list[nn.Parameter]]:
     return list(groups.values())
 
 
-@torch.no_grad()
-def clip_gradients(groups: list[list[nn.Parameter]], max_norm: float) -> float:
-    """Scale all gradients so that their common norm is at most `max_norm`; return what it was."""
-    norms = []
-    for params in groups:
-        norm = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    total = torch.linalg.vector_norm(torch.stack(norms))
-    for params in groups:
-        nn.utils.clip_grads_with_norm_(params, max_norm, total)
-    return total.item()
-
-
 # --- training -------------------------------------------------------------------------------------
 
 
-def train(
-    model: GPT,
-    corpus: Corpus,
-    settings: argparse.Namespace,
-    report: Callable[[str], None] = print,
-) -> History:
+def train(model: GPT, corpus: Corpus, settings: argparse.Namespace) -> History:
     """Run all steps, with a validation every `eval_every` steps and after the last one."""
-    groups = by_mesh(model)
-    optimizer = torch.optim.AdamW([{"params": params} for params in groups], betas=(0.9, 0.95))
-    generator = torch.Generator().manual_seed(settings.seed)
-    validation = validation_batches(corpus, settings)[::4]
-    history = History(unigram=unigram_cross_entropy(corpus.train, torch.cat(validation)[:, 1:]))
-    for step in range(settings.steps):
-        began = time.perf_counter()
-        offsets = draw_offsets(corpus.train, settings.context, settings.batch, generator)
-        windows = windows_at(corpus.train, rows_of_this_rank(offsets), settings.context)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, settings.lr, settings.steps)
-        loss = mean_loss(model, windows, settings)
-        loss.backward()
-        norm = clip_gradients(groups, settings.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        for block in model.blocks:
-            block.mixture.balance()
-        history.train_loss.append(mean_over_ranks(loss))
-        history.step_seconds.append(time.perf_counter() - began)
-
-        done = step + 1
-        if done % settings.eval_every == 0 or done == settings.steps:
-            history.val_steps.append(done)
-            history.val_loss.append(evaluate(model, validation, settings))
-        if dist.get_rank() == 0 and (done == 1 or done % PRINT_EVERY == 0 or done == settings.steps):
-            report(f"step {done:4}   loss {history.train_loss[-1]:.6f}   gradient norm {norm:.6f}")
+    optimizer = torch.optim.AdamW([{"params": params} for params in by_mesh(model)], betas=(0.9, 0.95))
+    validation, unigram = validation_loader(corpus, settings, share_of_rank(), EVAL_BATCHES)
+    history = History(unigram, settings.batch * settings.context)
+    with progress_bar(history, settings) as bar:
+        for step, batch in enumerate(training_loader(corpus, settings, share_of_rank())):
+            began = time.perf_counter()
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, settings)
+            loss = mean_loss(model, batch, settings.device)
+            loss.backward()
+            norm = clip_grad_norm_(model, settings.clip)  # of parameters on two meshes
+            optimizer.step()
+            optimizer.zero_grad()
+            for block in model.blocks:
+                block.mixture.balance()
+            history.note_step(mean_over_ranks(loss), norm.item(), time.perf_counter() - began)
+            done = step + 1
+            if done % settings.eval_every == 0 or done == settings.steps:
+                history.note_validation(evaluate(model, validation, settings))
+            show_step(bar, history)
     return history
-
-
-def mean_loss(model: GPT, windows: torch.Tensor, settings: argparse.Namespace) -> torch.Tensor:
-    """Nats per byte over this rank's windows, each (context + 1) bytes long."""
-    windows = windows.to(settings.device)
-    logits = model(windows[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
-
-
-@torch.no_grad()
-def evaluate(model: GPT, batches: list[torch.Tensor], settings: argparse.Namespace) -> float:
-    """Validation loss over all ranks, which must hold equally many batches: they exchange tokens."""
-    losses = [mean_loss(model, rows_of_this_rank(batch), settings) for batch in batches]
-    return mean_over_ranks(torch.stack(losses).mean())
 
 
 if __name__ == "__main__":

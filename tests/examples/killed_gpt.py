@@ -36,6 +36,7 @@ from shardwise.checkpoint import folders
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
+import report
 import train_gpt
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -73,20 +74,17 @@ class Plan:
 def watch(plan: Plan) -> None:
     """Have the example, torch and shardwise say where they are."""
     step = 0
-    resume, learning_rate, train_step = (
-        train_gpt.Checkpoints.resume,
+    resume, learning_rate, train_step, clip = (
+        train_gpt.resume,
         train_gpt.learning_rate,
         train_gpt.train_step,
+        train_gpt.clip_grad_norm_,
     )
-    clip, write_data, publish = (
-        torch.nn.utils.clip_grad_norm_,
-        FileSystemWriter.write_data,
-        folders.publish,
-    )
+    write_data, publish = FileSystemWriter.write_data, folders.publish
 
-    def watched_resume(self: Any) -> None:
-        resume(self)
-        plan.start = self.progress.steps_done
+    def watched_resume(model: Any, optimizer: Any, history: Any, settings: Any) -> None:
+        resume(model, optimizer, history, settings)
+        plan.start = history.steps_done
 
     def watched_learning_rate(index: int, *args: Any) -> float:
         nonlocal step
@@ -98,10 +96,10 @@ def watch(plan: Plan) -> None:
         plan.reached("backward", step)
         return clip(*args, **kwargs)
 
-    def watched_train_step(*args: Any) -> float:
-        loss = train_step(*args)
+    def watched_train_step(*args: Any) -> tuple[float, float]:
+        loss_and_norm = train_step(*args)
         plan.reached("stepped", step)
-        return loss
+        return loss_and_norm
 
     def watched_write_data(self: FileSystemWriter, *args: Any) -> Any:
         written = write_data(self, *args)
@@ -114,10 +112,10 @@ def watch(plan: Plan) -> None:
         publish(save)
         plan.reached("published", step_of(save.path))
 
-    train_gpt.Checkpoints.resume = watched_resume
+    train_gpt.resume = watched_resume
     train_gpt.learning_rate = watched_learning_rate
     train_gpt.train_step = watched_train_step
-    torch.nn.utils.clip_grad_norm_ = watched_clip
+    train_gpt.clip_grad_norm_ = watched_clip
     FileSystemWriter.write_data = watched_write_data
     folders.publish = watched_publish
 
@@ -154,12 +152,12 @@ def main() -> None:
     plan = Plan(Path(sys.argv.pop(1)))
     watch(plan)
     if plan.content["dropout"]:
-        train_gpt.build_sharded_model = drop_outputs(train_gpt.build_sharded_model)
+        train_gpt.build_model = drop_outputs(train_gpt.build_model)
     # The example's own text takes seconds to read, and its picture takes seconds to draw.
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(256, (2, 4000), generator=generator, dtype=torch.uint8)
     train_gpt.read_corpus = lambda: train_gpt.Corpus(*texts, num_files=0)
-    train_gpt.draw_loss = lambda *args, **kwargs: None
+    report.draw_loss = lambda *args, **kwargs: None
     train_gpt.main()
     if RANK == 0:
         plan.end_attempt()

@@ -4,9 +4,11 @@ The reference is the example's own model, neither sharded nor spread, in a world
 float64, so that an expert is never chosen otherwise because sums were rounded otherwise.
 """
 
+import argparse
 import contextlib
 import importlib
 import io
+import json
 import os
 import re
 import shutil
@@ -16,6 +18,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -33,15 +36,19 @@ pytestmark = pytest.mark.processes
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SIZES = ["--device=cpu", "--layers=2", "--width=16", "--heads=4", "--context=16", "--batch=8", "--steps=3"]
 
-Curve = tuple[list[float], list[float]]  # training and validation losses
+Curve = tuple[list[float], list[float], list[float]]  # training and validation losses, norms of gradients
+
+
+def example(name: str) -> contextlib.AbstractContextManager[ModuleType]:
+    """An example, as on a rank that torchrun has started."""
+    return one_process(name, str(dist.get_world_size()))
 
 
 @contextlib.contextmanager
-def example(name: str) -> Iterator[ModuleType]:
+def one_process(name: str, world: str = "1") -> Iterator[ModuleType]:
     """Import an example, which imports its neighbours by bare names; others of these names are set aside."""
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     others = {other: sys.modules.pop(other) for other in names & sys.modules.keys()}
-    world = str(dist.get_world_size())  # as torchrun tells the command line
     try:
         with (
             mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]),
@@ -61,11 +68,27 @@ def train(name: str, arguments: list[str], parallel: bool) -> Curve:
         model = module.build_model(settings).double()
         if parallel:
             model = module.parallelize(model, settings) or model
-        generator = torch.Generator().manual_seed(0)
-        texts = torch.randint(256, (2, 4000), generator=generator, dtype=torch.uint8)
-        corpus = module.Corpus(*texts, num_files=0)
-        history = module.train(model, corpus, settings, report=lambda line: None)
-        return history.train_loss, history.val_loss
+        with silence():
+            return curve_of(module.train(model, random_corpus(module), settings))
+
+
+def random_corpus(module: Any) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    return module.Corpus(*torch.randint(256, (2, 4000), generator=generator, dtype=torch.uint8), num_files=0)
+
+
+def curve_of(history: Any) -> Curve:
+    return history.train_loss, history.val_loss, history.grad_norm
+
+
+def silence() -> contextlib.AbstractContextManager[Any]:
+    """Without the bar of progress, which is drawn to stderr."""
+    return contextlib.redirect_stderr(io.StringIO())
+
+
+def assert_same(got: Curve, expected: Curve, **tolerance: float) -> None:
+    for mine, other in zip(got, expected, strict=True):
+        assert mine == pytest.approx(other, **tolerance)
 
 
 RUNS = [
@@ -84,11 +107,12 @@ RUNS = [
 def test_an_example_trains_what_one_process_trains(
     world1: World, world: World, name: str, arguments: list[str]
 ) -> None:
-    ((training, validation),) = world1.run(train, name, [], parallel=False)
+    (expected,) = world1.run(train, name, [], parallel=False)
+    training, _, norms = expected
     assert training[0] != training[-1]
+    assert min(norms) > 1.0, "clipping has something to do"
     for got in world.run(train, name, arguments, parallel=True):
-        assert got[0] == pytest.approx(training, rel=0, abs=1e-10)
-        assert got[1] == pytest.approx(validation, rel=0, abs=1e-10)
+        assert_same(got, expected, rel=0, abs=1e-9)
 
 
 PIPELINES = [
@@ -101,27 +125,28 @@ PIPELINES = [
 def test_the_pipeline_trains_what_one_process_trains(
     world1: World, world: World, arguments: list[str]
 ) -> None:
-    ((training, validation),) = world1.run(train, "train_2d", ["--layers=4"], parallel=False)
+    (expected,) = world1.run(train, "train_2d", ["--layers=4"], parallel=False)
     for got in world.run(train, "train_3d", ["--layers=4", "--microbatches=2", *arguments], parallel=True):
-        assert got[0] == pytest.approx(training, rel=0, abs=1e-10)
-        assert got[1] == pytest.approx(validation, rel=0, abs=1e-10)
+        assert_same(got, expected, rel=0, abs=1e-9)
 
 
 @pytest.mark.slow
-def test_the_pipeline_runs_on_eight_processes_from_its_command_line() -> None:
-    """Two pipeline places, two shards and two tensor parallel ranks print what one process prints."""
-    sizes = [*SIZES, "--layers=4", "--microbatches=4"]
-    printed = []
+def test_the_pipeline_runs_on_eight_processes_from_its_command_line(tmp_path: Path) -> None:
+    """Two pipeline places, two shards and two tensor parallel ranks learn what one process learns."""
+    found = []
     for processes in (1, 8):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command = [*torchrun, "--nproc-per-node", str(processes), str(EXAMPLES / "train_3d.py"), *sizes]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=500)
+        sizes = [*SIZES, "--layers=4", "--microbatches=4", f"--out={tmp_path / str(processes)}"]
+        run = torchrun(processes, EXAMPLES / "train_3d.py", sizes)
         assert run.returncode == 0, run.stderr
-        lines = [line.split() for line in run.stdout.splitlines() if line.startswith("step ")]
-        printed.append([(float(line[3]), float(line[6])) for line in lines])
-        assert len(lines) == 2
-    for one, eight in zip(*printed, strict=True):
-        assert eight == pytest.approx(one, abs=1e-5)
+        found.append(json.loads((tmp_path / str(processes) / "metrics.json").read_text()))
+    one, eight = ((each["train_loss"], each["val_loss"], each["grad_norm"]) for each in found)
+    assert_same(eight, one, rel=1e-5)
+
+
+def torchrun(processes: int, script: Path, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(processes), str(script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=500)
 
 
 GPT = [*SIZES, "--width=64", "--checkpoint-every=2"]
@@ -136,27 +161,118 @@ def train_gpt(arguments: list[str]) -> Curve:
         warnings.catch_warnings(),
     ):
         forget_graphs()
-        settings = module.parse_settings([*GPT, *arguments])
-        model = module.build_sharded_model(settings, module.import_sharding(settings))
-        generator = torch.Generator().manual_seed(0)
-        corpus = module.Corpus(*torch.randint(256, (2, 4000), generator=generator, dtype=torch.uint8), 0)
-        history = module.train(model, corpus, settings)
+        settings = module.parse_settings(module.command_line(), [*GPT, *arguments])
+        model = module.build_model(settings)
+        with silence():
+            history = module.train(model, random_corpus(module), settings)
         compiled = counters["stats"]["unique_graphs"]
         assert (compiled > 0) == (settings.compile is not None)
-        with module.sampling(model, settings):
-            assert len(module.generate(model, b"def ", 3, 0)) == 7
+        with mock.patch.object(module, "SAMPLE_BYTES", 3):
+            assert module.sample_of(model, settings).startswith("def ")
         assert counters["stats"]["unique_graphs"] == compiled
-        return history.train_loss, history.val_loss
+        return curve_of(history)
 
 
-def test_the_gpt_trains_with_muon_on_two_processes_as_on_one(world1: World, world2: World) -> None:
+def plain_gpt(arguments: list[str]) -> Curve:
+    """The same training in one process and float32, with nothing of shardwise in it."""
+    with example("train_gpt") as module:
+        settings = module.parse_settings(module.command_line(), [*GPT, *arguments])
+        torch.manual_seed(0)
+        model = module.GPT(layers=2, width=64, heads=4, context=16)
+        optimizer = module.build_optimizer(model, settings.lr)
+        corpus, losses, norms = random_corpus(module), [], []
+        loader = importlib.import_module("corpus").training_loader
+        for step, windows in enumerate(loader(corpus, settings, module.share_of_rank())):
+            optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = module.learning_rate(
+                step, settings
+            )
+            loss = module.mean_loss(model, windows, settings.device)
+            loss.backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        validation, _ = module.validation_loader(corpus, settings, module.share_of_rank(), 32)
+        return losses, [module.evaluate(model, validation, settings)], norms
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--accumulate=4", "--recompute"], ["--strategy=zero1", "--accumulate=2"]],
+    ids=["recomputing", "zero1"],
+)
+def test_the_gpt_trains_what_one_process_trains(world1: World, world2: World, arguments: list[str]) -> None:
+    (expected,) = world1.run(plain_gpt, [])
+    assert min(expected[2]) > 1.0, "clipping has something to do"
+    for got in world2.run(train_gpt, arguments):
+        assert_same(got, expected, rel=1e-5)
+
+
+def test_in_bf16_the_gpt_trains_nearly_the_same(world2: World) -> None:
+    expected = world2.run(train_gpt, [])
+    for got, exact in zip(world2.run(train_gpt, ["--dtype=bf16"]), expected, strict=True):
+        assert got != exact
+        assert_same(got, exact, rel=0.02)
+
+
+def curve_of_bench(arguments: list[str]) -> Curve:
+    """What bench/loss_curves.py does with the example's model."""
+    with example("train_gpt"):
+        module = importlib.import_module("loss_curves")
+        try:
+            settings = module.parse_settings([*SIZES, "--width=64", *arguments])
+            model, optimizer = module.MAKERS[settings.peer](settings)
+            with silence():
+                return curve_of(module.train(model, optimizer, random_corpus(module), settings))
+        finally:
+            del sys.modules["loss_curves"]
+
+
+def test_muon_trains_the_gpt_on_two_processes_as_on_one(world1: World, world2: World) -> None:
     """To the rounding of the iteration, which is in bfloat16."""
-    ((training, validation),) = world1.run(train_gpt, ["--optimizer", "muon"], timeout=300)
-    ((adamw, _),) = world1.run(train_gpt, [], timeout=300)
-    assert training[-1] != pytest.approx(adamw[-1], rel=1e-4)
-    for got in world2.run(train_gpt, ["--optimizer", "muon"], timeout=300):
-        assert got[0] == pytest.approx(training, rel=1e-3)
-        assert got[1] == pytest.approx(validation, rel=1e-3)
+    (expected,) = world1.run(curve_of_bench, ["--optimizer", "muon"], timeout=300)
+    (adamw,) = world1.run(curve_of_bench, [], timeout=300)
+    assert expected[0][-1] != pytest.approx(adamw[0][-1], rel=1e-4)
+    for got in world2.run(curve_of_bench, ["--optimizer", "muon"], timeout=300):
+        assert_same(got[:2], expected[:2], rel=1e-3)
+
+
+def test_the_peer_trains_the_same_gpt(world2: World) -> None:
+    for got, expected in zip(
+        world2.run(curve_of_bench, ["--peer", "torch"]), world2.run(curve_of_bench, []), strict=True
+    ):
+        assert_same(got, expected, rel=1e-5)
+
+
+def test_fewer_bytes_train_the_gpt_nearly_the_same(world2: World) -> None:
+    (exact, _), (few, _) = (
+        world2.run(curve_of_bench, arguments)
+        for arguments in ([], ["--send-gradients", "int8", "--send-weights", "int8"])
+    )
+    assert few != exact
+    assert_same(few[:2], exact[:2], rel=0.01)
+
+
+def test_flops_of_a_token_are_those_of_the_formula() -> None:
+    """6 for each weight of a matrix, and 12 for each layer, feature and position that attention looks at."""
+    with one_process("train_gpt") as module:
+        sizes = {"layers": 3, "width": 32, "heads": 2, "context": 16}
+        settings = argparse.Namespace(**sizes)
+        matrices = 3 * 12 * 32 * 32 + 32 * 256
+        assert module.flops_per_token(settings) == 6 * matrices + 12 * 3 * 32 * 16
+
+
+def test_utilization_is_known_where_the_peak_is() -> None:
+    with one_process("report") as report:
+        history = report.History(unigram=1.0, tokens_per_step=1000, step_seconds=[9.0, 0.5, 0.5])
+        settings = argparse.Namespace(peak_tflops=None, device=torch.device("cpu"), dtype="bf16")
+        assert report.utilization(history, 1e6, settings) == {}
+        settings.peak_tflops = 0.004  # 4e9 operations a second; 2,000 tokens a second take 2e9
+        assert report.utilization(history, 1e6, settings) == {"MFU": "50.0%"}
+        settings.peak_tflops = None
+        for name, tflops in {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756}.items():
+            with mock.patch.object(report, "device_name", return_value=name):
+                assert report.peak_flops(settings) == tflops * 1e12
 
 
 def traced_gpt(arguments: list[str]) -> tuple[Curve, str]:
@@ -195,8 +311,7 @@ def test_the_gpt_trains_the_same_with_a_step_traced_by_all_ranks(world2: World, 
 def test_the_gpt_trains_the_same_with_parts_compiled(world2: World, part: str) -> None:
     plain = world2.run(train_gpt, [])
     for got, want in zip(world2.run(train_gpt, ["--compile", part], timeout=300), plain, strict=True):
-        for mine, other in zip(got, want, strict=True):
-            assert mine == pytest.approx(other, rel=0, abs=1e-5)
+        assert_same(got, want, rel=0, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -218,11 +333,9 @@ def test_a_compiled_gpt_goes_on_with_other_parts_compiled(
 @pytest.mark.slow
 @pytest.mark.parametrize(("saved", "resumed"), [("block", "model"), ("model", "block")])
 def test_a_compiled_gpt_runs_from_its_command_line(tmp_path: Path, saved: str, resumed: str) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    sizes = [*GPT, f"--checkpoint-dir={tmp_path / 'saved'}", f"--out={tmp_path}"]
-    command = [*torchrun, str(EXAMPLES / "train_gpt.py"), *sizes]
+    sizes = [*GPT, "--workers=1", f"--checkpoint-dir={tmp_path / 'saved'}", f"--out={tmp_path}"]
     for arguments in (["--compile", saved], ["--compile", resumed, "--resume"]):
-        run = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=500)
+        run = torchrun(2, EXAMPLES / "train_gpt.py", [*sizes, *arguments])
         assert run.returncode == 0, run.stderr
         assert ("resumed at step 2" in run.stdout) == ("--resume" in arguments)
         assert "validation loss" in run.stdout
@@ -233,9 +346,24 @@ def test_a_compiled_gpt_runs_from_its_command_line(tmp_path: Path, saved: str, r
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["train_2d", "train_moe"])
 @pytest.mark.parametrize("processes", [1, 4])
-def test_an_example_runs_from_its_command_line(name: str, processes: int) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc-per-node", str(processes), str(EXAMPLES / f"{name}.py"), *SIZES]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+def test_an_example_runs_from_its_command_line(name: str, processes: int, tmp_path: Path) -> None:
+    run = torchrun(processes, EXAMPLES / f"{name}.py", [*SIZES, f"--out={tmp_path}"])
     assert run.returncode == 0, run.stderr
-    assert "step    3   loss " in run.stdout
+    assert run.stdout.count("device  cpu, as --device cpu says") == 1
+    assert "100%" in run.stderr, "the bar"
+    assert "validation loss" in run.stdout
+    assert len(json.loads((tmp_path / "metrics.json").read_text())["train_loss"]) == 3
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("train_2d", "train_3d", "train_moe")]
+
+
+@pytest.mark.parametrize("name", ["train_gpt", *OTHERS])
+@pytest.mark.parametrize("mistake", ["--heads=3", pytest.param("--steps=many", marks=pytest.mark.slow)])
+def test_a_mistake_on_the_command_line_is_said_once(name: str, mistake: str) -> None:
+    run = torchrun(2, EXAMPLES / f"{name}.py", [*SIZES, mistake])
+    assert run.returncode != 0
+    assert run.stderr.count(f"{name}.py: error: ") == 1
+    assert run.stderr.count(f"usage: {name}.py") == 1
+    assert "exitcode  : 2 " in run.stderr

@@ -199,7 +199,7 @@ def test_f43_told_to_stop(tmp_path: Path, unbroken: Losses, whom: str, code: int
     (saved,) = (each.name for each in (tmp_path / "saved").iterdir() if each.name != "step-00000004")
     step = int(saved.removeprefix("step-"))
     assert 6 <= step <= 8, "in that step or soon after it"
-    assert f"told to stop: saved at step {step} of {STEPS}" in stopped.output
+    assert f"told to stop at step {step} of {STEPS}: saved; --resume goes on" in stopped.output
     ended = run(tmp_path, 2, [])
     assert losses_of(ended) == unbroken
     assert ended.starts == [step]
@@ -232,29 +232,28 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleT
 
 REFUSED = {
     "--resume": "--resume needs --checkpoint-dir: the folder to go on from, and to save to",
-    "--optimizer muon --peer torch": "--optimizer muon is shardwise's, and --peer torch leaves it out",
-    "--checkpoint-dir D --peer torch": "--checkpoint-dir saves with shardwise, and --peer torch leaves it out",
     "--checkpoint-dir D --checkpoint-every 0": "--checkpoint-every must be above 0",
+    "--accumulate 3": "--batch 16 does not divide into 3 equal parts",
+    "--peak-tflops -1": "--peak-tflops must be above 0",
+    "--workers -1": "--workers must be 0 or above",
 }
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.items())
 def test_a_command_line_is_refused(
     example: Callable[[str], ModuleType],
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: str,
     message: str,
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *arguments.split()])
+    train_gpt = example("train_gpt")
     with pytest.raises(SystemExit):
-        example("settings").parse_settings()
+        train_gpt.parse_settings(train_gpt.command_line(), arguments.split())
     assert message in capsys.readouterr().err
 
 
 def settings_in(folder: Path, **changed: object) -> argparse.Namespace:
     settings = {"heads": 2, "context": 16, "batch": 4, "steps": 12, "lr": 0.003, "seed": 0, "resume": False}
-    settings["optimizer"] = "adamw"
     return argparse.Namespace(checkpoint_dir=folder, **settings | changed)
 
 
@@ -263,16 +262,15 @@ def test_a_new_run_is_refused_where_another_has_saved(
 ) -> None:
     (tmp_path / "step-00000004").mkdir()
     (tmp_path / "step-00000004" / ".metadata").touch()
-    checkpoints = example("resume").Checkpoints(settings_in(tmp_path), None, None, None)
     with pytest.raises(FileExistsError, match=r"step-00000004 is there already\. Give --resume to go on"):
-        checkpoints.resume()
+        example("train_gpt").resume(None, None, None, settings_in(tmp_path))
 
 
 def test_a_run_with_other_settings_is_refused(example: Callable[[str], ModuleType]) -> None:
-    resume = example("resume")
-    saved = resume.course(settings_in(Path("runs/saved")))
+    train_gpt, before = example("train_gpt"), settings_in(Path("runs/saved"))
+    saved = {name: getattr(before, name) for name in train_gpt.COURSE}
     with pytest.raises(ValueError) as refused:  # noqa: PT011
-        resume.check_course(saved, settings_in(Path("runs/saved"), lr=0.1, steps=24))
+        train_gpt.check_unchanged(settings_in(Path("runs/saved"), lr=0.1, steps=24), saved)
     assert_expected_inline(
         str(refused.value),
         """runs/saved holds a run with --steps 12 --lr 0.003, and this one has --steps 24 --lr 0.1. It cannot go on from there and be either of them: ask for what it began with, or give another --checkpoint-dir.""",
