@@ -7,7 +7,6 @@ import copy
 import gc
 import pickle
 import warnings
-from abc import ABC
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -1374,14 +1373,3 @@ def after_an_error_in_a_step() -> dict[str, Any]:
 
 def test_an_error_in_a_step_leaves_the_users_side(world2: World) -> None:
     assert len(world2.run(after_an_error_in_a_step)[0]) > 13
-
-
-class WithAbstractBase(ABC, torch.optim.SGD):
-    """As the classes of some packages are made."""
-
-
-def test_a_class_that_cannot_be_extended_is_refused_and_left_as_it_was() -> None:
-    optimizer = WithAbstractBase([nn.Parameter(torch.ones(2))], lr=0.1)
-    with pytest.raises(TypeError, match=r"WithAbstractBase cannot be extended .* Use it without"):
-        FlatOptimizer(optimizer, elementwise=True)
-    assert type(optimizer) is WithAbstractBase

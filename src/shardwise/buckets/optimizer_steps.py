@@ -1,5 +1,7 @@
 """Notices the steps of optimizers: counts what they change, and tells who keeps unsharded parameters.
 
+Who has something to say before a step says it there too (`before_steps`).
+
 Where parameters are DTensors, steps over lists (``foreach=True``, the default on devices) and fused steps
 change the contents but not the version counter, by which autograd refuses a backward whose weights have
 changed since the forward (2.11 to 2.15). So the versions are increased here. Only steps of optimizers derived
@@ -8,13 +10,13 @@ from ``torch.optim.Optimizer`` are seen.
 
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.buckets.bucket import Bucket
 from shardwise.buckets.flat_slot import bucket_and_index
@@ -53,20 +55,41 @@ class StepListener(Protocol):
 
 _listeners: "weakref.WeakSet[StepListener]" = weakref.WeakSet()
 _lock = threading.Lock()  # ranks may be threads
-_handles: list[Any] = []  # of the hook, once there is one
+_handles: list[Any] = []  # of the hooks, once there are any
+
+OtherArguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a step is called with instead: positional arguments, ``self`` among them, and others."""
+
+_before: list[Callable[[torch.optim.Optimizer, Any, Any], OtherArguments | None]] = []
 
 
 def count_steps() -> None:
     """Count the steps of all optimizers from now on."""
     with _lock:
         if not _handles:
+            _handles.append(register_optimizer_step_pre_hook(_about_to_step))
             _handles.append(register_optimizer_step_post_hook(_stepped))
+
+
+def before_steps(prepare: Callable[[torch.optim.Optimizer, Any, Any], OtherArguments | None]) -> None:
+    """Call ``prepare`` with an optimizer and its arguments before each step, once steps are counted.
+
+    It may raise, before anything has changed, or return other arguments.
+    """
+    _before.append(prepare)
 
 
 def tell_of_steps(listener: StepListener) -> None:
     """Tell ``listener`` of every step, for as long as it lives, once steps are counted."""
     with _lock:
         _listeners.add(listener)
+
+
+def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> OtherArguments | None:
+    for prepare in _before:
+        if (others := prepare(optimizer, args, kwargs)) is not None:
+            return others
+    return None
 
 
 def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -85,4 +108,5 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         listener.optimizer_stepped(buckets)
 
 
+break_graphs(_about_to_step)
 break_graphs(_stepped)  # dynamo cannot read the attribute by which a parameter knows its bucket

@@ -12,6 +12,7 @@ grad_norms_by_module       where that norm comes from
 GradScaler                 loss scaling that all ranks agree on
 """
 
+import shardwise.optim.compatibility.before_steps  # noqa: F401 for what it does before steps
 from shardwise.optim.clipping import clip_grad_norm_, grad_norms_by_module
 from shardwise.optim.flat_optimizer import FlatOptimizer
 from shardwise.optim.hidden_matrices import is_hidden_matrix, newton_schulz

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.buckets.optimizer_steps import SteppedParameters
 from shardwise.comm.buffers import with_own_storage
+from shardwise.optim.compatibility.elementwise import depends_on_shapes
 from shardwise.optim.flat_runs import (
     MAX_GAP,
     ParamState,
@@ -74,13 +75,14 @@ class FlatOptimizer(Optimizer):
             is returned.
         elementwise: True admits another class, which you know to treat each element of a parameter by
             itself, by the same numbers in the whole param group, and to keep state that has the form of the
-            parameter, or is a number. A closure is called before it.
+            parameter, or is a number. A closure is called before it. A few steps of small tensors check
+            it: what shows only on larger ones, or after many steps, is yours to know.
 
     Raises:
-        TypeError: ``optimizer`` is no ``torch.optim.Optimizer``, or one already; or its class cannot be
-            extended: another class, such as ``ABC``, stands before the optimizer among its bases.
-        ValueError: it is not elementwise, or not known to be; it is ``differentiable``; its ``step`` was
-            wrapped before, as a learning rate scheduler does: make schedulers afterwards.
+        TypeError: ``optimizer`` is no ``torch.optim.Optimizer``, or one already.
+        ValueError: it is not elementwise, or not known to be; ``elementwise`` says that it is, and small
+            tensors show that it is not; it is ``differentiable``; it steps by another optimizer; its
+            ``step`` was wrapped before, as a learning rate scheduler does: make schedulers afterwards.
 
     Parameters may also be plain tensors, DTensors of other origin, frozen, or without gradient. A parameter
     that is not in a flat shard, or whose gradient was replaced, is stepped on its local tensor. Where torch
@@ -112,14 +114,7 @@ class FlatOptimizer(Optimizer):
         _check(optimizer, elementwise)
         flat: Any = cls
         kind: Any = type(optimizer)
-        try:
-            optimizer.__class__ = _flat_class(flat, kind)
-        except TypeError as error:
-            raise TypeError(
-                f"FlatOptimizer: {kind.__module__}.{kind.__qualname__} cannot be extended ({error}): another "
-                "class than Optimizer, such as ABC, stands first among its bases. Use it without "
-                "FlatOptimizer."
-            ) from error
+        optimizer.__class__ = _flat_class(flat, kind)
         assert isinstance(optimizer, FlatOptimizer)
         return optimizer
 
@@ -192,19 +187,9 @@ class FlatOptimizer(Optimizer):
         # Where shown views lie, by their ids. The flat state lives as long as one of them.
         self._shown_views: dict[int, tuple[weakref.ref[Tensor], StateSlice]] = {}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Go on with another state: loaded, or unpickled."""
-        others = dict(state)
-        if "state" in others:
-            self.state = others.pop("state")
-        super().__setstate__(others)
-
     def __reduce__(self) -> Any:
         """The class is made at run time: pickles name what it is made of."""
         return _rebuilt, self._made_of, self.__getstate__()
-
-    def __repr__(self) -> str:
-        return f"FlatOptimizer({super().__repr__()})"
 
     def _show(self) -> Any:
         """Take the state out of the runs: from now on the shown state is the state."""
@@ -364,8 +349,19 @@ def _check(optimizer: Any, elementwise: Any) -> None:
             "schedulers do, and would go on stepping parameter by parameter. Make the FlatOptimizer first, "
             "and schedulers from it."
         )
+    if "state" not in vars(optimizer):
+        raise ValueError(
+            f"FlatOptimizer: {type(optimizer).__name__} keeps no state of its own; it seems to step by "
+            "another optimizer. Make that one a FlatOptimizer, before it is wrapped."
+        )
     for index, group in enumerate(optimizer.param_groups):
         _check_group(type(optimizer).__name__, index, group)
+    if type(optimizer) not in ELEMENTWISE and depends_on_shapes(optimizer):
+        raise ValueError(
+            f"FlatOptimizer: {type(optimizer).__name__} with these options does not treat each element of a "
+            "parameter by itself, or draws random numbers: the same elements came out differently in tensors "
+            "of other shapes. Use it without FlatOptimizer."
+        )
 
 
 def _check_kind(kind: type[Optimizer], elementwise: bool) -> None:
@@ -404,17 +400,70 @@ def _check_group(kind: str, index: int, group: dict[str, Any]) -> None:
 # --- the class ------------------------------------------------------------------------------------
 
 
+def become_flat(optimizer: Any) -> FlatOptimizer:
+    """Turn ``optimizer``, known to be elementwise, into a FlatOptimizer, whoever has wrapped its step."""
+    for index, group in enumerate(optimizer.param_groups):
+        _check_group(type(optimizer).__name__, index, group)
+    flat: Any = FlatOptimizer
+    kind: Any = type(optimizer)
+    optimizer.__class__ = _flat_class(flat, kind)
+    FlatOptimizer.__init__(optimizer, optimizer)
+    made: FlatOptimizer = optimizer
+    return made
+
+
+def _set_state(self: FlatOptimizer, state: dict[str, Any]) -> None:
+    """Go on with another state: loaded, or unpickled."""
+    others = dict(state)
+    if "state" in others:
+        self.state = others.pop("state")
+    self._made_of[1].__setstate__(self, others)
+
+
+def _repr(self: FlatOptimizer) -> str:
+    return f"FlatOptimizer({self._made_of[1].__repr__(self)})"
+
+
 @cache
 def _flat_class(flat: Any, kind: Any) -> Any:
-    """``kind`` with our step. It keeps its name, by which checkpoints know kinds of optimizers."""
+    """``kind`` with our step. It keeps its name, by which checkpoints know kinds of optimizers.
+
+    Python lets an object change its class if the first bases of both begin with the same fields. So ours
+    stands first where it can. Behind a class that begins with another, such as ``ABC``, it stands second,
+    and what it overrides is copied into the class itself.
+    """
     body = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
         "_made_of": (flat, kind),
         "_kinds_step": optimizers.step_without_hooks(kind),
+        # Not methods of FlatOptimizer, lest those of ``kind`` call them by super().
+        "__setstate__": _set_state,
+        "__repr__": _repr,
     }
-    return types.new_class(kind.__name__, (flat, kind), exec_body=lambda namespace: namespace.update(body))
+    bases: tuple[Any, ...] = (flat, kind)
+    if not _begins_as_optimizer(kind):
+        bases = (kind, flat)
+        body = _methods(flat) | body
+    return types.new_class(kind.__name__, bases, exec_body=lambda namespace: namespace.update(body))
+
+
+def _begins_as_optimizer(kind: Any) -> bool:
+    """Whether following the first bases of ``kind`` leads to ``Optimizer``."""
+    while kind is not Optimizer and kind is not object:
+        kind = kind.__base__
+    return kind is Optimizer
+
+
+def _methods(flat: Any) -> dict[str, Any]:
+    """What ``flat`` and its bases define beside `Optimizer`."""
+    found: dict[str, Any] = {}
+    for each in reversed(flat.__mro__[: flat.__mro__.index(Optimizer)]):
+        found |= vars(each)
+    for name in ("__dict__", "__weakref__", "__new__"):
+        found.pop(name, None)
+    return found
 
 
 def _rebuilt(flat: Any, kind: Any) -> FlatOptimizer:

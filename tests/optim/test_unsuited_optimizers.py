@@ -1,0 +1,343 @@
+"""Optimizers that DTensors do not suit: stepped on flat shards, or refused before anything has changed."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from harness import World
+from reference import full
+from torch import Tensor, nn
+
+from shardwise import fully_shard
+from shardwise.optim import FlatOptimizer
+
+Optimizer = torch.optim.Optimizer
+ROWS = 6  # of a batch
+
+
+def small_model(width: int, is_sharded: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)).double()
+    if is_sharded:
+        fully_shard(model[0])
+        fully_shard(model)
+    return model
+
+
+def backward(model: nn.Module, step: int) -> Tensor:
+    width = model[0].in_features  # type: ignore[index]
+    x = torch.randn(ROWS, width, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+    loss = model(x).square().sum()
+    loss.backward()
+    return loss
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: full(param.detach()).clone() for name, param in model.named_parameters()}
+
+
+def assert_equal(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
+    for values in found:
+        assert values.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(values[name], value, rtol=1e-10, atol=1e-12)
+
+
+# --- classes whose first base is another ----------------------------------------------------------
+
+
+class Abstract(ABC, Optimizer):
+    """As the classes of some packages are made."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("beta", 0.5)
+
+    @abstractmethod
+    def update(self, gradient: Tensor, state: Any, beta: float) -> Tensor: ...
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    beta = group.get("beta", 0.9)
+                    param.add_(self.update(param.grad, self.state[param], beta), alpha=-group["lr"])
+        return loss
+
+
+class SignMomentum(Abstract):
+    """Elementwise, with state."""
+
+    def update(self, gradient: Tensor, state: Any, beta: float) -> Tensor:
+        average = state.setdefault("average", torch.zeros_like(gradient))
+        average.mul_(beta).add_(gradient, alpha=1 - beta)
+        return average.sign() + 0.1 * average
+
+
+def sign_momentum(params: Any, lr: float, is_flat: bool) -> Any:
+    optimizer = SignMomentum(params, lr)
+    return FlatOptimizer(optimizer, elementwise=True) if is_flat else optimizer
+
+
+def trained_by_sign_momentum(is_sharded: bool) -> dict[str, Tensor]:
+    model = small_model(5, is_sharded)
+    optimizer = sign_momentum(model.parameters(), 0.01, is_sharded)
+    for step in range(6):
+        if step == 3:
+            state = optimizer.state_dict()
+            optimizer = sign_momentum(model.parameters(), 1.0, is_sharded)
+            optimizer.load_state_dict(state)
+            assert isinstance(optimizer, SignMomentum)
+            assert optimizer.param_groups[0]["beta"] == 0.5  # by the __setstate__ of its class
+            assert repr(optimizer).startswith("FlatOptimizer(SignMomentum (" if is_sharded else "SignMom")
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    return values(model)
+
+
+def test_a_class_behind_an_abstract_one_is_stepped_flat(world2: World) -> None:
+    assert_equal(world2.run(trained_by_sign_momentum, True), trained_by_sign_momentum(False))
+
+
+# --- what only claims to be elementwise -----------------------------------------------------------
+
+
+class ByNorms(Abstract):
+    def update(self, gradient: Tensor, state: Any, beta: float) -> Tensor:
+        return gradient / gradient.norm()
+
+
+class ByRows(Abstract):
+    def update(self, gradient: Tensor, state: Any, beta: float) -> Tensor:
+        return gradient * gradient.sum(-1, keepdim=True)
+
+
+class AtRandom(Abstract):
+    def update(self, gradient: Tensor, state: Any, beta: float) -> Tensor:
+        return gradient * torch.rand_like(gradient)
+
+
+class Clipping(torch.optim.SGD):
+    """Elementwise, unless it clips: by the norm of all parameters together, and of large gradients only."""
+
+    most = float("inf")
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], self.most)
+        return super().step(closure)
+
+
+def refusal(function: Callable[..., Any], *args: Any, **options: Any) -> str:
+    with pytest.raises(ValueError, match="FlatOptimizer: ") as caught:
+        function(*args, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [ByNorms, ByRows, AtRandom, Clipping, torch.optim.Adafactor])
+def test_what_small_tensors_show_not_to_be_elementwise_is_refused(kind: Any) -> None:
+    optimizer = kind([nn.Parameter(torch.ones(2, 2))], lr=0.1)
+    optimizer.most = 3.0
+    before, draws = deepcopy(optimizer.state_dict()), torch.get_rng_state()
+    hooks: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *args: hooks.append(args))
+    assert "does not treat each element" in refusal(FlatOptimizer, optimizer, elementwise=True)
+    assert type(optimizer) is kind
+    assert optimizer.state_dict() == before
+    assert torch.equal(torch.get_rng_state(), draws)
+    assert not hooks
+
+
+def test_options_decide_what_is_elementwise() -> None:
+    optimizer = Clipping([nn.Parameter(torch.ones(2, 2))], lr=0.1)
+    assert isinstance(FlatOptimizer(optimizer, elementwise=True), Clipping)
+
+
+class Wrapper(Optimizer):
+    """Steps by another, as some packages do."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        self.defaults = inner.defaults
+        self._optimizer_step_pre_hooks = self._optimizer_step_post_hooks = {}  # type: ignore[assignment]
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+
+def test_an_optimizer_around_another_is_refused_and_left_as_it_was() -> None:
+    wrapper = Wrapper(torch.optim.SGD([nn.Parameter(torch.ones(2))]))
+    assert_expected_inline(
+        refusal(FlatOptimizer, wrapper, elementwise=True),
+        """FlatOptimizer: Wrapper keeps no state of its own; it seems to step by another optimizer. Make that one a FlatOptimizer, before it is wrapped.""",
+    )
+    assert type(wrapper) is Wrapper
+
+
+# --- flat by default ------------------------------------------------------------------------------
+
+
+def halve(optimizer: Optimizer, *_: Any) -> None:
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad.mul_(0.5)
+
+
+def trained_by_rprop(is_sharded: bool, how: str) -> tuple[dict[str, Tensor], list[float]]:
+    model = small_model(5, is_sharded)
+    optimizer = torch.optim.Rprop(model.parameters(), lr=0.01)
+    losses = []
+    if how == "scheduler":  # keeps the step that the optimizer has now
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    if how != "closure":
+        optimizer.register_step_pre_hook(halve)
+    seen: list[int] = []
+    optimizer.register_step_post_hook(lambda stepped, *_: seen.append(id(stepped)))
+    for step in range(5):
+        if how == "closure":
+
+            def closure(step: int = step) -> Tensor:
+                model.zero_grad()
+                return backward(model, step)
+
+            losses.append(float(full(optimizer.step(closure))))
+            continue
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+        if how == "scheduler":
+            scheduler.step()
+        if how == "saved" and step == 2:
+            state = deepcopy(optimizer.state_dict())
+            optimizer = torch.optim.Rprop(model.parameters())
+            optimizer.register_step_pre_hook(halve)
+            optimizer.load_state_dict(state)
+    assert set(seen) <= {id(optimizer)} or how == "saved"
+    assert len(seen) == (3 if how == "saved" else 5)
+    return values(model), losses
+
+
+@pytest.mark.parametrize("how", ["plainly", "closure", "scheduler", "saved"])
+def test_rprop_is_stepped_on_flat_shards_by_default(world2: World, how: str) -> None:
+    expected, expected_losses = trained_by_rprop(False, how)
+    for found, losses in world2.run(trained_by_rprop, True, how):
+        assert_equal([found], expected)
+        assert losses == pytest.approx(expected_losses)
+
+
+class Adan(Clipping):
+    """An elementwise one by name, which is not with all of its options."""
+
+    __module__ = "pytorch_optimizer.optimizer"
+
+
+def stepped_by_name(most: float) -> Any:
+    model = small_model(4, True)
+    optimizer = Adan(model.parameters(), lr=0.1)
+    optimizer.most = most
+    backward(model, 0)
+    before = values(model)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        assert_equal([values(model)], before)
+        return str(error)
+    return isinstance(optimizer, FlatOptimizer)
+
+
+def test_what_is_flat_by_default_is_so_only_where_options_allow(world2: World) -> None:
+    assert world2.run(stepped_by_name, float("inf")) == [True, True]
+    first, second = world2.run(stepped_by_name, 1.0)
+    assert first == second
+    assert_expected_inline(first, """0.weight: Adan of pytorch_optimizer cannot step sharded parameters with these options: it uses an operation that torch's DTensor lacks, and cannot be stepped on flat shards, since it does not treat each element by itself. Nothing was changed. Choose other options or another optimizer: docs/interop/optimizers.md of shardwise lists what works.""")
+
+
+# --- refused at the first step --------------------------------------------------------------------
+
+
+class Lamb(torch.optim.Adam):
+    __module__ = "pytorch_optimizer.optimizer.lamb"
+
+
+class OwnLamb(Lamb):
+    """Of somebody who knows better."""
+
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "Adafactor": torch.optim.Adafactor,
+    "LBFGS": torch.optim.LBFGS,
+    "Lamb": Lamb,
+    "OwnLamb": OwnLamb,
+}
+
+
+def first_step(kind: str, width: int) -> str:
+    model = small_model(width, True)
+    optimizer = KINDS[kind](model.parameters())
+    loss = backward(model, 0).detach()
+    before = values(model)
+    called: list[int] = []
+
+    def closure() -> Tensor:
+        called.append(1)
+        return loss
+
+    try:
+        optimizer.step(closure)
+    except RuntimeError as error:
+        assert_equal([values(model)], before)
+        assert not called
+        assert not optimizer.state
+        return str(error)
+    return "steps"
+
+
+def test_what_cannot_step_shards_is_refused_before_anything_changes(world2: World) -> None:
+    texts = []
+    for kind, width in (("Adafactor", 4), ("LBFGS", 4), ("LBFGS", 5), ("Lamb", 4), ("OwnLamb", 4)):
+        first, second = world2.run(partial(first_step, kind, width))
+        assert first == second
+        texts.append(f"{kind}, {width} rows: {first}")
+    assert_expected_inline(
+        "\n".join(texts),
+        """\
+Adafactor, 4 rows: 0.weight: Adafactor of torch.optim cannot step sharded parameters: it computes norms or sums over whole parameters in ways that torch's DTensor does not support. Nothing was changed. Use another optimizer: docs/interop/optimizers.md of shardwise lists what works. Functions of whole matrices run with shardwise.optim.on_whole_matrices.
+LBFGS, 4 rows: steps
+LBFGS, 5 rows: 0.weight: LBFGS of torch.optim flattens parameters, which torch's DTensor cannot do with shape (5, 5) on 2 ranks, since they do not divide it. Nothing was changed. Choose sizes that divide, or another optimizer: docs/interop/optimizers.md of shardwise lists what works.
+Lamb, 4 rows: 0.weight: Lamb of pytorch_optimizer cannot step sharded parameters: it computes norms or sums over whole parameters in ways that torch's DTensor does not support. Nothing was changed. Use another optimizer: docs/interop/optimizers.md of shardwise lists what works. Functions of whole matrices run with shardwise.optim.on_whole_matrices.
+OwnLamb, 4 rows: steps""",
+    )
+
+
+def test_optimizers_of_plain_parameters_are_left_alone(world2: World) -> None:
+    """In a process where the hook is there."""
+    assert world2.run(steps_of_plain_parameters) == ["Rprop Adafactor Lamb"] * 2
+
+
+def steps_of_plain_parameters() -> str:
+    first_step("OwnLamb", 4)
+    names = []
+    for kind in (torch.optim.Rprop, torch.optim.Adafactor, Lamb):
+        param = nn.Parameter(torch.ones(3, 3))
+        optimizer = kind([param])
+        param.grad = torch.ones(3, 3)
+        optimizer.step()
+        assert type(optimizer) is kind
+        assert not torch.equal(param, torch.ones(3, 3))
+        names.append(kind.__name__)
+    return " ".join(names)
