@@ -264,7 +264,10 @@ def test_what_is_flat_by_default_is_so_only_where_options_allow(world2: World) -
     assert world2.run(stepped_by_name, float("inf")) == [True, True]
     first, second = world2.run(stepped_by_name, 1.0)
     assert first == second
-    assert_expected_inline(first, """0.weight: Adan of pytorch_optimizer cannot step sharded parameters with these options: it uses an operation that torch's DTensor lacks, and cannot be stepped on flat shards, since it does not treat each element by itself. Nothing was changed. Choose other options or another optimizer: docs/interop/optimizers.md of shardwise lists what works.""")
+    assert_expected_inline(
+        first,
+        """0.weight: Adan of pytorch_optimizer cannot step sharded parameters with these options: it uses an operation that torch's DTensor lacks, and cannot be stepped on flat shards, since it does not treat each element by itself. Nothing was changed. Choose other options or another optimizer: docs/interop/optimizers.md of shardwise lists what works.""",
+    )
 
 
 # --- refused at the first step --------------------------------------------------------------------
