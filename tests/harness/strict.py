@@ -21,6 +21,8 @@ KNOWN_NOISE: list[tuple[type[Warning], str]] = [
     # decompositions of its own; a FutureWarning from 2.14 on.
     (DeprecationWarning, "`torch.jit.script"),
     (FutureWarning, "`torch.jit.script"),
+    # Compiling on this one patch release of Python, with torch 2.13.
+    (RuntimeWarning, "Guards may run slower on Python 3.13.0"),
     # Entering torch.profiler.profile(), once per process, whatever its arguments.
     (UserWarning, "Warning: Profiler clears events at the end of each cycle"),
 ]
