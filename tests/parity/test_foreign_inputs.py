@@ -21,7 +21,7 @@ from dynamo import forget_graphs, quiet_dynamo
 from failure_models import Tied, block, built
 from harness import World
 from models import WIDTH, Block, even_tower, odd_model, random_batch, uneven_tower
-from reference import adamw, full, mean_of_squares
+from reference import LocalAdamW, adamw, full, mean_of_squares
 from scenario import BATCH_SIZE, Side, assert_same
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -771,7 +771,7 @@ def pipeline(side: Side, schedule: str, setting: str, options: dict[str, Any]) -
     if side.is_sharded and "share" in setting:
         shardwise.share_comm_ctx(stages)
     comms = [Comms(stage) for stage in stages] if side.is_sharded and side.world > 1 else []
-    optimizer = torch.optim.AdamW([p for stage in stages for p in stage.parameters()], lr=1e-2)
+    optimizer = LocalAdamW([p for stage in stages for p in stage.parameters()], lr=1e-2, foreach=True)
     for step in range(2):
         optimizer.zero_grad()
         run_pipeline(side, stages, SCHEDULES[schedule], setting, step)

@@ -37,7 +37,17 @@ from models import (
     uneven_batch,
     uneven_tower,
 )
-from reference import Recipe, adamw, assert_same_record, built, full, mean_of_squares, plain_run, shard
+from reference import (
+    LocalAdamW,
+    Recipe,
+    adamw,
+    assert_same_record,
+    built,
+    full,
+    mean_of_squares,
+    plain_run,
+    shard,
+)
 from thinning import pairs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -526,7 +536,7 @@ def habitual(feature: Feature | None, habit: Habit) -> dict[str, Any]:
     if feature is not None:
         for module in [*model.blocks, model]:
             fully_shard(module, **feature.options())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = LocalAdamW(model.parameters(), lr=1e-2, foreach=True)
     notes: dict[str, Any] = {}
     for step in range(2):
         optimizer.zero_grad()

@@ -23,7 +23,7 @@ from meshed import (
     whole,
 )
 from models import random_batch
-from reference import full
+from reference import LocalAdamW, full
 from tensor_parallel import PLANS, SIZES, Mlp, Run, Stack, loss_of, made, split_everything
 from thinning import named, pairs
 from torch import nn
@@ -355,7 +355,7 @@ def on_whole_mesh(layout: Layout | None, sizes: tuple[int, int, int]) -> dict[st
         shard, *replicate = reversed(layout.data)
         dims = shardwise.DataParallelMeshDims(shard=shard, replicate=replicate[0] if replicate else None)
         fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = LocalAdamW(model.parameters(), lr=1e-2, foreach=True)
     notes: dict[str, Any] = {}
     for step in range(2):
         optimizer.zero_grad()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from meshed import Layout
 from models import even_tower, random_batch
-from reference import mean_of_squares
+from reference import LocalAdamW, mean_of_squares
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -202,7 +202,7 @@ def losses_of_regression(
         shard_as(model, strategy, **options)
     if hook is not None:
         shardwise.strategies.register_comm_hook(model, None, hook)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    optimizer = LocalAdamW(model.parameters(), lr=1e-2, weight_decay=0.0, foreach=True)
     batch = random_batch(0, 24, dtype=torch.float32)
     share = len(batch) // world
     losses = []
