@@ -15,10 +15,13 @@ from harness import World
 from models import Tower, random_batch
 from reference import full
 from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import schedules
 
 import shardwise
 from shardwise import interop
 from shardwise.interop.install import OURS
+from shardwise.interop.pipelines import InstalledStage
 
 TORCHS = {ours.__name__: getattr(peer, ours.__name__) for ours in OURS if hasattr(peer, ours.__name__)}
 
@@ -52,6 +55,16 @@ def test_every_name_of_the_peer_is_replaced_and_put_back() -> None:
         assert sys.modules["torch.distributed._composable.fsdp.fully_shard"].FSDPModule is peer.FSDPModule
     assert {name: getattr(peer, name) for name in TORCHS} == TORCHS
     assert composable.fully_shard is TORCHS["fully_shard"]
+
+
+def test_the_stage_of_pipelines_is_replaced_and_put_back() -> None:
+    module = framework(PipelineStage=pipelining.PipelineStage)
+    theirs = pipelining.PipelineStage
+    with interop.installed():
+        assert pipelining.PipelineStage is module.PipelineStage is not theirs
+        assert issubclass(pipelining.PipelineStage, InstalledStage)
+        assert schedules.PipelineStage is theirs
+    assert pipelining.PipelineStage is module.PipelineStage is theirs
 
 
 def test_names_that_a_module_has_imported_are_replaced_and_put_back(imported_before: ModuleType) -> None:
@@ -224,6 +237,16 @@ def test_a_script_is_run_with_ours_and_told_so(tmp_path: Any) -> None:
     expected = f"shardwise.fully_shard ['--epochs', '3'] __main__ {folder} shardwise.fsdp_module.module\n"
     assert (done.returncode, done.stdout) == (3, expected), done.stderr
     assert done.stderr.startswith("shardwise took the place of torch's fully_shard: torch.distributed._")
+
+
+@pytest.mark.processes
+def test_torchs_pipelines_keep_torchs_class_whenever_they_are_loaded(tmp_path: Any) -> None:
+    """They reach into the state of what they take for torch's modules."""
+    text = "import torch.distributed.pipelining.stage as stage; print(stage.FSDPModule.__mro__)"
+    (tmp_path / "late.py").write_text(text)
+    done = run_a_script(tmp_path, "late.py")
+    assert "shardwise" not in done.stdout, done.stderr
+    assert "FSDPModule" in done.stdout, done.stderr
 
 
 @pytest.mark.processes

@@ -1,6 +1,7 @@
 """Pipelines of sharded stages: in every schedule of torch's, the gradients of one process, reduced once a step."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from pipelines import (
     plain,
     schedule_of,
 )
+from reference import full
 from torch import nn
 from torch.distributed import pipelining
 
 from shardwise import fully_shard
 from shardwise.interop import PipelineStage, follow_unshard_actions
+from shardwise.interop.pipelines import InstalledStage
 
 WHOLE = ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B"]  # each backward in one piece
 SPLIT = ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
@@ -139,6 +142,57 @@ def test_evaluation_between_steps_of_accumulation_changes_no_gradient(world1: Wo
     got, want = trained(world1, pipeline), plain(pipeline)
     assert_trains_alike(got, want)
     assert [sum(losses) / len(losses) for losses in got[0].evaluations] == pytest.approx(want.losses)
+
+
+# --- stages of frameworks, which know torch's name ------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
+def test_a_stage_that_install_has_put_in_the_place_of_torchs_becomes_ours(
+    world4: World, schedule: str
+) -> None:
+    pipeline = Pipeline(schedule, kind=InstalledStage)
+    got = trained(world4, pipeline)
+    assert_trains_alike(got, plain(pipeline))
+    assert_reduces_once(pipeline, got)
+
+
+class CountsForwards(InstalledStage):
+    """A framework's own stage."""
+
+    forwards = 0
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        self.forwards += 1
+        return super().forward_one_chunk(*args, **kwargs)
+
+
+def steps_of_a_derived_stage(is_sharded: bool) -> tuple[int, bool, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    module = Stage().double()
+    if is_sharded:
+        fully_shard(module)
+    stage = CountsForwards(module, 0, 1, torch.device("cpu"))
+    schedule = pipelining.ScheduleGPipe(stage, 2, loss_fn=mean_of_squares)
+    for step in range(2):
+        x, target = batch_of(step)
+        schedule.step(x, target=target)
+    gradients = {name: full(param.grad) for name, param in module.named_parameters()}
+    return stage.forwards, isinstance(stage, PipelineStage), gradients
+
+
+def test_a_derived_stage_keeps_its_methods_and_torchs_where_nothing_is_sharded(world1: World) -> None:
+    torch.manual_seed(0)
+    module = Stage().double()
+    for step in range(2):
+        x, target = batch_of(step)
+        mean_of_squares(module(x), target).backward()
+    for is_sharded in (True, False):
+        ((forwards, is_ours, gradients),) = world1.run(steps_of_a_derived_stage, is_sharded)
+        assert (forwards, is_ours) == (4, is_sharded)
+        if is_sharded:  # torch's stages divide what earlier steps have left once more
+            for name, param in module.named_parameters():
+                torch.testing.assert_close(gradients[name], param.grad, rtol=0, atol=1e-12)
 
 
 # --- refusals -------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ of torch are left alone: they reach into torch's own classes.
 import importlib
 import logging
 import sys
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
-from types import ModuleType
 from typing import Any
 
 from shardwise.fsdp_module import FSDPModule, UnshardHandle
@@ -41,6 +41,7 @@ HOMES = (
     "torch.distributed.fsdp",
     "torch.distributed._composable.fsdp",
     "torch.distributed._composable.fsdp.fully_shard",
+    "torch.distributed.pipelining",
 )
 
 _lock = Lock()
@@ -52,11 +53,14 @@ def install() -> None:
     """From now on, let code that was written for torch's ``fully_shard`` use this library.
 
     The names of ``fully_shard`` in ``torch.distributed.fsdp`` and ``torch.distributed._composable.fsdp`` are
-    replaced: the function, ``FSDPModule``, its policies and helpers. So they are in each loaded module that
-    has imported them at its top. The logger ``shardwise`` says once, at level INFO, what was replaced.
+    replaced: the function, ``FSDPModule``, its policies and helpers, and ``PipelineStage`` in
+    ``torch.distributed.pipelining``. So they are in each loaded module that has imported them at its top. The
+    logger ``shardwise`` says once, at level INFO, what was replaced.
 
     While installed, ``isinstance(module, torch.distributed.fsdp.FSDPModule)`` is true for modules that this
-    library has sharded, and for those of torch. Policies of torch's classes are understood.
+    library has sharded, and for those of torch. Policies of torch's classes are understood. Pipeline stages
+    that are made while installed are :class:`shardwise.interop.PipelineStage` where this library has sharded
+    their module, and torch's otherwise.
 
     Holds for the process; call it before the model is sharded. Calling it again looks through modules that
     were loaded since. Torch's older ``FullyShardedDataParallel`` stays as it is. Not reached are names that a
@@ -112,9 +116,14 @@ def installed() -> Iterator[None]:
 
 
 def _make_pairs() -> list[tuple[Any, Any]]:
-    peer, *_ = [importlib.import_module(home) for home in HOMES]
+    """Also loads torch's pipelines: they keep torch's own ``FSDPModule``, into whose state they reach."""
+    peer, *_, pipelining = [importlib.import_module(home) for home in HOMES]
+    from shardwise.interop.pipelines import InstalledStage
+
     there = [(ours, getattr(peer, ours.__name__, None)) for ours in OURS]
-    return [(theirs, stand_in_for(ours, theirs)) for ours, theirs in there if theirs is not None]
+    pairs = [(theirs, stand_in_for(ours, theirs)) for ours, theirs in there if theirs is not None]
+    stage = types.new_class("PipelineStage", (InstalledStage,))  # an object of its own, as all stand-ins
+    return [*pairs, (pipelining.PipelineStage, stage)]
 
 
 def _replace(pairs: list[tuple[Any, Any]]) -> dict[str, list[str]]:
@@ -122,7 +131,7 @@ def _replace(pairs: list[tuple[Any, Any]]) -> dict[str, list[str]]:
     by_id = {id(old): new for old, new in pairs}
     replaced: dict[str, list[str]] = {}
     for module_name, module in list(sys.modules.items()):
-        if not isinstance(module, ModuleType) or not _is_open(module_name):
+        if not isinstance(module, types.ModuleType) or not _is_open(module_name):
             continue
         for name, value in list(vars(module).items()):
             if id(value) in by_id:

@@ -81,7 +81,7 @@ class PipelineStage(pipelining.PipelineStage):
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
-    # Under install(), torch 2.15 takes the module for one of its own and asks for the reduction in two calls.
+    # torch 2.15 asks for the reduction in two calls where it takes the module for one of its own.
 
     def start_gradient_reduction(self) -> None:
         """Nothing yet: how to divide comes with the second call."""
@@ -116,6 +116,20 @@ class PipelineStage(pipelining.PipelineStage):
             if backward_type == "full":
                 return autograd.run_full_backward(outputs, gradients, inputs), None
             return autograd.run_backward_of_inputs(outputs, gradients, inputs, microbatches.weights())
+
+
+class InstalledStage(pipelining.PipelineStage):
+    """A stage of torch's that becomes one of ours in its first step, if this library has sharded its module.
+
+    ``install`` puts it in the place of torch's. Frameworks make stages before they shard, and stages of
+    modules that nobody shards. A class that is derived from it keeps its methods in front of ours.
+    """
+
+    def clear_runtime_states(self) -> None:
+        """A step begins."""
+        if not isinstance(self, PipelineStage) and sharded_members(self.submod):
+            self.__class__ = type(type(self).__name__, (type(self), PipelineStage), {})
+        super().clear_runtime_states()
 
 
 def follow_unshard_actions(schedule: Any) -> None:
