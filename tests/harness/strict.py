@@ -44,6 +44,8 @@ def _raise_what_escapes() -> Iterator[None]:
     escaped: list[str] = []  # text only: an exception kept here would keep its frames alive
 
     def unraisable(error: "sys.UnraisableHookArgs") -> None:
+        if "NoCloseWriter" in repr(error.object):  # torch's, after a failed write; Python 3.13 began to tell
+            return
         escaped.append(f"{error.err_msg or 'Exception ignored in'}: {error.object!r}\n")
         escaped.append(_text(error.exc_type, error.exc_value, error.exc_traceback))
 
