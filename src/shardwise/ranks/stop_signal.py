@@ -25,11 +25,12 @@ class StopSignal:
     """Whether the job was told to end, with the same answer on all ranks. To be used in a ``with`` statement.
 
     Inside, the signals do nothing but be noted, however often they come; afterwards their handlers are what
-    they were before. torchrun passes SIGTERM on to its workers, and kills them 30 seconds later: a step and a
-    save have to fit into that.
+    they were before. torchrun passes SIGTERM on to its workers, and kills them 30 seconds later, or after the
+    seconds of its ``--shutdown-timeout`` (which torch 2.11 lacks): a step and a save have to fit into that.
+    docs/guides/machines.md has a job for Slurm that stops and goes on.
 
     Args:
-        signals: what tells the job to end. Slurm can send another one ahead of time (``--signal=USR1@120``).
+        signals: what tells the job to end. torchrun passes on those of its ``--signals-to-handle`` alone.
         every: look only once in so many calls of :meth:`requested`. The answer is that many calls late.
 
     Raises:
