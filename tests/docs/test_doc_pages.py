@@ -2,10 +2,11 @@
 
 import ast
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
-from doc_programs import PAGES, ROOT
+from doc_programs import PAGES, ROOT, blocks
 
 import shardwise
 
@@ -49,6 +50,35 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_files_that_are_named_exist(page: Path) -> None:
     for path in re.findall(r"(?:examples|bench|tests)/[\w/]+\.(?:py|sh|md)", page.read_text()):
         assert (ROOT / path).exists(), path
+
+
+def test_shell_blocks_parse() -> None:
+    for page in PAGES:
+        for block in blocks(page, "bash"):
+            done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
+            assert done.returncode == 0, (page, done.stderr)
+
+
+def test_options_that_are_named_exist() -> None:
+    """Of our own programs: what follows their names in shell blocks, up to the end of the command."""
+    programs = {
+        f"examples/{path.name}": "".join(each.read_text() for each in path.parent.glob("*.py"))
+        for path in (ROOT / "examples").glob("*.py")
+    } | {
+        f"-m shardwise {path.stem}": path.read_text()
+        for path in (ROOT / "src" / "shardwise" / "commands").glob("*.py")
+    }
+    seen = 0
+    for page in PAGES:
+        for line in "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines():
+            for program in programs:
+                _, found, arguments = line.partition(program)
+                # What follows the name of a script that `run` runs is that script's.
+                own = arguments.split(".py")[0] if program.endswith("run") else arguments.split(" #")[0]
+                for option in re.findall(r"--[a-z][a-z-]*", own if found else ""):
+                    assert f'"{option}"' in programs[program], (page, line)
+                    seen += 1
+    assert seen > 5
 
 
 def test_every_page_is_in_the_navigation() -> None:
