@@ -1,6 +1,7 @@
 """What the pages quote is there: messages, files, links, commands."""
 
 import ast
+import itertools
 import re
 import subprocess
 from pathlib import Path
@@ -73,8 +74,9 @@ def test_options_that_are_named_exist() -> None:
         for line in "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines():
             for program in programs:
                 _, found, arguments = line.partition(program)
-                # What follows the name of a script that `run` runs is that script's.
-                own = arguments.split(".py")[0] if program.endswith("run") else arguments.split(" #")[0]
+                own = arguments.split(" #")[0]
+                if program.endswith("run"):  # what follows the name of a script is that script's
+                    own = " ".join(itertools.takewhile(lambda word: word.startswith("-"), own.split()))
                 for option in re.findall(r"--[a-z][a-z-]*", own if found else ""):
                     assert f'"{option}"' in programs[program], (page, line)
                     seen += 1
