@@ -159,6 +159,15 @@ def test_what_small_tensors_show_not_to_be_elementwise_is_refused(kind: Any) -> 
     assert not hooks
 
 
+def test_what_is_known_to_look_at_whole_parameters_is_refused() -> None:
+    """Lamb here is Adam, on which small tensors would show nothing."""
+    optimizer = Lamb([nn.Parameter(torch.ones(2, 2))])
+    assert_expected_inline(
+        refusal(FlatOptimizer, optimizer, elementwise=True),
+        """FlatOptimizer: Lamb does not treat each element of a parameter by itself: it looks at whole parameters. So parameters cannot be stepped as one flat tensor. Use it without FlatOptimizer.""",
+    )
+
+
 def test_options_decide_what_is_elementwise() -> None:
     optimizer = Clipping([nn.Parameter(torch.ones(2, 2))], lr=0.1)
     assert isinstance(FlatOptimizer(optimizer, elementwise=True), Clipping)

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.buckets.optimizer_steps import SteppedParameters
 from shardwise.comm.buffers import with_own_storage
 from shardwise.optim.compatibility.elementwise import depends_on_shapes
+from shardwise.optim.compatibility.known import FLATTENING, REFUSED, is_in
 from shardwise.optim.flat_runs import (
     MAX_GAP,
     ParamState,
@@ -365,12 +366,14 @@ def _check(optimizer: Any, elementwise: Any) -> None:
 
 
 def _check_kind(kind: type[Optimizer], elementwise: bool) -> None:
-    for name, why in NOT_ELEMENTWISE.items():
-        if issubclass(kind, getattr(torch.optim, name, ())):
-            raise ValueError(
-                f"FlatOptimizer: {kind.__name__} does not treat each element of a parameter by itself: "
-                f"{why}. So parameters cannot be stepped as one flat tensor. Use it without FlatOptimizer."
-            )
+    whys = [why for name, why in NOT_ELEMENTWISE.items() if issubclass(kind, getattr(torch.optim, name, ()))]
+    if is_in(REFUSED, kind) or is_in(FLATTENING, kind):
+        whys.append("it looks at whole parameters")
+    if whys:
+        raise ValueError(
+            f"FlatOptimizer: {kind.__name__} does not treat each element of a parameter by itself: "
+            f"{whys[0]}. So parameters cannot be stepped as one flat tensor. Use it without FlatOptimizer."
+        )
     if kind not in ELEMENTWISE and not elementwise:
         raise ValueError(
             f"FlatOptimizer: {kind.__module__}.{kind.__qualname__} is not known to treat each element of a "
