@@ -75,7 +75,7 @@ def saved_and_loaded(
 SHAPES = [(1, 2, 2), (1, 4, 1), (2, 2, 1), (1, 1, 4), (2, 1, 2)]
 
 
-@pytest.mark.thin(75)
+@pytest.mark.thin(375)
 @pytest.mark.parametrize("hidden", [8, 7], ids=["even", "uneven"])
 @pytest.mark.parametrize("second", SHAPES, ids=str)
 def test_a_checkpoint_of_two_dimensions_is_loaded_by_any_mesh(

@@ -97,7 +97,7 @@ def kept_for_backward(how: str, backend: str, **options: Any) -> float:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
-@by_case(2)
+@by_case(1)
 def test_a_graph_keeps_unsharded_blocks_for_backward_only_if_it_is_told_to(
     world2: World, how: str, backend: str, reshard: bool | None
 ) -> None:

@@ -91,7 +91,7 @@ def passes_in_between(side: Side, make: Callable[[], nn.Module], reshard: bool |
     side.note_parameters(model)
 
 
-@pytest.mark.thin(14)
+@pytest.mark.thin(21)
 @pytest.mark.parametrize("make", [even_tower, Soft])
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_f45_any_pass_may_come_between_a_graph_and_its_backward(

@@ -56,7 +56,7 @@ def checkpointed_training(side: Side, where: str, reentrant: bool, loss: Any, op
     side.steps(model, adamw(model), range(3), loss)
 
 
-@pytest.mark.thin(90)
+@pytest.mark.thin(135)
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
 @pytest.mark.parametrize("where", WAYS)
@@ -455,7 +455,7 @@ def evaluate_then_act(side: Side, act: Any, mode: str, reshard: bool | None) -> 
     side.steps(model, optimizer, [2, 3])
 
 
-@pytest.mark.thin(69)
+@pytest.mark.thin(89)
 @pytest.mark.parametrize(
     ("mode", "reshard"), [("no_grad", False), ("inference_mode", None), ("grad", None), ("grad", False)]
 )
@@ -840,7 +840,7 @@ def freeze_and_thaw(side: Side, reshard: bool | None) -> None:
     side.steps(model, optimizer, [5, 6])
 
 
-@pytest.mark.thin(27)
+@pytest.mark.thin(41)
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_f29_freezing_and_thawing_between_steps_is_followed(world: World, reshard: bool | None) -> None:

@@ -582,7 +582,7 @@ def failing_on_one_rank(side: Side, shape: tuple[int, ...], reshard: bool | None
     side.note_parameters(model)
 
 
-@pytest.mark.thin(27)
+@pytest.mark.thin(41)
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (4,)], ids=str)
 @pytest.mark.parametrize("reshard", [None, False])
 def test_f41_ranks_of_which_one_has_failed_go_on_together(

@@ -114,7 +114,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.thin(105)
+@pytest.mark.thin(132)
 @by_world
 @pytest.mark.parametrize("order", ["abcd", "dcba", "cadb", "abca", "ab"])
 def test_training_equals_plain_training_in_any_order(world: World, order: str) -> None:

@@ -245,7 +245,7 @@ def ordered(plan: Plan | None, order: list[int], counts: list[int], budget: int 
     return outputs
 
 
-@pytest.mark.thin(27)
+@pytest.mark.thin(41)
 @pytest.mark.parametrize("steps", [1, 0], ids=["trained before", "run for the first time"])
 @pytest.mark.parametrize("order", [[2, 1, 0], [0, 1, 2, 0, 1, 2], [1]], ids=str)
 def test_blocks_may_run_in_any_order(world2: World, order: list[int], steps: int) -> None:

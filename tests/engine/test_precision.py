@@ -236,7 +236,7 @@ POLICIES: dict[str, tuple[Policy, float]] = {
 }
 
 
-@pytest.mark.thin(80)
+@pytest.mark.thin(138)
 @any_world
 @pytest.mark.parametrize(("policy", "roundings"), POLICIES.values(), ids=POLICIES)
 def test_training_equals_a_simulation_of_the_casts(world: World, policy: Policy, roundings: float) -> None:

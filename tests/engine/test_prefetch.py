@@ -367,7 +367,7 @@ def train(side: Side, make: Any, choices: Choices) -> None:
     side.steps(model, adamw(model), range(3), width=7 if make is uneven_tower else 8)
 
 
-@pytest.mark.thin(63)
+@pytest.mark.thin(87)
 @pytest.mark.parametrize("world", [3], indirect=True)
 @every_policy
 def test_every_policy_trains_as_the_plain_model(world: World, choices: Choices) -> None:

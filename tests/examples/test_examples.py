@@ -314,9 +314,8 @@ def test_the_gpt_trains_the_same_with_parts_compiled(world2: World, part: str) -
         assert_same(got, want, rel=0, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("saved", "resumed"), [("block", "model"), pytest.param("model", "block", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved", "resumed"), [("block", "model"), ("model", "block")])
 def test_a_compiled_gpt_goes_on_with_other_parts_compiled(
     world2: World, tmp_path: Path, saved: str, resumed: str
 ) -> None:

@@ -1238,7 +1238,7 @@ def many_things(run: Run, seed: int, is_flat: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", [GAPPED[0], GAPPED[2], Kind("NAdam")], ids=str)
 @pytest.mark.parametrize("seed", range(16))
-@pytest.mark.thin(2048)
+@pytest.mark.thin(10923)
 def test_anything_may_happen_between_steps(world2: World, kind: Kind, seed: int) -> None:
     run = kind.run(is_flat=False)
     # Averages that are set to zero by hand make small differences large.

@@ -626,7 +626,7 @@ def tied_across_groups(side: Side, groups: list[str], ties_three: bool, options:
         side.note(f"state of {name}", value)
 
 
-@pytest.mark.thin(240)
+@pytest.mark.thin(288)
 @pytest.mark.parametrize("ties_three", [False, True], ids=["two", "three"])
 @pytest.mark.parametrize("which", GROUPS)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)

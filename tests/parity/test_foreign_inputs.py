@@ -184,7 +184,7 @@ def innermost(module: nn.Module) -> nn.Module:
     return module
 
 
-@pytest.mark.thin(108)
+@pytest.mark.thin(195)
 @pytest.mark.parametrize("order", ["outside", "as a list", "inside"])
 @pytest.mark.parametrize("make", BLOCKS, ids=lambda make: make.__name__)
 def test_blocks_of_any_make_are_sharded_and_trained(world2: World, make: Any, order: str) -> None:
@@ -439,7 +439,7 @@ def move_between_steps(side: Side, how: str) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.thin(32)
+@pytest.mark.thin(43)
 @pytest.mark.parametrize("how", MOVES)
 @both_worlds
 def test_moving_a_model_keeps_its_parameters_in_the_optimizer(world: World, how: str) -> None:

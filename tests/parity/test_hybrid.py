@@ -80,7 +80,7 @@ def hybrid_run(layout: Layout, recipe: Recipe, options: dict[str, Any]) -> Any:
     return train_on(layout, hybrid(layout, recipe, **options), recipe)
 
 
-@pytest.mark.thin(210)
+@pytest.mark.thin(490)
 @by_layout
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_hybrid_training_equals_plain_training(world: World, layout: Layout, recipe: Recipe) -> None:
@@ -182,7 +182,7 @@ def accumulated(
     return {**notes, **tensors_of(model)}
 
 
-@pytest.mark.thin(147)
+@pytest.mark.thin(206)
 @pytest.mark.parametrize("recipe", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 def test_microbatches_add_up_however_they_are_deferred(

@@ -388,7 +388,7 @@ def line_run(recipe: Recipe, options: dict[str, Any]) -> Any:
     return train_on(layout, model, recipe)
 
 
-@pytest.mark.thin(75)
+@pytest.mark.thin(188)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_f10_resharding_to_fewer_ranks_changes_no_number(world4: World, ranks: int, recipe: Recipe) -> None:

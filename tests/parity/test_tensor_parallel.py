@@ -134,7 +134,7 @@ def test_every_way_of_training_equals_plain_training(world4: World, run: Run) ->
     assert_trains_as_plainly(world4, USUAL, run)
 
 
-@pytest.mark.thin(45)
+@pytest.mark.thin(68)
 @pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[5]], ids=str)
 @pytest.mark.parametrize("name", ["clipped_microbatches", "sequences_uneven", "columns_uneven"])
 def test_other_meshes_do_the_same(world4: World, layout: Layout, name: str) -> None:
@@ -144,7 +144,7 @@ def test_other_meshes_do_the_same(world4: World, layout: Layout, name: str) -> N
 FOUR = Layout((4, 1), ("dp", "tp"), ("dp",))
 
 
-@pytest.mark.thin(45)
+@pytest.mark.thin(68)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("plan", ["mlps", "everything"])
 def test_f10_resharding_to_a_smaller_world_leaves_tensor_parallel_parameters_right(
@@ -234,7 +234,7 @@ def states(layout: Layout | None, run: Run) -> dict[str, Any]:
     return {**before, **after}
 
 
-@pytest.mark.thin(36)
+@pytest.mark.thin(54)
 @pytest.mark.parametrize("layout", [USUAL, LAYOUTS[1], LAYOUTS[5]], ids=str)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_states_hold_the_full_values(world4: World, layout: Layout, sizes: tuple[int, int, int]) -> None:
@@ -373,7 +373,7 @@ def on_whole_mesh(layout: Layout | None, sizes: tuple[int, int, int]) -> dict[st
     return {**notes, **parameters_of(model)}
 
 
-@pytest.mark.thin(45)
+@pytest.mark.thin(135)
 @pytest.mark.parametrize("layout", [USUAL, LAYOUTS[4], LAYOUTS[5]], ids=str)
 @pytest.mark.parametrize("sizes", [SIZES["even"], SIZES["uneven"]], ids=["even", "uneven"])
 def test_parameters_on_the_whole_mesh_train_as_plainly(

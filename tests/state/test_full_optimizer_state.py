@@ -138,7 +138,7 @@ def gone_on(way: Way, kind: str, keys: str, everywhere: bool, first: Any, second
     return full_state_dict(model, rank0_only=False), [group["lr"] for group in optimizer.param_groups]
 
 
-@pytest.mark.thin(121)
+@pytest.mark.thin(333)
 @pytest.mark.parametrize(("keys", "everywhere"), [("name", False), ("id", True)])
 @over_all_cases
 def test_a_plain_run_goes_on_sharded(
@@ -240,7 +240,7 @@ def gone_on_in(order: str, keys: str) -> Any:
     return weights, by_id, full_state_dict(model, rank0_only=False)
 
 
-@pytest.mark.thin(24)
+@pytest.mark.thin(32)
 @pytest.mark.parametrize("keys", ["name", "id"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_state_finds_its_parameters_in_another_order(world2: World, order: str, keys: str) -> None:

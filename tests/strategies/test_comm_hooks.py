@@ -147,7 +147,7 @@ def train_hooked(side: Side, make: Any, strategy: str, hook: Callable[..., None]
     side.note_parameters(model)
 
 
-@pytest.mark.thin(72)
+@pytest.mark.thin(288)
 @strategies
 @worlds
 def test_a_hook_written_for_fsdp1_trains_as_the_plain_model(world: World, strategy: str) -> None:
@@ -843,7 +843,7 @@ def regression_on_ranks(strategy: str, hook: Any) -> list[float]:
     return losses_of_regression(dist.get_rank(), dist.get_world_size(), strategy, hook)
 
 
-@pytest.mark.thin(45)
+@pytest.mark.thin(135)
 @pytest.mark.parametrize("hook", READY_MADE, ids=str)
 @seats((2, "zero3"), (2, "ddp"))
 def test_compressed_training_arrives_where_exact_training_does(
