@@ -82,7 +82,7 @@ def check_above_0(settings: argparse.Namespace, *names: str) -> None:
 
 def check_sizes(settings: argparse.Namespace, shares: int) -> None:
     """Refuse sizes that are not positive or do not divide; a batch is read in so many equal `shares`."""
-    check_above_0(settings, "layers", "width", "heads", "context", "batch", "steps", "lr", "eval_every")
+    check_above_0(settings, "layers", "width", "heads", "context", "batch", "steps", "lr")
     if settings.width % settings.heads:
         raise ValueError(
             f"--width {settings.width} does not divide into --heads {settings.heads} equal parts"

@@ -92,7 +92,7 @@ def parse_settings(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs/2d"), help="folder for the curve and the metrics")
     settings = parser.parse_args(arguments)
     with parser.refusing():
-        check_above_0(settings, "tp", "replicate", "accumulate", "clip")
+        check_above_0(settings, "tp", "replicate", "accumulate", "clip", "eval_every")
         if settings.tp is None:
             settings.tp = 1 if world_size() % (2 * settings.replicate) else 2
         settings.shard = world_size() // (settings.replicate * settings.tp)

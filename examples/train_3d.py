@@ -90,7 +90,7 @@ def parse_settings(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs/3d"), help="folder for the curve and the metrics")
     settings = parser.parse_args(arguments)
     with parser.refusing():
-        check_above_0(settings, "pipe", "tp", "microbatches", "clip")
+        check_above_0(settings, "pipe", "tp", "microbatches", "clip", "eval_every")
         if settings.pipe is None:
             settings.pipe = 1 if world_size() % 2 else 2
         if settings.tp is None:

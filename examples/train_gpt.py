@@ -131,7 +131,7 @@ def parse_settings(parser: Parser, arguments: list[str] | None = None) -> argpar
     """Read and check the command line; `device` becomes a torch.device."""
     settings = parser.parse_args(arguments)
     with parser.refusing():
-        check_above_0(settings, "accumulate", "clip", "checkpoint_every", "peak_tflops")
+        check_above_0(settings, "accumulate", "clip", "eval_every", "checkpoint_every", "peak_tflops")
         check_sizes(settings, shares=world_size() * settings.accumulate)
         if settings.workers < 0:
             raise ValueError("--workers must be 0 or above")

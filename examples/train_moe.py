@@ -92,7 +92,7 @@ def parse_settings(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs/moe"), help="folder for the curve and the metrics")
     settings = parser.parse_args(arguments)
     with parser.refusing():
-        check_above_0(settings, "ep", "clip")
+        check_above_0(settings, "ep", "clip", "eval_every")
         if settings.ep is None:
             settings.ep = 1 if world_size() % 2 else 2
         check_sizes(settings, shares=world_size())

@@ -9,13 +9,11 @@ import contextlib
 import importlib
 import io
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +24,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from dynamo import forget_graphs
+from example_files import EXAMPLES, example_file
 from harness import World
 from torch._dynamo.utils import counters
 
@@ -33,32 +32,14 @@ from shardwise.tracing.files.chrome import read_json
 
 pytestmark = pytest.mark.processes
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 SIZES = ["--device=cpu", "--layers=2", "--width=16", "--heads=4", "--context=16", "--batch=8", "--steps=3"]
 
 Curve = tuple[list[float], list[float], list[float]]  # training and validation losses, norms of gradients
 
 
 def example(name: str) -> contextlib.AbstractContextManager[ModuleType]:
-    """An example, as on a rank that torchrun has started."""
-    return one_process(name, str(dist.get_world_size()))
-
-
-@contextlib.contextmanager
-def one_process(name: str, world: str = "1") -> Iterator[ModuleType]:
-    """Import an example, which imports its neighbours by bare names; others of these names are set aside."""
-    names = {path.stem for path in EXAMPLES.glob("*.py")}
-    others = {other: sys.modules.pop(other) for other in names & sys.modules.keys()}
-    try:
-        with (
-            mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]),
-            mock.patch.dict(os.environ, {"WORLD_SIZE": world}),
-        ):
-            yield importlib.import_module(name)
-    finally:
-        for own in names & sys.modules.keys():
-            del sys.modules[own]
-        sys.modules.update(others)
+    """An example, as torchrun has started it on this rank."""
+    return example_file(name, dist.get_world_size())
 
 
 def train(name: str, arguments: list[str], parallel: bool) -> Curve:
@@ -255,7 +236,7 @@ def test_fewer_bytes_train_the_gpt_nearly_the_same(world2: World) -> None:
 
 def test_flops_of_a_token_are_those_of_the_formula() -> None:
     """6 for each weight of a matrix, and 12 for each layer, feature and position that attention looks at."""
-    with one_process("train_gpt") as module:
+    with example_file("train_gpt") as module:
         sizes = {"layers": 3, "width": 32, "heads": 2, "context": 16}
         settings = argparse.Namespace(**sizes)
         matrices = 3 * 12 * 32 * 32 + 32 * 256
@@ -263,7 +244,7 @@ def test_flops_of_a_token_are_those_of_the_formula() -> None:
 
 
 def test_utilization_is_known_where_the_peak_is() -> None:
-    with one_process("report") as report:
+    with example_file("report") as report:
         history = report.History(unigram=1.0, tokens_per_step=1000, step_seconds=[9.0, 0.5, 0.5])
         settings = argparse.Namespace(peak_tflops=None, device=torch.device("cpu"), dtype="bf16")
         assert report.utilization(history, 1e6, settings) == {}

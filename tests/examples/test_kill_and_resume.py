@@ -7,24 +7,23 @@ the same bits on as many processes, and the same but for rounding on another num
 
 import argparse
 import dataclasses
-import importlib
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import psutil
 import pytest
+from example_files import example_file
 from expecttest import assert_expected_inline
 
 pytestmark = pytest.mark.processes
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = Path(__file__).with_name("killed_gpt.py")
 STEPS, EVERY = 12, 4  # EVERY: steps from one checkpoint to the next
 SIZES = ["--layers=1", "--width=16", "--heads=2", "--context=16", "--batch=4", "--device=cpu"]
@@ -222,12 +221,9 @@ def test_f43_killed_again_and_again(tmp_path: Path, strategy: str, seed: int) ->
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """Import a file of examples/, which imports its neighbours by bare names."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    yield importlib.import_module
-    for path in EXAMPLES.glob("*.py"):
-        sys.modules.pop(path.stem, None)
+def train_gpt() -> Iterator[ModuleType]:
+    with example_file("train_gpt") as module:
+        yield module
 
 
 REFUSED = {
@@ -241,12 +237,11 @@ REFUSED = {
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.items())
 def test_a_command_line_is_refused(
-    example: Callable[[str], ModuleType],
+    train_gpt: ModuleType,
     capsys: pytest.CaptureFixture[str],
     arguments: str,
     message: str,
 ) -> None:
-    train_gpt = example("train_gpt")
     with pytest.raises(SystemExit):
         train_gpt.parse_settings(train_gpt.command_line(), arguments.split())
     assert message in capsys.readouterr().err
@@ -257,17 +252,15 @@ def settings_in(folder: Path, **changed: object) -> argparse.Namespace:
     return argparse.Namespace(checkpoint_dir=folder, **settings | changed)
 
 
-def test_a_new_run_is_refused_where_another_has_saved(
-    example: Callable[[str], ModuleType], tmp_path: Path
-) -> None:
+def test_a_new_run_is_refused_where_another_has_saved(train_gpt: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "step-00000004").mkdir()
     (tmp_path / "step-00000004" / ".metadata").touch()
     with pytest.raises(FileExistsError, match=r"step-00000004 is there already\. Give --resume to go on"):
-        example("train_gpt").resume(None, None, None, settings_in(tmp_path))
+        train_gpt.resume(None, None, None, settings_in(tmp_path))
 
 
-def test_a_run_with_other_settings_is_refused(example: Callable[[str], ModuleType]) -> None:
-    train_gpt, before = example("train_gpt"), settings_in(Path("runs/saved"))
+def test_a_run_with_other_settings_is_refused(train_gpt: ModuleType) -> None:
+    before = settings_in(Path("runs/saved"))
     saved = {name: getattr(before, name) for name in train_gpt.COURSE}
     with pytest.raises(ValueError) as refused:  # noqa: PT011
         train_gpt.check_unchanged(settings_in(Path("runs/saved"), lr=0.1, steps=24), saved)
