@@ -154,7 +154,8 @@ def start_processes(device: torch.device) -> None:
     """Join the processes that torchrun started, or be the only one."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    # "gloo" alone would serve GPUs too, and a mesh without a device is of the GPU where its group serves one.
+    backend = "nccl" if device.type == "cuda" else "cpu:gloo"
     device_id = device if device.type == "cuda" else None
     if "WORLD_SIZE" in os.environ:
         store, rank, size = next(rendezvous("env://"))
