@@ -18,7 +18,7 @@ from harness import World
 from models import WIDTH, random_batch
 from reference import mean_of_squares
 from scenario import Side, assert_same
-from tensor_subclasses import Journal, KnowsAll, RowScaled, Stack, TravelsLow, Wrapper
+from tensor_subclasses import Journal, KnowsAll, RowScaled, Stack, TravelsLow, Wrapper, same_memory
 from torch import Tensor, nn
 
 from shardwise import MixedPrecisionPolicy, fully_shard
@@ -219,7 +219,8 @@ class WrongArguments(OnlyPost):
 
 def refusal_of(kind: type[Wrapper]) -> str:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = nn.Parameter(kind(torch.ones(4, 4)))
+    value = kind.of(torch.ones(4, 4)) if issubclass(kind, RowScaled) else kind(torch.ones(4, 4))
+    model[1].weight = nn.Parameter(value, requires_grad=not issubclass(kind, RowScaled))
     before = dict(model.named_parameters())
     with pytest.raises((TypeError, ValueError)) as caught:
         fully_shard(model)
@@ -233,6 +234,65 @@ def test_half_a_protocol_is_refused_with_the_parameter(world2: World, kind: type
     for text in world2.run(refusal_of, kind):
         for word in ("1.weight", kind.__name__, "fsdp_pre_all_gather"):
             assert word in text
+
+
+class Refusing(RowScaled):
+    """Some operations mean something else to a quantised class, or cannot be done."""
+
+    refused: Any = None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is cls.refused:
+            raise AssertionError("blocks do not fit")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class QuantisesAnewWhenCloned(Refusing):
+    refused = torch.ops.aten.clone.default
+
+
+class CannotBeCut(Refusing):
+    refused = torch.ops.aten.split.Tensor
+
+
+class IsCutElsewhere(RowScaled):
+    """NF4Tensor leaves out rows, or returns itself, where rows do not divide by the ranks."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.split.Tensor:
+            return [args[0].detach()]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def shard_of_quantised() -> bool:
+    model = nn.Sequential(nn.Linear(4, 6, bias=False))
+    whole = QuantisesAnewWhenCloned.of(torch.arange(1.0, 25.0).view(6, 4))
+    model[0].weight = nn.Parameter(whole, requires_grad=False)
+    fully_shard(model)
+    local: Any = model[0].weight.to_local()
+    rank = torch.distributed.get_rank()
+    assert not same_memory(local._bytes, whole._bytes)
+    return torch.equal(local._bytes, whole._bytes[3 * rank : 3 * rank + 3])
+
+
+def test_shards_have_the_very_bytes_of_a_quantised_weight(world2: World) -> None:
+    """torchao's NF4Tensor quantises anew when it is cloned, with other blocks."""
+    assert world2.run(shard_of_quantised) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [(CannotBeCut, "blocks do not fit"), (IsCutElsewhere, "it gave the shapes [(4, 4)]")],
+)
+def test_a_weight_that_cannot_be_cut_is_refused_with_its_name(
+    world2: World, kind: type[Wrapper], why: str
+) -> None:
+    first, second = world2.run(refusal_of, kind)
+    assert first == second
+    for word in (f"1.weight: {kind.__name__}", f"2 chunks along dim 0 of shape (4, 4): {why}"):
+        assert word in first
 
 
 def all_gather_nothing(self: Any, mesh: Any) -> Any:

@@ -86,6 +86,21 @@ def _carry_methods(source: Tensor, target: Tensor) -> None:
             setattr(target, name, MethodType(own.__func__, target) if is_bound else own)
 
 
+def _copied(tensor: Tensor) -> Tensor:
+    """``tensor`` over memory of its own, made of copies of its inner tensors where it tells them.
+
+    ``clone`` of a quantised class may quantise anew, with other blocks (torchao's NF4Tensor).
+    """
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.clone()
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: _copied(getattr(tensor, name)) for name in names}
+    strides = torch.empty_strided(tensor.size(), tensor.stride(), device="meta").clone().stride()  # dense
+    kind: Any = type(tensor)
+    copied: Tensor = kind.__tensor_unflatten__(inner, context, tensor.size(), strides)
+    return copied.detach()
+
+
 @contextmanager
 def _as_values() -> Iterator[None]:
     """Inside, tensors may be saved for backward, and the unsharded parameter may be written to."""
@@ -161,14 +176,31 @@ class ExtensionBucket(Bucket):
         whole = self._param.content()
         device = torch.device("meta") if whole.is_meta else self.storage.device
         self.lay_out(device)
-        parts = torch.chunk(whole, world, dim=self._param.dim) if whole.numel() else (whole,)
-        part = parts[rank] if rank < len(parts) else parts[0].narrow(self._param.dim, 0, 0)
+        part = self._parts(whole, world)[rank]
         if whole.is_meta:
             local = torch.empty_like(part)  # not all classes can be cloned there
         else:
-            local = part.clone().to(device)
+            local = _copied(part).to(device)
         _carry_methods(whole, local)
         return [self._param.make_shard(local)]
+
+    def _parts(self, whole: Tensor, world: int) -> Sequence[Tensor]:
+        """The parts of all ranks, for all to fail alike: classes cut as they can, or not at all."""
+        dim = self._param.dim
+        expected = [part.shape for part in torch.empty(whole.shape, device="meta").chunk(world, dim)]
+        try:
+            parts = torch.chunk(whole, world, dim) if whole.numel() else (whole,)
+            found = [part.shape for part in parts]
+            if whole.numel() and found != expected:
+                raise ValueError(f"it gave the shapes {[tuple(shape) for shape in found]}")
+            return [*parts, *(parts[0].narrow(dim, 0, 0) for _ in range(world - len(parts)))]
+        except Exception as error:
+            raise ValueError(
+                f"{self._param.fqn}: {type(whole).__name__} cannot be cut into {world} chunks along dim "
+                f"{dim} of shape {tuple(whole.shape)}: {error}. Choose a shape or blocks that "
+                "divide by the ranks, another dim (shard_placement_fn), or keep the parameter whole "
+                "(ignored_params)."
+            ) from error
 
     def lay_out(self, device: torch.device) -> None:
         """Plan the reduction; there is no flat shard."""
