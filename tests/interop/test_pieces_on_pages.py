@@ -48,6 +48,17 @@ def peft(folder: Path) -> list[str]:
     return sorted({name.split(".")[-3] for name in load_file(folder / "adapters/adapter_model.safetensors")})
 
 
+def added_later(folder: Path) -> int:
+    from peft import LoraConfig, get_peft_model
+    from tiny_models import tiny_llama
+
+    dist.init_process_group("gloo")
+    base: Any = shardwise.fully_shard(tiny_llama())
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj", "v_proj"]))
+    run_piece("peft", 1, model=model, fully_shard=shardwise.fully_shard)
+    return num_groups(model)
+
+
 def torchao(folder: Path) -> int:
     from torchao.quantization.qat import IntxFakeQuantizeConfig
 
@@ -110,6 +121,7 @@ def saved(folder: Path) -> bool:
 
 PIECES: dict[tuple[str, int], tuple[Callable[[Path], Any], str, Any]] = {
     ("peft", 0): (peft, "peft", ["q_proj", "v_proj"]),
+    ("peft", 1): (added_later, "peft", 1 + 2 * 2 * LAYERS),
     ("torchao", 0): (torchao, "torchao", LAYERS + 1),
     ("torchtitan", 0): (torchtitan, "torchtitan", 6),
     ("transformers", 1): (loaded, "transformers", 6),
