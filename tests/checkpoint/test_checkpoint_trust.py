@@ -1,6 +1,8 @@
 """Checkpoints from anywhere: loading them runs nothing and reads nothing that is not theirs, unless they are trusted."""
 
 import contextlib
+import enum
+import io
 import json
 import os
 import pickle
@@ -107,6 +109,31 @@ def test_f49_an_index_changes_no_class(tmp_path: Path) -> None:
     with pytest.raises((TypeError, AttributeError)):
         read_metadata(content)
     assert MetadataIndex.__hash__ is before
+
+
+class ByNames(pickle.Pickler):
+    """Pickles members of enumerations as Python 3.11.2 does."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
+
+
+class OfSize:
+    """Asks for an attribute of what an index may name."""
+
+    def __reduce__(self) -> Any:
+        return getattr, (torch.Size, "numel")
+
+
+def test_an_index_may_name_members_of_enumerations_but_no_other_attributes(tmp_path: Path) -> None:
+    saved(tmp_path / "x")
+    content = (tmp_path / "x" / ".metadata").read_bytes()
+    by_names = io.BytesIO()
+    ByNames(by_names).dump(pickle.loads(content))
+    assert b"TORCH_CONTIGUOUS_FORMAT" in by_names.getvalue()
+    assert read_metadata(by_names.getvalue()) == read_metadata(content)
+    with pytest.raises(ValueError, match="it asks for an attribute"):
+        read_metadata(pickle.dumps(OfSize()))
 
 
 OUTSIDE = ["../secret.distcp", "a/../../secret.distcp", "/etc/hostname", "C:\\secret", "..\\secret", ""]
