@@ -147,6 +147,7 @@ def refusal(function: Callable[..., Any], *args: Any, **options: Any) -> str:
 
 @pytest.mark.parametrize("kind", [ByNorms, ByRows, AtRandom, Clipping, torch.optim.Adafactor])
 def test_what_small_tensors_show_not_to_be_elementwise_is_refused(kind: Any) -> None:
+    torch.optim.SGD([nn.Parameter(torch.ones(2, 2))])  # puts hooks around the step that Clipping's calls
     optimizer = kind([nn.Parameter(torch.ones(2, 2))], lr=0.1)
     optimizer.most = 3.0
     before, draws = deepcopy(optimizer.state_dict()), torch.get_rng_state()
@@ -257,6 +258,7 @@ class Adan(Clipping):
 
 def stepped_by_name(most: float) -> Any:
     model = small_model(4, True)
+    torch.optim.SGD(model.parameters())  # from here on there are hooks around the step that Adan's calls
     optimizer = Adan(model.parameters(), lr=0.1)
     optimizer.most = most
     backward(model, 0)

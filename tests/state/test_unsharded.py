@@ -821,16 +821,19 @@ def memory_around(plan: Plan, options: dict[str, Any]) -> tuple[float, float]:
 
 
 def test_each_rank_that_sees_full_parameters_holds_them_once(world2: World) -> None:
-    """To a hundredth, which leaves room for the bias. To write back, shards are remembered: a half of it."""
+    """To a hundredth, which leaves room for the bias. To write back, shards are remembered: a half of it.
+
+    Afterwards there may be a scalar that something else keeps.
+    """
     for options, size in (({}, 1.5), ({"writeback": False}, 1), ({"offload_to_cpu": True}, 1.5)):
         for inside, after in world2.run(memory_around, ZERO3, options):
             assert inside == pytest.approx(size, abs=0.01), options
-            assert after == 0
+            assert after == pytest.approx(0, abs=0.001)
     only = {"writeback": False, "rank0_only": True}
     (inside, after), (others_inside, others_after) = world2.run(memory_around, ZERO3, only)
     assert inside == pytest.approx(1, abs=0.01)
     assert others_inside == pytest.approx(0, abs=0.01)
-    assert after == others_after == 0
+    assert [after, others_after] == pytest.approx([0, 0], abs=0.001)
 
 
 # --- refusals -------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ class FlatOptimizer(Optimizer):
 
     _plan: "StepPlan | None" = None
     _shown: Any = None  # state by parameter, while the runs do not have it
-    _is_stepping = False
+    is_stepping = False
     _made_of: tuple[Any, Any]  # this class, or a subclass of it, and the optimizer's
 
     def __new__(cls, optimizer: Optimizer, *, elementwise: bool = False) -> "FlatOptimizer":
@@ -151,10 +151,10 @@ class FlatOptimizer(Optimizer):
                 run.flat.grad = gradient
             for group, flats in zip(groups, plan.flats, strict=True):
                 group["params"] = flats
-            self._is_stepping = True
+            self.is_stepping = True
             self._kinds_step()
         finally:
-            self._is_stepping = False
+            self.is_stepping = False
             for group, params in zip(groups, given, strict=True):
                 group["params"] = params
             for run in plan.runs:
@@ -173,7 +173,7 @@ class FlatOptimizer(Optimizer):
     @property  # type: ignore[override]
     def state(self) -> Any:
         """State by parameter: views of what the steps work with, good until the next one."""
-        if self._is_stepping:
+        if self.is_stepping:
             return self._flat_state
         if self._shown is None:
             self._shown = self._show()

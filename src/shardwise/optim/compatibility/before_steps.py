@@ -72,9 +72,13 @@ def _flat_by_default(optimizer: Optimizer, args: Any, kwargs: Any) -> OtherArgum
     return _step_flat(optimizer, *args[1:], **kwargs)
 
 
-def _if_by_default(optimizer: Optimizer, args: Any, kwargs: Any) -> OtherArguments | None:
-    """The step may still be that of the class before: a scheduler keeps the one that it has wrapped."""
-    return _step_flat(optimizer, *args[1:], **kwargs) if hasattr(optimizer, _IS_FLAT_BY_DEFAULT) else None
+def _if_by_default(optimizer: FlatOptimizer, args: Any, kwargs: Any) -> OtherArguments | None:
+    """The step may still be that of the class before: a scheduler keeps the one that it has wrapped.
+
+    Not within a flat step, where a class may call the step of its base, around which there are hooks as well.
+    """
+    is_new = hasattr(optimizer, _IS_FLAT_BY_DEFAULT) and not optimizer.is_stepping
+    return _step_flat(optimizer, *args[1:], **kwargs) if is_new else None
 
 
 def _step_flat(optimizer: Any, closure: Callable[[], Any] | None = None) -> OtherArguments:
@@ -86,6 +90,7 @@ def _without_parameters(optimizer: FlatOptimizer) -> FlatOptimizer:
     """A copy whose steps, of its class or of the one that it was made of, call their closure alone."""
     bare: FlatOptimizer = object.__new__(type(optimizer))
     vars(bare).update(vars(optimizer))
+    vars(bare).pop(_IS_FLAT_BY_DEFAULT, None)
     bare.param_groups = [
         group | {"params": [nn.Parameter(torch.empty(0))]} for group in optimizer.param_groups
     ]
