@@ -132,6 +132,7 @@ def test_ratios_in_pictures_are_the_records_own() -> None:
     assert pictures.step_group(record).ratio == spread(0.55)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_host_overhead_records_what_check_and_pictures_read(tmp_path: Path) -> None:
     small = ["--worlds", "1", "2", "--params", "4", "--blocks", "2", "--steps", "1", "--warmup", "1"]

@@ -58,6 +58,7 @@ def train_where_the_model_is_not_sharded() -> bench.RankRecord | dict[str, bench
         bench.LIBRARIES = libraries
 
 
+@pytest.mark.slow
 def test_a_variant_that_learns_from_its_own_data_alone_is_noticed(
     world2: World, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,6 +49,7 @@ def shown(world: World, options: dict[str, Any]) -> str:
     return "\n".join(first)
 
 
+@pytest.mark.slow
 def test_collectives_run_beside_computation(world2: World) -> None:
     found = shown(world2, shardwise.compile_options())
     if torch.__version__.startswith("2.15."):  # reductions begin a step earlier

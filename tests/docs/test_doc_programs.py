@@ -171,6 +171,7 @@ def graphs_of(script: str, folder: str) -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.slow
 def test_recipes_for_compiling_make_one_graph(world2: World, tmp_path: Path) -> None:
     """The blocks share a graph; the model and its blocks are one."""
     codes = [each.code for each in PROGRAMS if each.page == "docs/guides/compile.md"]

@@ -288,7 +288,8 @@ def test_the_gpt_trains_the_same_with_a_step_traced_by_all_ranks(world2: World, 
         assert [span.name for span in recording.of_row("optimizer")] == ["AdamW"]
 
 
-@pytest.mark.parametrize("part", ["block", pytest.param("model", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["block", "model"])
 def test_the_gpt_trains_the_same_with_parts_compiled(world2: World, part: str) -> None:
     plain = world2.run(train_gpt, [])
     for got, want in zip(world2.run(train_gpt, ["--compile", part], timeout=300), plain, strict=True):
