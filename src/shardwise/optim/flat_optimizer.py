@@ -113,9 +113,7 @@ class FlatOptimizer(Optimizer):
     def __new__(cls, optimizer: Optimizer, *, elementwise: bool = False) -> "FlatOptimizer":
         """Turn ``optimizer`` itself into one: whoever else holds it goes on with the same."""
         _check(optimizer, elementwise)
-        flat: Any = cls
-        kind: Any = type(optimizer)
-        optimizer.__class__ = _flat_class(flat, kind)
+        _extend(optimizer, cls)
         assert isinstance(optimizer, FlatOptimizer)
         return optimizer
 
@@ -355,8 +353,7 @@ def _check(optimizer: Any, elementwise: Any) -> None:
             f"FlatOptimizer: {type(optimizer).__name__} keeps no state of its own; it seems to step by "
             "another optimizer. Make that one a FlatOptimizer, before it is wrapped."
         )
-    for index, group in enumerate(optimizer.param_groups):
-        _check_group(type(optimizer).__name__, index, group)
+    _check_groups(optimizer)
     if type(optimizer) not in ELEMENTWISE and depends_on_shapes(optimizer):
         raise ValueError(
             f"FlatOptimizer: {type(optimizer).__name__} with these options does not treat each element of a "
@@ -383,6 +380,11 @@ def _check_kind(kind: type[Optimizer], elementwise: bool) -> None:
         )
 
 
+def _check_groups(optimizer: Any) -> None:
+    for index, group in enumerate(optimizer.param_groups):
+        _check_group(type(optimizer).__name__, index, group)
+
+
 def _check_group(kind: str, index: int, group: dict[str, Any]) -> None:
     if group.get("differentiable"):
         raise ValueError(
@@ -403,16 +405,16 @@ def _check_group(kind: str, index: int, group: dict[str, Any]) -> None:
 # --- the class ------------------------------------------------------------------------------------
 
 
-def become_flat(optimizer: Any) -> FlatOptimizer:
+def become_flat(optimizer: Any) -> None:
     """Turn ``optimizer``, known to be elementwise, into a FlatOptimizer, whoever has wrapped its step."""
-    for index, group in enumerate(optimizer.param_groups):
-        _check_group(type(optimizer).__name__, index, group)
-    flat: Any = FlatOptimizer
+    _check_groups(optimizer)
+    _extend(optimizer, FlatOptimizer)
+    FlatOptimizer.__init__(optimizer, optimizer)
+
+
+def _extend(optimizer: Any, flat: Any) -> None:
     kind: Any = type(optimizer)
     optimizer.__class__ = _flat_class(flat, kind)
-    FlatOptimizer.__init__(optimizer, optimizer)
-    made: FlatOptimizer = optimizer
-    return made
 
 
 def _set_state(self: FlatOptimizer, state: dict[str, Any]) -> None:
