@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from harness import World
-from reference import adamw
 from scenario import Side, assert_same
 from test_memory import DEPTH, WIDTH, B, Pair, unsharded_bytes
 from torch import Tensor, nn
@@ -98,7 +97,8 @@ def training_with_kept_storage(side: Side) -> None:
     model = pairs(side).double()
     if side.is_sharded:
         model.set_keep_unsharded_storage(True)
-    optimizer = adamw(model)
+    # Not Adam, which divides the rounding of gradients that are nearly zero by their size.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         side.step(model, optimizer, step, width=WIDTH)
         with torch.no_grad():
@@ -107,4 +107,4 @@ def training_with_kept_storage(side: Side) -> None:
 
 
 def test_training_is_as_without(world2: World) -> None:
-    assert_same(world2, training_with_kept_storage)
+    assert_same(world2, training_with_kept_storage, atol=1e-12)
