@@ -110,6 +110,7 @@ def outcome_of(tmp_path: Path, limit_s: float = 60, **acts: str) -> dict[str, An
     return run_part(part, [sys.executable, str(script), json.dumps(acts)], limit_s)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_items_after_one_that_hangs_or_crashes_still_run(tmp_path: Path) -> None:
     found = outcome_of(tmp_path, a="ok", b="crash", c="skipped", d="hang", e="failed", f="ok")
@@ -122,6 +123,7 @@ def test_items_after_one_that_hangs_or_crashes_still_run(tmp_path: Path) -> None
     assert "nothing for 3 s" in found["rows"][3]["note"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_part_that_takes_too_long_ends_with_what_it_has(tmp_path: Path) -> None:
     found = outcome_of(tmp_path, 2, a="ok", b="hang", c="ok")

@@ -20,6 +20,7 @@ def row(world: int, model: str = "175b") -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_two_blocks_of_the_largest_model_are_sharded_and_stepped_in_little_memory() -> None:
     found = row(1024, "1t")
@@ -28,6 +29,7 @@ def test_two_blocks_of_the_largest_model_are_sharded_and_stepped_in_little_memor
     assert found["steady_step_s"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_step_that_would_have_to_copy_is_left_out() -> None:
     found = row(4096, "1t")

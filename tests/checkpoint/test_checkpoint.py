@@ -251,14 +251,18 @@ def recomputed(model: nn.Module, layout: Layout | None) -> nn.Module:
 
 WAYS = [by_block, zero1, ddp, hybrid, offloaded, blocks_compiled, all_compiled, inner_compiled, recomputed]
 PAIRS = [(way, by_block) for way in WAYS[1:]] + [(by_block, way) for way in WAYS[1:]]
-ALWAYS = [(zero1, by_block), (by_block, hybrid), (all_compiled, recomputed), (inner_compiled, offloaded)]
+ALWAYS = [
+    (by_block, hybrid),
+    pytest.param((zero1, by_block), marks=pytest.mark.slow),
+    pytest.param((all_compiled, recomputed), marks=pytest.mark.slow),
+    pytest.param((inner_compiled, offloaded), marks=pytest.mark.slow),
+]
 
 
 def by_names(pair: Any) -> str:
     return "_to_".join(way.__name__ for way in pair)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("ways", ALWAYS, ids=by_names)
 def test_any_way_of_sharding_goes_on(request: pytest.FixtureRequest, tmp_path: Path, ways: Any) -> None:
     run = Run(path=str(tmp_path / "checkpoint"))
@@ -287,6 +291,7 @@ def tensor_parallel(model: nn.Module, layout: Layout | None) -> nn.Module:
     return by_block(model, layout)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_save_for_others_and_load_theirs(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

@@ -110,6 +110,7 @@ def test_f61_every_flipped_bit_is_refused_by_file_and_key(world2: World, tmp_pat
     assert_same([everything(target.model, target.optimizer)], uninterrupted(target.run), 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_f61_damage_in_torchs_checkpoints_is_refused_or_harmless(
     world2: World, tmp_path: Path, seed: int
@@ -311,6 +312,7 @@ def on_own_disk(folder: str, act: Callable[..., Any], *args: Any) -> Any:
 OWN = "/proc/self/cwd/run/step-2"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="there is no such path here")
 def test_f61_halves_of_two_saves_are_not_put_together(world2: World, tmp_path: Path) -> None:
     for host in (0, 1):  # the same run, saved twice: all that differs is which save it is

@@ -77,7 +77,11 @@ SHAPES = [(1, 2, 2), (1, 4, 1), (2, 2, 1), (1, 1, 4), (2, 1, 2)]
 
 @pytest.mark.thin(375)
 @pytest.mark.parametrize("hidden", [8, 7], ids=["even", "uneven"])
-@pytest.mark.parametrize("second", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "second",
+    [shape if 2 in shape[1:] else pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES],
+    ids=str,
+)
 def test_a_checkpoint_of_two_dimensions_is_loaded_by_any_mesh(
     world4: World, tmp_path: Path, second: tuple[int, int, int], hidden: int
 ) -> None:

@@ -142,7 +142,7 @@ KINDS = [("frozen", 2), ("frozen", 4), ("tied", 2), ("tied", 4), ("hybrid", 4)]
 OF_TORCH = pytest.param("torch's", 2, marks=pytest.mark.slow)
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("kind", "world"), [*KINDS, OF_TORCH], indirect=["world"])
 def test_a_run_goes_on(world: World, kind: str, way: str) -> None:
@@ -302,6 +302,7 @@ def loads(run: Run) -> dict[str, Any]:
     return everything(app.model, app.optimizer)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("asynchronously", [False, True])
 @pytest.mark.parametrize(("first", "second"), [("world2", "world4"), ("world4", "world2")])
 def test_stateful_objects_change_the_number_of_ranks(

@@ -101,6 +101,7 @@ ok  shard: all-reduce  2 ranks, N us; N GB/s at 1 MiB, N GB/s at 32 MiB
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_each_dimension_of_a_mesh_is_measured(world4: Any) -> None:
     (status, text), *others = world4.run(examined, "--mesh", "2x2", "--names", "replicate,shard")
     assert others == [(0, "")] * 3
@@ -113,6 +114,7 @@ def test_each_dimension_of_a_mesh_is_measured(world4: Any) -> None:
     assert "mesh  replicate 2 x shard 2, over gloo" in steady(text)
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_not_shared_is_wrong(world2: Any, tmp_path: Path) -> None:
     for name in ("host0", "host1"):
         (tmp_path / name).mkdir()

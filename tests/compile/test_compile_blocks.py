@@ -120,8 +120,14 @@ def lives(
     return before, after, wrong, counted
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(("how", "model_class"), [*((how, Tower) for how in HOWS), (HOWS[1], Dropping)])
+@pytest.mark.parametrize(
+    ("how", "model_class"),
+    [
+        (HOWS[0], Tower),
+        *(pytest.param(how, Tower, marks=pytest.mark.slow) for how in HOWS[1:]),
+        pytest.param(HOWS[1], Dropping, marks=pytest.mark.slow),
+    ],
+)
 def test_no_graph_is_made_that_would_not_be_without_sharding(
     world2: World, how: str, model_class: type[Tower]
 ) -> None:

@@ -96,6 +96,7 @@ def kept_for_backward(how: str, backend: str, **options: Any) -> float:
     return kept / B
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
 @by_case(1)
 def test_a_graph_keeps_unsharded_blocks_for_backward_only_if_it_is_told_to(
@@ -136,6 +137,7 @@ def held(how: str, backend: str, **options: Any) -> Held:
 BLOCKS_ALIVE = {"aot_eager": (2, 2), "inductor": (2, 3)}
 
 
+@pytest.mark.slow
 @by_case(1)
 def test_a_graph_holds_at_most_two_blocks_in_forward_and_three_in_backward(
     world2: World, how: str, backend: str, reshard: bool | None

@@ -206,8 +206,13 @@ def compare_with_eager(
 SPARE = {f"blocks.{i}.spare.{name}" for i in range(3) for name in ("weight", "bias")}
 
 
-@pytest.mark.sample(6)
-@pytest.mark.parametrize(("how", "case"), [(HOWS[i % 2], case) for i, case in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("how", "case"),
+    [
+        pytest.param(HOWS[i % 2], case, marks=() if case == "kept after forward" else pytest.mark.slow)
+        for i, case in enumerate(CASES)
+    ],
+)
 def test_gradients_of_a_graph_are_bit_for_bit_those_of_eager_runs(world2: World, how: str, case: str) -> None:
     for graphs, unlike, wrong in world2.run(compare_with_eager, how, **CASES[case], timeout=120):
         if case == "partly unused" and torch.__version__ < "2.13":
@@ -247,9 +252,9 @@ def tensor_parallel(how: str, plan: str, width: int, hidden: int) -> tuple[int, 
 @pytest.mark.parametrize(
     ("how", "plan", "sizes"),
     [
-        ("module", "everything", (6, 10)),
+        pytest.param("module", "everything", (6, 10), marks=pytest.mark.slow),
         pytest.param("function", "mlps", (8, 16), marks=pytest.mark.slow),
-        pytest.param("function", "sequences", (8, 16), marks=pytest.mark.slow),
+        ("function", "sequences", (8, 16)),
     ],
 )
 def test_parameters_of_tensor_parallel_modules_are_unsharded_in_a_graph(
@@ -329,6 +334,7 @@ backward: mm mm gather(148) mm mm mm mm reduce(296) gather(148) mm mm mm mm redu
     )
 
 
+@pytest.mark.slow
 def test_checkpointed_blocks_unshard_once_for_their_recomputation_and_backward(world2: World) -> None:
     (graph, _), _ = world2.run(graphs_of, "function", CheckpointedTower, timeout=120)
     assert_expected_inline(
@@ -629,7 +635,9 @@ def collect(dtype: torch.dtype) -> tuple[int, list[str], list[str]]:
     return compare_with_eager("function", WithLosses, precision=precision)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
+)
 def test_what_a_forward_adds_to_containers_that_it_was_given_is_there_afterwards(
     world2: World, dtype: torch.dtype
 ) -> None:
@@ -663,6 +671,7 @@ def process_groups_in_graphs(how: str) -> tuple[list[str], list[str], int]:
     return gathers, reductions, num_graphs()
 
 
+@pytest.mark.slow
 @by_how
 def test_graphs_reduce_over_a_process_group_of_their_own_from_the_first_on(world2: World, how: str) -> None:
     for gathers, reductions, graphs in world2.run(process_groups_in_graphs, how):

@@ -378,6 +378,7 @@ def materialized(form: str) -> Any:
     return everything(model, optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @forms
 def test_a_compiled_model_is_materialized_with_the_same_values(world2: World, form: str) -> None:
@@ -400,6 +401,7 @@ def copied(form: str) -> tuple[bool, bool, bool]:
     return is_same, is_trained, all(not param.any() for param in map(full, model.parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @forms
 def test_a_copy_of_a_compiled_model_runs_its_own_weights(world2: World, form: str) -> None:
@@ -427,6 +429,7 @@ def gradients_with_method(form: str) -> list[Tensor]:
     return [full(param.grad) for param in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form", ["torch.compile(model)", pytest.param("model.compile()", marks=pytest.mark.slow)]
 )
@@ -480,6 +483,7 @@ def strategies(form: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form", ["block and model", *(pytest.param(form, marks=pytest.mark.slow) for form in ("block", "model"))]
 )
@@ -526,6 +530,7 @@ def graphs_of(form: str) -> tuple[int, int, bool]:
     return counters["stats"]["unique_graphs"], len(counters["graph_break"]), not wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "breaks"),
     [

@@ -209,6 +209,7 @@ def told(world: World, builds: list[Callable[[], nn.Module]]) -> str:
     return "\n\n".join(textwrap.fill(each, 100) for each in first)
 
 
+@pytest.mark.slow
 def test_what_only_eager_runs_do_is_refused_in_graphs(world2: World) -> None:
     assert_expected_inline(
         told(world2, DONE_WITHOUT_A_GRAPH),
@@ -262,6 +263,7 @@ torch.accelerator.current_stream().wait_event(event). Or ...""",
     )
 
 
+@pytest.mark.slow
 def test_parts_that_a_few_ranks_keep_are_refused_in_graphs(world4: World) -> None:
     assert_expected_inline(
         told(world4, [kept_by_pairs]),
@@ -271,6 +273,7 @@ backward, but a graph unshards them again from all. Use True or False. Or ..."""
     )
 
 
+@pytest.mark.slow
 def test_what_no_run_does_is_refused_in_graphs_with_the_words_of_eager_runs(world2: World) -> None:
     assert_expected_inline(
         told(world2, NEVER_DONE),
@@ -312,8 +315,16 @@ def unlike_eager(build: Callable[[], nn.Module]) -> tuple[list[str], list[str]]:
     return [name for name in want if not torch.equal(want[name], got[name])], left
 
 
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("build", DONE_WITHOUT_A_GRAPH, ids=lambda build: build.__name__)
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(
+            build, marks=() if build in (with_custom_all_gather, with_hook_on_original) else pytest.mark.slow
+        )
+        for build in DONE_WITHOUT_A_GRAPH
+    ],
+    ids=lambda build: build.__name__,
+)
 def test_what_a_graph_cannot_have_is_done_between_graphs(
     world2: World, build: Callable[[], nn.Module]
 ) -> None:

@@ -127,6 +127,7 @@ def test_the_readme_shows_the_quickstart() -> None:
     assert len(code.splitlines()) <= 40
 
 
+@pytest.mark.slow
 def test_the_quickstart_learns(world2: World, tmp_path: Path) -> None:
     quickstart = str(ROOT / "examples" / "quickstart.py")
     (first, others) = world2.run(run_all, [quickstart], str(tmp_path), timeout=120)

@@ -201,6 +201,7 @@ def tensor_parallel(budget: int | None, counts: list[int]) -> tuple[list[Tensor]
     return outputs, gradients_of(model)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_pairs_may_run_different_numbers(world4: World) -> None:
     model = built(even_tower)
     want = [model(random_batch(10 + i, 3)).detach() for i in range(2)]

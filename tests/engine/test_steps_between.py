@@ -91,6 +91,7 @@ def compiled_step(side: Side) -> None:
     side.note_parameters(model)
 
 
+@pytest.mark.slow
 def test_the_step_may_be_compiled(world2: World) -> None:
     assert_same(world2, compiled_step)
 

@@ -189,6 +189,7 @@ def test_the_gpt_trains_what_one_process_trains(world1: World, world2: World, ar
         assert_same(got, expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_in_bf16_the_gpt_trains_nearly_the_same(world2: World) -> None:
     expected = world2.run(train_gpt, [])
     for got, exact in zip(world2.run(train_gpt, ["--dtype=bf16"]), expected, strict=True):
@@ -209,6 +210,7 @@ def curve_of_bench(arguments: list[str]) -> Curve:
             del sys.modules["loss_curves"]
 
 
+@pytest.mark.slow
 def test_muon_trains_the_gpt_on_two_processes_as_on_one(world1: World, world2: World) -> None:
     """To the rounding of the iteration, which is in bfloat16."""
     (expected,) = world1.run(curve_of_bench, ["--optimizer", "muon"], timeout=300)
@@ -225,6 +227,7 @@ def test_the_peer_trains_the_same_gpt(world2: World) -> None:
         assert_same(got, expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_fewer_bytes_train_the_gpt_nearly_the_same(world2: World) -> None:
     (exact, _), (few, _) = (
         world2.run(curve_of_bench, arguments)
@@ -340,6 +343,7 @@ def test_an_example_runs_from_its_command_line(name: str, processes: int, tmp_pa
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("train_2d", "train_3d", "train_moe")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["train_gpt", *OTHERS])
 @pytest.mark.parametrize("mistake", ["--heads=3", pytest.param("--steps=many", marks=pytest.mark.slow)])
 def test_a_mistake_on_the_command_line_is_said_once(name: str, mistake: str) -> None:

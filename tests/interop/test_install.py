@@ -239,6 +239,7 @@ def test_a_script_is_run_with_ours_and_told_so(tmp_path: Any) -> None:
     assert done.stderr.startswith("shardwise took the place of torch's fully_shard: torch.distributed._")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_torchs_pipelines_keep_torchs_class_whenever_they_are_loaded(tmp_path: Any) -> None:
     """They reach into the state of what they take for torch's modules."""
@@ -249,6 +250,7 @@ def test_torchs_pipelines_keep_torchs_class_whenever_they_are_loaded(tmp_path: A
     assert "FSDPModule" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_script_is_run_with_torchs_to_compare(tmp_path: Any) -> None:
     done = run_a_script(tmp_path, "-m", "script", SHARDWISE_INSTALL="0")

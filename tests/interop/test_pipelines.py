@@ -107,6 +107,7 @@ def test_microbatches_may_be_uneven_where_nothing_is_sent(world2: World, schedul
     assert_trains_alike(got, plain(pipeline))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["ZBVZeroBubble"])
 def test_a_schedule_unshards_stages_ahead(world4: World, schedule: str) -> None:
     pipeline = Pipeline(schedule, follows=True)

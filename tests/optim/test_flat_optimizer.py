@@ -1237,7 +1237,9 @@ def many_things(run: Run, seed: int, is_flat: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", [GAPPED[0], GAPPED[2], Kind("NAdam")], ids=str)
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize(
+    "seed", [*range(5), *(pytest.param(i, marks=pytest.mark.slow) for i in range(5, 16))]
+)
 @pytest.mark.thin(10923)
 def test_anything_may_happen_between_steps(world2: World, kind: Kind, seed: int) -> None:
     run = kind.run(is_flat=False)

@@ -207,6 +207,7 @@ def compiled_after_sharding(side: Side, how: str) -> None:
         side.steps(model, optimizer, range(2), lambda _, inputs: mean_of_squares(run, inputs))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["block.compile", "wrapped block", "model.compile", "wrapped model"])
 def test_what_is_sharded_may_be_compiled(world2: World, how: str) -> None:

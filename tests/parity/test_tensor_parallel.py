@@ -134,6 +134,7 @@ def test_every_way_of_training_equals_plain_training(world4: World, run: Run) ->
     assert_trains_as_plainly(world4, USUAL, run)
 
 
+@pytest.mark.slow
 @pytest.mark.thin(68)
 @pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[5]], ids=str)
 @pytest.mark.parametrize("name", ["clipped_microbatches", "sequences_uneven", "columns_uneven"])

@@ -26,6 +26,7 @@ SITES_SHOWN_BY = [
 """Scenarios that, together, order streams at every place that any does."""
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_a_wait_that_is_left_out_is_found(mutant: Mutant) -> None:
     outcome = run(SCENARIOS[mutant.scenario], dropped=mutant.site)

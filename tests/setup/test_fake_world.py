@@ -63,6 +63,7 @@ def test_a_step_is_planned_for_a_rank_of_any_world(world: int, local: list[list[
     assert result["events"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_model_on_the_meta_device_is_planned_but_does_not_run() -> None:
     result = planned(1024, "meta")
@@ -97,6 +98,7 @@ print(json.dumps({"block": counts(wide), "experts": counts(experts)}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.processes
 @pytest.mark.parametrize(

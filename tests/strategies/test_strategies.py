@@ -169,7 +169,7 @@ def plainly(act: Callable[..., Any], *args: Any) -> Any:
         return act(None, *args)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @by_plan
 def test_training_equals_plain_training(world: World, plan: Plan) -> None:
     assert_all_same(world.run(all_trained, plan), plainly(all_trained))
@@ -224,6 +224,7 @@ def low_precision(plan: Plan | None, dtype: torch.dtype) -> dict[str, Tensor]:
     return tensors_of(model)  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 def test_strategies_agree_in_low_precision(world4: World) -> None:
     """All compute the same in bfloat16 and add up in float32, in another order; that may turn the rounding
     of a weight to bfloat16 in the next forward: a few of its epsilons of the gradient, times the rate."""
