@@ -2,23 +2,39 @@
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch._functorch.config
+from expecttest import assert_expected_inline
 from harness import World
 from reference import full
-from torch import nn
+from refusals import wrapped
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import fully_shard
+from shardwise.optim.compatibility import known
 
 pytest.importorskip("torchao")
 
 
-def prepare(model: nn.Module, how: str) -> None:
-    logging.disable()  # what it has no kernels for
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without what torchao logs of kernels that it does not have, and torch of its own compiler."""
+    logging.disable()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        yield
+    logging.disable(logging.NOTSET)
+
+
+def prepare(model: nn.Module, how: str) -> None:
+    with quietly():
         from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
         from torchao.quantization import quantize_
         from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
@@ -29,7 +45,6 @@ def prepare(model: nn.Module, how: str) -> None:
             "int8": Int8MixedPrecisionTrainingConfig(),
         }
         quantize_(model, configs[how], filter_fn=lambda module, name: isinstance(module, nn.Linear))
-    logging.disable(logging.NOTSET)
 
 
 def trained(how: str, is_sharded: bool) -> dict[str, Any]:
@@ -54,3 +69,162 @@ def test_it_trains_as_in_one_process(world2: World, how: str) -> None:
     for found in world2.run(trained, how, is_sharded=True):
         for name, value in trained(how, is_sharded=False).items():
             torch.testing.assert_close(found[name], value)
+
+
+# --- optimizers with state in low precision -------------------------------------------------------
+
+LOW_BIT = known.LOW_BIT["torchao"]
+STEPS = 4
+Shape = tuple[int, int]
+
+
+def optimizers() -> Any:
+    with quietly():
+        import torchao.optim
+
+    return torchao.optim
+
+
+def uncompiled(function: Any, **_: Any) -> Any:
+    return function
+
+
+def low_bit_model(shape: Shape, is_sharded: bool, dim: int = 0) -> nn.Sequential:
+    torch.manual_seed(0)
+    rows, columns = shape
+    model = nn.Sequential(nn.Linear(columns, rows, bias=False), nn.Tanh(), nn.Linear(rows, 8, bias=False))
+    if is_sharded:
+        fully_shard(model, shard_placement_fn=lambda param: Shard(dim))
+    return model
+
+
+def backward(model: nn.Sequential, step: int) -> None:
+    columns = model[0].in_features
+    assert isinstance(columns, int)
+    # Each rank takes the whole batch: the average of two equal gradients is exact.
+    x = torch.randn(16, columns, generator=torch.Generator().manual_seed(step))
+    model(x).square().mean().backward()
+
+
+def with_low_bits(kind: str, shape: Shape, is_sharded: bool, dim: int = 0) -> tuple[Tensor, bool]:
+    """The weight after some steps, and whether this rank keeps its state quantised."""
+    model = low_bit_model(shape, is_sharded, dim)
+    weight = model[0].weight
+    assert isinstance(weight, nn.Parameter)
+    name, _, how = kind.partition(" ")
+    optimizer = getattr(torch.optim if name == "AdamW" else optimizers(), name)([weight], lr=0.01)
+    compiler = torch.compile if how == "compiled" else uncompiled
+    # On disk, ranks whose shards differ find each other's graphs (torch 2.13).
+    without_cache = torch._functorch.config.patch(enable_autograd_cache=False)
+    with quietly(), without_cache, patch("torch.compile", compiler):
+        for step in range(STEPS):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    state = optimizer.state[weight]["exp_avg"]
+    state = state.to_local() if isinstance(state, DTensor) else state
+    return full(weight.detach()), type(state) is not Tensor
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, as a part of the largest weight."""
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def test_low_bit_optimizers_are_known() -> None:
+    """All that torchao exports and that quantise; `_AdamW` is for quantised weights, and keeps its state whole."""
+    there = optimizers()
+    base = there.AdamW8bit.__bases__[0]
+    names = {name for name in there.__all__ if issubclass(getattr(there, name), base)}
+    assert names - {"_AdamW"} == LOW_BIT
+
+
+@pytest.mark.parametrize("kind", sorted(LOW_BIT))
+def test_it_is_known_what_low_bit_optimizers_quantise(kind: str) -> None:
+    param = nn.Parameter(torch.ones(1))
+    optimizer = getattr(optimizers(), kind)([param])
+    for numel in (2048, 3968, 4095, 4096, 4097, 4224, 4352, 8320):
+        state = optimizer._new_buffer(torch.ones(numel), True)
+        assert known.is_quantised(numel, optimizer.block_size) == (type(state) is not Tensor)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "is_quantised"),
+    [
+        ("AdamW8bit compiled", (131, 256), True),
+        *((kind, (131, 256), True) for kind in sorted(LOW_BIT)),
+        ("AdamW4bit", (129, 128), True),
+        ("AdamW8bit", (128, 128), True),
+        ("AdamW8bit", (3, 4096), True),
+        ("AdamW8bit", (33, 128), False),
+    ],
+)
+def test_shards_of_whole_blocks_train_as_in_one_process(
+    world2: World, kind: str, shape: Shape, is_quantised: bool
+) -> None:
+    expected, _ = with_low_bits(kind, shape, is_sharded=False)
+    for found, is_quantised_here in world2.run(with_low_bits, kind, shape, is_sharded=True):
+        assert is_quantised_here == is_quantised
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamWFp8"])
+def test_where_no_shard_is_quantised_the_weights_are_those_of_full_precision(
+    world2: World, kind: str
+) -> None:
+    shape = (130, 128)  # 65 rows: 32.5 blocks
+    whole, is_quantised = with_low_bits(kind, shape, is_sharded=False)
+    assert is_quantised
+    expected, _ = with_low_bits("AdamW", shape, is_sharded=False)
+    assert distance(whole, expected) > 5e-3
+    for found, is_quantised in world2.run(with_low_bits, kind, shape, is_sharded=True):
+        assert not is_quantised
+        assert distance(found, expected) < 1e-4  # another order of operations
+
+
+@pytest.mark.parametrize(("kind", "most"), [("AdamW8bit", 0.02), ("AdamWFp8", 0.02), ("AdamW4bit", 0.2)])
+def test_shards_of_columns_have_other_blocks(world2: World, kind: str, most: float) -> None:
+    """The limits are what quantisation itself changes, and what the page says."""
+    expected, _ = with_low_bits(kind, (128, 128), is_sharded=False)
+    precise, _ = with_low_bits("AdamW", (128, 128), is_sharded=False)
+    for found, is_quantised in world2.run(with_low_bits, kind, (128, 128), is_sharded=True, dim=1):
+        assert is_quantised
+        assert 1e-3 < distance(found, expected) < most
+        assert distance(found, precise) < most
+
+
+def first_step(kind: str, shape: Shape) -> str:
+    model = low_bit_model(shape, is_sharded=True)
+    optimizer = getattr(optimizers(), kind)(model.parameters(), lr=0.01)
+    backward(model, 0)
+    before = [full(param.detach()).clone() for param in model.parameters()]
+    with pytest.raises(RuntimeError, match="Nothing was changed") as caught:
+        optimizer.step()
+    assert not optimizer.state
+    for param, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(full(param.detach()), value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", sorted(LOW_BIT))
+def test_shards_that_would_be_quantised_on_one_rank_only_are_refused(world2: World, kind: str) -> None:
+    first, second = world2.run(first_step, kind, (3, 2048))
+    assert first == second
+    assert first.startswith(f"0.weight: {kind} of torchao quantises its state")
+
+
+def test_the_refusal_says_what_to_do(world2: World) -> None:
+    first, second = world2.run(first_step, "AdamW8bit", (129, 128))
+    assert first == second
+    assert_expected_inline(
+        wrapped(first),
+        """\
+0.weight: AdamW8bit of torchao quantises its state where a shard has
+at least 4096 elements, in whole blocks of 256. Of the 2 shards of
+shape (129, 128), one of 8192 elements would be quantised, and one of
+8320 would not: parts of one parameter would be trained in different
+precision, and its state could not be gathered. Nothing was changed.
+Choose sizes that divide by the ranks, shard this parameter on another
+dim (shard_placement_fn), or give it a torch.optim.AdamW of its own:
+docs/interop/optimizers.md of shardwise lists what works.""",
+    )

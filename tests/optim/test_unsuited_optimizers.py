@@ -12,8 +12,11 @@ from expecttest import assert_expected_inline
 from harness import World
 from reference import full
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardwise import fully_shard
+from shardwise.buckets.optimizer_steps import count_steps
 from shardwise.optim import FlatOptimizer
 
 Optimizer = torch.optim.Optimizer
@@ -158,6 +161,15 @@ def test_what_small_tensors_show_not_to_be_elementwise_is_refused(kind: Any) -> 
     assert optimizer.state_dict() == before
     assert torch.equal(torch.get_rng_state(), draws)
     assert not hooks
+
+
+def test_blocks_with_a_scale_each_are_refused() -> None:
+    """Small tensors show nothing: what has fewer than 4096 elements is not quantised."""
+    optimizer = AdamW8bit([nn.Parameter(torch.ones(2, 2))])
+    assert_expected_inline(
+        refusal(FlatOptimizer, optimizer, elementwise=True),
+        """FlatOptimizer: AdamW8bit does not treat each element of a parameter by itself: it keeps state in blocks with a scale each. So parameters cannot be stepped as one flat tensor. Use it without FlatOptimizer.""",
+    )
 
 
 def test_what_is_known_to_look_at_whole_parameters_is_refused() -> None:
@@ -336,6 +348,165 @@ LBFGS, 5 rows: 0.weight: LBFGS of torch.optim flattens parameters, which torch's
 Lamb, 4 rows: 0.weight: Lamb of pytorch_optimizer cannot step sharded parameters: it computes norms or sums over whole parameters in ways that torch's DTensor does not support. Nothing was changed. Use another optimizer: docs/interop/optimizers.md of shardwise lists what works. Functions of whole matrices run with shardwise.optim.on_whole_matrices.
 OwnLamb, 4 rows: steps""",
     )
+
+
+# --- quantised on some ranks only -----------------------------------------------------------------
+
+
+class AdamW8bit(torch.optim.AdamW):
+    """Quantises nothing: what counts is its name, and its blocks."""
+
+    __module__ = "torchao.optim.adam"
+    block_size = 256
+
+
+class AdamW4bit(AdamW8bit):
+    __module__ = "torchao.optim.adam"
+    block_size = 128
+
+
+class OwnAdamW8bit(AdamW8bit):
+    """Of somebody who knows better."""
+
+
+LOW_BIT = {"AdamW8bit": AdamW8bit, "AdamW4bit": AdamW4bit, "OwnAdamW8bit": OwnAdamW8bit}
+
+
+def with_weight(
+    shape: tuple[int, int], dim: int = 0, mesh: DeviceMesh | None = None, tp_dim: int | None = None
+) -> nn.Linear:
+    """A sharded layer; with ``tp_dim`` its weight was distributed before, over the dimension tp of ``mesh``."""
+    layer = nn.Linear(shape[1], shape[0], bias=False)
+    if tp_dim is not None:
+        assert mesh is not None
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight, mesh["tp"], [Shard(tp_dim)]))
+        mesh = mesh["shard"]
+    return fully_shard(layer, mesh=mesh, shard_placement_fn=lambda param: Shard(dim))
+
+
+def first_low_bit_step(kind: str, layer: nn.Linear) -> str:
+    count_steps()  # as the first forward does
+    optimizer = LOW_BIT[kind](layer.parameters())
+    layer.weight.grad = torch.ones_like(layer.weight)
+    before = values(layer)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        assert_equal([values(layer)], before)
+        assert not optimizer.state
+        return str(error)
+    assert not torch.equal(values(layer)["weight"], before["weight"])
+    return "steps"
+
+
+def low_bit(kind: str, *shape_and_dim: Any) -> str:
+    return first_low_bit_step(kind, with_weight(*shape_and_dim))
+
+
+def alike(found: list[str]) -> str:
+    """What all ranks say."""
+    assert len(set(found)) == 1
+    return found[0]
+
+
+def test_state_quantised_on_some_ranks_only_is_refused_before_anything_changes(world2: World) -> None:
+    found = {kind: alike(world2.run(low_bit, kind, (129, 128))) for kind in LOW_BIT}
+    assert_expected_inline(
+        "\n".join(f"{kind}: {text}" for kind, text in found.items()),
+        """\
+AdamW8bit: weight: AdamW8bit of torchao quantises its state where a shard has at least 4096 elements, in whole blocks of 256. Of the 2 shards of shape (129, 128), one of 8192 elements would be quantised, and one of 8320 would not: parts of one parameter would be trained in different precision, and its state could not be gathered. Nothing was changed. Choose sizes that divide by the ranks, shard this parameter on another dim (shard_placement_fn), or give it a torch.optim.AdamW of its own: docs/interop/optimizers.md of shardwise lists what works.
+AdamW4bit: steps
+OwnAdamW8bit: steps""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "dim", "expected"),
+    [
+        ("AdamW8bit", (128, 128), 0, "steps"),
+        ("AdamW8bit", (131, 256), 0, "steps"),  # uneven, in whole blocks
+        ("AdamW8bit", (3, 4096), 0, "steps"),
+        ("AdamW8bit", (130, 128), 0, "steps"),  # in one process only
+        ("AdamW8bit", (33, 128), 0, "steps"),  # nowhere: too few
+        ("AdamW4bit", (33, 128), 0, "steps"),  # in one process only
+        ("AdamW8bit", (63, 128), 0, "4096 elements would be quantised, and one of 3968"),
+        (
+            "AdamW8bit",
+            (3, 2048),
+            0,
+            "4096 elements would be quantised, and one of 2048",
+        ),  # in one process too
+        ("AdamW8bit", (128, 129), 1, "8192 elements would be quantised, and one of 8320"),
+        ("AdamW8bit", (129, 128), 1, "steps"),  # the advice of the refusal
+    ],
+)
+def test_shards_are_all_quantised_or_none(
+    world2: World, kind: str, shape: tuple[int, int], dim: int, expected: str
+) -> None:
+    assert expected in alike(world2.run(low_bit, kind, shape, dim))
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((130, 128), "steps"),  # 44, 44 and 42 rows
+        ((2, 4096), "steps"),  # the third rank has nothing
+        ((128, 128), "one of 5376 elements would be quantised, and one of 5504"),
+    ],
+)
+def test_of_three_ranks_the_last_may_have_less(world3: World, shape: tuple[int, int], expected: str) -> None:
+    assert expected in alike(world3.run(low_bit, "AdamW8bit", shape))
+
+
+def on_two_dims(shape: tuple[int, int], names: tuple[str, str], tp_dim: int | None) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    return first_low_bit_step("AdamW8bit", with_weight(shape, 0, mesh, tp_dim))
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "tp_dim", "expected"),
+    [
+        (
+            (129, 128),
+            ("replicate", "shard"),
+            None,
+            "Of the 2 shards of shape (129, 128), one of 8192 elements",
+        ),
+        ((131, 256), ("replicate", "shard"), None, "steps"),
+        ((129, 256), ("shard", "tp"), 1, "Of the 4 shards of shape (129, 256), one of 8192 elements"),
+        ((131, 512), ("shard", "tp"), 1, "steps"),
+        ((129, 256), ("shard", "tp"), 0, "steps"),  # 65 rows and 64, of these 33 and 32, and 32 and 32
+        ((129, 128), ("shard", "tp"), 0, "one of 4096 elements would be quantised, and one of 4224"),
+    ],
+)
+def test_all_ranks_of_two_mesh_dims_say_the_same(
+    world4: World, shape: tuple[int, int], names: tuple[str, str], tp_dim: int | None, expected: str
+) -> None:
+    assert expected in alike(world4.run(on_two_dims, shape, names, tp_dim))
+
+
+def with_frozen(has_grad: bool) -> str:
+    count_steps()
+    layer = with_weight((129, 128))
+    layer.weight.requires_grad_(False)
+    other = nn.Parameter(torch.ones(2))
+    other.grad = torch.ones(2)
+    if has_grad:  # frozen after backward
+        layer.weight.grad = torch.ones_like(layer.weight)
+    try:
+        AdamW8bit([*layer.parameters(), other]).step()
+    except RuntimeError:
+        assert torch.equal(other, torch.ones(2))
+        return "refused"
+    return "steps"
+
+
+def test_what_is_never_stepped_is_not_refused(world2: World) -> None:
+    assert alike(world2.run(with_frozen, False)) == "steps"
+    assert alike(world2.run(with_frozen, True)) == "refused"
+
+
+# --- left alone -----------------------------------------------------------------------------------
 
 
 def test_optimizers_of_plain_parameters_are_left_alone(world2: World) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.buckets.optimizer_steps import SteppedParameters
 from shardwise.comm.buffers import with_own_storage
 from shardwise.optim.compatibility.elementwise import depends_on_shapes
-from shardwise.optim.compatibility.known import FLATTENING, REFUSED, is_in
+from shardwise.optim.compatibility.known import FLATTENING, LOW_BIT, REFUSED, is_in
 from shardwise.optim.flat_runs import (
     MAX_GAP,
     ParamState,
@@ -366,6 +366,8 @@ def _check_kind(kind: type[Optimizer], elementwise: bool) -> None:
     whys = [why for name, why in NOT_ELEMENTWISE.items() if issubclass(kind, getattr(torch.optim, name, ()))]
     if is_in(REFUSED, kind) or is_in(FLATTENING, kind):
         whys.append("it looks at whole parameters")
+    if is_in(LOW_BIT, kind):
+        whys.append("it keeps state in blocks with a scale each")
     if whys:
         raise ValueError(
             f"FlatOptimizer: {kind.__name__} does not treat each element of a parameter by itself: "

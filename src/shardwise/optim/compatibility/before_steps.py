@@ -18,8 +18,18 @@ from torch.distributed.tensor.placement_types import Shard
 
 from shardwise.buckets.flat_slot import bucket_and_index
 from shardwise.buckets.optimizer_steps import OtherArguments, before_steps
+from shardwise.comm.full_tensors import sharding_of
+from shardwise.layout.regions import Split
 from shardwise.optim.compatibility.elementwise import depends_on_shapes
-from shardwise.optim.compatibility.known import FLATTENING, LACK_AN_OPERATION, REFUSED, is_in, package_of
+from shardwise.optim.compatibility.known import (
+    FLATTENING,
+    LACK_AN_OPERATION,
+    LOW_BIT,
+    REFUSED,
+    is_in,
+    is_quantised,
+    package_of,
+)
 from shardwise.optim.flat_optimizer import FlatOptimizer, become_flat
 from shardwise.torch_compat.optimizers import step_without_hooks
 
@@ -43,6 +53,8 @@ def _reaction(kind: Any) -> Callable[[Any, Any, Any], OtherArguments | None] | N
         return _flat_by_default
     if is_in(REFUSED, kind):
         return _refuse
+    if is_in(LOW_BIT, kind):
+        return _refuse_two_precisions
     return _refuse_uneven if is_in(FLATTENING, kind) else None
 
 
@@ -130,6 +142,33 @@ def _is_uneven(param: Tensor) -> bool:
         if isinstance(placement, Shard):
             pieces[placement.dim] *= size
     return any(rows % count for rows, count in zip(param.shape, pieces, strict=True))
+
+
+def _refuse_two_precisions(optimizer: Any, *_: Any) -> None:
+    """Where all shards are quantised, or none is, ranks do the same and lose no more than one process."""
+    block_size = optimizer.block_size
+    for param, name in _sharded(optimizer):
+        if not param.requires_grad and param.grad is None:
+            continue  # never stepped
+        split = sharding_of(param)
+        numels = _shard_numels(split)
+        low = [numel for numel in numels if is_quantised(numel, block_size)]
+        if low and len(low) < len(numels):
+            full = next(numel for numel in numels if numel not in low)
+            raise RuntimeError(
+                f"{name}: {_title(optimizer)} quantises its state where a shard has at least 4096 elements, "
+                f"in whole blocks of {block_size}. Of the {split.num_parts} shards of shape {split.shape}, "
+                f"one of {low[0]} elements would be quantised, and one of {full} would not: parts of one "
+                "parameter would be trained in different precision, and its state could not be gathered. "
+                "Nothing was changed. Choose sizes that divide by the ranks, shard this parameter on another "
+                f"dim (shard_placement_fn), or give it a torch.optim.AdamW of its own: {PAGE}"
+            )
+
+
+@cache
+def _shard_numels(split: Split) -> list[int]:
+    """How many elements shards have, the same on all ranks. An empty one has no state."""
+    return sorted({split.region(place).numel for place in split.coordinates()} - {0})
 
 
 def _title(optimizer: Optimizer) -> str:

@@ -1,7 +1,7 @@
 """Optimizers that cannot step DTensors, by package and name.
 
-As tried by ``tests/interop/test_optimizers.py``, with torch 2.13 and pytorch_optimizer 4.1. What is in no
-list is stepped as it is.
+As tried by ``test_optimizers.py`` and ``test_torchao_training.py`` of ``tests/interop``, with torch 2.13,
+pytorch_optimizer 4.1 and torchao 0.18. What is in no list is stepped as it is.
 """
 
 import torch
@@ -30,6 +30,14 @@ weights have changed."""
 
 FLATTENING = _names(torch="LBFGS", pytorch_optimizer="FlashAdamW LBFGS")
 """They flatten parameters, which DTensor refuses where a sharded dim does not divide by the ranks."""
+
+LOW_BIT = _names(torchao="Adam4bit Adam8bit AdamFp8 AdamW4bit AdamW8bit AdamWFp8")
+"""Each rank quantises the state of its shard or does not, as ``is_quantised`` says."""
+
+
+def is_quantised(numel: int, block_size: int) -> bool:
+    """Whether the state of so many elements is kept in low precision, by the rule of ``LOW_BIT``."""
+    return numel >= 4096 and numel % block_size == 0
 
 
 def is_in(names: Names, kind: type[torch.optim.Optimizer]) -> bool:
