@@ -21,7 +21,6 @@ from reference import full
 from refusals import wrapped
 from safetensors.torch import load_file
 from tiny_models import LIBRARIES, Weights, assert_same, global_batch, loss_of, rows_of, tiny_llama
-from torch.distributed.device_mesh import init_device_mesh
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import shardwise
@@ -102,9 +101,7 @@ KINDS = list(MODELS)
 
 def shard(model: Any, library: str) -> None:
     if library == "ours":
-        # PEFT takes local shapes where a mesh has other names.
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-        shardwise.shard_model(model, mesh=mesh, wrap={LlamaDecoderLayer})
+        shardwise.shard_model(model, wrap={LlamaDecoderLayer})
         return
     core = model.get_base_model() if isinstance(model, PeftModel) else model
     for layer in core.model.layers:

@@ -99,7 +99,9 @@ def _own_mesh(strategy: StrategySettings) -> DeviceMesh:
     kind = default_device_type("shard_model")
     world = dist.get_world_size()
     if len(strategy.roles) == 1:
-        return init_device_mesh(kind, (world,), mesh_dim_names=strategy.roles)
+        # PEFT makes adapters for layers that are sharded already; by "fsdp" it knows that they compute whole.
+        names = ("fsdp",) if strategy.roles == ("shard",) else strategy.roles
+        return init_device_mesh(kind, (world,), mesh_dim_names=names)
     per_host = _ranks_per_host(strategy, kind, world)
     return init_device_mesh(kind, (world // per_host, per_host), mesh_dim_names=strategy.roles)
 
