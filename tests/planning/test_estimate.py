@@ -13,6 +13,7 @@ from expecttest import assert_expected_inline
 from harness import World
 from models import LanguageModel, Tower
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from shardwise.planning import estimate
@@ -213,6 +214,35 @@ def sizes_seen_by_threads() -> list[int]:
         with fake_world({"shard": 7}, lambda *_: None):
             sizes = [dist.get_world_size(), pool.submit(dist.get_world_size).result()]
         return [*sizes, dist.get_world_size()]
+
+
+def full_values(mesh: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = shardwise.fully_shard(nn.Linear(5, 3), mesh=mesh)
+    return {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+
+def full_values_beside_a_dry_run(first: str) -> list[dict[str, torch.Tensor]]:
+    """On an equal mesh: DTensor takes it for the same."""
+    from shardwise.dry_run.fake_world import fake_world
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    found = [full_values(mesh)] if first == "job" else []
+    sent: list[int] = []
+    with fake_world({"shard": 2}, lambda dimension, num_bytes, tensors: sent.append(num_bytes)) as own:
+        full_values(own)
+    assert len(sent) == 2, "all-gathers of the dry run went elsewhere"
+    return [*found, full_values(mesh)]
+
+
+@pytest.mark.parametrize("first", ["job", "dry run"])
+def test_a_dry_run_and_a_job_may_have_equal_meshes(world2: World, first: str) -> None:
+    torch.manual_seed(0)
+    expected = nn.Linear(5, 3).state_dict()
+    for found in world2.run(full_values_beside_a_dry_run, first):
+        for values in found:
+            assert values.keys() == expected.keys()
+            assert all(torch.equal(values[name], value) for name, value in expected.items())
 
 
 def test_names_of_process_groups_are_free_again() -> None:

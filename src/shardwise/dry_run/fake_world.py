@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.torch_compat import c10d
+from shardwise.torch_compat import c10d, dtensor
 
 Sent = Callable[[str, int, Sequence[Tensor]], None]
 """Told of each collective: the mesh dimension, the bytes that this rank sends, the tensors."""
@@ -85,6 +85,16 @@ class SilentGroup(c10d.PythonGroup):
 
 
 @contextmanager
+def _own_operations() -> Iterator[None]:
+    """DTensor takes equal meshes for the same: the process groups of this world are not those of another."""
+    dtensor.forget_operations()
+    try:
+        yield
+    finally:
+        dtensor.forget_operations()
+
+
+@contextmanager
 def fake_world(shape: dict[str, int], sent: Sent) -> Iterator[DeviceMesh]:
     """Inside, this thread is rank 0 of a world that is not there; gives its mesh.
 
@@ -93,7 +103,7 @@ def fake_world(shape: dict[str, int], sent: Sent) -> Iterator[DeviceMesh]:
         sent: told of each collective.
     """
     sizes = torch.Size(shape.values())
-    with c10d.own_world():
+    with c10d.own_world(), _own_operations():
         along = {name: SilentGroup(name, size, sent) for name, size in shape.items()}
         everyone = next(iter(along.values())) if len(along) == 1 else SilentGroup("all", sizes.numel(), sent)
         for group in {*along.values(), everyone}:

@@ -84,6 +84,17 @@ def restore_mesh(tensor: Tensor, mesh: DeviceMesh) -> None:
         tensor._spec = DTensorSpec(mesh, spec.placements, tensor_meta=spec.tensor_meta)  # type: ignore[attr-defined]
 
 
+def forget_operations() -> None:
+    """Make DTensor decide anew about every operation that it has seen, as it remembers their meshes.
+
+    Its cache answers with the first equal mesh, so the process groups of one that is gone would be asked for
+    in operations of others. Nothing public clears it; torch keeps this for debugging. Seen on 2.11 to 2.15.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+
+
 @cache
 def keep_views_of_complex_sharded() -> None:
     """Make ``torch.view_as_real`` of any DTensor a view, as it is of plain tensors.
