@@ -117,7 +117,7 @@ def test_f17_ranks_with_different_plans_all_hear_the_first_difference(world2: Wo
 blocks.1.up.weight: requires_grad is True on rank 0, False on rank 1.
 blocks.0.up.weight: shape is (16, 8) on rank 0, (24, 8) on rank 1 (8 more differences follow).
 blocks.0.norm.weight: its group is 'blocks.0' on rank 0, 'Tower' on rank 1 (75 more differences follow).
-inlet.weight: mesh is (shard=2) on rank 0, (replicate=2) on rank 1 (47 more differences follow).
+inlet.weight: mesh is (fsdp=2) on rank 0, (replicate=2) on rank 1 (47 more differences follow).
 Tower: reshard_after_backward is True on rank 0, False on rank 1 (3 more differences follow).
 inlet.weight: dtype is float64 on rank 0, float32 on rank 1 (87 more differences follow).
 inlet.weight: dtype of computation is float64 on rank 0, bfloat16 on rank 1 (43 more differences follow).
