@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.buckets.optimizer_steps import count_steps
+
 # Eager steps go through compile as well: one hook serves both, and asks at each call whether it is traced.
 from shardwise.compile.hooks import install_hooks
 from shardwise.engine.members import Member, set_member, sharded_members
@@ -252,6 +254,7 @@ def _attach_to_modules(group: ParameterGroup, modules: list[nn.Module], names: d
         module.__dict__[PLACE] = Place(group, names[module] or group.name)
         nn_modules.mark_managed(module)
     install_hooks(member)
+    count_steps()  # from now on: state may be loaded, for which torch steps, before the first forward
     explain_calls(group)
     _build_tree(modules, member)
 

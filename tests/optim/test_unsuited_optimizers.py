@@ -12,11 +12,11 @@ from expecttest import assert_expected_inline
 from harness import World
 from reference import full
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardwise import fully_shard
-from shardwise.buckets.optimizer_steps import count_steps
 from shardwise.optim import FlatOptimizer
 
 Optimizer = torch.optim.Optimizer
@@ -293,6 +293,32 @@ def test_what_is_flat_by_default_is_so_only_where_options_allow(world2: World) -
     )
 
 
+def resumed(num_steps: int, optimizer_class: Any) -> dict[str, Tensor]:
+    """Goes on after half of the steps in another model and optimizer, which have done nothing before."""
+    model = small_model(5, is_sharded=True)
+    optimizer = optimizer_class(model.parameters(), lr=0.01)
+    for step in range(num_steps):
+        if step == num_steps // 2:
+            state, own = get_state_dict(model, optimizer)
+            model = small_model(5, is_sharded=True)
+            optimizer = optimizer_class(model.parameters(), lr=0.01)
+            set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=own)
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    return values(model)
+
+
+def test_torch_loads_its_state_before_the_first_forward(world2: World) -> None:
+    plain = small_model(5, is_sharded=False)
+    optimizer = torch.optim.Rprop(plain.parameters(), lr=0.01)
+    for step in range(6):
+        optimizer.zero_grad()
+        backward(plain, step)
+        optimizer.step()
+    assert_equal(world2.run(resumed, 6, torch.optim.Rprop), values(plain))
+
+
 # --- refused at the first step --------------------------------------------------------------------
 
 
@@ -385,7 +411,6 @@ def with_weight(
 
 
 def first_low_bit_step(kind: str, layer: nn.Linear) -> str:
-    count_steps()  # as the first forward does
     optimizer = LOW_BIT[kind](layer.parameters())
     layer.weight.grad = torch.ones_like(layer.weight)
     before = values(layer)
@@ -486,7 +511,6 @@ def test_all_ranks_of_two_mesh_dims_say_the_same(
 
 
 def with_frozen(has_grad: bool) -> str:
-    count_steps()
     layer = with_weight((129, 128))
     layer.weight.requires_grad_(False)
     other = nn.Parameter(torch.ones(2))

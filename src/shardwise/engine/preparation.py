@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from shardwise.buckets.bucket import Bucket
-from shardwise.buckets.optimizer_steps import count_steps
 from shardwise.comm.streams import CommStreams
 from shardwise.engine.reduction_queue import ReductionQueue, room_for
 from shardwise.groups.group import ParameterGroup
@@ -53,7 +52,6 @@ class Preparation:
         if self._is_complete:
             return
         self.refuse_unfit()  # a forward has done so; here for calls that come before one, such as unshard()
-        count_steps()
         self._make_streams()
         channel = 0
         for group in self._root.groups:
