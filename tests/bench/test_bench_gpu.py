@@ -217,6 +217,7 @@ def test_what_the_record_has_is_not_run_again(tmp_path: Path, capsys: pytest.Cap
     assert [name for name in PARTS if f"\n{name} " in said] == ["nccl"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_part_runs_on_the_host_and_is_recorded(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"

@@ -296,6 +296,7 @@ def started(tmp_path: Path, ranks: Iterable[int], defect: str = "pass", timeout:
     return [f"{wrong(text)} -> {job.returncode}" for text, job in zip(printed, jobs, strict=True)]
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_while_others_communicate_is_told(tmp_path: Path) -> None:
     first, second = started(tmp_path, range(2), "raise RuntimeError('the driver\\n is old')")
     assert first == "wrong  mesh  rank 1: RuntimeError: the driver is old -> 1"

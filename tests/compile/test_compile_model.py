@@ -323,6 +323,7 @@ backward: mm mm gather(148) mm mm mm mm reduce(296) gather(148) mm mm mm mm redu
     )
 
 
+@pytest.mark.slow
 def test_a_compiled_module_unshards_for_itself_outside_of_its_graph(world2: World) -> None:
     (graph, _), _ = world2.run(graphs_of, "module", timeout=120)
     assert_expected_inline(

@@ -351,6 +351,7 @@ def left_by_refusal() -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_after_a_refusal_the_model_runs_and_its_blocks_can_be_compiled(world2: World) -> None:
     assert world2.run(left_by_refusal, timeout=120) == [[], []]
 
@@ -413,6 +414,7 @@ def accumulated_by_turns(turns: str) -> tuple[list[str], float]:
     return wrong, abs(float(ours - nn.utils.clip_grad_norm_(plain.parameters(), 0.1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "turns", ["ge", *(pytest.param(turns, marks=pytest.mark.slow) for turns in ("eg", "gege", "egg"))]
 )

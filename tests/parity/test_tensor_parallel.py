@@ -145,6 +145,7 @@ def test_other_meshes_do_the_same(world4: World, layout: Layout, name: str) -> N
 FOUR = Layout((4, 1), ("dp", "tp"), ("dp",))
 
 
+@pytest.mark.slow
 @pytest.mark.thin(68)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("plan", ["mlps", "everything"])
