@@ -91,6 +91,7 @@ def not_refused_as_documented() -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_every_flag_refuses_what_is_not_a_bool_as_documented(world1: World) -> None:
     assert world1.run(not_refused_as_documented) == [[]]
 

@@ -242,6 +242,7 @@ def rows_of_part(name: str, *items: str) -> list[dict[str, Any]]:
     return [row for each in found for row in (each if isinstance(each, list) else [each])]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_steps_are_measured_beside_the_peers() -> None:
     rows = rows_of_part("speed", "tiny, mixed")

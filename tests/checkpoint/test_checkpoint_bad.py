@@ -142,6 +142,7 @@ class Deeper(Net):
         self.blocks.extend(Net().blocks)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_told_by_its_names(world2: World, run: Run) -> None:
     for build in (Renamed, Wider, Deeper):
         text = message(world2.run(refused, replace(run, build=build)))

@@ -90,6 +90,7 @@ def test_a_checkpoint_of_two_dimensions_is_loaded_by_any_mesh(
     shutil.rmtree(path)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("first", SHAPES[1:], ids=str)
 def test_a_checkpoint_of_any_mesh_is_loaded_by_two_dimensions(

@@ -206,6 +206,7 @@ def compare_with_eager(
 SPARE = {f"blocks.{i}.spare.{name}" for i in range(3) for name in ("weight", "bias")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "case"),
     [
@@ -249,6 +250,7 @@ def tensor_parallel(how: str, plan: str, width: int, hidden: int) -> tuple[int, 
     return num_graphs(), wrong_gradients(*models), wrong_gradients(models[0], plain, 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "plan", "sizes"),
     [
@@ -636,6 +638,7 @@ def collect(dtype: torch.dtype) -> tuple[int, list[str], list[str]]:
     return compare_with_eager("function", WithLosses, precision=precision)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
 )

@@ -175,6 +175,7 @@ def round_trips(form: str, folder: str, is_flat: bool) -> None:
     assert not [name for name in kept["names"] if "_orig_mod" in name]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("is_flat", [False, True], ids=["AdamW", "FlatOptimizer"])
 @forms
@@ -361,6 +362,7 @@ def use(form: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @forms
 def test_what_may_be_done_with_a_model_may_be_done_with_a_compiled_one(world2: World, form: str) -> None:

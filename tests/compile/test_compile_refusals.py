@@ -315,6 +315,7 @@ def unlike_eager(build: Callable[[], nn.Module]) -> tuple[list[str], list[str]]:
     return [name for name in want if not torch.equal(want[name], got[name])], left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "build",
     [

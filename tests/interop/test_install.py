@@ -258,6 +258,7 @@ def test_a_script_is_run_with_torchs_to_compare(tmp_path: Any) -> None:
     assert (done.returncode, done.stderr) == (3, "")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_script_that_is_not_there_and_a_switch_that_is_none_are_refused(tmp_path: Any) -> None:
     assert "there is no script 'other.py'" in run_a_script(tmp_path, "other.py").stderr

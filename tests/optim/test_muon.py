@@ -198,6 +198,7 @@ def world_of(spread: Spread, request: pytest.FixtureRequest) -> World:
     return request.getfixturevalue(f"world{spread.ranks}")
 
 
+@pytest.mark.slow
 @pytest.mark.sample(7)
 @pytest.mark.parametrize("spread", SPREADS, ids=str)
 def test_twenty_steps_are_those_of_whole_matrices(spread: Spread, request: pytest.FixtureRequest) -> None:

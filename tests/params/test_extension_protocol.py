@@ -190,6 +190,7 @@ def over_meshes(side: Side, rows: int) -> None:
             assert set(Scaled.asked) == {(sharing, 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [5, 8])
 def test_the_padding_is_cut_and_the_mesh_is_of_the_ranks_that_share(world4: World, rows: int) -> None:
     assert_same(world4, over_meshes, rows)

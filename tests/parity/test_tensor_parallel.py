@@ -375,6 +375,7 @@ def on_whole_mesh(layout: Layout | None, sizes: tuple[int, int, int]) -> dict[st
     return {**notes, **parameters_of(model)}
 
 
+@pytest.mark.slow
 @pytest.mark.thin(135)
 @pytest.mark.parametrize("layout", [USUAL, LAYOUTS[4], LAYOUTS[5]], ids=str)
 @pytest.mark.parametrize("sizes", [SIZES["even"], SIZES["uneven"]], ids=["even", "uneven"])

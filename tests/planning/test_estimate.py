@@ -58,6 +58,7 @@ hybrid 2x4  yes                  6.57       6.57  13.13       8.93         2.36 
     )
 
 
+@pytest.mark.slow
 def test_what_would_have_to_change_where_nothing_fits() -> None:
     found = estimate(on_meta(), world=2, strategy="zero3", batch=BATCH, checkpointing=False, memory="45MB")
     assert not found.fitting()
@@ -139,6 +140,7 @@ def test_json_has_every_figure(tmp_path: Path) -> None:
     assert read["memory"] == 10**9
 
 
+@pytest.mark.slow
 def test_checkpointing_keeps_less_of_activations() -> None:
     without, with_it = estimate(on_meta(depth=6), world=4, strategy="zero3", batch=torch.empty(999, 512)).rows
     assert (without.is_checkpointed, with_it.is_checkpointed) == (False, True)

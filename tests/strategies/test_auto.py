@@ -257,6 +257,7 @@ def told(memory: str) -> tuple[Choice, str, list[str], bool]:
     return choice, explain(model), records, trains
 
 
+@pytest.mark.slow
 def test_explain_and_the_log_say_why(world2: World) -> None:
     first, second = world2.run(told, "26.8MB", timeout=200)
     assert first == second

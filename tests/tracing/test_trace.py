@@ -249,6 +249,7 @@ def compiled() -> tuple[Recording, Recording]:
     return trace.recording, plain
 
 
+@pytest.mark.slow
 def test_compiled_blocks_are_seen_as_others(world2: World) -> None:
     for graphs, plain in world2.run(compiled):
         assert_is_a_step(graphs)
