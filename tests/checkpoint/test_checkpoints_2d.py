@@ -91,7 +91,6 @@ def test_a_checkpoint_of_two_dimensions_is_loaded_by_any_mesh(
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("first", SHAPES[1:], ids=str)
 def test_a_checkpoint_of_any_mesh_is_loaded_by_two_dimensions(
     world4: World, tmp_path: Path, first: tuple[int, int, int]

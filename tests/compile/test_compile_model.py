@@ -207,13 +207,7 @@ SPARE = {f"blocks.{i}.spare.{name}" for i in range(3) for name in ("weight", "bi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "case"),
-    [
-        pytest.param(HOWS[i % 2], case, marks=() if case == "kept after forward" else pytest.mark.slow)
-        for i, case in enumerate(CASES)
-    ],
-)
+@pytest.mark.parametrize(("how", "case"), [(HOWS[i % 2], case) for i, case in enumerate(CASES)])
 def test_gradients_of_a_graph_are_bit_for_bit_those_of_eager_runs(world2: World, how: str, case: str) -> None:
     for graphs, unlike, wrong in world2.run(compare_with_eager, how, **CASES[case], timeout=120):
         if case == "partly unused" and torch.__version__ < "2.13":
@@ -254,8 +248,8 @@ def tensor_parallel(how: str, plan: str, width: int, hidden: int) -> tuple[int, 
 @pytest.mark.parametrize(
     ("how", "plan", "sizes"),
     [
-        pytest.param("module", "everything", (6, 10), marks=pytest.mark.slow),
-        pytest.param("function", "mlps", (8, 16), marks=pytest.mark.slow),
+        ("module", "everything", (6, 10)),
+        ("function", "mlps", (8, 16)),
         ("function", "sequences", (8, 16)),
     ],
 )
@@ -639,9 +633,7 @@ def collect(dtype: torch.dtype) -> tuple[int, list[str], list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_a_forward_adds_to_containers_that_it_was_given_is_there_afterwards(
     world2: World, dtype: torch.dtype
 ) -> None:

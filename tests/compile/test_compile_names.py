@@ -176,7 +176,6 @@ def round_trips(form: str, folder: str, is_flat: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(8)
 @pytest.mark.parametrize("is_flat", [False, True], ids=["AdamW", "FlatOptimizer"])
 @forms
 def test_a_checkpoint_of_a_compiled_model_is_one_of_the_model(
@@ -363,7 +362,6 @@ def use(form: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(4)
 @forms
 def test_what_may_be_done_with_a_model_may_be_done_with_a_compiled_one(world2: World, form: str) -> None:
     for got, want in zip(world2.run(use, form), world2.run(use, "plain"), strict=True):
@@ -381,7 +379,6 @@ def materialized(form: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(4)
 @forms
 def test_a_compiled_model_is_materialized_with_the_same_values(world2: World, form: str) -> None:
     for got, want in zip(world2.run(materialized, form), world2.run(materialized, "plain"), strict=True):
@@ -404,7 +401,6 @@ def copied(form: str) -> tuple[bool, bool, bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(4)
 @forms
 def test_a_copy_of_a_compiled_model_runs_its_own_weights(world2: World, form: str) -> None:
     assert world2.run(copied, form) == [(True, True, True)] * 2

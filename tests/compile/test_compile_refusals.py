@@ -316,16 +316,7 @@ def unlike_eager(build: Callable[[], nn.Module]) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "build",
-    [
-        pytest.param(
-            build, marks=() if build in (with_custom_all_gather, with_hook_on_original) else pytest.mark.slow
-        )
-        for build in DONE_WITHOUT_A_GRAPH
-    ],
-    ids=lambda build: build.__name__,
-)
+@pytest.mark.parametrize("build", DONE_WITHOUT_A_GRAPH, ids=lambda build: build.__name__)
 def test_what_a_graph_cannot_have_is_done_between_graphs(
     world2: World, build: Callable[[], nn.Module]
 ) -> None:

@@ -199,7 +199,6 @@ def world_of(spread: Spread, request: pytest.FixtureRequest) -> World:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(7)
 @pytest.mark.parametrize("spread", SPREADS, ids=str)
 def test_twenty_steps_are_those_of_whole_matrices(spread: Spread, request: pytest.FixtureRequest) -> None:
     model = Spread(1, "plain", spread.is_tied).model()

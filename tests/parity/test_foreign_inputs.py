@@ -208,7 +208,6 @@ def compiled_after_sharding(side: Side, how: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["block.compile", "wrapped block", "model.compile", "wrapped model"])
 def test_what_is_sharded_may_be_compiled(world2: World, how: str) -> None:
     assert_same(world2, compiled_after_sharding, how)

@@ -465,7 +465,6 @@ SPMD = [name for name in NAMED if not name.startswith("cube")]
 
 
 @pytest.mark.slow
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", SPMD)
 def test_parameters_that_are_dtensors_on_the_whole_mesh_train_as_plainly(world4: World, name: str) -> None:
     layout, dims = NAMED[name]

@@ -135,7 +135,6 @@ def test_every_way_of_training_equals_plain_training(world4: World, run: Run) ->
 
 
 @pytest.mark.slow
-@pytest.mark.thin(68)
 @pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[5]], ids=str)
 @pytest.mark.parametrize("name", ["clipped_microbatches", "sequences_uneven", "columns_uneven"])
 def test_other_meshes_do_the_same(world4: World, layout: Layout, name: str) -> None:
@@ -146,7 +145,6 @@ FOUR = Layout((4, 1), ("dp", "tp"), ("dp",))
 
 
 @pytest.mark.slow
-@pytest.mark.thin(68)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("plan", ["mlps", "everything"])
 def test_f10_resharding_to_a_smaller_world_leaves_tensor_parallel_parameters_right(
@@ -376,7 +374,6 @@ def on_whole_mesh(layout: Layout | None, sizes: tuple[int, int, int]) -> dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.thin(135)
 @pytest.mark.parametrize("layout", [USUAL, LAYOUTS[4], LAYOUTS[5]], ids=str)
 @pytest.mark.parametrize("sizes", [SIZES["even"], SIZES["uneven"]], ids=["even", "uneven"])
 def test_parameters_on_the_whole_mesh_train_as_plainly(

@@ -99,7 +99,6 @@ print(json.dumps({"block": counts(wide), "experts": counts(experts)}))
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("world", "block", "experts"),

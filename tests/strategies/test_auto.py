@@ -258,12 +258,12 @@ def told(memory: str) -> tuple[Choice, str, list[str], bool]:
 
 
 @pytest.mark.slow
-def test_explain_and_the_log_say_why(world2: World) -> None:
+def test_the_choice_fits_and_explain_and_the_log_say_why(world2: World) -> None:
     first, second = world2.run(told, "26.8MB", timeout=200)
     assert first == second
     choice, text, records, trains = first
     assert trains
-    assert choice.trial.num_bytes <= choice.memory
+    assert_fits(world2, choice)
     assert_expected_inline(
         text,
         """\
