@@ -370,10 +370,54 @@ def test_what_cannot_step_shards_is_refused_before_anything_changes(world2: Worl
         """\
 Adafactor, 4 rows: 0.weight: Adafactor of torch.optim cannot step sharded parameters: it computes norms or sums over whole parameters in ways that torch's DTensor does not support. Nothing was changed. Use another optimizer: docs/interop/optimizers.md of shardwise lists what works. Functions of whole matrices run with shardwise.optim.on_whole_matrices.
 LBFGS, 4 rows: steps
-LBFGS, 5 rows: 0.weight: LBFGS of torch.optim flattens parameters, which torch's DTensor cannot do with shape (5, 5) on 2 ranks, since they do not divide it. Nothing was changed. Choose sizes that divide, or another optimizer: docs/interop/optimizers.md of shardwise lists what works.
+LBFGS, 5 rows: 0.weight: LBFGS of torch.optim flattens parameters, which torch's DTensor cannot do with shape (5, 5) in 2 shards of different sizes. Nothing was changed. Choose sizes that divide by the ranks, or another optimizer: docs/interop/optimizers.md of shardwise lists what works.
 Lamb, 4 rows: 0.weight: Lamb of pytorch_optimizer cannot step sharded parameters: it computes norms or sums over whole parameters in ways that torch's DTensor does not support. Nothing was changed. Use another optimizer: docs/interop/optimizers.md of shardwise lists what works. Functions of whole matrices run with shardwise.optim.on_whole_matrices.
 OwnLamb, 4 rows: steps""",
     )
+
+
+def first_step_on_two_dims(
+    shape: tuple[int, int], names: tuple[str, str], dims: tuple[int, int | None]
+) -> str:
+    """Of LBFGS, compared with that in one process. ``dims``: that of the shards, and that of ``"tp"``."""
+    torch.manual_seed(0)
+    dim, tp_dim = dims
+    layer = with_weight(shape, dim, init_device_mesh("cpu", (2, 2), mesh_dim_names=names), tp_dim)
+    alone = nn.Linear(shape[1], shape[0], bias=False)
+    alone.load_state_dict(values(layer))
+    for model in (alone, layer):
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+        def closure(weight: nn.Parameter = model.weight) -> Tensor:
+            weight.grad = weight.detach() ** 3
+            return full(weight.detach()).pow(4).sum() / 4
+
+        before = values(model)
+        try:
+            optimizer.step(closure)
+        except RuntimeError as error:
+            assert_equal([values(model)], before)
+            assert not optimizer.state
+            return str(error)
+    torch.testing.assert_close(values(layer), values(alone))
+    return "steps"
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "dims", "expected"),
+    [
+        ((8, 4), ("shard", "tp"), (0, 0), "steps"),
+        ((6, 4), ("shard", "tp"), (0, 0), "weight: LBFGS of torch.optim flattens parameters"),
+        ((10, 4), ("shard", "tp"), (0, 0), "shape (10, 4) in 4 shards of different sizes"),
+        ((6, 4), ("shard", "tp"), (0, 1), "steps"),
+        ((6, 4), ("replicate", "shard"), (0, None), "steps"),
+        ((5, 4), ("replicate", "shard"), (0, None), "shape (5, 4) in 2 shards of different sizes"),
+    ],
+)
+def test_shards_of_two_mesh_dims_are_flattened_where_all_have_one_size(
+    world4: World, shape: tuple[int, int], names: tuple[str, str], dims: tuple[int, int | None], expected: str
+) -> None:
+    assert expected in alike(world4.run(first_step_on_two_dims, shape, names, dims))
 
 
 # --- quantised on some ranks only -----------------------------------------------------------------

@@ -112,10 +112,14 @@ class Split:
         return prod(self.sizes[dim] for dim in self.mesh_dims)
 
     @cached_property
+    def is_even(self) -> bool:
+        """True if all parts have the same size."""
+        return prod(self.largest) * self.num_parts == self.numel
+
+    @cached_property
     def is_concatenation(self) -> bool:
         """True if the full tensor is the concatenation of its parts, those of the last cut side by side."""
-        is_even = prod(self.largest) * self.num_parts == prod(self.shape)
-        return is_even and all(prod(self.shape[: cut.dim]) == 1 for cut in self.cuts)
+        return self.is_even and all(prod(self.shape[: cut.dim]) == 1 for cut in self.cuts)
 
     def coordinates(self) -> list[tuple[int, ...]]:
         """One rank for each part: first along the mesh dims that hold copies, all others in order."""

@@ -12,9 +12,8 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard
 
 from shardwise.buckets.flat_slot import bucket_and_index
 from shardwise.buckets.optimizer_steps import OtherArguments, before_steps
@@ -125,23 +124,14 @@ def _refuse(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _refuse_uneven(optimizer: Optimizer, *_: Any) -> None:
-    found = next((pair for pair in _sharded(optimizer) if _is_uneven(pair[0])), None)
-    if found is not None:
-        param, name = found
-        raise RuntimeError(
-            f"{name}: {_title(optimizer)} flattens parameters, which torch's DTensor cannot do with shape "
-            f"{tuple(param.shape)} on {param.device_mesh.size()} ranks, since they do not divide it. Nothing "
-            f"was changed. Choose sizes that divide, or another optimizer: {PAGE}"
-        )
-
-
-def _is_uneven(param: Tensor) -> bool:
-    assert isinstance(param, DTensor)
-    pieces = [1] * param.dim()
-    for size, placement in zip(param.device_mesh.shape, param.placements, strict=True):
-        if isinstance(placement, Shard):
-            pieces[placement.dim] *= size
-    return any(rows % count for rows, count in zip(param.shape, pieces, strict=True))
+    for param, name in _sharded(optimizer):
+        split = sharding_of(param)
+        if not split.is_even:
+            raise RuntimeError(
+                f"{name}: {_title(optimizer)} flattens parameters, which torch's DTensor cannot do with "
+                f"shape {split.shape} in {split.num_parts} shards of different sizes. Nothing was changed. "
+                f"Choose sizes that divide by the ranks, or another optimizer: {PAGE}"
+            )
 
 
 def _refuse_two_precisions(optimizer: Any, *_: Any) -> None:
