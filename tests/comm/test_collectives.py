@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from harness import World
-from torch import Tensor
+from torch import Tensor, nn
 
+from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.comm.all_gather import AllGather
 from shardwise.comm.buffers import FlatShard, UnshardedBuffer, with_own_storage
 from shardwise.comm.communicators import BackendCollectives, Communicator, SingleRank, make_communicator
@@ -261,3 +262,22 @@ def messages_beside_ours() -> tuple[float, bool]:
 
 def test_the_callers_own_messages_do_not_mix_with_an_all_gather(world2: World) -> None:
     assert world2.run(messages_beside_ours) == [(11.0, True), (10.0, True)]
+
+
+def norms_of_equal_size(padded_first: bool) -> float:
+    """One packs a chunk of 16 bytes and 16 bytes of padding, the other two chunks of 16 bytes."""
+    padded, of_two = nn.RMSNorm(8), nn.LayerNorm(8)
+    for number, param in enumerate([padded.weight, of_two.weight, of_two.bias], 1):
+        nn.init.constant_(param, 10.0**number)
+    model = nn.Sequential(*([padded, of_two] if padded_first else [of_two, padded]))
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+    expected = model(x)
+    fully_shard(padded, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+    fully_shard(of_two)
+    fully_shard(model)
+    return (model(x) - expected).abs().max().item()
+
+
+@pytest.mark.parametrize("padded_first", [True, False])
+def test_layouts_of_equal_sizes_share_a_buffer_but_not_its_views(world2: World, padded_first: bool) -> None:
+    assert world2.run(norms_of_equal_size, padded_first) == [0.0, 0.0]

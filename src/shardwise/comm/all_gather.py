@@ -42,7 +42,7 @@ class AllGather:
         """A buffer for the packed pieces of all ranks, from ``pool``."""
         num_bytes = self._world * self._layout.packed_bytes
         scratch = pool.acquire(num_bytes, self._buffer.bytes.device, self._dtype)
-        return scratch, scratch.view(self._staged, self._stage)
+        return scratch, scratch.view(self._staging_key, self._stage)
 
     def _end(self, wait: Finish, staging: "Staging", pool: BufferPool, scratch: Scratch) -> None:
         wait()
@@ -80,7 +80,10 @@ class AllGather:
                 self._sizes.append(padding)
                 self._targets.append(buffer.bytes.new_empty(self._world, padding))
         self._strided = [(layout.slots[i], buffer.unsharded_tensor(layout.slots[i])) for i in layout.strided]
-        self._staged = ("gather", self._world, layout.packed_bytes, tuple(self._sizes))
+        # All that `_stage` depends on: buckets of other layouts use the same buffers.
+        self._staging_key = (
+            "gather", self._world, layout.packed_bytes, sum(self._sizes), tuple(self._ranges)
+        )  # fmt: skip
 
     def _stage(self, buffer: Tensor) -> "Staging":
         """The views of a staging buffer into which and from which bytes are copied."""
