@@ -205,11 +205,11 @@ def fully_shard(
     reshards = check_reshard(reshard_after_forward, meshes.default)
     managed_modules = modules_to_manage(modules)
     found = Found(modules, managed_modules, names_below(modules), ignored)
-    rule = PrecisionRule(mp_policy, managed_modules)
+    rule = PrecisionRule(mp_policy, modules, managed_modules)
     make = partial(make_param, meshes, shard_placement_fn, rule, modules)
     params = [make(param, sites) for param, sites in found.params.items()]
     moves = resolve_ties(modules, found, meshes.default)
-    own_policies = [rule.policy_for([(s.fqn, s.module) for s in m.sites], m.param.sharded) for m in moves]
+    own_policies = [rule.policy_for(move.places(found.names), move.param.sharded) for move in moves]
     classes = [sharded_class(type(m)) for m in modules]
     policy = comm_policy or CommPolicy()
     storage = storage_of(offload_policy if is_offloaded else None, meshes.default.device)

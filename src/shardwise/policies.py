@@ -95,7 +95,8 @@ class MixedPrecisionPolicy:
             class, or a tuple of classes: such modules have their floating-point inputs cast to the dtype of
             their parameters, and their outputs cast back. Or a predicate ``(name, module, parameter) ->
             bool``, where ``module`` is the one that registers the parameter: its code then has to handle
-            the mixed dtypes itself.
+            the mixed dtypes itself. A tied parameter stays if it does at any of the places that this call
+            contains.
 
     Raises:
         TypeError: from ``fully_shard``: a field is not of the type above.

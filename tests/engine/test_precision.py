@@ -900,6 +900,52 @@ def test_chosen_parameters_stay_in_full_precision_in_the_same_group(
         assert all(gradient is not None for gradient in gradients.values())
 
 
+class Last(nn.Linear):
+    """The class that stays in full precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+class TiedEnds(nn.Module):
+    """One weight, at two places: the first is of another class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Embedding(8, 8)
+        self.last = Last(8, 8, bias=False)
+        self.last.weight = self.first.weight
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.dtypes = [self.first.weight.dtype, self.last.weight.dtype]
+        return self.last(self.first(x))
+
+
+def is_last(name: str, module: nn.Module, param: nn.Parameter) -> bool:
+    return name.endswith("last.weight")
+
+
+def tied_ends(keep: Any, alone: str | None) -> list[torch.dtype]:
+    torch.manual_seed(1234)
+    model = TiedEnds()
+    policy = MixedPrecisionPolicy(**SPLIT, full_precision=keep)
+    if alone is not None:
+        fully_shard(model.get_submodule(alone), mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    model(torch.arange(4)).float().sum().backward()
+    assert model.first.weight.grad is not None
+    return model.dtypes
+
+
+@pytest.mark.parametrize("keep", [Last, is_last], ids=["class", "predicate"])
+@pytest.mark.parametrize("alone", [None, "first", "last"])
+def test_a_tied_parameter_stays_in_full_precision_if_it_does_at_one_of_its_places(
+    world2: World, keep: Any, alone: str | None
+) -> None:
+    assert world2.run(tied_ends, keep, alone) == [[F32, F32]] * 2
+
+
 # --- param_dtype_override_fn ----------------------------------------------------------------------
 
 

@@ -45,26 +45,29 @@ class PrecisionRule:
     """Which part of a policy holds for which parameter: what stays in its own dtype, throughout
     (``full_precision``) or while it is computed with (``param_dtype_override_fn``).
 
-    ``managed_modules``: all modules of the call, those around others first.
+    ``modules``: those given to the call. ``managed_modules``: those inside whose parameters it takes.
     """
 
-    def __init__(self, policy: Any, managed_modules: list[nn.Module]) -> None:
+    def __init__(self, policy: Any, modules: list[nn.Module], managed_modules: list[nn.Module]) -> None:
         self._policy = policy
         self._override: Any = getattr(policy, "param_dtype_override_fn", None)
         self._overridden: dict[int, bool] = {}  # by the parameter's id: it is asked once
         self._predicate: Callable[..., bool] | None = None
         self.outermost: list[nn.Module] = []
-        """The modules of the classes given, whose inputs have to fit their parameters."""
+        """The managed modules of the classes given, whose inputs have to fit their parameters."""
         self._inside: set[nn.Module] = set()
         rule: Any = getattr(policy, "full_precision", None)
         if rule is not None and not isinstance(rule, (type, tuple, list)):
             self._predicate = rule
             return
         classes = () if rule is None else (rule,) if isinstance(rule, type) else tuple(rule)
-        for module in managed_modules:
+        managed = set(managed_modules)
+        # Of groups inside too: a parameter of theirs that is tied may move to the group of this call.
+        for module in (each for root in modules for each in root.modules()):
             if isinstance(module, classes) and module not in self._inside:
-                self.outermost.append(module)
                 self._inside.update(module.modules())
+                if module in managed:
+                    self.outermost.append(module)
 
     def policy_for(self, places: Sequence[tuple[str, nn.Module]], param: nn.Parameter) -> Any:
         """What holds for ``param``, registered at ``places``: names and the modules around them.

@@ -175,7 +175,7 @@ def make_param(
     placement, mesh = choice, meshes.default
     if hasattr(choice, "placement") and hasattr(choice, "mesh_info"):
         placement, mesh = choice.placement, meshes.resolve(choice.mesh_info, where)
-    own_policy = rule.policy_for([(sites[0].fqn, sites[0].module)], param)
+    own_policy = rule.policy_for([(site.fqn, site.module) for site in sites], param)
     precision_for = partial(precision_of, policy=own_policy)
     return Param(param, sites, mesh, _shard_dim(placement, param, where), precision_for, where)
 

@@ -8,7 +8,7 @@ module contains all places takes it over: the lowest common group owns it.
     fully_shard(model)   contains both: the weight moves here, and stands at both places
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,10 @@ class Move:
     def sites(self) -> list[Site]:
         """All places of the parameter."""
         return [*self.param.sites, *(tie.site for tie in self.ties)]
+
+    def places(self, names: Mapping[nn.Module, str]) -> list[tuple[str, nn.Module]]:
+        """The parameter's names in the call, whose modules have ``names``, and the modules registering it."""
+        return [(joined(names[site.module], site.name), site.module) for site in self.sites]
 
     def check(self) -> None:
         """Refuse what cannot move."""

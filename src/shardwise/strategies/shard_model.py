@@ -334,7 +334,7 @@ def _rehearse(
         _, arguments = plan[module]
         policy = arguments["mp_policy"]
         meshes = Meshes(resolve_mesh(arguments["mesh"], arguments.get("dp_mesh_dims")))
-        rule = PrecisionRule(policy, modules)
+        rule = PrecisionRule(policy, [module], modules)
         found = Found([model], modules, names, ignored)
         for param, sites in found.params.items():
             make_param(meshes, arguments["shard_placement_fn"], rule, [model], param, sites)
