@@ -4,6 +4,8 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +19,7 @@ from refusals import wrapped
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise import fully_shard
+from shardwise import fully_shard, load_checkpoint, save_checkpoint
 from shardwise.optim.compatibility import known
 
 pytest.importorskip("torchao")
@@ -228,3 +230,35 @@ Choose sizes that divide by the ranks, shard this parameter on another
 dim (shard_placement_fn), or give it a torch.optim.AdamW of its own:
 docs/interop/optimizers.md of shardwise lists what works.""",
     )
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def two_alike(path: str, asynchronous: bool) -> None:
+    """Two parameters of one shape, each with two moments of that shape: all four states differ."""
+    torch.manual_seed(0)
+    runs = []
+    for _ in range(2):
+        model = fully_shard(nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False)))
+        optimizer = optimizers().AdamW8bit(model.parameters(), lr=0.01)
+        with quietly(), patch("torch.compile", uncompiled):
+            model(torch.randn(16, 128)).square().mean().backward()
+            optimizer.step()
+        runs.append((model, optimizer))
+    saved, loaded = runs
+    save_checkpoint(path, *saved, asynchronous=asynchronous).wait()
+    load_checkpoint(path, *loaded)
+    expected, found = ([contents(optimizer, p) for p in model.parameters()] for model, optimizer in runs)
+    assert all(torch.equal(*pair) for pair in zip(chain(*expected), chain(*found), strict=True))
+
+
+def contents(optimizer: Any, param: nn.Parameter) -> list[Tensor]:
+    """A parameter and its moments, in full precision."""
+    moments = (optimizer.state[param][key].to_local() for key in ("exp_avg", "exp_avg_sq"))
+    return [full(param.detach()), *(moment.dequantize() for moment in moments)]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_states_of_one_shape_are_saved_apart(world2: World, tmp_path: Path, asynchronous: bool) -> None:
+    world2.run(two_alike, str(tmp_path / "checkpoint"), asynchronous)

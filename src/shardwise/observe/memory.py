@@ -224,7 +224,7 @@ def _shards(group: ParameterGroup) -> Iterator[Tensor]:
             is_summoned = group.unsharded.state is SUMMONED
             registered = [] if is_summoned else [site.registered() for site in param.sites]
             for tensor in (param.sharded, *registered):
-                yield from (part for part in _plain_parts(tensor) if not _lies_in(part, flat))
+                yield from (part for part in _parts_of(tensor) if not _lies_in(part, flat))
 
 
 def _summoned_params(group: ParameterGroup) -> list[Tensor]:
@@ -263,7 +263,7 @@ class _Storages:
         """The bytes of the storages of ``tensors``, without those that were added before."""
         total = 0
         for tensor in tensors:
-            for part in _plain_parts(tensor):
+            for part in _parts_of(tensor):
                 storage = part.untyped_storage()
                 key = tensor_impl.storage_key(storage)
                 if key not in self._seen and not part.is_meta:
@@ -272,17 +272,8 @@ class _Storages:
         return total
 
 
-def _plain_parts(tensor: Tensor | None) -> Iterator[Tensor]:
-    """The plain tensors of ``tensor``: itself, or those inside a subclass that names them."""
-    if tensor is None:
-        return
-    tensor = dtensor.plain(tensor)
-    if not hasattr(tensor, "__tensor_flatten__"):
-        yield tensor
-        return
-    names, _ = tensor.__tensor_flatten__()
-    for name in names:
-        yield from _plain_parts(getattr(tensor, name))
+def _parts_of(tensor: Tensor | None) -> list[Tensor]:
+    return [] if tensor is None else tensor_impl.plain_parts(dtensor.plain(tensor))
 
 
 def _lies_in(tensor: Tensor, flat: Tensor) -> bool:

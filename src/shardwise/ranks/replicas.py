@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.layout.mesh import Axis, axes_of, highest_over, ranks_along
 from shardwise.ranks.model_ranks import Broadcast
-from shardwise.torch_compat import c10d, dtensor
+from shardwise.torch_compat import c10d, dtensor, tensor_impl
 
 Named = tuple[str, Tensor]
 
@@ -59,8 +59,8 @@ class Checksums:
     @torch.no_grad()
     def of(self, tensor: Tensor) -> Tensor | None:
         """The checksum of ``tensor``, a scalar; None if it has no values, or is of an unknown subclass."""
-        inner = _plain_parts(tensor.detach())
-        if inner is None or any(part.is_meta for part in inner):
+        inner = tensor_impl.plain_parts(tensor.detach())
+        if not all(tensor_impl.is_plain(part) and not part.is_meta for part in inner):
             return None
         return _combined([self._pad(part.device).number_of(part) for part in inner])
 
@@ -68,17 +68,6 @@ class Checksums:
         if device not in self._pads:
             self._pads[device] = _ChecksumBuffers(device)
         return self._pads[device]
-
-
-def _plain_parts(tensor: Tensor) -> list[Tensor] | None:
-    """The plain tensors of ``tensor``: itself, or those inside a subclass that names them."""
-    if type(tensor) in (Tensor, torch.nn.Parameter):
-        return [tensor]
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return None
-    names, _ = tensor.__tensor_flatten__()
-    parts = [_plain_parts(getattr(tensor, name)) for name in names]
-    return None if None in parts or not parts else [inner for part in parts for inner in part or ()]
 
 
 def _combined(numbers: Sequence[Tensor]) -> Tensor:

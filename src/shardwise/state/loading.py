@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.full_tensors import RowScatter, own_region, write_rows
@@ -24,8 +24,9 @@ from shardwise.layout.fqns import clean, listed
 from shardwise.layout.regions import Region
 from shardwise.layout.slots import ALIGNMENT
 from shardwise.ranks.model_ranks import Broadcast
+from shardwise.state.named_state import memory_of
 from shardwise.state.names import StateEntry
-from shardwise.torch_compat import dtensor
+from shardwise.torch_compat import dtensor, tensor_impl
 
 Pairs = Iterator[tuple[str, Any]]
 
@@ -189,7 +190,7 @@ class LoadTargets:
     def goes_by_rows(self, name: str) -> bool:
         """False for what is not plain memory of the model's own, to be written to."""
         entry = self.entries[name]
-        return entry.is_own and type(dtensor.plain(entry.value)) in (Tensor, nn.Parameter)
+        return entry.is_own and tensor_impl.is_plain(dtensor.plain(entry.value))
 
     def write(self, name: str, start: int, rows: Tensor, shape: tuple[int, ...]) -> None:
         """Write rows [start, ...) of the full value of ``name``."""
@@ -214,8 +215,7 @@ def _digest(value: Tensor) -> bytes:
 
 
 def _is_same(left: Tensor, right: Tensor) -> bool:
-    is_one = left.data_ptr() == right.data_ptr() and left.stride() == right.stride()
-    return left is right or is_one or torch.equal(left, right)
+    return memory_of(left) == memory_of(right) or torch.equal(left, right)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ save; after it Adam counts one step too many, and Rprop has forgotten its step s
 without state has none in the checkpoint.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.layout.fqns import clean
 from shardwise.optim.offload import _StateMover
 from shardwise.state.names import parameters_of as named_parameters
-from shardwise.torch_compat import dtensor, optimizers
+from shardwise.torch_compat import dtensor, optimizers, tensor_impl
 
 Optimizers = Sequence[torch.optim.Optimizer]
 Names = dict[Tensor, list[str]]
@@ -140,21 +140,28 @@ def mapped(value: Any, act: Callable[[StatePath, Any], Any], place: StatePath = 
 
 def staged(value: Any) -> Any:
     """A copy of nested dicts and lists, with tensors in host memory."""
-    done: dict[int, Tensor] = {}
+    copies: dict[Hashable, Tensor] = {}
 
     def copied(_: StatePath, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return deepcopy(leaf)
         local = dtensor.plain(leaf)
-        # Tied parameters have several names and one memory: copied once.
-        key = hash((local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, local.device))
-        if key not in done or not local.numel():
-            done[key] = local.detach().to("cpu", copy=True)
-        return (
-            dtensor.make_dtensor(done[key], dtensor.spec_of(leaf)) if isinstance(leaf, DTensor) else done[key]
-        )
+        memory = memory_of(local)
+        if memory not in copies:  # tied parameters have several names and one memory: copied once
+            copies[memory] = local.detach().to("cpu", copy=True)
+        copy = copies[memory]
+        return dtensor.make_dtensor(copy, dtensor.spec_of(leaf)) if isinstance(leaf, DTensor) else copy
 
     return mapped(value, copied)
+
+
+def memory_of(tensor: Tensor) -> Hashable:
+    """Equal for views of the same elements, as long as these tensors live."""
+    parts = tensor_impl.plain_parts(tensor)
+    if not all(tensor_impl.is_plain(part) and part.numel() for part in parts):
+        return id(tensor)
+    kind = None if tensor_impl.is_plain(tensor) else type(tensor)
+    return kind, tuple((p.data_ptr(), p.shape, p.stride(), p.dtype, p.device) for p in parts)
 
 
 # --- loading --------------------------------------------------------------------------------------

@@ -23,6 +23,20 @@ storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """Tells storages apart. ``data_ptr()`` does not: an emptied one has none."""
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """True for a tensor of torch's own two classes, which is its memory."""
+    return type(tensor) in (Tensor, nn.Parameter)
+
+
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors that hold the memory of ``tensor``: those that a subclass names, else itself."""
+    if is_plain(tensor) or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    inner = [getattr(tensor, name) for name in names]
+    return [part for each in inner if each is not None for part in plain_parts(each)]
+
+
 def sparse_values(tensor: Tensor) -> Tensor:
     """The values of a sparse tensor, to be changed in place; ``values()`` only takes a coalesced one."""
     return tensor._values()
