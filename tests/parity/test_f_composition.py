@@ -558,7 +558,7 @@ def sees_on_some(model: nn.Module, rank: int, step: int) -> None:
     model.sees = rank == step % 2
 
 
-def tower_used_on_some(is_sharded: bool, world: int) -> Any:
+def tower_used_on_some(says_no_zeros: bool, is_sharded: bool, world: int) -> Any:
     model = built(WithTower)
     if is_sharded:
         for each in (*model.blocks, model.vision[0], model.vision[1], model.vision, model):
@@ -566,12 +566,17 @@ def tower_used_on_some(is_sharded: bool, world: int) -> Any:
         for each in model.vision.modules():
             if isinstance(each, FSDPModule):
                 each.set_may_be_unused(True)
+        if says_no_zeros:  # of parameters without a gradient; that may_be_unused needs some is another matter
+            model.set_reduce_scatter_unused_params(False)
     return played(model, sees_on_some, 4, is_sharded, world)
 
 
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
-def test_f20_a_tower_of_sharded_layers_may_be_used_on_some_ranks_only(world: World) -> None:
-    assert_played_alike(world, tower_used_on_some)
+@pytest.mark.parametrize("says_no_zeros", [False, True])
+def test_f20_a_tower_of_sharded_layers_may_be_used_on_some_ranks_only(
+    world: World, says_no_zeros: bool
+) -> None:
+    assert_played_alike(world, tower_used_on_some, says_no_zeros)
 
 
 # --- F23 ------------------------------------------------------------------------------------------

@@ -247,7 +247,7 @@ class BackwardPass:
         if group in root.memory.led:
             return  # it is resharded with the group around it
         # Groups that take part with zeros do so at the end of backward, in an order common to all ranks.
-        has_gradients = group.gradients.state is PENDING and not settings.zeros_for_unused
+        has_gradients = group.gradients.state is PENDING and not settings.ranks_may_differ
         if has_gradients and settings.requires_gradient_sync and group.gradients.are_wanted:
             first = root.calls.first_entries.get(group)
             if first is not None and first > clock:

@@ -353,7 +353,7 @@ class FSDPModule(CommunicationSetters):
         """
         check_bool("set_may_be_unused", "may_be_unused", may_be_unused)
         for group in groups_to_configure(self, True, "set_may_be_unused"):
-            group.configure(may_be_unused=may_be_unused, zeros_for_unused=may_be_unused)
+            group.configure(may_be_unused=may_be_unused)
         member_of(self).root.preparation.start_over()
 
     def set_reduce_ignored_params(self, reduce_ignored_params: bool, *, recurse: bool = True) -> None:

@@ -131,7 +131,7 @@ class Gradients:
 
     def reduce(self) -> list[PartReduction]:
         """Begin to reduce the unsharded gradients that are left; return the reductions begun."""
-        joins = self._group.settings.zeros_for_unused and self.state is EMPTY
+        joins = self._group.settings.ranks_may_differ and self.state is EMPTY
         state = self._next("join" if joins else "reduce")
         if not self._group.unsharded.params:  # it has not run on this rank
             self._part_queue = self._plan_parts()

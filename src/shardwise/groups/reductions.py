@@ -109,7 +109,7 @@ class Reductions:
         if not fulls:
             return [self._zeros_for(param) if param.sharded.requires_grad else None for param in params]
         makes_graph = torch.is_grad_enabled()
-        has_zeros = self._group.settings.zeros_for_unused
+        has_zeros = self._group.settings.ranks_may_differ
         if not (makes_graph or has_zeros or self._group.shards.is_tensor_parallel):
             plain = take_gradients(fulls)
             if plain is not None:
@@ -136,7 +136,7 @@ class Reductions:
 
     def _zeros_for(self, param: Param) -> Tensor | None:
         """Zeros in place of a gradient that has not arrived; None unless unused parameters take part."""
-        if not self._group.settings.zeros_for_unused:
+        if not self._group.settings.ranks_may_differ:
             return None
         return torch.zeros(param.shape, dtype=param.precision.reduced, device=self._group.device)
 
