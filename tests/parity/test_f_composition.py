@@ -172,6 +172,29 @@ def test_f07_with_replicas_the_sum_over_all_ranks_is_divided_once(
             torch.testing.assert_close(got[name], param.grad * 4 / factor, rtol=0, atol=1e-10, msg=name)
 
 
+def cast_before_replicas_agree(shape: tuple[int, int]) -> dict[str, Tensor | None]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    model = shard_tower(built(uneven_tower), mesh=mesh)
+    model.set_requires_all_reduce(False)
+    mean_of_squares(model, random_batch(0, 4, 7)).backward()
+    model.float()
+    model.set_requires_all_reduce(True)
+    mean_of_squares(model, random_batch(1, 4, 7).float()).backward()
+    return {name: full(param.grad) for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4)], ids=str)
+def test_f07_sums_that_wait_for_replicas_survive_a_change_of_dtype(
+    world4: World, shape: tuple[int, int]
+) -> None:
+    plain = built(uneven_tower)
+    for step in (0, 1):
+        mean_of_squares(plain, random_batch(step, 4, 7)).backward()
+    for got in world4.run(cast_before_replicas_agree, shape):
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(got[name], param.grad.float(), rtol=1e-5, atol=1e-6, msg=name)
+
+
 # --- F08 ------------------------------------------------------------------------------------------
 
 

@@ -88,6 +88,7 @@ class Bucket:
         is_pinned = self.storage.is_pinned and device.type == "cpu"
         self.flat_shard = FlatShard(self.stored, self.mesh.shard_axis.rank, device, is_pinned=is_pinned)
         self.sharded_gradients = ShardedGradients(self.params, self.kept, self.mesh.shard_axis.rank)
+        before: BucketReduction | None = getattr(self, "reduction", None)
         self.reduction = BucketReduction(
             self.communication,
             self.reduced,
@@ -95,6 +96,8 @@ class Bucket:
             self.sharded_gradients,
             Destination(self.kept, self.storage.device, self.storage.is_pinned),
         )
+        if before is not None:
+            self.reduction.carry_earlier(before)
         for index, param in enumerate(self.params):
             param.mark(FLAT_SLOT, FlatSlot(self, index))
 
