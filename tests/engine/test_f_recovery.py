@@ -378,6 +378,36 @@ def failing_recomputation(side: Side, where: str, reentrant: bool, fails: str) -
 RECOMPUTATIONS = [(True, "early"), (True, "late"), (True, "backward"), (False, "early")]
 
 
+class Recursive(nn.Module):
+    """Calls itself, catches what the inner call raises, and goes on with its own weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        if depth == 0:
+            raise Failure
+        x = x @ self.weight
+        try:
+            x = self(x, depth - 1)
+        except Failure:
+            x = torch.tanh(x)
+        return x @ self.weight
+
+
+def recursion_that_fails(side: Side, reshard: bool | None) -> None:
+    model = side.shard_tower(built(Chain, Recursive, block), reshard_after_forward=reshard)
+    optimizer = adamw(model)
+    side.steps(model, optimizer, [0, 1])
+    side.assert_settled(model)
+
+
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_f41_a_module_may_catch_what_a_call_of_itself_raises(world2: World, reshard: bool | None) -> None:
+    assert_same(world2, recursion_that_fails, reshard)
+
+
 @pytest.mark.thin(6)
 @pytest.mark.parametrize(("reentrant", "fails"), RECOMPUTATIONS)
 @pytest.mark.parametrize("where", ["around", "pairs"])

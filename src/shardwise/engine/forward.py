@@ -90,10 +90,10 @@ class ForwardPass:
             self._exited.append(group)
         if outcome is ANNOUNCED:
             root.calls.first_entries.setdefault(group, call.enter)
-        if outcome is FAILED:
-            memory.release(group)
-        elif not is_led and self._is_over(call, outcome):
-            if not any(keeps(group, outcome) for keeps in root.features.instead_of_reshard):
+        if not is_led and self._is_over(call, outcome):
+            if outcome is FAILED or not any(
+                keeps(group, outcome) for keeps in root.features.instead_of_reshard
+            ):
                 memory.release(group)
             for led in memory.leads.get(group, ()):
                 memory.release(led)
@@ -101,6 +101,8 @@ class ForwardPass:
     def _is_over(self, call: Call, outcome: Outcome) -> bool:
         """Whether the group is to be resharded now that ``call`` is over."""
         group = call.group
+        if outcome is FAILED:  # the module around may catch the error, and go on
+            return group not in self._root.calls.groups()
         has_run = self._has_run.setdefault(group, set())
         has_run.add(call.module)
         if len(has_run) < len(group.modules) or outcome is UNANNOUNCED:
