@@ -90,6 +90,25 @@ group 3 is finished""",
     )
 
 
+def test_one_that_is_reduced_anew_in_a_nested_backward_is_not_released() -> None:
+    """A nested backward has finished it, and has sent some of its next gradients."""
+    log: list[str] = []
+    queue = ReductionQueue(0.0)
+    groups: list[Any] = []
+    for number in range(4):
+        gradients = StandIn(f"group {number}", log, to_host=True)
+        settings = SimpleNamespace(max_reductions=1)
+        groups.append(
+            SimpleNamespace(gradients=gradients, reductions=gradients, settings=settings, max_in_flight=1)
+        )
+        if number == 2:
+            groups[0].gradients.state = PENDING
+        queue.reduce(groups[number])
+    assert "group 0: unsharded gradients are freed" in log
+    assert "group 0: sums on the device are freed" not in log
+    assert "group 1: sums on the device are freed" in log
+
+
 @pytest.mark.parametrize("to_host", [False, True])
 def test_all_are_finished_in_the_end(to_host: bool) -> None:
     found = order_of(4, replicates=True, to_host=to_host).splitlines()

@@ -64,7 +64,8 @@ class ReductionQueue:
         if group.reductions.arrive_on_host:
             group.reductions.release_unsharded()
             for earlier in self._copying_to_host[-1:]:
-                earlier.reductions.release()  # the copy has had the time of a group's backward
+                if earlier.gradients.state is REDUCING:
+                    earlier.reductions.release()  # the copy has had the time of a group's backward
             self._copying_to_host.append(group)
         else:
             group.gradients.finish()

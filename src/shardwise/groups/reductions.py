@@ -108,9 +108,7 @@ class Reductions:
         """Take the unsharded gradients of ``params``, which belong to the reduction from now on."""
         if not fulls:
             return [self._zeros_for(param) if param.sharded.requires_grad else None for param in params]
-        makes_graph = torch.is_grad_enabled()
-        has_zeros = self._group.settings.ranks_may_differ
-        if not (makes_graph or has_zeros or self._group.shards.is_tensor_parallel):
+        if not (self._group.settings.ranks_may_differ or self._group.shards.is_tensor_parallel):
             plain = take_gradients(fulls)
             if plain is not None:
                 return plain
@@ -119,8 +117,6 @@ class Reductions:
             gradient = full.grad
             if gradient is not None:
                 full.grad = None
-                if makes_graph:  # create_graph=True
-                    gradient = gradient.detach()
                 if gradient.layout is not torch.strided:
                     raise RuntimeError(
                         f"{param.fqn}: its gradient has layout {gradient.layout}; only dense gradients "

@@ -156,7 +156,6 @@ class Layout:
     shard_bytes: int
     unsharded_bytes: int
     packed_start: int
-    strided_start: int
 
     @property
     def packed_bytes(self) -> int:
@@ -221,7 +220,7 @@ def plan_layout(
 
     slots: dict[int, Slot] = {}
     shard_offset = slot_offset = 0
-    starts = {0: 0}
+    packed_start = 0
     for position, index in enumerate(direct + packed + last):
         spec = specs[index]
         padded = round_up(spec.chunk_numel(world), spec.granule)
@@ -231,7 +230,8 @@ def plan_layout(
         shard_offset += padded * spec.itemsize
         room = max(n * spec.chunk_numel(n) for n in (world, slots_serve or world))
         slot_offset += round_up(room, spec.granule) * spec.itemsize
-        starts[position + 1] = shard_offset
+        if position < len(direct):
+            packed_start = shard_offset
     return Layout(
         world,
         tuple(slots[i] for i in range(len(specs))),
@@ -240,6 +240,5 @@ def plan_layout(
         last,
         shard_offset,
         slot_offset,
-        starts[len(direct)],
-        starts[len(direct) + len(packed)],
+        packed_start,
     )
