@@ -378,6 +378,32 @@ def test_an_embedding_need_not_be_unsharded_for_backward(world: World) -> None:
     assert_same(world, embedding_not_unsharded_for_backward)
 
 
+def root_not_unsharded_for_an_inner_loss(side: Side) -> None:
+    """The loss comes from what a block has put out, not from the root's output, inside whose call it ran."""
+    model = built(even_tower)
+    side.shard(*model.blocks, reshard_after_forward=True)
+    side.shard(model, reshard_after_forward=True)
+    gathers = AllGather(returns_work=True)
+    if side.is_sharded:
+        model.set_custom_all_gather(gathers)
+        model.set_unshard_in_backward(False)
+    seen: list[Tensor] = []
+    model.blocks[1].register_forward_hook(lambda module, args, output: seen.append(output))
+    for step in range(2):
+        model.zero_grad()
+        model(side.inputs(step))
+        seen.pop().pow(2).mean().backward()
+        side.note_gradients(model)
+        side.assert_settled(model)
+        if side.is_sharded:
+            assert len(gathers.calls) == 1, f"all-gathered {len(gathers.calls)} times in a step"
+            gathers.calls.clear()
+
+
+def test_a_root_need_not_be_unsharded_for_a_loss_inside(world2: World) -> None:
+    assert_same(world2, root_not_unsharded_for_an_inner_loss)
+
+
 def backward_without_its_weights() -> str:
     model = built(even_tower)
     for block in model.blocks:

@@ -185,9 +185,8 @@ class BackwardPass:
         while around is not None and session.active.get(around.group) is None:
             # Its outputs are not part of this backward, but what it ran before this call may be.
             session.active[around.group] = around.enter
-            root.memory.unshard(around.group)
-            self.follow_kept(around.group)
-            around.group.unsharded.wait()
+            self._begin_to_unshard(around.group)
+            self._wait_for(around.group)
             around = around.parent
 
     def enter_recomputation(self, session: Session, group: ParameterGroup, module: nn.Module) -> Call:
@@ -211,13 +210,19 @@ class BackwardPass:
         if group not in memory.led:
             prefetch.backward_order.enter(group)
             prefetch.backward_order.resume_at(group)
-        if settings.unshard_in_backward:
-            memory.unshard_again(group)
-        self.follow_kept(group)
+        self._begin_to_unshard(group)
         memory.unshard_led(group)
         if settings.backward_prefetch is not None or group.policy.backward_prefetch == "before":
             prefetch.in_backward(group, settings.backward_prefetch)
-        if settings.unshard_in_backward or group.unsharded.state is UNSHARDED:
+        self._wait_for(group)
+
+    def _begin_to_unshard(self, group: ParameterGroup) -> None:
+        if group.settings.unshard_in_backward:
+            self._root.memory.unshard_again(group)
+        self.follow_kept(group)
+
+    def _wait_for(self, group: ParameterGroup) -> None:
+        if group.settings.unshard_in_backward or group.unsharded.state is UNSHARDED:
             group.unsharded.wait()
 
     def follow_kept(self, group: ParameterGroup) -> None:

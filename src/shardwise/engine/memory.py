@@ -129,7 +129,8 @@ class Memory:
         """
         if not self._reasons:
             return
-        trainable = [group for group in self._reasons if group.gradients.are_wanted]
+        # A copy, as __iter__ makes it: with ranks as threads this comes from any of them.
+        trainable = [group for group in self if group.gradients.are_wanted]
         own = {id(bucket) for group in trainable for bucket in group.buckets}
         if any(id(bucket) in own for bucket in buckets):
             self._stepped.update(trainable)
