@@ -92,6 +92,19 @@ def in_forward() -> tuple[str, float]:
     return told(lambda: step(model), 1, "forward")
 
 
+def after_forward() -> tuple[str, float]:
+    """In a hook of the caller on the outermost module, which has an output by then."""
+    model = built()
+    step(model)
+
+    def hook(*_: Any) -> None:
+        if dist.get_rank() == 1:
+            bad_batch()
+
+    model.register_forward_hook(hook)
+    return told(lambda: step(model), 1, "hook")
+
+
 def in_backward() -> tuple[str, float]:
     model = built()
     step(model)
@@ -180,11 +193,11 @@ def fresh(world3: World) -> Iterator[Callable[[Callable[[], Any]], list[Any]]]:
     world3.close()
 
 
-@pytest.mark.parametrize("act", [in_forward, in_backward])
+@pytest.mark.parametrize("act", [in_forward, after_forward, in_backward])
 def test_f42_the_first_error_is_raised_on_all_ranks(fresh: Any, act: Callable[..., Any]) -> None:
     (first, after), (own, _), (third, _) = fresh(act)
     assert own == "ValueError: batch 7 has no labels"
-    where = act.__name__.removeprefix("in_")
+    where = "backward" if act is in_backward else "forward"
     told_of = f"because rank 1 has failed in the {where} of 'Faulty': ValueError: batch 7 has no labels"
     assert told_of in first
     assert told_of in third

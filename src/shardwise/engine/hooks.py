@@ -53,8 +53,8 @@ def after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, out
         return None  # our hook before forward failed
     outcome = FAILED
     try:
-        if output is None and sys.exc_info()[1] not in (None, call.handled):
-            return None  # called while a new exception is handled: forward raised
+        if sys.exc_info()[1] not in (None, call.handled):
+            return None  # called while a new exception is handled: forward raised, or a hook behind it
         output, outcome = _announce(member, call, (*args, *kwargs.values()), output)
         return output
     finally:
