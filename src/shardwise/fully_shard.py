@@ -226,9 +226,10 @@ def fully_shard(
     record_initial_values(group.shards.params, shards)
     if any(param.requires_grad for param in group.ignored):  # here, since a warning may be an error
         warnings.warn(_message_about_ignored(group, found), stacklevel=2)
+    moved = _moved_buffers(managed_modules, meshes.default.device, getattr(mp_policy, "buffer_dtype", None))
 
     _mix_in(modules, classes)
-    _move_buffers(managed_modules, meshes.default.device, getattr(mp_policy, "buffer_dtype", None))
+    _use_buffers(managed_modules, moved)
     group.install(shards)
     for move, own_policy in zip(moves, own_policies, strict=True):
         move.apply(
@@ -297,18 +298,27 @@ def _buffers_of(
     ]
 
 
-def _move_buffers(managed_modules: list[nn.Module], device: torch.device, dtype: torch.dtype | None) -> None:
-    """Move buffers to the device of the computation, and cast floating-point ones to ``dtype``."""
-    moved: dict[torch.Tensor, torch.Tensor] = {}  # a buffer may be shared
+def _moved_buffers(
+    managed_modules: list[nn.Module], device: torch.device, dtype: torch.dtype | None
+) -> dict[torch.Tensor, torch.Tensor]:
+    """Buffers on the device of the computation, floating-point ones in ``dtype``, for those that are not."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in managed_modules:
-        for name, buffer in nn_modules.buffers(module).items():
-            if buffer is not None:
+        for buffer in nn_modules.buffers(module).values():
+            if buffer is not None and buffer not in moved:
                 wanted = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
                 target = buffer.device if buffer.is_meta else device
                 if (buffer.device, buffer.dtype) != (target, wanted):
-                    if buffer not in moved:
-                        moved[buffer] = buffer.to(target, wanted)
-                    nn_modules.buffers(module)[name] = moved[buffer]
+                    moved[buffer] = buffer.to(target, wanted)
+    return moved
+
+
+def _use_buffers(managed_modules: list[nn.Module], moved: dict[torch.Tensor, torch.Tensor]) -> None:
+    """Register the new buffers wherever the old ones are: one may be shared."""
+    for module in managed_modules:
+        for name, buffer in nn_modules.buffers(module).items():
+            if buffer is not None and buffer in moved:
+                nn_modules.buffers(module)[name] = moved[buffer]
 
 
 def _build_tree(modules: list[nn.Module], member: Member) -> None:

@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from shardwise import fully_shard
+from shardwise import MixedPrecisionPolicy, fully_shard
 
 # --- what is given to be sharded ------------------------------------------------------------------
 
@@ -566,3 +566,39 @@ def test_only_the_parameters_that_have_no_values_are_named(world1: World) -> Non
     assert_says(text, "blocks.1.up.weight", "blocks.1.up.bias")
     assert "blocks.1.down" not in text
     assert "blocks.1.norm" not in text
+
+
+# --- buffers --------------------------------------------------------------------------------------
+
+
+class Immovable(Tensor):
+    """As a buffer for which the device has no memory left."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.to:
+            raise MemoryError("no memory left")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def tower_with_an_immovable_buffer() -> nn.Module:
+    model = tower()
+    model.blocks[0].register_buffer("first", torch.ones(2, dtype=torch.float64))
+    model.blocks[1].register_buffer("second", torch.ones(2, dtype=torch.float64).as_subclass(Immovable))
+    return model
+
+
+def shard_with_bfloat16_buffers(model: nn.Module) -> None:
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(buffer_dtype=torch.bfloat16))
+
+
+def buffers_that_cannot_be_cast() -> bool:
+    model = tower_with_an_immovable_buffer()
+    before = [*map(type, model.modules()), *map(id, (*model.parameters(), *model.buffers()))]
+    with pytest.raises(MemoryError):
+        shard_with_bfloat16_buffers(model)
+    return before == [*map(type, model.modules()), *map(id, (*model.parameters(), *model.buffers()))]
+
+
+def test_buffers_that_cannot_be_cast_leave_the_model_as_it_was(world1: World) -> None:
+    assert world1.run(buffers_that_cannot_be_cast) == [True]
