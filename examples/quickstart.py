@@ -35,5 +35,5 @@ for step in range(1, 101):  # learn how often each token occurs in its row
     optimizer.zero_grad()
     if step % 20 == 0 and dist.get_rank() == 0:
         print(f"step {step}: loss {loss.item():.3f}")
-save_checkpoint("runs/quickstart", model, optimizer)
+save_checkpoint("runs/step-100", model, optimizer)
 dist.destroy_process_group()

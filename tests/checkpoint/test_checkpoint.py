@@ -870,6 +870,18 @@ def test_the_latest_is_the_one_of_the_highest_number(tmp_path: Path) -> None:
     assert value_at(latest_checkpoint(str(tmp_path))) == 100.0
 
 
+def test_checkpoints_without_numbers_are_not_passed_by_in_silence(tmp_path: Path) -> None:
+    for name in ("last", "best"):
+        saved_step(tmp_path / name, 1.0)
+    with pytest.warns(UserWarning, match="latest_checkpoint") as caught:
+        assert latest_checkpoint(tmp_path) is None
+    assert caught[0].filename == __file__
+    assert_expected_inline(
+        str(caught[0].message).replace(str(tmp_path), "RUN"),
+        """latest_checkpoint: RUN has complete checkpoints, but their names do not end in a number (best, last), so nothing says which is the newest. Returned None. Save under names such as step-100, or pass the path of one to load_checkpoint.""",
+    )
+
+
 def kept(directory: str, steps: list[int]) -> None:
     model = fully_shard(nn.Linear(2, 2))
     for step in steps:

@@ -49,10 +49,15 @@ def check_call(caller: str, path: Any, model: Any, flags: dict[str, Any]) -> Pat
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint in `directory`; None if it has none, or does not exist.
 
-    Newest is the highest number at the end of a name: step-90 before step-100, whatever the dates of files.
-    What a save that did not end has left behind is passed by. Not collective: each rank looks for itself, and
-    hosts of a file system that shows old states may find different ones, which load_checkpoint refuses. Wait
-    for a save with ``keep`` that is still going on: it removes older ones.
+    Newest is the highest number at the end of a name: step-100 after step-90, whatever the dates of files.
+    Names without a number are not considered; if there are no others, a warning says so. What an unfinished
+    save has left behind is skipped. Wait for a save with ``keep`` that is still running: it removes older
+    checkpoints.
+
+    Not collective: each rank looks for itself. On a file system that shows hosts old states, they may find
+    different ones. load_checkpoint refuses different paths, but a host that finds none does not call it, and
+    the others wait. There, ask on one rank and send the answer to the others
+    (``torch.distributed.broadcast_object_list``).
 
     Args:
         directory: where the folders `step-10`, `step-20` and so on are.

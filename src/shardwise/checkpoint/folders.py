@@ -14,6 +14,7 @@ import re
 import shutil
 import socket
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from hashlib import sha256
 from pathlib import Path
 from uuid import uuid4
 
+from shardwise.layout.fqns import listed
 from shardwise.state.disk import sync
 
 
@@ -241,9 +243,18 @@ def newest(directory: Path) -> Path | None:
     """The complete checkpoint in `directory` of the highest number."""
     refuse_forbidden(directory)
     # Names of one number are told apart by their text, so that all ranks choose the same one.
-    complete = {name: place for name, place in _complete(directory).items() if numbered(name)}
-    latest = max(complete, key=lambda name: (_number(name), name), default=None)
-    return None if latest is None else complete[latest]
+    complete = _complete(directory)
+    latest = max(filter(numbered, complete), key=lambda name: (_number(name), name), default=None)
+    if latest is not None:
+        return complete[latest]
+    if complete:
+        warnings.warn(
+            f"latest_checkpoint: {directory} has complete checkpoints, but their names do not end in a "
+            f"number ({listed(sorted(complete))}), so nothing says which is the newest. Returned None. Save "
+            "under names such as step-100, or pass the path of one to load_checkpoint.",
+            stacklevel=3,
+        )
+    return None
 
 
 def remove_older(save: Save, keep: int) -> None:

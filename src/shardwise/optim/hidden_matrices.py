@@ -19,7 +19,7 @@ def is_hidden_matrix(name: str, param: Tensor) -> bool:
 
     - an ``nn.Embedding`` or ``nn.EmbeddingBag``, also one that shares its weight with a head (known of
       parameters that ``fully_shard`` has made), or to a module with ``embed``, ``emb``, ``wte`` or ``wpe``
-      in its own name;
+      in its own name; nor where the parameter itself has one of these in its name, as ``pos_embed`` has;
     - a head: a module that is called ``head``, ``output``, ``classifier``, ``score``, ``logits`` or
       ``embed_out``, or whose name ends with ``_head``;
     - a convolution, or, with three dims, a module that is not known: it may be a convolution.
@@ -44,8 +44,13 @@ def is_hidden_matrix(name: str, param: Tensor) -> bool:
         return False
     path = name.split(".")
     own = path[-2] if len(path) > 1 else path[-1]
-    is_embedding = any(part in _EMBEDDINGS for part in own.split("_")) or "embed" in own
-    return not (is_embedding or own in _HEADS or own.endswith("_head"))
+    is_head = own in _HEADS or own.endswith("_head")
+    return not (is_head or _is_embedding(own) or _is_embedding(path[-1]))
+
+
+def _is_embedding(name: str) -> bool:
+    """By the name of a module or a parameter alone."""
+    return any(part in _EMBEDDINGS for part in name.split("_")) or "embed" in name
 
 
 def newton_schulz(matrices: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:
