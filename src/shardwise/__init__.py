@@ -1,17 +1,19 @@
 """shardwise: train PyTorch models that do not fit on one device.
 
-Here stand the names of ``torch.distributed.fsdp`` that belong to ``fully_shard``, so that trying this library
-is a change of one import line, and those of an ordinary training script. The rest stands in the packages:
+This module has the names of ``torch.distributed.fsdp`` that belong to ``fully_shard``, so that you can try
+this library by changing one import line, and what an ordinary training script needs. The rest is in the
+packages:
 
     shardwise.policies      more values to choose: quantized and low-precision communication, placements
     shardwise.planning      what an estimate consists of
     shardwise.strategies    wrap policies, hooks for gradients
     shardwise.init          equal weights on all ranks, and whether they are
-    shardwise.optim         flat optimizers, norms by module, optimizer state in host memory
+    shardwise.optim         Muon, flat optimizers, norms by module, optimizer state in host memory
     shardwise.state         averages, safetensors files, full parameters one by one, full optimizer states
     shardwise.checkpoint    what saving and loading return
     shardwise.ranks         stopping all ranks at the same step, and reports of long waits
-    shardwise.observe       counts of collectives
+    shardwise.interop       what other frameworks need: install(), pipelines
+    shardwise.observe       counts of collectives, snapshots of memory
 """
 
 from shardwise.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint

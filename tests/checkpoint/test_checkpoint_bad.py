@@ -3,6 +3,7 @@
 All ranks raise the same, and name the file and the key.
 """
 
+import copy
 import errno
 import os
 import pickle
@@ -298,10 +299,30 @@ def stranger(run: Run) -> str:
     return refusal(save_checkpoint, run.path, model, optimizer)
 
 
+def two_owners(run: Run) -> list[str]:
+    model, optimizer = run.start(1)
+    run.train(model, optimizer, 0)
+    again = copy.copy(optimizer)
+    twice = refusal(save_checkpoint, run.path, model, [optimizer, again])
+    optimizer.state["global"] = {"norm": 1.0}
+    return [twice, refusal(save_checkpoint, run.path, model, optimizer)]
+
+
+def test_state_without_one_owner_is_not_saved(world2: World, run: Run) -> None:
+    first, second = world2.run(two_owners, run)
+    assert first == second
+    assert_expected_inline(
+        "\n".join(first),
+        """\
+ValueError: AdamW: another optimizer has state of inlet.weight as well. Give each parameter to one optimizer.
+ValueError: AdamW: it keeps state under the key 'global', which is not a parameter, so the state has no name in a checkpoint. Keep it elsewhere, and save it beside the optimizer.""",
+    )
+
+
 def test_an_optimizer_of_another_model_is_not_saved(world2: World, run: Run) -> None:
     assert_expected_inline(
         message(world2.run(stranger, run)),
-        """ValueError: AdamW: parameter 0 of group 0, of shape (6, 6), is none of the model's, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.""",
+        """ValueError: AdamW: parameter 0 of group 0, of shape (6, 6), does not belong to the model, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.""",
     )
 
 
@@ -364,7 +385,7 @@ def test_a_model_that_was_loaded_half_does_not_run(world2: World, world3: World,
             "The weights are partly those of the checkpoint and partly others; load another one."
         )
         assert first.removeprefix("RuntimeError: ").rstrip(".") in forward
-        assert "is not to be saved" in saving
+        assert "Load a complete checkpoint before saving" in saving
         assert latest_checkpoint(Path(good).parent) == Path(good)
 
 
@@ -649,7 +670,7 @@ def test_bad_arguments_are_told(world2: World, tmp_path: Path) -> None:
 TypeError: optimizer is a Linear; pass a torch.optim.Optimizer, or a list of them
 TypeError: shared is to be a dict with names as keys, not {1: 2}
 TypeError: shared is to be a dict with names as keys, not [1]
-ValueError: keep=0 of step-1: keep counts from 1, and needs names that end in a number, as step-100
+ValueError: save_checkpoint: keep=0 of step-1: keep counts from 1, and needs names that end in a number, such as step-100.
 TypeError: optimizer is a str; pass a torch.optim.Optimizer, or a list of them""",
     )
 

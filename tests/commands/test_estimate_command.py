@@ -50,7 +50,7 @@ def test_its_status_is_1_if_nothing_fits(capsys: pytest.CaptureFixture[str]) -> 
     [
         ({1: "nowhere:build"}, "'nowhere:build' cannot be imported from"),
         ({1: "test_estimate_command"}, "names no function. Pass MODULE:FUNCTION"),
-        ({1: "test_estimate_command:no"}, "has no attribute 'no'"),
+        ({1: "test_estimate_command:no"}, "has no function 'no'"),
         ({1: "test_estimate_command:build_list"}, "() returned a list; return a model (an nn.Module)"),
         ({1: "test_estimate_command:pytest"}, "() raised TypeError: 'module' object is not callable"),
         ({3: "0"}, "world is '0'"),
@@ -63,3 +63,14 @@ def test_what_cannot_work_is_told_in_a_line(
     words = [changed.get(index, word) for index, word in enumerate(WORDS)]
     assert main(words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_module_that_trains_when_imported_is_told_how_not_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trains_at_once.py").write_text("import torch\ntorch.distributed.init_process_group()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["estimate", "trains_at_once:build", *WORDS[2:]]) == 2
+    told = capsys.readouterr().err
+    assert "importing 'trains_at_once' raised ValueError" in told
+    assert "if __name__ == '__main__':" in told

@@ -273,7 +273,10 @@ def test_names_of_process_groups_are_free_again() -> None:
             {"world": 16, "strategy": "hybrid"},
             r"Pass both, world=\(hosts, ranks_per_host\), such as \(2, 8\)",
         ),
-        ({"world": 8, "optimizer": "adamv"}, "There is no optimizer 'adamv'. Pass one of adamw, adam"),
+        (
+            {"world": 8, "optimizer": "adamv"},
+            "estimate: there is no optimizer 'adamv'. Pass one of adamw, adam",
+        ),
         ({"world": 8, "mp_policy": "bf61"}, "there is no precision 'bf61'"),
         ({"world": 8, "memory": "80 GBs"}, "memory '80 GBs' is no amount of memory"),
         ({"world": 8, "memory": "0GB"}, "a number above 0"),
@@ -283,6 +286,11 @@ def test_names_of_process_groups_are_free_again() -> None:
             {"world": 8, "batch": "8x100:fp32"},
             r"the Tower does not take the batch of float32 \(8, 100\). Its forward.*raised RuntimeError",
         ),
+        (
+            {"world": 8, "batch": "8x512:fp32", "loss": lambda output: output.nope},
+            r"estimate: loss\(\), called with what the Tower returned.*raised AttributeError",
+        ),
+        ({"world": 8, "checkpointing": True}, "checkpointing=True needs a batch"),
     ],
 )
 def test_bad_values_are_refused(options: dict[str, Any], message: str) -> None:

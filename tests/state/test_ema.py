@@ -162,11 +162,14 @@ def test_an_average_is_resumed_on_other_ranks(world2: World, world3: World, tmp_
 def misuses() -> list[str]:
     model = Way(2, build="tied").model()
     ema = EMA(model)
+    whole = full_values(ema.state_dict()["averages"], None, False)
     told = [
         refusal(EMA, model, 1.5),
         refusal(EMA, model, dtype=torch.int8),
         refusal(EMA, Way(2).model(device="meta")),
         refusal(ema.load_state_dict, {"averages": {"other": torch.ones(1)}, "num_updates": 1}),
+        refusal(ema.load_state_dict, {}),
+        refusal(ema.load_state_dict, ema.state_dict() | {"averages": whole}),
     ]
     with ema.swap():
         told += [refusal(ema.update), refusal(ema.state_dict), refusal(ema.swap().__enter__)]
@@ -174,6 +177,11 @@ def misuses() -> list[str]:
     early = EMA(plain)
     fully_shard(plain)
     told.append(refusal(early.update))
+    frozen = built("even")
+    frozen.inlet.requires_grad_(False)
+    without = EMA(frozen)
+    frozen.inlet.requires_grad_(True)
+    told.append(refusal(without.update))
     return told
 
 
@@ -187,10 +195,13 @@ ValueError: EMA: decay is 1.5; pass a number from 0 to 1, or a function that giv
 ValueError: EMA: dtype is torch.int8; pass a floating-point dtype, or None.
 RuntimeError: EMA: 22 parameters are still on the meta device: inlet.weight, inlet.bias, blocks.0.norm.weight, blocks.0.norm.bias, blocks.0.up.weight, blocks.0.up.bias, blocks.0.down.weight, blocks.0.down.bias and 14 more. Nothing has given them values. Call shardwise.materialize(model), or load a checkpoint, first.
 ValueError: EMA.load_state_dict: embed.weight, norm.weight, norm.bias, blocks.0.weight, blocks.0.bias, blocks.1.bias, other are on one side only, or of another shape. Make the EMA of a model with the same trainable parameters.
+ValueError: EMA.load_state_dict: averages, num_updates missing. Pass what state_dict() of an EMA returned.
+ValueError: EMA.load_state_dict: embed.weight, norm.weight, norm.bias, blocks.0.weight, blocks.0.bias, blocks.1.bias are whole tensors where the average is a DTensor, or the other way round. Save and load the EMA as states={'ema': ema} of save_checkpoint and load_checkpoint, which cut whole values.
 RuntimeError: EMA: update() inside swap(), where the model has the averages for weights.
 RuntimeError: EMA: state_dict() inside swap(), where the model has the averages for weights.
 RuntimeError: EMA: another swap() inside swap(), where the model has the averages for weights.
-RuntimeError: EMA: inlet.weight was sharded since: make the EMA after fully_shard.""",
+RuntimeError: EMA: inlet.weight was sharded since: make the EMA after fully_shard.
+RuntimeError: EMA: inlet.weight, inlet.bias were frozen when the EMA was made, and are trainable now, but not averaged. Make the EMA once all that will train is unfrozen, or another one now.""",
     )
 
 

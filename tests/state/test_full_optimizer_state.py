@@ -528,7 +528,7 @@ RuntimeError: rank 0: load_full_optimizer_state_dict: 'state' is a int, where a 
 RuntimeError: rank 0: load_full_optimizer_state_dict: parameters go by names or by ids, but not by both in one state.
 RuntimeError: rank 0: load_full_optimizer_state_dict: 'param_groups' is to be a list of dicts with 'params' in each.
 ValueError: rekey_optimizer_state_dict: to is 'number'; pass 'name' or 'id'.
-ValueError: SGD: parameter 0 of group 0, of shape (2,), is none of the model's, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
+ValueError: SGD: parameter 0 of group 0, of shape (2,), does not belong to the model, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
 TypeError: full_state_dict: optimizer is a str, not a torch.optim.Optimizer.""",
     )
 
@@ -563,8 +563,8 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all_before_anything_is_loaded(w
         """\
 RuntimeError: rank 1: load_full_optimizer_state_dict: nothing says how state that is not of the shape of its parameter is laid out over ranks: inlet.weight (exp_avg) of shape (3,). Take a step with the optimizer before loading, so that its state shows it.
 RuntimeError: rank 1: load_full_optimizer_state_dict: state is a dict with nothing in it, where the state of an optimizer has 'state' and 'param_groups'.
-ValueError: rank 1: SGD: parameter 0 of group 0, of shape (2,), is none of the model's, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
-ValueError: rank 1: SGD: parameter 0 of group 0, of shape (2,), is none of the model's, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
+ValueError: rank 1: SGD: parameter 0 of group 0, of shape (2,), does not belong to the model, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
+ValueError: rank 1: SGD: parameter 0 of group 0, of shape (2,), does not belong to the model, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
 TypeError: rank 1: load_full_optimizer_state_dict: optimizer is a str, not a torch.optim.Optimizer.
 TypeError: rank 1: full_state_dict: optimizer is a str, not a torch.optim.Optimizer.
 ValueError: rank 7 does not hold this model: this rank shares it with [0, 1], and those with others perhaps. Name one of the ranks that were given the model, by its global rank.""",

@@ -286,7 +286,7 @@ different ties: RuntimeError: rank 0: load_full_state_dict: embed.weight and hea
 no tensor: RuntimeError: load_full_state_dict: scale is a tensor on one side only.
 not a state: RuntimeError: load_full_state_dict: source is of type int on the rank it is read from; pass a dict of full tensors, an iterable of (name, tensor), or the path of safetensors files.
 a reader that fails: SourceError: OSError: the network is gone
-forward: RuntimeError: Tied: the model is partly loaded, for a load failed half-way (OSError: the network is gone). Load a complete checkpoint before the next forward.""",
+forward: RuntimeError: Tied: the model is only partly loaded, because an earlier load failed (OSError: the network is gone). Load a complete checkpoint before the next forward.""",
     )
 
 
@@ -438,7 +438,7 @@ def test_nothing_is_left_without_values(world2: World) -> None:
     assert_expected_inline(
         "\n".join(first),
         """\
-RuntimeError: load_full_state_dict: missing in the source, and without values in the model: scale, embed.weight, norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked, blocks.0.weight and 4 more.
+RuntimeError: load_full_state_dict: missing in the source, and without values in the model: scale, embed.weight, norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked, blocks.0.weight and 4 more (call shardwise.materialize(model) first, for initial values).
 RuntimeError: load_full_state_dict: passing is on the meta device, without values, and will not be loaded (buffers with persistent=False are in no state). Call shardwise.materialize(model) first.""",
     )
 

@@ -52,8 +52,8 @@ def test_half_a_model_is_of_no_use(world2: World) -> None:
     assert_expected_inline(
         first["forward"] + "\n" + first["full state"],
         """\
-RuntimeError: Tower: the model is partly loaded, for a load failed half-way (OSError: the network is gone). Load a complete checkpoint before the next forward.
-RuntimeError: full_state_dict: the model is partly loaded, for a load failed half-way (OSError: the network is gone), and its state is nobody's. Load a complete checkpoint first.""",
+RuntimeError: Tower: the model is only partly loaded, because an earlier load failed (OSError: the network is gone). Load a complete checkpoint before the next forward.
+RuntimeError: full_state_dict: the model is only partly loaded, because an earlier load failed (OSError: the network is gone): its values are a mix of old and new ones. Load a complete checkpoint first.""",
     )
 
 

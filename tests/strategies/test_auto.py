@@ -362,8 +362,8 @@ ValueError: shard_model: the Tower does not take the sample of float64
 RuntimeError: a and b must have same reduction dim, but got [2, 5] X
 [8, 8].
 
-ValueError: There is no optimizer 'adamv'. Pass one of adamw, adam,
-sgd, sgd-momentum, adagrad, rmsprop, adafactor, muon.
+ValueError: shard_model: there is no optimizer 'adamv'. Pass one of
+adamw, adam, sgd, sgd-momentum, adagrad, rmsprop, adafactor, muon.
 
 ValueError: shard_model: overrides does not go with strategy="auto",
 which chooses for all groups alike, with shards on the device and on

@@ -141,16 +141,19 @@ def _state(
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     if not path.name or path.name.startswith("."):
-        raise ValueError(f"{path}: a checkpoint needs a name that does not start with a dot")
+        raise ValueError(f"save_checkpoint: {path}: a checkpoint needs a name that does not start with a dot")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int)):
         raise TypeError(f"save_checkpoint: keep is {keep!r:.80}; pass how many checkpoints to keep, or None.")
     if keep is not None and (keep < 1 or folders.numbered(path.name) is None):
         raise ValueError(
-            f"keep={keep} of {path.name}: keep counts from 1, and needs names that end in a number, as "
-            "step-100"
+            f"save_checkpoint: keep={keep} of {path.name}: keep counts from 1, and needs names that end in a "
+            "number, such as step-100."
         )
     if why := why_partly_loaded(model):
-        raise ValueError(f"the model is not to be saved: {why}")
+        raise ValueError(
+            f"save_checkpoint: the model is only partly loaded, because an earlier load failed ({why}). Load "
+            "a complete checkpoint before saving."
+        )
     optimizers = as_optimizers(optimizer)
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     if optimizers:

@@ -75,9 +75,17 @@ def _model(path: str) -> tuple[nn.Module, Any]:
     if os.getcwd() not in sys.path:  # as for a script that lies here
         sys.path.insert(0, os.getcwd())
     try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
         raise UsageError(f"'{path}' cannot be imported from {os.getcwd()}: {error}.") from error
+    except Exception as error:
+        raise UsageError(
+            f"importing '{module_name}' raised {type(error).__name__}: {error}. Put what trains under "
+            "if __name__ == '__main__':, so that the module can be imported for its function alone."
+        ) from error
+    function = getattr(module, name, None)
+    if function is None:
+        raise UsageError(f"the module '{module_name}' has no function '{name}'.")
     try:
         with torch.device("meta"):
             made = function()

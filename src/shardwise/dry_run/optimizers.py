@@ -40,10 +40,13 @@ class Several:
         return [value for values in states for value in values.values() if isinstance(value, Tensor)]
 
 
-def optimizer_named(optimizer: Any, *, is_foreach: bool) -> Callable[[list[nn.Parameter]], Several]:
+def optimizer_named(
+    caller: str, optimizer: Any, *, is_foreach: bool
+) -> Callable[[list[nn.Parameter]], Several]:
     """A function that makes the optimizer of some parameters.
 
     Args:
+        caller: the call whose argument it is, for messages.
         optimizer: a name, a class, or a function of a list of parameters that returns an optimizer.
         is_foreach: whether those by name take all parameters at once, as torch does on a GPU.
 
@@ -55,12 +58,12 @@ def optimizer_named(optimizer: Any, *, is_foreach: bool) -> Callable[[list[nn.Pa
     if not isinstance(optimizer, str):
         if not callable(optimizer):
             raise TypeError(
-                f"optimizer is a {type(optimizer).__name__}; pass a name ({', '.join(known)}), a class, or a "
-                "function of the list of parameters that returns an optimizer."
+                f"{caller}: optimizer is a {type(optimizer).__name__}; pass a name ({', '.join(known)}), a "
+                "class, or a function of the list of parameters that returns an optimizer."
             )
-        return partial(_made_by_caller, optimizer)
+        return partial(_made_by_caller, caller, optimizer)
     if optimizer.lower() not in known:
-        raise ValueError(f"There is no optimizer '{optimizer}'. Pass one of {', '.join(known)}.")
+        raise ValueError(f"{caller}: there is no optimizer '{optimizer}'. Pass one of {', '.join(known)}.")
     return partial(_made, optimizer.lower(), is_foreach)
 
 
@@ -85,8 +88,10 @@ def _of(
     return cls(params, **options)
 
 
-def _made_by_caller(make: Callable[..., Any], params: list[nn.Parameter]) -> Several:
+def _made_by_caller(caller: str, make: Callable[..., Any], params: list[nn.Parameter]) -> Several:
     made = make(params)
     if not isinstance(made, torch.optim.Optimizer):
-        raise TypeError(f"optimizer returned a {type(made).__name__}, not a torch.optim.Optimizer.")
+        raise TypeError(
+            f"{caller}: optimizer() returned a {type(made).__name__}, not a torch.optim.Optimizer."
+        )
     return Several([made])

@@ -207,7 +207,7 @@ class ParameterGroup:
         """Refuse to run after a load that failed halfway."""
         if self.partly_loaded is not None:
             raise RuntimeError(
-                f"{self.name}: the model is partly loaded, for a load failed half-way "
+                f"{self.name}: the model is only partly loaded, because an earlier load failed "
                 f"({self.partly_loaded}). Load a complete checkpoint before the next forward."
             )
 

@@ -61,8 +61,8 @@ class _PartialLoadHooks:
 
     def _refuse(self, model: nn.Module, _: Any) -> None:
         raise RuntimeError(
-            f"{type(model).__name__}: the model is partly loaded, for a load failed half-way ({self.why}). "
-            "Load a complete checkpoint before the next forward."
+            f"{type(model).__name__}: the model is only partly loaded, because an earlier load failed "
+            f"({self.why}). Load a complete checkpoint before the next forward."
         )
 
     def _loaded(self, model: nn.Module, incompatible_keys: Any) -> None:

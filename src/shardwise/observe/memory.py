@@ -40,7 +40,7 @@ class GroupSnapshot:
         reason: why they are in memory, in words; None where they are not.
         gradient_state: where the full gradients are: ``empty`` (nowhere), ``pending`` (some of the running
             backward are here), ``deferred`` (left unreduced, as ``no_sync`` asks for) or ``reducing``.
-        shard_bytes: this rank's shards; in host memory where they are offloaded. None on the meta device.
+        shard_bytes: this rank's shards; in host memory where they are offloaded. 0 on the meta device.
         unsharded_bytes: unsharded parameters, or the part of them that this rank keeps; with ``unsharded()``
             those that the caller sees. 0 where they are the shards themselves, as on a single rank without
             mixed precision.

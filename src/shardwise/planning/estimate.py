@@ -42,9 +42,9 @@ def estimate(
 
     Needs no GPU, no process group and no weights: a copy of the model on the meta device is sharded as
     :func:`shard_model` does it, and steps of it are run on fake tensors, with the hooks, the prefetch and
-    the buffers of training. The last is what is told. ``model``, the process groups and the environment
-    stay as they are. Takes a little longer than three steps take to launch, and some MB of memory, for any
-    size.
+    the buffers of training. The last step is what is reported. ``model``, the process groups and the
+    environment stay as they are. Takes a little longer than three steps take to launch, and some MB of
+    memory, for any size.
 
     Counted is what torch's allocators are asked for. Not counted are memory inside of single operations, what
     an allocator keeps beyond that (its blocks are rounded up, and may be in pieces), the CUDA context and the
@@ -101,13 +101,17 @@ def estimate(
         )
     if device not in ("cuda", "cpu"):
         raise ValueError(f"estimate: device is {device!r}; pass 'cuda' or 'cpu'.")
+    if checkpointing and batch is None:
+        raise ValueError(
+            "estimate: checkpointing=True needs a batch: without one no activations are counted."
+        )
     sizes, limit = world_sizes(world), None if memory is None else memory_in_bytes("estimate", memory)
     strategies = strategies_for(strategy, sizes)
     options = _Options(
         model,
         None if batch is None else call_on("estimate", "batch", batch, loss),
         precision_of(mp_policy),
-        optimizer_named(optimizer, is_foreach=device == "cuda"),
+        optimizer_named("estimate", optimizer, is_foreach=device == "cuda"),
         wrap,
         on_host=device == "cpu",
     )

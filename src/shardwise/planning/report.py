@@ -207,8 +207,8 @@ class Estimate:
         least = min(self.rows, key=lambda row: row.peak.num_bytes)
         missing = least.peak.num_bytes - self.memory
         yield (
-            f"None fits in {shown(self.memory)} {unit}: {_name(least)} takes least, and {shown(missing)} "
-            f"{unit} too much."
+            f"None fits in {shown(self.memory)} {unit}: {_name(least)} needs the least, and is "
+            f"{shown(missing)} {unit} over."
         )
         for change in self.changes:
             verdict = "fits" if change.fits else "does not fit"

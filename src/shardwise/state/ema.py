@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.layout.fqns import listed
 from shardwise.state.names import check_at_rest, check_idle, parameters_of
@@ -17,13 +18,18 @@ class EMA:
     weight``.
 
     Each rank averages its own shards, without communication; the average costs as much memory as they do.
-    Only floating-point parameters that are trainable are averaged, since others do not move.
+    Averaged are the floating-point parameters that are trainable when the EMA is made.
 
     Args:
         model: sharded, in parts or not at all; with values.
         decay: d, from 0 to 1, or a function from the number of updates so far to d, to begin with less.
         dtype: of the average; None: that of each parameter. An average of bfloat16 weights in bfloat16 stops
             moving soon: pass ``torch.float32``.
+
+    Raises:
+        ValueError: ``decay`` or ``dtype`` is not as above.
+        RuntimeError: the model is in a forward or backward, inside ``unsharded``, on the meta device, or only
+            partly loaded.
 
     Example::
 
@@ -64,10 +70,12 @@ class EMA:
         """Take the weights as they are now into the average. After each step of the optimizer.
 
         Raises:
-            RuntimeError: inside ``swap()``, or in a forward or backward.
+            RuntimeError: inside ``swap()``, or in a forward or backward; or a parameter was frozen when the
+                EMA was made, and no longer is.
         """
         self._refuse_swapped("update()")
         check_idle(self._model, "EMA.update")
+        self._refuse_unfrozen()
         decay = _checked(self._decay(self.num_updates)) if callable(self._decay) else self._decay
         averages, weights = self._pairs()
         by_dtype: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
@@ -107,7 +115,8 @@ class EMA:
     def state_dict(self) -> dict[str, Any]:
         """The averages by parameter name, sharded as the parameters are, and the number of updates.
 
-        For ``torch.distributed.checkpoint``, or ``torch.save`` on each rank.
+        For ``torch.distributed.checkpoint``, or ``torch.save`` on each rank. The tensors are the averages
+        themselves, which the next ``update()`` changes: copy what is to be kept.
         """
         self._refuse_swapped("state_dict()")
         return {"averages": dict(self._averages), "num_updates": self.num_updates}
@@ -117,9 +126,16 @@ class EMA:
         """Go on from what ``state_dict`` gave.
 
         Raises:
-            ValueError: it is of other parameters; the average is unchanged.
+            ValueError: it is of other parameters, or holds whole tensors in place of DTensors.
+
+        After an error the average is unchanged.
         """
         self._refuse_swapped("load_state_dict()")
+        if missing := {"averages", "num_updates"} - state.keys():
+            raise ValueError(
+                f"EMA.load_state_dict: {listed(sorted(missing))} missing. Pass what state_dict() of an EMA "
+                "returned."
+            )
         loaded = state["averages"]
         wrong = [name for name in self._averages if name not in loaded] + [
             name
@@ -130,6 +146,16 @@ class EMA:
             raise ValueError(
                 f"EMA.load_state_dict: {listed(wrong)} are on one side only, or of another shape. Make the "
                 "EMA of a model with the same trainable parameters."
+            )
+        averages = self._averages.items()
+        plain = [
+            name for name, own in averages if isinstance(own, DTensor) != isinstance(loaded[name], DTensor)
+        ]
+        if plain:
+            raise ValueError(
+                f"EMA.load_state_dict: {listed(plain)} are whole tensors where the average is a DTensor, or "
+                "the other way round. Save and load the EMA as states={'ema': ema} of save_checkpoint and "
+                "load_checkpoint, which cut whole values."
             )
         for name, value in loaded.items():
             self._averages[name].copy_(value)
@@ -146,6 +172,14 @@ class EMA:
             if average.shape != weight.shape:
                 raise RuntimeError(f"EMA: {name} was sharded since: make the EMA after fully_shard.")
         return averages, weights
+
+    def _refuse_unfrozen(self) -> None:
+        params = _averaged(self._model)
+        if new := [name for name, p in params.items() if p.requires_grad and name not in self._averages]:
+            raise RuntimeError(
+                f"EMA: {listed(new)} were frozen when the EMA was made, and are trainable now, but not "
+                "averaged. Make the EMA once all that will train is unfrozen, or another one now."
+            )
 
     def _refuse_swapped(self, what: str) -> None:
         if self._is_swapped:

@@ -72,8 +72,10 @@ def load_full_state_dict(
 
     Raises:
         RuntimeError: names, shapes or dtypes do not fit; the message lists them by name. Files that are
-            missing or damaged, by name. An iterable that fails, or a source of another kind. All ranks raise
-            alike.
+            missing or damaged, by name. An iterable that fails. All ranks raise alike.
+        RuntimeError, TypeError or ValueError: ``source`` is of another kind: the first where one rank has it
+            (``src_rank``), the others where each does.
+        TypeError: ``model`` is not an nn.Module.
         ValueError: ``src_rank`` is not among the ranks of the model.
 
     A dict and files are checked before anything is written: after such an error the model is unchanged. When
@@ -82,8 +84,9 @@ def load_full_state_dict(
     they have made for the state dict (and ``set_extra_state``).
 
     Collective. Rows of large parameters sharded over one mesh dimension go straight to where they belong;
-    others need a bucket of 64 MiB on each rank. What is no plain memory of the model's (see above, and tensor
-    subclasses) is held full until the end.
+    others need a bucket of 64 MiB on each rank. Values that cannot be written straight into the model's
+    memory (of tensor subclasses, and what hooks of modules have made for the state dict) are held whole
+    until the end.
 
     Example::
 

@@ -145,7 +145,10 @@ class LoadTargets:
                 f"missing in the source: {listed(missing)} (pass strict=False to keep what the model has)"
             )
         elif empty:
-            problems.append(f"missing in the source, and without values in the model: {listed(empty)}")
+            problems.append(
+                f"missing in the source, and without values in the model: {listed(empty)} (call "
+                "shardwise.materialize(model) first, for initial values)"
+            )
         self.refuse(problems)
 
     def refuse_broken_ties(self, read: Callable[[str], Any]) -> None:

@@ -70,11 +70,17 @@ def state_of(optimizers: Optimizers, names: Names) -> dict[str, Any]:
         saved = optimizer.state_dict()
         params = parameters_of(optimizer)
         for number, values in saved["state"].items():
-            name = names[params[number]][0] if isinstance(number, int) else str(number)
-            if not isinstance(number, int) or name in state:
-                kind = type(optimizer).__name__
+            if not isinstance(number, int):
                 raise ValueError(
-                    f"{kind}: its state of {name} is not that of one parameter, or in two optimizers"
+                    f"{type(optimizer).__name__}: it keeps state under the key {number!r:.80}, which is not "
+                    "a parameter, so the state has no name in a checkpoint. Keep it elsewhere, and save it "
+                    "beside the optimizer."
+                )
+            name = names[params[number]][0]
+            if name in state:
+                raise ValueError(
+                    f"{type(optimizer).__name__}: another optimizer has state of {name} as well. Give each "
+                    "parameter to one optimizer."
                 )
             for key, value in values.items():
                 _check_whole(optimizer, name, key, value, params[number])
@@ -97,7 +103,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, names: Names) -> None:
             if param not in names:
                 raise ValueError(
                     f"{type(optimizer).__name__}: parameter {place} of group {index}, of shape "
-                    f"{tuple(param.shape)}, is none of the model's, so its state has no name in a "
+                    f"{tuple(param.shape)}, does not belong to the model, so its state has no name in a "
                     "checkpoint. Build the optimizer from model.parameters(), after the model was sharded."
                 )
 

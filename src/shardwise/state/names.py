@@ -74,8 +74,8 @@ def check_at_rest(model: nn.Module, caller: str) -> None:
         raise RuntimeError(f"{caller}: {meta_message(on_meta)}")
     if (why := why_partly_loaded(model)) is not None:
         raise RuntimeError(
-            f"{caller}: the model is partly loaded, for a load failed half-way ({why}), and its state is "
-            "nobody's. Load a complete checkpoint first."
+            f"{caller}: the model is only partly loaded, because an earlier load failed ({why}): its values "
+            "are a mix of old and new ones. Load a complete checkpoint first."
         )
 
 

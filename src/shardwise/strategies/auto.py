@@ -175,7 +175,7 @@ class Search:
         self._usable = self._memory * 9 // 10
         self._call: Callable[[], Call] = call_on("shard_model", "sample", options.sample, options.loss)
         self._optimizer: Callable[[list[nn.Parameter]], Several] = optimizer_named(
-            options.optimizer or "adamw", is_foreach=not on_host
+            "shard_model", options.optimizer or "adamw", is_foreach=not on_host
         )
         self._whole = sum(
             param.numel() * min(param.itemsize, getattr(param_dtype, "itemsize", param.itemsize))

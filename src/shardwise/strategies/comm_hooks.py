@@ -61,7 +61,10 @@ def register_comm_hook(model: nn.Module, state: Any, hook: Hook) -> None:
     """
     members = sharded_members(model) if isinstance(model, nn.Module) else []
     if not members:
-        raise ValueError(f"{_NAME}: there is no sharded module in this {type(model).__name__}.")
+        raise ValueError(
+            f"{_NAME}: there is no sharded module in this {type(model).__name__}. Call fully_shard or "
+            "shard_model first."
+        )
     for member in members:
         member.root.requests.refuse_at_work(_NAME, member.group)
         member.group.refuse_if_summoned(_NAME)

@@ -106,10 +106,11 @@ def shard_model(
     with as many of the last blocks kept unsharded from forward to backward as fit, and the hybrid ones where
     the ranks have a mesh for them. Exposed are the bytes that a rank sends in a step of one backward or, of
     the hybrid ones, what its host sends to others: computation covers some of them, and how many depends on
-    the machines, so that all count. Of equals what sends less within hosts is chosen, then what holds less.
-    As :func:`shardwise.estimate`, it runs steps on fake tensors, a few seconds for a candidate, on all ranks
-    alike. A tenth of ``memory`` stays free for what these do not count. :func:`explain` shows the choice and
-    what was tried; the logger "shardwise.strategies.auto" tells it at level INFO.
+    the machines, so that all count. Of equals, the one that sends less within hosts is chosen, then the one
+    that holds less. Like :func:`shardwise.estimate`, it runs steps on fake tensors, a few seconds for a
+    candidate, on all ranks alike. A tenth of ``memory`` stays free for what these do not count.
+    :func:`explain` shows the choice and what was tried; the logger "shardwise.strategies.auto" reports it at
+    level INFO.
 
     Args:
         model: not sharded itself. Modules inside it that are sharded already are left as they are.
@@ -133,7 +134,7 @@ def shard_model(
         overrides: for single groups, by module name, pattern of names (``"blocks.*"``) or module class,
             another strategy, or a dict of these arguments: strategy, mesh, dp_mesh_dims, mp_policy,
             offload_policy, comm_policy, reshard_after_forward, shard_placement_fn. The root's name is "".
-            Later entries go before earlier ones.
+            Where several entries match, the last one counts.
         bucket_cap_mb: neighbouring modules share a group as long as its full parameters take up to this many
             megabytes (10^6 bytes). None: each is a group of its own.
         mp_policy: as in :func:`fully_shard`, like the rest.
