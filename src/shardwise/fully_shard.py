@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.buckets.optimizer_steps import count_steps
+from shardwise.buckets.optimizer_steps import install_step_hooks
 
 # Eager steps go through compile as well: one hook serves both, and asks at each call whether it is traced.
 from shardwise.compile.hooks import install_hooks
@@ -161,7 +161,8 @@ def fully_shard(
             their gradients are not reduced unless ``set_reduce_ignored_params(True)`` asks for it.
         dp_mesh_dims: which dimensions of ``mesh`` to shard and to replicate over, if ``mesh`` has others as
             well. Parameters may be DTensors on all of ``mesh``, replicated on these dimensions.
-        comm_policy: how and when the parameters travel; see :class:`CommPolicy`, whose defaults None takes.
+        comm_policy: how and when parameters are communicated; see :class:`CommPolicy`. None (default): its
+            defaults.
         sync_module_states: True gives all ranks the parameters and buffers of the first rank of the mesh, for
             weights that were loaded or drawn there only. The other ranks may have theirs on the meta device.
             Collective: sends every byte once along each mesh dimension. Ignored parameters stay as they are.
@@ -239,8 +240,9 @@ def fully_shard(
         )
         move.param.rename(found.names)
     leave_ties(group, found.ties, moves)
-    for kept in rule.outermost if mp_policy is not None and mp_policy.param_dtype else ():
-        cast_around(kept)
+    if mp_policy is not None and mp_policy.param_dtype:
+        for module in rule.full_precision_modules:
+            cast_around(module)
     _attach_to_modules(group, modules, found.names)
     return module
 
@@ -255,7 +257,7 @@ def _attach_to_modules(group: ParameterGroup, modules: list[nn.Module], names: d
         module.__dict__[PLACE] = Place(group, names[module] or group.name)
         nn_modules.mark_managed(module)
     install_hooks(member)
-    count_steps()  # from now on: state may be loaded, for which torch steps, before the first forward
+    install_step_hooks()  # from now on: state may be loaded, for which torch steps, before the first forward
     explain_calls(group)
     _build_tree(modules, member)
 

@@ -1,6 +1,6 @@
 """Notices the steps of optimizers: counts what they change, and tells who keeps unsharded parameters.
 
-Who has something to say before a step says it there too (`before_steps`).
+Code that must run before each step registers here as well (`before_steps`).
 
 Where parameters are DTensors, steps over lists (``foreach=True``, the default on devices) and fused steps
 change the contents but not the version counter, by which autograd refuses a backward whose weights have
@@ -63,8 +63,8 @@ OtherArguments = tuple[tuple[Any, ...], dict[str, Any]]
 _before: list[Callable[[torch.optim.Optimizer, Any, Any], OtherArguments | None]] = []
 
 
-def count_steps() -> None:
-    """Count the steps of all optimizers from now on."""
+def install_step_hooks() -> None:
+    """Notice the steps of all optimizers from now on. The hooks are of the process, and stay."""
     with _lock:
         if not _handles:
             _handles.append(register_optimizer_step_pre_hook(_about_to_step))
@@ -72,15 +72,15 @@ def count_steps() -> None:
 
 
 def before_steps(prepare: Callable[[torch.optim.Optimizer, Any, Any], OtherArguments | None]) -> None:
-    """Call ``prepare`` with an optimizer and its arguments before each step, once steps are counted.
+    """Call ``prepare`` with an optimizer and its arguments before each step, once the hooks are installed.
 
     It may raise, before anything has changed, or return other arguments.
     """
     _before.append(prepare)
 
 
-def tell_of_steps(listener: StepListener) -> None:
-    """Tell ``listener`` of every step, for as long as it lives, once steps are counted."""
+def add_step_listener(listener: StepListener) -> None:
+    """Tell ``listener`` of every step, for as long as it lives, once the hooks are installed."""
     with _lock:
         _listeners.add(listener)
 

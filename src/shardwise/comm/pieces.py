@@ -15,7 +15,7 @@ _dtype = attrgetter("dtype")
 
 
 def are_dense_of(dtype: torch.dtype, tensors: Sequence[Any]) -> bool:
-    """True if none is None, and all are contiguous and of ``dtype``; in passes in C."""
+    """True if none is None, and all are contiguous and of ``dtype``; in loops that run in C."""
     there = all(map(is_not, tensors, repeat(None)))
     return there and set(map(_dtype, tensors)) == {dtype} and all(map(Tensor.is_contiguous, tensors))
 

@@ -52,7 +52,7 @@ class ReplicaReduction:
     @property
     def has_work(self) -> bool:
         """False if the sum over the shard axis is the result."""
-        return not (self.all_reduce is self.earlier is self.hook is self.agree is None)
+        return any(each is not None for each in (self.all_reduce, self.earlier, self.hook, self.agree))
 
 
 NO_REPLICAS = ReplicaReduction()
@@ -213,9 +213,9 @@ class Reduction:
 
     def _start_replicas(self) -> Finish:
         replicas = self._replicas
-        parts = self._parts(self.output)
+        parts = self._segments_with_gradients(self.output)
         if replicas.earlier is not None:
-            for part, earlier in zip(parts, self._parts(replicas.earlier), strict=True):
+            for part, earlier in zip(parts, self._segments_with_gradients(replicas.earlier), strict=True):
                 part.add_(earlier)
         wait: Finish | None = None
         if replicas.all_reduce is not None:
@@ -235,7 +235,7 @@ class Reduction:
 
         return finish
 
-    def _parts(self, buffer: Tensor) -> list[Tensor]:
+    def _segments_with_gradients(self, buffer: Tensor) -> list[Tensor]:
         """The segments that may hold gradients, typed."""
         return [
             typed_range(buffer, segment.start, segment.end, segment.dtype)

@@ -150,7 +150,7 @@ class HostStream:
         return CommWork(start())
 
     def issue(self, call: Callable[..., Finish], *args: Any) -> Finish:
-        """``call(*args)``, which issues a collective of the work that is being submitted."""
+        """``call(*args)``, which issues a collective of the submitted work; tracing times it here."""
         return call(*args)
 
     def wait_for(self, other: "CommStream", work: CommWork) -> None:
@@ -161,7 +161,7 @@ class HostStream:
         """Nothing to do: computation on the host is done when the call returns."""
 
     def wait_for_optimizer(self, event: Any = None) -> None:
-        """Nothing to do: it is done as well."""
+        """Nothing to do: the optimizer has finished by now."""
 
     def copy_in(self, copy: Callable[[], _V]) -> _V:
         """The result of ``copy``, which reads memory of the host."""
@@ -258,7 +258,7 @@ class DeviceStream:
                 user.wait_event(done)
 
     def issue(self, call: Callable[..., Finish], *args: Any) -> Finish:
-        """``call(*args)``, which issues a collective of the work that is being submitted."""
+        """``call(*args)``, which issues a collective of the submitted work; tracing times it here."""
         return call(*args)
 
     def copy_in(self, copy: Callable[[], _V]) -> _V:

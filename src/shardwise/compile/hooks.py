@@ -19,8 +19,8 @@ def install_hooks(member: Member) -> None:
     """Drive the group of ``member`` by the forwards of its modules.
 
     Our hook before forward is the first, and the one after it the last, also among those registered later:
-    the caller's own hooks see full parameters, and what they return is what backward is announced by. The
-    latter runs after an exception as well.
+    the caller's own hooks see full parameters, and the outputs that they return announce backward. The one
+    after it runs after an exception as well.
     """
     for module in member.group.modules:
         after = module.register_forward_hook(

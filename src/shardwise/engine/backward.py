@@ -277,8 +277,8 @@ class BackwardPass:
 
     # --- gradients --------------------------------------------------------------------------------
 
-    def gradient_came(self, group: ParameterGroup) -> None:
-        """The first gradient of ``group`` has arrived."""
+    def gradient_arrived(self, group: ParameterGroup) -> None:
+        """A gradient of ``group`` has arrived."""
         if len(self.sessions) > 1:
             group.gradients.come_nested = True
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Feature:
-    """An optional part of one root. It overrides the points at which it is called; others cost nothing."""
+    """An optional part of one root. Subclasses override the points that they need; the rest cost nothing."""
 
     ranks_run_alike = True
     """False while ranks may run different numbers of forwards."""

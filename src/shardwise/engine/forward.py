@@ -2,8 +2,8 @@
 
 The order is recorded, then replayed: a forward records the groups that it enters. In the next forward, each
 group that is entered first prefetches the one that came after it, whose all-gather overlaps with the
-computation. Every step checks the record. A forward that leaves out some groups goes on behind them; if the
-order differs otherwise, prefetch stops until the next forward, which follows the new order.
+computation. Every step checks the record. Where a forward skips some groups, prefetch resumes behind them; if
+the order differs otherwise, prefetch stops until the next forward, which follows the new order.
 """
 
 from typing import TYPE_CHECKING
@@ -86,6 +86,7 @@ class ForwardPass:
         """The module of ``call`` has run: reshard its group, unless it is kept."""
         root, group, memory = self._root, call.group, self._root.memory
         is_led = group in memory.led
+        # Without grad mode this may be the first forward of a reentrant checkpoint, whose backward will come.
         if not is_led and (outcome is not NO_BACKWARD or not torch.is_grad_enabled()):
             self._exited.append(group)
         if outcome is ANNOUNCED:

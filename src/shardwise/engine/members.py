@@ -63,10 +63,10 @@ class GroupListener(Listener):
     root: "Root"
     group: ParameterGroup
 
-    def gradient_came(self) -> None:
-        """A full gradient is there; it may be the first of a backward that nothing has announced."""
+    def gradient_arrived(self) -> None:
+        """A gradient has arrived; it may be the first of a backward that nothing has announced."""
         self.root.find_or_begin_session()
-        self.root.running_backward.gradient_came(self.group)
+        self.root.running_backward.gradient_arrived(self.group)
 
     def part_complete(self) -> None:
         """All gradients of a part are there: it may be reduced."""

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from shardwise.buckets.bucket import Bucket
-from shardwise.buckets.optimizer_steps import tell_of_steps
+from shardwise.buckets.optimizer_steps import add_step_listener
 from shardwise.engine.calls import Call
 from shardwise.engine.feature import Features
 from shardwise.groups.group import ParameterGroup, axes_of
 from shardwise.groups.states import PARTLY, UNSHARDED, UNSHARDING
-from shardwise.layout.mesh import highest_over
+from shardwise.layout.mesh import all_reduce_max
 from shardwise.torch_compat.tensor_impl import assert_later
 
 
@@ -44,7 +44,7 @@ class Memory:
         self.accumulates = False
         """Whether nothing has run since a backward without synchronisation."""
         self._stepped: set[ParameterGroup] = set()  # since they were unsharded
-        tell_of_steps(self)
+        add_step_listener(self)
 
     # --- reasons ----------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class Memory:
     def _release_changed(self, kept: Sequence[ParameterGroup]) -> None:
         """Compare on the device, on all ranks. The host waits once, for the answer."""
         flags = torch.stack([group.shards.differ() for group in kept]).to(torch.int32)
-        highest_over(flags, axes_of(kept))
+        all_reduce_max(flags, axes_of(kept))
         for group, is_stale in zip(kept, flags.tolist(), strict=True):
             if is_stale:
                 self.release(group)

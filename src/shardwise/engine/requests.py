@@ -69,6 +69,6 @@ class Requests:
         self._root.preparation.streams.all_gather.wait_until_host_was_read()
 
     def take_post_optim_event(self) -> Any:
-        """The event of ``set_post_optim_event``, for the one who waits for it; nobody has to after that."""
+        """The event of ``set_post_optim_event``, for the caller, who must wait for it; it is cleared."""
         event, self.post_optim_event = self.post_optim_event, None
         return event

@@ -180,9 +180,9 @@ class Root:
     # --- after a failure --------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Make good what a failed backward left behind: it is gone without having ended.
+        """Clean up after a backward that failed before it reached its end: drop its gradients.
 
-        Its gradients are dropped. A failed forward leaves nothing: its hooks ran.
+        A failed forward leaves nothing: its hooks ran.
         """
         if self.backward is not None and not self.backward.is_running:
             self.abandon()
@@ -208,8 +208,8 @@ class Root:
     def tell_failed_forward(self) -> None:
         """The exception that is being handled leaves the outermost forward: other ranks wait for this one.
 
-        Not where forwards of ranks may differ, and those that run one alone have nobody waiting: a rank that
-        fails inside of ``inference()`` makes good what it owes.
+        Not where ranks may run different forwards: nobody may be waiting, and a rank that fails inside of
+        ``inference()`` takes part in what it has missed when the context ends.
         """
         error = sys.exc_info()[1]
         if error is None or self.calls.running or not self.features.ranks_run_alike:

@@ -24,7 +24,7 @@ from shardwise.engine.prefetch import Order
 from shardwise.engine.root import Root
 from shardwise.groups.group import ParameterGroup, axes_of
 from shardwise.groups.states import SHARDED
-from shardwise.layout.mesh import highest_over
+from shardwise.layout.mesh import all_reduce_max
 
 
 class Inference(Feature):
@@ -123,14 +123,14 @@ class Inference(Feature):
         """Whether any rank is about to run a forward, and whether its all-gathers have to be announced."""
         asks = not runs or self._plan is None
         flags = torch.tensor([runs, asks], dtype=torch.int32, device=self.root.device)
-        highest_over(flags, self._axes)
+        all_reduce_max(flags, self._axes)
         somebody_runs, somebody_asks = flags.tolist()
         return bool(somebody_runs), bool(somebody_asks)
 
     def _announce(self, place: int) -> int:
         """What ranks in a forward unshard next: 1 + its index in the root's groups, or 0 at the end."""
         places = torch.tensor([place], dtype=torch.int32, device=self.root.device)
-        highest_over(places, self._axes)
+        all_reduce_max(places, self._axes)
         return int(places.item())
 
 

@@ -48,7 +48,7 @@ class PartQueue:
     def begin(self, arrived: Iterable[int] = ()) -> None:
         """Start a backward: nothing has been sent, and only the gradients at ``arrived`` are there."""
         there = set(arrived)
-        self._missing = [self._trainable.intersection(part.indices) - there for part in self._all]
+        self._missing = [set(part.indices) & self._trainable - there for part in self._all]
         self._next = 0
         self.sent: set[int] = set()
         """Indices of parameters whose gradients have been sent."""
@@ -56,7 +56,7 @@ class PartQueue:
     def arrive(self, index: int) -> bool:
         """The gradient of one parameter has arrived. True if a part may be sent."""
         place = self._place_of[index]
-        self._missing[place] = self._missing[place] - {index}
+        self._missing[place].discard(index)
         return self._next < len(self._all) and not self._missing[self._next]
 
     def take_ready(self) -> Iterator[QueuedPart]:

@@ -90,7 +90,7 @@ class Gradients:
         if self.state is not PENDING:
             if self._group.unsharded.are_shards:
                 self._refuse_changed_shards()
-            listener.gradient_came()
+            listener.gradient_arrived()
             if self.state is REDUCING:
                 self.finish()
             self._step("accumulate")
@@ -100,7 +100,7 @@ class Gradients:
         elif queue is not None and index in queue.sent:
             self._finish_sent()  # this gradient is of another nested backward, and part of another sum
         elif self._group.policy.backward_prefetch == "after":
-            listener.gradient_came()  # if of a nested backward, the group is resharded later
+            listener.gradient_arrived()  # if of a nested backward, the group is resharded later
         self._awaited.discard(index)
         if not self._awaited:
             self._awaited = set(self._trainable)  # for another call, which a nested backward may reach

@@ -48,8 +48,8 @@ class Observer(Protocol):
 class Listener:
     """Called with what happens to one group, to decide what to do when. This one does nothing."""
 
-    def gradient_came(self) -> None:
-        """The first gradient of a backward has arrived."""
+    def gradient_arrived(self) -> None:
+        """An unsharded gradient has arrived: the first of a backward, or any where each is asked for."""
 
     def part_complete(self) -> None:
         """Some gradients may be reduced before the others."""
@@ -270,7 +270,7 @@ class ParameterGroup:
 
     # --- reporting --------------------------------------------------------------------------------
 
-    def label(self, what: str) -> AbstractContextManager[Any]:
+    def profiler_range(self, what: str) -> AbstractContextManager[Any]:
         """A profiler range for ``what``, a row of a trace, or no context if no profiler records."""
         if not autograd.profiler_is_on():
             return _NO_CONTEXT

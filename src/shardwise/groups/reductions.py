@@ -42,12 +42,12 @@ class Reductions:
 
     def send(self, parts: Iterable[QueuedPart]) -> list[PartReduction]:
         """Begin to reduce some parts before the others."""
-        with without_graph(), self._group.label("reduce-scatter"):
+        with without_graph(), self._group.profiler_range("reduce-scatter"):
             return self._issue(partial(self._send, parts))
 
     def send_rest(self, parts: Iterable[QueuedPart] | None) -> list[PartReduction]:
         """Begin to reduce all that is left: ``parts``, or all gradients together if that is None."""
-        with without_graph(), self._group.label("reduce-scatter"):
+        with without_graph(), self._group.profiler_range("reduce-scatter"):
             sent = self._issue(self._send_all if parts is None else partial(self._send, parts))
             self.close()
         return sent
@@ -145,7 +145,7 @@ class Reductions:
 
     @property
     def arrive_on_host(self) -> bool:
-        """True if one copies its result to host memory; it is better waited for late."""
+        """True if one copies its result to host memory: wait for it as late as possible."""
         return any(map(_arrives_on_host, self.in_flight()))
 
     def release_part(self, part_reduction: PartReduction) -> None:

@@ -5,7 +5,7 @@ Owns the state of the parameters (states.py). The root decides *when*.
 
 from collections.abc import Hashable, Sequence
 from functools import partial
-from operator import attrgetter, is_, methodcaller
+from operator import is_
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -32,7 +32,6 @@ from shardwise.torch_compat.functorch import innermost
 if TYPE_CHECKING:
     from shardwise.groups.group import ParameterGroup
 
-_buffer = attrgetter("buffer")
 
 _FOR_FORWARDS = (
     "Leave the context first. To run forwards with parameters that stay unsharded, as generation does, use "
@@ -168,7 +167,7 @@ class Unsharded:
         if self.state is SHARDED:  # from PARTLY, contents and versions are those of the all-gather before
             self.versions.note(group.shards.snapshot())
         group.tell("unshard")
-        with group.label("all-gather"):
+        with group.profiler_range("all-gather"):
             stream = group.streams.all_gather
             start = partial(stream.submit, partial(_start_all_gathers, stream, self.buckets))
             self._work = group.waits.issue(start, group.waits.for_all_gather)
@@ -341,7 +340,7 @@ class Unsharded:
         if type(tensor) not in (Tensor, nn.Parameter):
             return False
         address = innermost(tensor).data_ptr()
-        return any(map(methodcaller("holds", address), map(_buffer, self.buckets)))
+        return any(bucket.buffer.holds(address) for bucket in self.buckets)
 
     # ``wait``, ``reshard`` and ``keep_part`` ask for the next state first and set it last: an event that is
     # refused does nothing, and if the work fails, ``abandon`` finds the state in which it began.

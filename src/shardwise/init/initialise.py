@@ -17,7 +17,7 @@ from shardwise.init.inventory import Inventory, refuse_what_is_missing
 from shardwise.init.meta_memory import give_memory, named_tensors
 from shardwise.init.partial_loads import mark_partly_loaded, note_complete_load
 from shardwise.layout.fqns import clean, listed
-from shardwise.layout.mesh import Axis, axes_of, highest_over
+from shardwise.layout.mesh import Axis, all_reduce_max, axes_of
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import relayed
 from shardwise.ranks.model_ranks import Broadcast, axes_of_model, device_of_model
@@ -244,7 +244,7 @@ def _one_random_state(model: nn.Module, inventory: Inventory) -> Iterator[None]:
     states, theirs = broadcast.object((own, missing))
     differs = torch.tensor([int(theirs != missing)], device=comm_device)
     if axes:
-        highest_over(differs, axes)
+        all_reduce_max(differs, axes)
     if differs.item():
         here, there = (listed(names, 4) or "everything has" for names in (missing, theirs))
         raise RuntimeError(

@@ -44,7 +44,7 @@ class Axis:
 ALONE = Axis(None, 1, 0)
 
 
-def highest_over(values: torch.Tensor, axes: Sequence[Axis]) -> None:
+def all_reduce_max(values: torch.Tensor, axes: Sequence[Axis]) -> None:
     """The elementwise maximum over all ranks that ``axes`` connect, in place; the same on all of them.
 
     ``axes`` in an order that the ranks have in common.

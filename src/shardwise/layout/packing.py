@@ -17,14 +17,17 @@ LARGEST_PACKED_BYTES = 16 << 20
 """An unsharded parameter above this size would cost much memory if it were packed."""
 
 _SMALLEST_OF_LIMIT = 4
-"""So much smaller than the limit the chunk of such a parameter may be."""
+"""Chunks of such parameters may be smaller than the limit by up to this factor."""
 
 
-def choose_direct(chunk_bytes: Sequence[int], world: int, limit_bytes: float, most: float) -> list[bool]:
+def choose_direct(
+    chunk_bytes: Sequence[int], world: int, limit_bytes: float, max_direct: float
+) -> list[bool]:
     """For each parameter, whether it is direct, by the bytes of its chunk.
 
-    ``limit_bytes``: chunks from this size on are worth a collective of their own. ``most``: so many may be
-    direct, the largest of them; a bucket of many experts would issue hundreds of collectives at once.
+    ``limit_bytes``: chunks from this size on are worth a collective of their own. ``max_direct``: at most
+    so many are direct, the largest first; a bucket of many experts would issue hundreds of collectives at
+    once.
     """
     smallest = limit_bytes / _SMALLEST_OF_LIMIT
     direct = [
@@ -32,7 +35,7 @@ def choose_direct(chunk_bytes: Sequence[int], world: int, limit_bytes: float, mo
         for index, size in enumerate(chunk_bytes)
         if size >= limit_bytes or (size >= smallest and size * world > LARGEST_PACKED_BYTES)
     ]
-    if len(direct) > most:
-        direct = sorted(direct, key=lambda index: -chunk_bytes[index])[: int(most)]
+    if len(direct) > max_direct:
+        direct = sorted(direct, key=lambda index: -chunk_bytes[index])[: int(max_direct)]
     chosen = set(direct)
     return [index in chosen for index in range(len(chunk_bytes))]

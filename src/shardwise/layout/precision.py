@@ -53,7 +53,7 @@ class PrecisionRule:
         self._override: Any = getattr(policy, "param_dtype_override_fn", None)
         self._overridden: dict[int, bool] = {}  # by the parameter's id: it is asked once
         self._predicate: Callable[..., bool] | None = None
-        self.outermost: list[nn.Module] = []
+        self.full_precision_modules: list[nn.Module] = []
         """The managed modules of the classes given, whose inputs have to fit their parameters."""
         self._inside: set[nn.Module] = set()
         rule: Any = getattr(policy, "full_precision", None)
@@ -67,7 +67,7 @@ class PrecisionRule:
             if isinstance(module, classes) and module not in self._inside:
                 self._inside.update(module.modules())
                 if module in managed:
-                    self.outermost.append(module)
+                    self.full_precision_modules.append(module)
 
     def policy_for(self, places: Sequence[tuple[str, nn.Module]], param: nn.Parameter) -> Any:
         """What holds for ``param``, registered at ``places``: names and the modules around them.

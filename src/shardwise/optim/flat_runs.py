@@ -307,7 +307,7 @@ Groups = list[dict[str, Any]]
 
 
 class StepPlan:
-    """The runs of all param groups, and their premises, in lists that are compared in passes in C."""
+    """The runs of all param groups, and their premises, in lists that are compared in loops that run in C."""
 
     def __init__(self, groups: Groups) -> None:
         self.flats: list[list[Tensor]] = [[] for _ in groups]

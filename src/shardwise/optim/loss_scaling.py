@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.layout.mesh import axes_of, highest_over
+from shardwise.layout.mesh import all_reduce_max, axes_of
 from shardwise.params.sharded_gradient import DeferredGradient
 from shardwise.ranks.failures import relay_of_job
 from shardwise.torch_compat import dtensor, optimizers, tensor_impl
@@ -76,7 +76,7 @@ def _agree(found: dict[torch.device, Tensor], like: Tensor, params: list[Tensor]
     highest = like.to(devices.pop() if len(devices) == 1 else like.device, copy=True)
     for flag in found.values():
         torch.maximum(highest, flag.to(highest.device), out=highest)
-    highest_over(highest, axes)
+    all_reduce_max(highest, axes)
     for flag in found.values():
         flag.copy_(highest)
     found.setdefault(highest.device, highest)

@@ -1,4 +1,4 @@
-"""Questions about all parameters of a group at every unshard, in passes that run in C.
+"""Questions about all parameters of a group at every unshard, in loops that run in C.
 
 Twelve calls of a Python function cost as much as a collective of a small group. So each question is one
 ``map`` over the group, and costs nothing more while everything is unchanged. A snapshot may be out of date:

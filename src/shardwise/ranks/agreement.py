@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.layout.mesh import Axis, highest_over
+from shardwise.layout.mesh import Axis, all_reduce_max
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ def run_on_all_ranks(
     told = {name: repr(value) for name, value in (same or {}).items()}
     digest = int.from_bytes(sha256(repr(told).encode()).digest()[:7], "big")
     extremes = torch.tensor([int(failure is not None), digest, -digest], device=device)
-    highest_over(extremes, axes)
+    all_reduce_max(extremes, axes)
     somebody_failed, highest, lowest = extremes.tolist()
     if somebody_failed:
         raise _joint(_from_all(axes, failure), failure, error, says_rank) from error
@@ -87,7 +87,7 @@ def run_on_all_ranks(
 def _from_all(axes: Sequence[Axis], own: T) -> dict[int, T]:
     """Every rank's value, by global rank, in ascending order."""
     found = {dist.get_rank(): own}
-    for axis in [*axes, *axes[-2::-1]]:  # there and back, as in highest_over
+    for axis in [*axes, *axes[-2::-1]]:  # there and back, as in all_reduce_max
         everyone: list[Any] = [None] * axis.world
         dist.all_gather_object(everyone, found, group=axis.pg)
         for each in everyone:

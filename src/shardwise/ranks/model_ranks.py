@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.layout.mesh import Axis, axes_of, default_device_type, device_of, highest_over
+from shardwise.layout.mesh import Axis, all_reduce_max, axes_of, default_device_type, device_of
 from shardwise.torch_compat import c10d
 
 
@@ -101,7 +101,7 @@ class Broadcast:
         nobody = -(2**31)
         extremes = torch.tensor([own, -own] if self.is_source else [nobody, nobody], device=self._device)
         if axes:
-            highest_over(extremes, axes)
+            all_reduce_max(extremes, axes)
         last, first = extremes[0].item(), -extremes[1].item()
         if last == nobody:
             ranks = sorted({rank for axis in axes for rank in c10d.ranks_of(_group(axis))} | {own})

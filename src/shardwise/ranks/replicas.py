@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.layout.mesh import Axis, axes_of, highest_over, ranks_along
+from shardwise.layout.mesh import Axis, all_reduce_max, axes_of, ranks_along
 from shardwise.ranks.model_ranks import Broadcast
 from shardwise.torch_compat import c10d, dtensor, tensor_impl
 
@@ -240,7 +240,7 @@ def _differ_along(axis: Axis, table: Tensor) -> Tensor:
 def _any_over(axes: Sequence[Axis], *flags: Tensor) -> bool:
     flag = torch.stack(flags).any().to(torch.int64).view(1)
     if len(axes) > 1:
-        highest_over(flag, axes)
+        all_reduce_max(flag, axes)
     return bool(flag.item())
 
 
@@ -279,7 +279,7 @@ def _find(claims: Sequence[Claim], own: Tensor, differs: Sequence[bool], axes: S
     for claim, is_it, is_changed, number, telling in rows:
         if is_it and claim.name in shown and claim.takes_part and (not is_changed or telling != _LEAST):
             numbers[claim.name, claim.ranks] = {rank: number}
-    # There and back, as in highest_over.
+    # There and back, as in all_reduce_max.
     for axis in [*axes, *axes[-2::-1]]:
         others: list[Any] = [None] * axis.world
         dist.all_gather_object(others, (names, numbers), group=axis.pg)

@@ -11,7 +11,7 @@ from torch import nn
 from shardwise.comm import streams
 from shardwise.engine.members import Member
 from shardwise.groups.group import TracedWork
-from shardwise.layout.mesh import Axis, highest_over
+from shardwise.layout.mesh import Axis, all_reduce_max
 from shardwise.observe.sharded import members_to_observe
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.model_ranks import axes_of_model, device_of_model
@@ -139,7 +139,7 @@ def _members_to_trace(model: Any) -> list[Member]:
 def _clock(members: Sequence[Member], axes: Sequence[Axis], device: torch.device) -> Clock:
     """A clock that begins when all ranks have come here."""
     if axes:
-        highest_over(together := torch.zeros(1, device=device), axes)
+        all_reduce_max(together := torch.zeros(1, device=device), axes)
         together.item()  # on a device, the host waits
     own = members[0].group.device
     return DeviceClock(own) if streams.has_streams(own) else HostClock()
