@@ -195,3 +195,22 @@ def devices_of_offloaded() -> tuple[set[str], set[str]]:
 
 def test_offloaded_state_is_in_host_memory(world2: World) -> None:
     assert world2.run(devices_of_offloaded) == [({"cpu"}, {"cpu"})] * 2
+
+
+class WithState(torch.optim.SGD):
+    """Keeps something beside the states of parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["all of them"]["steps"] = self.state["all of them"].get("steps", 0) + 1
+        return super().step(closure)
+
+
+def test_state_that_is_of_no_parameter_stays_where_it_is() -> None:
+    param = nn.Parameter(torch.ones(2))
+    optimizer = WithState([param], lr=0.5)
+    offload_optimizer_state(optimizer, pin_memory=False)
+    for _ in range(2):
+        param.grad = torch.ones(2)
+        optimizer.step()
+    assert optimizer.state["all of them"] == {"steps": 2}
+    assert torch.equal(param.detach(), torch.zeros(2))

@@ -18,8 +18,13 @@ from shardwise.torch_compat import dtensor, optimizers, tensor_impl
 class GradScaler(optimizers.GradScalerBase):
     """``torch.amp.GradScaler`` whose infinities are seen by all ranks, however gradients are placed.
 
-    Arguments and use are those of torch's. Costs an all-reduce of one number for each mesh dimension, and one
-    more for all but one of them; all ranks must call ``step`` (or ``unscale_``) together.
+    Arguments and use are those of torch's. Costs 2 d - 1 all-reduces of one number for d mesh dimensions; all
+    ranks must call ``step`` (or ``unscale_``) together.
+
+    Raises:
+        RuntimeError: from ``step`` or ``unscale_``: gradients of backwards without synchronisation
+            (``no_sync``) wait to be reduced.
+        ValueError: gradients are in float16, as torch's raises.
 
     Example::
 

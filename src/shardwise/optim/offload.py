@@ -20,9 +20,12 @@ def offload_optimizer_state(optimizer: torch.optim.Optimizer, *, pin_memory: boo
         optimizer: any ``torch.optim.Optimizer`` over sharded or plain parameters.
         pin_memory: pin the host memory, so that copies run at full speed.
 
+    Raises:
+        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
+
     Costs two copies of the state a step over the bus, and the memory of the state on the device during the
     step. ``optimizer.state_dict()`` works at any time. Parameters in host memory have their state there
-    already; for them this does nothing.
+    already; for them this does nothing. State under keys that are not parameters stays where it is.
 
     Example::
 
@@ -44,7 +47,7 @@ class _StateMover:
         self._is_pinned = is_pinned
 
     def to_device(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for param, state in optimizer.state.items():
+        for param, state in _states(optimizer):
             device = dtensor.plain(param).device
             for name, value in state.items():
                 # Scalars, such as a step count, are where the optimizer wants them.
@@ -53,7 +56,7 @@ class _StateMover:
 
     def to_host(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         devices = set()
-        for param, state in optimizer.state.items():
+        for param, state in _states(optimizer):
             device = dtensor.plain(param).device
             if device.type == "cpu":
                 continue
@@ -63,6 +66,11 @@ class _StateMover:
                     state[name] = _moved(value, torch.device("cpu"), self._is_pinned)
         for device in devices:  # what was copied may be looked at from now on
             torch.accelerator.synchronize(device)
+
+
+def _states(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, dict[str, Any]]]:
+    """The states of parameters; some optimizers keep others beside them."""
+    return [(param, state) for param, state in optimizer.state.items() if isinstance(param, Tensor)]
 
 
 def _moved(tensor: Tensor, device: torch.device, is_pinned: bool) -> Tensor:
