@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -496,6 +497,74 @@ def test_stages_of_a_pipeline_have_averages_of_their_own(world4: World, tmp_path
         assert_same([got], want, 0.0)
 
 
+# --- ties -----------------------------------------------------------------------------------------
+
+
+def untied_into_tied(path: str, differ: bool) -> str:
+    """Rows of one and columns of the other: together they would fill the tied weight twice."""
+
+    def made(is_tied: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False))
+        if is_tied:
+            model[1].weight = model[0].weight
+        elif not differ:
+            model[1].weight.data.copy_(model[0].weight.data).view(-1)[3] = float("nan")
+            model[0].weight.data.view(-1)[3] = float("nan")
+        first = model[0].weight
+        return fully_shard(model, shard_placement_fn=lambda p: Shard(int(p is first and not is_tied)))
+
+    save_checkpoint(path, made(False))
+    model = made(True)
+    before = model[0].weight.detach().full_tensor()
+    try:
+        load_checkpoint(path, model)
+    except RuntimeError as error:
+        assert torch.equal(model[0].weight.detach().full_tensor(), before)
+        return str(error).replace(path, "PATH")
+    return "loaded"
+
+
+def test_different_values_for_tied_names_are_refused(world2: World, tmp_path: Path) -> None:
+    assert world2.run(untied_into_tied, str(tmp_path / "step-1"), False) == ["loaded"] * 2
+    for text in world2.run(untied_into_tied, str(tmp_path / "step-2"), True):
+        assert_expected_inline(text, """PATH: 0.weight and 1.weight are tied in the model, but differ in the checkpoint. Nothing was loaded. Untie them, or load the checkpoint into a model without the tie and copy the one that you want.""")
+
+
+# --- what ranks have of their own -----------------------------------------------------------------
+
+
+class Own:
+    """An object whose state ranks do not have in common."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "tensor": torch.full((1000,), float(len(str(self.value))))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"], state["tensor"][0].item()
+
+
+def buffers_of_ranks(path: str) -> tuple[set[float], Any]:
+    model = nn.Sequential(*(nn.BatchNorm1d(8) for _ in range(4)))
+    fully_shard(model)
+    rank = dist.get_rank()
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.fill_(rank)
+    own = Own("rank" + rank * "!")
+    save_checkpoint(path, model, states={"own": own})
+    load_checkpoint(path, model, states={"own": own})
+    return {value for b in model.buffers() if b.is_floating_point() for value in b.tolist()}, own.value
+
+
+def test_copies_that_differ_are_those_of_the_first_rank(world3: World, tmp_path: Path) -> None:
+    expected = ({0.0}, ("rank", 4.0))
+    assert world3.run(buffers_of_ranks, str(tmp_path / "checkpoint")) == [expected] * 3
+
+
 # --- inference mode -------------------------------------------------------------------------------
 
 
@@ -868,6 +937,20 @@ def test_the_latest_is_the_one_of_the_highest_number(tmp_path: Path) -> None:
     (tmp_path / "best").mkdir()
     (tmp_path / "best" / ".metadata").touch()  # no number: nobody knows how new it is
     assert value_at(latest_checkpoint(str(tmp_path))) == 100.0
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"),
+    [
+        ("epoch-1-step-900", "epoch-2-step-100"),
+        ("2026-01-31", "2026-02-01"),
+        ("step-100-copy-2000", "step-200"),
+    ],
+)
+def test_names_of_several_numbers_are_compared_from_the_left(tmp_path: Path, older: str, newer: str) -> None:
+    for value, name in enumerate((newer, older)):
+        saved_step(tmp_path / name, float(value))
+    assert latest_checkpoint(tmp_path) == tmp_path / newer
 
 
 def test_checkpoints_without_numbers_are_not_passed_by_in_silence(tmp_path: Path) -> None:

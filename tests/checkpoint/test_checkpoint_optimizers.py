@@ -24,7 +24,7 @@ from reference import OptimizerByName
 from torch import Tensor, nn
 
 import shardwise
-from shardwise import load_checkpoint, save_checkpoint
+from shardwise import fully_shard, load_checkpoint, save_checkpoint
 
 
 class Kind(OptimizerByName):
@@ -291,6 +291,65 @@ def test_a_parameter_may_be_unfrozen_after_loading(world2: World, world4: World,
     world2.run(unfrozen_later, run, False)
     assert_same(world2.run(unfrozen_later, run, True), want, 1e-10)
     assert_same(world4.run(unfrozen_later, run, True), want, 1e-10)
+
+
+class InTuples(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["pair"] = (torch.zeros_like(param), torch.ones_like(param))
+        return super().step(closure)
+
+
+def shards_in_tuples(run: Run) -> str:
+    model, _ = run.start(1)
+    optimizer = InTuples(model.parameters(), lr=0.1)
+    run.train(model, optimizer, 0)
+    return refusal(save_checkpoint, run.path, model, optimizer)
+
+
+def test_shards_in_a_tuple_are_not_saved(world2: World, tmp_path: Path) -> None:
+    for text in world2.run(shards_in_tuples, Run(path=str(tmp_path / "checkpoint"))):
+        assert "the optimizer keeps 'pair' of inlet.weight as a tuple of shards" in text
+
+
+def low_momentum(path: str) -> tuple[torch.dtype, bool]:
+    """State in float32, loaded over state in bfloat16."""
+    model = fully_shard(nn.Linear(4, 4).bfloat16())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step() -> Tensor:
+        model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        return optimizer.state[model.weight]["momentum_buffer"]
+
+    saved = optimizer.state[model.weight]["momentum_buffer"] = step().float() + 2.0**-20
+    save_checkpoint(path, model, optimizer)
+    optimizer.state[model.weight]["momentum_buffer"] = saved.bfloat16()
+    load_checkpoint(path, model, optimizer)
+    loaded = optimizer.state[model.weight]["momentum_buffer"]
+    return loaded.dtype, torch.equal(loaded.to_local(), saved.to_local())
+
+
+def test_state_has_the_dtype_that_was_saved_whatever_is_there(world2: World, tmp_path: Path) -> None:
+    assert world2.run(low_momentum, str(tmp_path / "checkpoint")) == [(torch.float32, True)] * 2
+
+
+def empty_group(path: str) -> list[float]:
+    """A group that is filled later, and has a schedule already."""
+    model = fully_shard(nn.Linear(4, 4))
+
+    def made(lr: float, later: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [*model.parameters()], "lr": lr}, {"params": [], "lr": later}])
+
+    save_checkpoint(path, model, made(0.1, 7.0))
+    loaded = made(0.2, 0.3)
+    load_checkpoint(path, model, loaded)
+    return [group["lr"] for group in loaded.param_groups]
+
+
+def test_a_group_without_parameters_gets_its_hyperparameters(world2: World, tmp_path: Path) -> None:
+    assert world2.run(empty_group, str(tmp_path / "checkpoint")) == [[0.1, 7.0]] * 2
 
 
 def only_trained(params: Any, **options: Any) -> torch.optim.Optimizer:

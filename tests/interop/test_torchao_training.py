@@ -16,6 +16,7 @@ from expecttest import assert_expected_inline
 from harness import World
 from reference import full
 from refusals import wrapped
+from scenario import one_thread
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -164,7 +165,8 @@ def test_it_is_known_what_low_bit_optimizers_quantise(kind: str) -> None:
 def test_shards_of_whole_blocks_train_as_in_one_process(
     world2: World, kind: str, shape: Shape, is_quantised: bool
 ) -> None:
-    expected, _ = with_low_bits(kind, shape, is_sharded=False)
+    with one_thread():
+        expected, _ = with_low_bits(kind, shape, is_sharded=False)
     for found, is_quantised_here in world2.run(with_low_bits, kind, shape, is_sharded=True):
         assert is_quantised_here == is_quantised
         torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from harness import World
 from models import WIDTH, random_batch
-from reference import mean_of_squares
+from reference import full, mean_of_squares
 from scenario import Side, assert_same
-from tensor_subclasses import Wrapper
+from tensor_subclasses import TravelsLow, Wrapper
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -330,3 +330,39 @@ def test_half_of_the_methods_or_lost_ones_are_an_error(world2: World) -> None:
 0.weight holds a Tensor, which has fsdp_pre_all_gather but no fsdp_post_all_gather; an all-gather needs both. Add it to the class, or to the tensor that has the other.
 0.weight: its shard was replaced by a Tensor without fsdp_pre_all_gather and fsdp_post_all_gather, by which its group unshards it. Methods that were put on a tensor stay with that tensor: put them on the new local tensor as well, or on its class.""",
     )
+
+
+# --- laid out anew --------------------------------------------------------------------------------
+
+
+class BesideAnOrdinaryOne(nn.Module):
+    def __init__(self, is_extended: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.low, self.plain = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+        weight = self.low.weight.detach().bfloat16().float()
+        self.low.weight = nn.Parameter(TravelsLow(weight, dtype=weight.dtype) if is_extended else weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plain(torch.tanh(self.low(x)).to(self.plain.weight.dtype))
+
+
+def cast_while_gradients_wait() -> list[Tensor]:
+    model, reference = BesideAnOrdinaryOne(True), BesideAnOrdinaryOne(False)
+    fully_shard(model)
+    model.set_requires_gradient_sync(False)
+    for each in (model, reference):
+        each(torch.ones(4, 8)).square().sum().backward()
+        each.plain.double()
+    model.set_requires_gradient_sync(True)
+    for each in (model, reference):
+        each(torch.ones(4, 8)).square().sum().backward()
+    grad = model.plain.bias.grad
+    assert grad is not None
+    assert reference.plain.bias.grad is not None
+    return [full(grad), reference.plain.bias.grad]
+
+
+def test_gradients_wait_while_a_neighbour_is_cast(world2: World) -> None:
+    for found, expected in world2.run(cast_while_gradients_wait):
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)

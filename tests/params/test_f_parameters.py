@@ -620,6 +620,52 @@ def test_f30_half_and_back(world2: World) -> None:
     assert_same(world2, halved, atol=0.0)
 
 
+def swapped(side: Side, how: str) -> None:
+    """What is assigned are shards of ours, in other places."""
+    model, other = side.shard_tower(built(even_tower)), side.shard_tower(built(even_tower))
+    with torch.no_grad():
+        for number, param in enumerate([*model.parameters(), *other.parameters()], 1):
+            param.mul_(1 + number / 50)
+    side.step(model, adamw(model), 0)
+    first, second, third = model.blocks
+    if how == "weights":
+        first.up.weight, second.up.weight = second.up.weight, first.up.weight
+    elif how == "shifted":
+        states = [block.state_dict() for block in (second, third, first)]
+        for block, state in zip(model.blocks, states, strict=True):
+            block.load_state_dict(state, assign=True)
+    else:
+        states = model.state_dict(), other.state_dict()
+        other.load_state_dict(states[0], assign=True)
+        model.load_state_dict(states[1], assign=True)
+    for each in (model, other):
+        side.steps(each, adamw(each), [1, 2])
+
+
+@pytest.mark.parametrize("how", ["weights", "shifted", "models"])
+def test_f10_shards_may_be_assigned_to_each_others_places(world2: World, how: str) -> None:
+    assert_same(world2, swapped, how)
+
+
+def tied_afterwards() -> str:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model)
+    model[1].weight = model[0].weight
+    try:
+        model(torch.ones(2, 4))
+    except RuntimeError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_f09_a_tie_within_a_group_after_sharding_is_refused(world2: World) -> None:
+    for text in world2.run(tied_afterwards):
+        assert_expected_inline(
+            text,
+            """0.weight and 1.weight were tied after fully_shard: one parameter stands in both places now. Tie them before fully_shard, or keep two parameters.""",
+        )
+
+
 def tied_and_recurrent(side: Side) -> None:
     torch.manual_seed(1234)
     for model in (Tied(), Chain(lambda: Recurrent(nn.LSTM), lambda: Recurrent(nn.GRU))):

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from failure_models import Failure, PartlyUsed, built
 from harness import World
+from meshed import refusal
 from models import WIDTH, even_tower, odd_model, random_batch, uneven_tower
 from reference import adamw, full, mean_of_squares
 from refusals import assert_says, sharded_tower
@@ -29,7 +30,7 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.tensor import Shard
 
 import shardwise
-from shardwise import MixedPrecisionPolicy, no_sync
+from shardwise import MixedPrecisionPolicy, fully_shard, no_sync
 from shardwise.policies import LowPrecisionReduction, QuantizedReduction
 from shardwise.strategies import register_comm_hook
 
@@ -786,6 +787,34 @@ def sum_of_errors(world: World, strategy: str, feedback: bool, steps: int) -> Te
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
     applied = torch.stack(results[0]).double().sum(0)
     return (applied - steps * vectors.mean(0)).abs()
+
+
+def feedback_after_a_cast() -> bool:
+    model = fully_shard(nn.Linear(6, 6), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    register_comm_hook(model, None, QuantizedReduction(block_size=64))
+    model(torch.ones(4, 6)).sum().backward()
+    model.zero_grad()
+    model.to(torch.bfloat16)
+    model(torch.ones(4, 6, dtype=torch.bfloat16)).sum().backward()
+    return torch.equal(full(model.bias.grad), torch.full((6,), 4.0, dtype=torch.bfloat16))
+
+
+def test_error_feedback_begins_anew_where_numbers_lie_elsewhere(world2: World) -> None:
+    assert world2.run(feedback_after_a_cast) == [True, True]
+
+
+def complex_weights() -> list[str]:
+    model = fully_shard(nn.Linear(4, 4, dtype=torch.complex64))
+    return [
+        refusal(register_comm_hook, model, None, hook)
+        for hook in (LowPrecisionReduction(), QuantizedReduction())
+    ]
+
+
+def test_complex_gradients_are_not_sent_as_real_ones(world2: World) -> None:
+    for texts in world2.run(complex_weights):
+        for text in texts:
+            assert "register_comm_hook: weight, bias are complex" in text
 
 
 @seats((3, "zero3"), (2, "ddp"), (4, "hybrid"))

@@ -163,7 +163,11 @@ class Bucket:
 
     @torch.no_grad()
     def sync_flat_shard(self) -> bool:
-        """Copy moved, converted or assigned shards into the flat shard; True if that was rebuilt."""
+        """Copy moved, converted or assigned shards into a new flat shard; True if there were any.
+
+        Not into the one that is there: what was assigned may be shards of ours, as where two parameters were
+        swapped, and is overwritten then before it is read, here or by another bucket.
+        """
         for param in self.params:
             local = dtensor.local_tensor(param.sharded)
             if local.device not in (self.storage.device, self.mesh.device):
@@ -176,10 +180,13 @@ class Bucket:
         if has_new_dtype or self.flat_shard.bytes.device != self.storage.device:
             for param in self.params:
                 param.follow_dtype()
-            self.rebuild_flat_shard()
-            return True
-        self._fill_flat_shard()
-        return False
+        elif all(
+            dtensor.local_tensor(p.sharded) is v
+            for p, v in zip(self.params, self.flat_shard.views, strict=True)
+        ):
+            return False
+        self.rebuild_flat_shard()
+        return True
 
     @torch.no_grad()
     def rebuild_flat_shard(self) -> None:

@@ -322,8 +322,8 @@ class _UnshardedExtension(UnshardedBucket):
 
     def start_all_gather(self, stream: CommStream) -> Finish:
         """All-gather into the same memory again."""
-        if self._is_fresh:
-            self._is_fresh = False
+        is_fresh, self._is_fresh = self._is_fresh, False
+        if is_fresh and self.buffer.allocated_bytes:  # else freed since: gradients were carried over
             return nothing
         self.buffer.allocate()
         with _as_values():

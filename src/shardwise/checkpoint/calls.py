@@ -49,7 +49,8 @@ def check_call(caller: str, path: Any, model: Any, flags: dict[str, Any]) -> Pat
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint in `directory`; None if it has none, or does not exist.
 
-    Newest is the highest number at the end of a name: step-100 after step-90, whatever the dates of files.
+    Newest is the highest number in a name: step-100 after step-90, whatever the dates of files. Of names with
+    several numbers these count from the left: epoch-2-step-100 after epoch-1-step-900.
     Names without a number are not considered; if there are no others, a warning says so. What an unfinished
     save has left behind is skipped. Wait for a save with ``keep`` that is still running: it removes older
     checkpoints.

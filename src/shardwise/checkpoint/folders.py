@@ -244,7 +244,7 @@ def newest(directory: Path) -> Path | None:
     refuse_forbidden(directory)
     # Names of one number are told apart by their text, so that all ranks choose the same one.
     complete = _complete(directory)
-    latest = max(filter(numbered, complete), key=lambda name: (_number(name), name), default=None)
+    latest = max(filter(numbered, complete), key=lambda name: (_numbers(name), name), default=None)
     if latest is not None:
         return complete[latest]
     if complete:
@@ -292,6 +292,11 @@ def free_bytes(path: Path) -> int:
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
+
+
+def _numbers(name: str) -> list[int]:
+    """All of them, from the left: 'epoch-2-step-100' is newer than 'epoch-1-step-900'."""
+    return [int(digits) for digits in re.findall(r"\d+", name)]
 
 
 def _number(name: str) -> int:

@@ -1,7 +1,7 @@
 """``load_checkpoint``."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.calls import OptimizerOrMany, check_call, in_plain_mode
@@ -37,8 +38,16 @@ from shardwise.init.meta_memory import give_memory, is_on_meta, refuse_lost
 from shardwise.init.partial_loads import mark_partly_loaded, note_complete_load
 from shardwise.layout.fqns import listed
 from shardwise.ranks.rank_group import RankGroup
-from shardwise.state.named_state import Optimizers, StatePath, as_optimizers, load_into, parameter_names
+from shardwise.state.named_state import (
+    Optimizers,
+    StatePath,
+    as_optimizers,
+    load_into,
+    memory_of,
+    parameter_names,
+)
 from shardwise.state.names import entries_of
+from shardwise.torch_compat import dtensor, tensor_impl
 
 
 @dataclass(frozen=True)
@@ -272,6 +281,7 @@ class Reading:
         objects = [key for key, target in targets.items() if target is None]
         self.values = self.values | read_objects(self.manifest, objects, verify, trust)
         check_records(self.manifest, {k: t for k, t in targets.items() if t is not None}, verify)
+        self._refuse_broken_ties()
 
     def run(self) -> None:
         """Read, and give everything to its owner."""
@@ -300,6 +310,30 @@ class Reading:
             targets |= state_plan.targets
         return targets
 
+    def _refuse_broken_ties(self) -> None:
+        """Refuse different values for names that are tied in the model: one would overwrite the other."""
+        first: dict[Hashable, tuple[str, Tensor]] = {}
+        for name, target in self.wanted.items():
+            key = self._saved.get(name, {}).get(())
+            is_plain = isinstance(target, Tensor) and tensor_impl.is_plain(dtensor.plain(target))
+            if not is_plain or key is None or self.manifest.tensor(key) is None:
+                continue
+            other, own = first.setdefault(memory_of(dtensor.plain(target)), (name, target))
+            if other == name:
+                continue
+            keys = self._saved[other][()], key
+            if keys[0] == key:
+                continue
+            there, here = _like(own), _like(target)
+            with _trying(f"reading {other} and {name} failed"):
+                read(self.manifest, dict(zip(keys, (there, here), strict=True)), trust=False)
+            if not torch.equal(_bits(there), _bits(here)):
+                raise RuntimeError(
+                    f"{self.manifest.path}: {other} and {name} are tied in the model, but differ in the "
+                    "checkpoint. Nothing was loaded. Untie them, or load the checkpoint into a model without "
+                    "the tie and copy the one that you want."
+                )
+
     @cached_property
     def _saved(self) -> dict[str, dict[StatePath, str]]:
         return by_first(self.manifest.under("model"))
@@ -310,6 +344,17 @@ class Reading:
         if is_extra_state(name) and md is not None:
             return torch.empty(md.size, dtype=md.properties.dtype)
         return self.wanted[name] if isinstance(self.wanted[name], Tensor) and md is not None else None
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """Memory of the same form, to be read into."""
+    local = dtensor.plain(tensor)
+    made = torch.empty_like(local, device="cpu" if local.is_meta else local.device)
+    return dtensor.make_dtensor(made, dtensor.spec_of(tensor)) if isinstance(tensor, DTensor) else made
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return dtensor.plain(tensor).contiguous().view(-1).view(torch.uint8)
 
 
 @contextmanager

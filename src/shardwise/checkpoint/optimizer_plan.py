@@ -3,6 +3,7 @@
 Nothing here changes an optimizer, and nothing communicates.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,9 +85,10 @@ def check_optimizers(
         for entries in saved.values()
     )
     taken: dict[int, str] = {}
+    empty = iter([group for group in groups if not group["params"]])
     plans = []
     for optimizer in optimizers:
-        plan = OptimizerPlan(_groups_for(manifest, optimizer, names, groups, owner, taken), {}, {}, {})
+        plan = OptimizerPlan(_groups_for(manifest, optimizer, names, groups, owner, taken, empty), {}, {}, {})
         for number, param in enumerate(parameters_of(optimizer)):
             name = _saved_name(names[param], owner)
             existing = optimizer.state.get(param, {})
@@ -155,10 +157,12 @@ def _groups_for(
     groups: list[dict[str, Any]],
     owner: dict[str, int],
     taken: dict[int, str],
+    empty: Iterator[dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """The optimizer's param groups with the hyperparameters of the checkpoint.
 
-    `taken` notes which of the checkpoint's groups were used, by a parameter in the one that used it.
+    `taken` notes which of the checkpoint's groups were used, by a parameter in the one that used it. Groups
+    without parameters, to be filled later, take those of `empty` in order.
     """
     found, number = [], 0
     for index, own in enumerate(optimizer.param_groups):
@@ -172,8 +176,10 @@ def _groups_for(
                     "two groups here. Build the optimizer with the same groups as the one that was saved."
                 )
             taken[source] = known[0]
-        if sources:
-            candidates = [groups[source] for source in sources]
+        candidates = [groups[source] for source in sources]
+        if not own["params"] and (other := next(empty, None)) is not None:
+            candidates = [other]
+        if candidates:
             _check_alike(manifest, type(optimizer).__name__, index, hyper, candidates)
             hyper |= {k: v for k, v in candidates[0].items() if k not in ("params", "param_names")}
         numbers = list(range(number, number + len(own["params"])))

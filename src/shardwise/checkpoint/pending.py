@@ -1,5 +1,6 @@
 """Saves in the background, and their order: each waits for the one before it."""
 
+import logging
 import threading
 import warnings
 from collections.abc import Callable
@@ -11,6 +12,8 @@ import torch.distributed as dist
 
 from shardwise.ranks.rank_group import RankGroup
 from shardwise.torch_compat import c10d
+
+_log = logging.getLogger(__name__)
 
 
 class PendingSave:
@@ -55,6 +58,8 @@ class PendingSave:
             act()
         except Exception as error:
             self._failure = type(error), str(error)
+            if self._thread is not None:  # perhaps nobody waits for it any more
+                _log.error("%s was not saved: %s: %s", self.path, type(error).__name__, error)
         except BaseException as error:
             self._failure = RuntimeError, f"{self.path} was not saved: interrupted by {type(error).__name__}"
             self._was_told = True

@@ -21,6 +21,7 @@ from shardwise.checkpoint.stateful import (
     check_objects,
     copied,
     refuse_shards,
+    refuse_shards_in_tuples,
     refuse_unreadable,
     states_of,
 )
@@ -158,6 +159,7 @@ def _state(
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     if optimizers:
         state["optimizer"] = state_of(optimizers, parameter_names(model))
+        refuse_shards_in_tuples(state["optimizer"])
     state[STATES] = states_of(check_objects(states))
     for what in state:
         refuse_unreadable(what, state[what])

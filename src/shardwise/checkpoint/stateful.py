@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.layout.fqns import listed
-from shardwise.state.named_state import StatePath, staged
+from shardwise.state.named_state import StatePath, leaves, staged
 from shardwise.torch_compat import dtensor
 
 STATES = "states"  # their key in a checkpoint
@@ -91,6 +91,29 @@ def refuse_unreadable(what: str, value: Any) -> None:
                 "with what its pickles need, where it is saved and where it is loaded; or convert the model "
                 "back before saving."
             )
+
+
+def refuse_shards_in_tuples(optimizer_state: dict[str, Any]) -> None:
+    """Refuse state that is a tuple of shards: torch stores a tuple whole, as one rank has it.
+
+    Raises:
+        ValueError: naming the first.
+    """
+    for name, values in optimizer_state["state"].items():
+        for key, value in values.items():
+            if _has_shard_in_tuple(value):
+                raise ValueError(
+                    f"save_checkpoint: the optimizer keeps '{key}' of {name} as a tuple of shards, which a "
+                    "checkpoint stores whole, as one rank has it: the other ranks would get its shards. "
+                    "State in a list or a dict can be saved."
+                )
+
+
+def _has_shard_in_tuple(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return any(isinstance(leaf, DTensor) for _, leaf in leaves(list(value)))
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(map(_has_shard_in_tuple, inside))
 
 
 def check_objects(states: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A checkpoint written by all ranks of a group: whole or not at all, and all of them raise alike."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -43,6 +44,29 @@ def write(
         rank_group.on_first(tidy, partial(_why_not_tidied, path))
 
 
+def make_planner() -> Any:
+    """A planner that takes what each rank has a copy of, and is no DTensor, from the lowest rank.
+
+    torch's own gives every copy to the rank that has least to write. Copies that differ, as buffers do, which
+    are each rank's own, would come from one rank and from another. DTensors are equal, and still spread.
+    """
+    from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan
+    from torch.distributed.checkpoint.planner import WriteItemType
+
+    class Planner(DefaultSavePlanner):
+        def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+            seen: set[Any] = set()
+            plans = []
+            for plan in all_plans:
+                shards = [item for item in plan.items if item.type is WriteItemType.SHARD]
+                copies = [i for i in plan.items if i.type is not WriteItemType.SHARD and i.index not in seen]
+                seen.update(item.index for item in copies)
+                plans.append(replace(plan, items=[*shards, *copies]))
+            return super().create_global_plan(plans)
+
+    return Planner()
+
+
 def _write_files(
     rank_group: RankGroup,
     folder: Path,
@@ -55,9 +79,9 @@ def _write_files(
     `save` itself warns where there is no process group, sends errors as pickles, which some cannot be, and
     does not say which rank could not write what.
     """
-    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+    from torch.distributed.checkpoint import FileSystemWriter
 
-    planner = DefaultSavePlanner()
+    planner = make_planner()
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0 if is_staged else 10_000_000)
     files = SummingFileSystem(writer.fs)
     writer.fs = cast(Any, files)

@@ -92,6 +92,10 @@ class Feedback:
     def __init__(self) -> None:
         self._kept: dict[int, Tensor] = {}
 
+    def forget(self) -> None:
+        """Drop all of it: places mean other parameters from now on."""
+        self._kept.clear()
+
     def add_to(self, place: int, rows: Tensor) -> None:
         """Add to ``rows``, in place, what they lacked the last time."""
         if place in self._kept:
@@ -186,7 +190,10 @@ class QuantizedExchange:
         self._codecs: dict[int, RowCodec] = {}  # by where the segment begins
 
     def plan_for(self, layout: Layout) -> None:
-        """Plan for the pieces of ``layout``."""
+        """Plan for the pieces of ``layout``, from now on in place of another."""
+        self._codecs.clear()
+        if self._feedback is not None:
+            self._feedback.forget()
         for segment in layout.packed_segments:
             if segment.end > segment.start and isinstance(segment.dtype, torch.dtype):
                 ranges = numbers_to_quantize(layout, segment)
@@ -251,7 +258,10 @@ class QuantizedSum:
         self._ranges: dict[int, list[tuple[int, int, bool]]] = {}
 
     def plan_for(self, layout: Layout) -> None:
-        """Plan for the tensors of ``layout``."""
+        """Plan for the tensors of ``layout``, from now on in place of another."""
+        self._ranges.clear()
+        if self._feedback is not None:
+            self._feedback.forget()
         for segment in layout.segments:
             if segment.end > segment.start and isinstance(segment.dtype, torch.dtype):
                 self._ranges[segment.start] = numbers_to_quantize(layout, segment)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shardwise.buckets.bucket import Bucket
 from shardwise.comm.streams import CommStreams
-from shardwise.engine.reduction_queue import ReductionQueue, room_for
+from shardwise.engine.reduction_queue import room_for
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.shards import meta_message
 from shardwise.layout.mesh import Axis
@@ -67,7 +67,7 @@ class Preparation:
                 if bucket.communication.would_change(choices):
                     group.shards.replan(partial(Bucket.communicate, **choices), bucket)
                 channel += 1
-        self._root.reductions = ReductionQueue(room_for(self._root.groups))
+        self._root.reductions.room = room_for(self._root.groups)  # of the same queue: it may be at work
         self._is_complete = True
 
     def start_over(self) -> None:

@@ -21,7 +21,7 @@ class ReductionQueue:
 
     def __init__(self, room: float) -> None:
         """``room``: the most bytes that gradients reduced in parts may hold."""
-        self._room = room
+        self.room = room
         self._reducing: deque[ParameterGroup] = deque()
         self._parts: deque[tuple[ParameterGroup, PartReduction]] = deque()
         self._copying_to_host: list[ParameterGroup] = []  # groups whose results are being copied to the host
@@ -52,7 +52,7 @@ class ReductionQueue:
         """Add the ``new`` parts of ``group``; wait for the oldest while all of them hold too much memory."""
         self._parts += [(group, part_reduction) for part_reduction in new]
         held = sum(part_reduction.num_bytes for _, part_reduction in self._parts)
-        while held > self._room and len(self._parts) > 1:
+        while held > self.room and len(self._parts) > 1:
             oldest_group, oldest = self._parts.popleft()
             held -= oldest.num_bytes
             oldest_group.reductions.release_part(oldest)

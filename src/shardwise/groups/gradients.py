@@ -79,6 +79,17 @@ class Gradients:
         parts = [bucket.reduction.parts for bucket in buckets]
         return PartQueue(list(zip(firsts, parts, strict=False)), self._trainable)
 
+    def refuse_replaced(self, index: int, full: Tensor) -> None:
+        """Refuse a gradient of an unsharded parameter that forward has used, and that was made anew since."""
+        fulls = self._group.unsharded.params
+        if not fulls or fulls[index] is not full:
+            param = self._group.shards.params[index]
+            raise RuntimeError(
+                f"{param.fqn}: the group '{self._group.name}' was changed between the forward that used it "
+                "and this backward (its dtype, or how it communicates), so that its gradient would be lost. "
+                "Change it between steps."
+            )
+
     @outside_transforms
     def arrived(self, index: int) -> None:
         """Autograd has accumulated the gradient of one unsharded parameter."""
@@ -319,9 +330,10 @@ def _average(gradients: list[Tensor], axis: Axis) -> None:
             gradient.copy_(part.view_as(gradient))
 
 
-def _tell_arrival(gradients: "weakref.ref[Gradients]", index: int, _full: Tensor) -> None:
+def _tell_arrival(gradients: "weakref.ref[Gradients]", index: int, full: Tensor) -> None:
     """A hook on an unsharded parameter. The reference is weak: Python's collector cannot see hooks in C++."""
     if (alive := gradients()) is not None:
+        alive.refuse_replaced(index, full)
         alive.arrived(index)
 
 

@@ -116,8 +116,9 @@ class Shards:
         """Adopt parameters that the caller has registered in place of ours, while nothing is unsharded."""
         if self._group.unsharded.state is not SHARDED:
             return
-        for param in self.params:
-            new = find_replacement(param)
+        replacements = [(param, find_replacement(param)) for param in self.params]
+        _refuse_new_ties(replacements)
+        for param, new in replacements:
             if new is not None:
                 param.adopt(new)
 
@@ -219,6 +220,18 @@ class Shards:
         """Let RNN modules see the parameters that are shown now; they keep a list of their own."""
         if self._rnns:
             refresh_flat_weights(self._rnns)
+
+
+def _refuse_new_ties(replacements: Sequence[tuple[Param, nn.Parameter | None]]) -> None:
+    """Refuse one sharded parameter in the places of two: a gradient would be lost."""
+    owners: dict[int, Param] = {}
+    for param, new in replacements:
+        first = owners.setdefault(id(param.sharded if new is None else new), param)
+        if first is not param:
+            raise RuntimeError(
+                f"{first.fqn} and {param.fqn} were tied after fully_shard: one parameter stands in both "
+                "places now. Tie them before fully_shard, or keep two parameters."
+            )
 
 
 def meta_message(names: Sequence[str]) -> str:

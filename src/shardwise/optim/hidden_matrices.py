@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.buckets.flat_slot import bucket_and_index
+from shardwise.layout.fqns import clean
 
 _EMBEDDINGS = ("embed", "wte", "wpe", "emb")
 _HEADS = ("head", "output", "classifier", "score", "logits", "embed_out")
@@ -42,7 +43,9 @@ def is_hidden_matrix(name: str, param: Tensor) -> bool:
     others = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
     if any(isinstance(module, others) for module in modules) or (param.dim() == 3 and not modules):
         return False
-    path = name.split(".")
+    path = clean(name).split(".")
+    if "parametrizations" in path:  # by torch.nn.utils.parametrize: up.parametrizations.weight.original
+        path = [*path[: path.index("parametrizations")], *path[path.index("parametrizations") + 1 :][:1]]
     own = path[-2] if len(path) > 1 else path[-1]
     is_head = own in _HEADS or own.endswith("_head")
     return not (is_head or _is_embedding(own) or _is_embedding(path[-1]))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.layout.fqns import clean
 from shardwise.optim.flat_optimizer import FlatOptimizer
 from shardwise.optim.hidden_matrices import Coefficients, is_hidden_matrix, newton_schulz
 from shardwise.optim.muon_step import MatrixStep, MuonPlan, Orthogonalize, RowBlocks, known_name, names_in
@@ -315,7 +316,7 @@ def _param_in(given: Any) -> Tensor:
 
 
 def _name_in(given: Any) -> str:
-    return str(given[0]) if isinstance(given, tuple) else known_name(given)
+    return clean(str(given[0])) if isinstance(given, tuple) else known_name(given)
 
 
 def _defaults_of_adamw(given: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwise.layout.fqns import clean
 from shardwise.optim.hidden_matrices import Coefficients, newton_schulz_cost
 from shardwise.optim.matrix_plan import Matrix, MatrixKey
 from shardwise.optim.whole_matrices import WholeMatrices
@@ -205,4 +206,4 @@ def known_name(param: Any) -> str:
 
 def names_in(group: dict[str, Any]) -> list[str]:
     """Of the parameters of a group; "" where nothing is known."""
-    return list(group.get("param_names") or map(known_name, group["params"]))
+    return [*map(clean, group.get("param_names") or map(known_name, group["params"]))]

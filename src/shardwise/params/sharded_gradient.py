@@ -115,6 +115,14 @@ class ShardedGradient:
         if deferred is None:
             return False
         if self._param.sharded.grad is not deferred:
+            if self._param.sharded.grad is not None and not self._shows_deferred:
+                warnings.warn(
+                    f"{self._param.fqn}: .grad was replaced while gradients of backward passes without "
+                    "synchronisation (set_requires_gradient_sync(False)) wait to be reduced. They are "
+                    "dropped, as if it had been set to None. Synchronise in the last backward before "
+                    "replacing .grad.",
+                    stacklevel=2,
+                )
             self._shows_deferred = False
             return True
         if not isinstance(deferred, DeferredGradient):

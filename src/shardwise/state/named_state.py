@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.layout.fqns import clean
+from shardwise.layout.fqns import clean, listed
 from shardwise.optim.offload import _StateMover
 from shardwise.state.names import parameters_of as named_parameters
 from shardwise.torch_compat import dtensor, optimizers, tensor_impl
@@ -65,8 +65,10 @@ def state_of(optimizers: Optimizers, names: Names) -> dict[str, Any]:
     """
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
+    owned: set[Tensor] = set()
     for optimizer in optimizers:
         check_parameters(optimizer, names)
+        _refuse_shared(optimizer, names, owned)
         saved = optimizer.state_dict()
         params = parameters_of(optimizer)
         for number, values in saved["state"].items():
@@ -77,17 +79,23 @@ def state_of(optimizers: Optimizers, names: Names) -> dict[str, Any]:
                     "beside the optimizer."
                 )
             name = names[params[number]][0]
-            if name in state:
-                raise ValueError(
-                    f"{type(optimizer).__name__}: another optimizer has state of {name} as well. Give each "
-                    "parameter to one optimizer."
-                )
             for key, value in values.items():
                 _check_whole(optimizer, name, key, value, params[number])
             state[name] = values
         for group in saved["param_groups"]:
             groups.append(_clean(group) | {"params": [names[params[n]][0] for n in group["params"]]})
     return {"state": state, "param_groups": groups}
+
+
+def _refuse_shared(optimizer: torch.optim.Optimizer, names: Names, owned: set[Tensor]) -> None:
+    """Refuse parameters that optimizers before this one step; add its own to them."""
+    params = parameters_of(optimizer)
+    if shared := [names[param][0] for param in params if param in owned]:
+        raise ValueError(
+            f"{type(optimizer).__name__}: another optimizer has {listed(shared)} as well, and a checkpoint "
+            "holds one state and one set of hyperparameters for each. Give each parameter to one optimizer."
+        )
+    owned.update(params)
 
 
 def _clean(group: dict[str, Any]) -> dict[str, Any]:
@@ -192,7 +200,7 @@ def blank(
 
     None: nothing says how a tensor of this size would be laid out.
     """
-    if isinstance(existing, Tensor) and existing.shape == size:
+    if isinstance(existing, Tensor) and existing.shape == size and existing.dtype == dtype:
         if not dtensor.plain(existing).is_meta or dtensor.plain(param).is_meta:
             return existing
         if not is_scalar:

@@ -12,6 +12,7 @@ from shardwise.comm.reducers import CommHookReducer, LowPrecisionReducer, Quanti
 from shardwise.engine.members import Member, sharded_members
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import EMPTY
+from shardwise.layout.fqns import listed
 from shardwise.policies import LowPrecisionReduction, QuantizedReduction
 
 _NAME = "register_comm_hook"
@@ -132,6 +133,12 @@ def _check_group(member: Member, divides_as_usual: bool) -> None:
         raise ValueError(
             f"{_NAME}: {group.name} was given a factor by set_gradient_divide_factor, but a hook divides by "
             "itself. Use one of the two."
+        )
+    complex_ones = [param.fqn for param in group.shards.params if param.precision.reduced.is_complex]
+    if complex_ones and divides_as_usual:
+        raise ValueError(
+            f"{_NAME}: {listed(complex_ones)} are complex, and LowPrecisionReduction and QuantizedReduction "
+            "send real numbers. Shard them as a group of their own, and register no hook there."
         )
     if group.gradients.state is not EMPTY:
         raise RuntimeError(
