@@ -4,7 +4,7 @@ import torch
 from tensor_subclasses import RowScaled, TravelsLow
 from torch import Tensor, nn
 
-from shardwise.state.named_state import staged
+from shardwise.state.named_state import memory_of, staged
 
 
 def test_tensors_of_a_class_are_told_apart_by_the_tensors_inside() -> None:
@@ -26,6 +26,8 @@ def test_one_memory_is_copied_once_for_each_way_to_see_it() -> None:
     copies = staged(views)
     assert copies[0] is copies[1]
     assert [copy.tolist() for copy in copies] == [view.tolist() for view in views]
+    on_meta = [torch.empty(2, device="meta") for _ in range(2)]
+    assert memory_of(on_meta[0]) == memory_of(on_meta[0].detach()) != memory_of(on_meta[1])
     empty = staged([torch.empty(0), torch.empty(0)])
     assert empty[0] is not empty[1]
 

@@ -175,7 +175,13 @@ def memory_of(tensor: Tensor) -> Hashable:
     if not all(tensor_impl.is_plain(part) and part.numel() for part in parts):
         return id(tensor)
     kind = None if tensor_impl.is_plain(tensor) else type(tensor)
-    return kind, tuple((p.data_ptr(), p.shape, p.stride(), p.dtype, p.device) for p in parts)
+    return kind, tuple((_address(p), p.shape, p.stride(), p.dtype, p.device) for p in parts)
+
+
+def _address(tensor: Tensor) -> Hashable:
+    if tensor.is_meta:  # has none
+        return tensor_impl.storage_key(tensor.untyped_storage()), tensor.storage_offset()
+    return tensor.data_ptr()
 
 
 # --- loading --------------------------------------------------------------------------------------
