@@ -194,14 +194,9 @@ class Bucket:
         if any(param.sharded.is_meta for param in self.params):
             self.lay_out(torch.device("meta"))
             return
-        with torch.inference_mode(False):
-            self.lay_out(self.storage.device)
-        self._fill_flat_shard()
-
-    def _fill_flat_shard(self) -> None:
         locals_ = [dtensor.local_tensor(param.sharded) for param in self.params]
         with torch.inference_mode(False):
+            self.lay_out(self.storage.device)
             self.flat_shard.fill(locals_)
-        for param, view, local in zip(self.params, self.flat_shard.views, locals_, strict=True):
-            if local is not view:
-                param.rebase(view)
+        for param, view in zip(self.params, self.flat_shard.views, strict=True):
+            param.rebase(view)

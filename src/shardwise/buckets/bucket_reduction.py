@@ -13,12 +13,12 @@ from torch import Tensor
 
 from shardwise.buckets.communication import Communication
 from shardwise.buckets.sharded_gradients import ShardedGradients
-from shardwise.comm.buffers import buffer_for, dtype_of, typed_range
+from shardwise.comm.buffers import buffer_for, local_views
 from shardwise.comm.quantized import QuantizedExchange, QuantizedSum
 from shardwise.comm.reduce_scatter import ReduceScatter
 from shardwise.comm.reduction import NO_REPLICAS, Destination, Hook, Reduction, ReplicaReduction
 from shardwise.comm.streams import CommStreams
-from shardwise.layout.slots import Layout, Slot
+from shardwise.layout.slots import Layout
 
 
 class BucketReduction:
@@ -134,8 +134,13 @@ class BucketReduction:
             return
         self.earlier = buffer_for(self._layout, self._mesh.device, is_filled=False)
         self._has_sum = before._has_sum
-        for slot, old in zip(self._layout.slots, before._layout.slots, strict=True):
-            _chunk_of(self.earlier, slot).copy_(_chunk_of(before.earlier, old))
+        rank = self._mesh.shard_axis.rank
+        views, old = (
+            local_views(self.earlier, self._layout, rank),
+            local_views(before.earlier, before._layout, rank),
+        )
+        for view, sums in zip(views, old, strict=True):
+            view.copy_(sums)
 
     def has_earlier_for(self, index: int) -> bool:
         """True while the sum of this parameter waits to be summed over replicas."""
@@ -154,8 +159,3 @@ class BucketReduction:
         """Drop all waiting sums, and what was in flight."""
         self.earlier = None
         self._has_sum = [False] * len(self._params)
-
-
-def _chunk_of(buffer: Tensor, slot: Slot) -> Tensor:
-    """This rank's chunk of a parameter, in a buffer that is laid out as a flat shard; 1D."""
-    return typed_range(buffer, slot.shard_offset, slot.shard_offset + slot.chunk_bytes, dtype_of(slot))

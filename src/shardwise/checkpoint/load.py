@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.calls import OptimizerOrMany, check_call, in_plain_mode
@@ -45,6 +44,7 @@ from shardwise.state.named_state import (
     load_into,
     memory_of,
     parameter_names,
+    with_memory,
 )
 from shardwise.state.names import entries_of
 from shardwise.torch_compat import dtensor, tensor_impl
@@ -322,9 +322,7 @@ class Reading:
             if other == name:
                 continue
             keys = self._saved[other][()], key
-            if keys[0] == key:
-                continue
-            there, here = _like(own), _like(target)
+            there, here = (with_memory(each, _host_if_meta(each)) for each in (own, target))
             with _trying(f"reading {other} and {name} failed"):
                 read(self.manifest, dict(zip(keys, (there, here), strict=True)), trust=False)
             if not torch.equal(_bits(there), _bits(here)):
@@ -346,11 +344,9 @@ class Reading:
         return self.wanted[name] if isinstance(self.wanted[name], Tensor) and md is not None else None
 
 
-def _like(tensor: Tensor) -> Tensor:
-    """Memory of the same form, to be read into."""
+def _host_if_meta(tensor: Tensor) -> torch.device:
     local = dtensor.plain(tensor)
-    made = torch.empty_like(local, device="cpu" if local.is_meta else local.device)
-    return dtensor.make_dtensor(made, dtensor.spec_of(tensor)) if isinstance(tensor, DTensor) else made
+    return torch.device("cpu") if local.is_meta else local.device
 
 
 def _bits(tensor: Tensor) -> Tensor:

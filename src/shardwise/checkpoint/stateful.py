@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.layout.fqns import listed
-from shardwise.state.named_state import StatePath, leaves, staged
+from shardwise.state.named_state import StatePath, staged
 from shardwise.torch_compat import dtensor
 
 STATES = "states"  # their key in a checkpoint
@@ -111,7 +111,7 @@ def refuse_shards_in_tuples(optimizer_state: dict[str, Any]) -> None:
 
 def _has_shard_in_tuple(value: Any) -> bool:
     if isinstance(value, tuple):
-        return any(isinstance(leaf, DTensor) for _, leaf in leaves(list(value)))
+        return any(isinstance(tensor, DTensor) for _, tensor in tensors_in(value))
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return any(map(_has_shard_in_tuple, inside))
 

@@ -44,7 +44,7 @@ def write(
         rank_group.on_first(tidy, partial(_why_not_tidied, path))
 
 
-def make_planner() -> Any:
+def _make_planner() -> Any:
     """A planner that takes what each rank has a copy of, and is no DTensor, from the lowest rank.
 
     torch's own gives every copy to the rank that has least to write. Copies that differ, as buffers do, which
@@ -81,7 +81,7 @@ def _write_files(
     """
     from torch.distributed.checkpoint import FileSystemWriter
 
-    planner = make_planner()
+    planner = _make_planner()
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0 if is_staged else 10_000_000)
     files = SummingFileSystem(writer.fs)
     writer.fs = cast(Any, files)

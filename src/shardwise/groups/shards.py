@@ -164,7 +164,7 @@ class Shards:
         return any(map(_is_on_meta, self._group.buckets))
 
     def _move_in(self) -> None:
-        """Copy shards that are stored elsewhere into the flat shards, laid out again if dtypes changed."""
+        """Copy shards that are stored elsewhere into new flat shards."""
         self.refuse_meta()
         unsharded = self._group.unsharded
         carried = [full.grad for full in unsharded.params]

@@ -26,7 +26,7 @@ from shardwise.groups.states import (
 )
 from shardwise.params.changes import UnshardedView, Versions
 from shardwise.params.parameter import FREED, Param
-from shardwise.torch_compat import autograd, dtensor
+from shardwise.torch_compat import autograd, dtensor, tensor_impl
 from shardwise.torch_compat.functorch import innermost
 
 if TYPE_CHECKING:
@@ -337,7 +337,7 @@ class Unsharded:
             return True
         if isinstance(tensor, DTensor):
             tensor = dtensor.local_tensor(tensor)
-        if type(tensor) not in (Tensor, nn.Parameter):
+        if not tensor_impl.is_plain(tensor):
             return False
         address = innermost(tensor).data_ptr()
         return any(bucket.buffer.holds(address) for bucket in self.buckets)

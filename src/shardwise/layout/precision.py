@@ -57,10 +57,12 @@ class PrecisionRule:
         """The managed modules of the classes given, whose inputs have to fit their parameters."""
         self._inside: set[nn.Module] = set()
         rule: Any = getattr(policy, "full_precision", None)
-        if rule is not None and not isinstance(rule, (type, tuple, list)):
+        if rule is None:
+            return
+        if not isinstance(rule, (type, tuple, list)):
             self._predicate = rule
             return
-        classes = () if rule is None else (rule,) if isinstance(rule, type) else tuple(rule)
+        classes = (rule,) if isinstance(rule, type) else tuple(rule)
         managed = set(managed_modules)
         # Of groups inside too: a parameter of theirs that is tied may move to the group of this call.
         for module in (each for root in modules for each in root.modules()):

@@ -45,7 +45,8 @@ def is_hidden_matrix(name: str, param: Tensor) -> bool:
         return False
     path = clean(name).split(".")
     if "parametrizations" in path:  # by torch.nn.utils.parametrize: up.parametrizations.weight.original
-        path = [*path[: path.index("parametrizations")], *path[path.index("parametrizations") + 1 :][:1]]
+        at = path.index("parametrizations")
+        path = [*path[:at], *path[at + 1 : at + 2]]
     own = path[-2] if len(path) > 1 else path[-1]
     is_head = own in _HEADS or own.endswith("_head")
     return not (is_head or _is_embedding(own) or _is_embedding(path[-1]))

@@ -75,9 +75,10 @@ class EMA:
         """
         self._refuse_swapped("update()")
         check_idle(self._model, "EMA.update")
-        self._refuse_unfrozen()
+        params = _averaged(self._model)
+        self._refuse_unfrozen(params)
         decay = _checked(self._decay(self.num_updates)) if callable(self._decay) else self._decay
-        averages, weights = self._pairs()
+        averages, weights = self._pairs(params)
         by_dtype: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for average, weight in zip(averages, weights, strict=True):
             some = by_dtype.setdefault((average.dtype, average.device), ([], []))
@@ -100,7 +101,7 @@ class EMA:
         """
         self._refuse_swapped("another swap()")
         check_idle(self._model, "EMA.swap")
-        averages, weights = self._pairs()
+        averages, weights = self._pairs(_averaged(self._model))
         with torch.inference_mode(False), torch.no_grad():
             own = [weight.clone() for weight in weights]
             _copy(averages, weights)
@@ -110,7 +111,7 @@ class EMA:
         finally:
             self._is_swapped = False
             with torch.inference_mode(False), torch.no_grad():
-                _copy(own, self._pairs()[1])
+                _copy(own, self._pairs(_averaged(self._model))[1])
 
     def state_dict(self) -> dict[str, Any]:
         """The averages by parameter name, sharded as the parameters are, and the number of updates.
@@ -161,9 +162,8 @@ class EMA:
             self._averages[name].copy_(value)
         self.num_updates = state["num_updates"]
 
-    def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Local tensors: averages, and the current weights of the model."""
-        params = _averaged(self._model)
+    def _pairs(self, params: dict[str, nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
+        """Local tensors: averages, and the current weights, of ``params``, which the model has now."""
         if lost := [name for name in self._averages if name not in params]:
             raise RuntimeError(f"EMA: the model has no parameter {listed(lost)} any more.")
         averages = [dtensor.plain(average) for average in self._averages.values()]
@@ -173,8 +173,7 @@ class EMA:
                 raise RuntimeError(f"EMA: {name} was sharded since: make the EMA after fully_shard.")
         return averages, weights
 
-    def _refuse_unfrozen(self) -> None:
-        params = _averaged(self._model)
+    def _refuse_unfrozen(self, params: dict[str, nn.Parameter]) -> None:
         if new := [name for name, p in params.items() if p.requires_grad and name not in self._averages]:
             raise RuntimeError(
                 f"EMA: {listed(new)} were frozen when the EMA was made, and are trainable now, but not "

@@ -210,7 +210,7 @@ def blank(
         if not dtensor.plain(existing).is_meta or dtensor.plain(param).is_meta:
             return existing
         if not is_scalar:
-            return _with_memory(existing, dtensor.plain(param).device)
+            return with_memory(existing, dtensor.plain(param).device)
     if isinstance(param, DTensor) and size == param.shape and not is_scalar:
         local = torch.empty_like(dtensor.plain(param), dtype=dtype)
         return dtensor.make_dtensor(
@@ -222,11 +222,11 @@ def blank(
     return None
 
 
-def _with_memory(state: Tensor, device: torch.device) -> Tensor:
-    """State as it is laid out, on ``device``.
+def with_memory(state: Tensor, device: torch.device) -> Tensor:
+    """New memory on ``device``, of the form of ``state``.
 
-    Adagrad and others make their state when they are built: on the meta device where the model is there. It
-    stays there when the model gets memory.
+    Also for state on the meta device, where Adagrad and others make it if the model is there when they are
+    built. It stays there when the model gets memory.
     """
     local = torch.empty_like(dtensor.plain(state), device=device)
     return dtensor.make_dtensor(local, dtensor.spec_of(state)) if isinstance(state, DTensor) else local
