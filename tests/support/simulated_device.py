@@ -150,11 +150,16 @@ class Device:
 
 
 def install(patch: pytest.MonkeyPatch, simulated: Device | None = None) -> Device:
-    """Have ``torch.get_device_module`` return a simulated device from now on."""
+    """Have ``torch.get_device_module`` return a simulated device from now on.
+
+    The process has no accelerator all the same, whatever torch was built for: models and meshes that name no
+    device are the host's.
+    """
     simulated = Device() if simulated is None else simulated
     generic: Any = GenericStream
     patch.setattr(torch, "Stream", generic)
     patch.setattr(torch.accelerator, "current_stream", generic)
+    patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     patch.setattr(torch, "get_device_module", lambda _=None: simulated)
     return simulated
 

@@ -97,7 +97,7 @@ class GlooExchange:
 
     def _exchange(self, pairs: list[tuple[Tensor, Tensor]], in_shard: Tensor, kind: int) -> list[Any]:
         """Receive into and send from each (buffer, source), one pair for each rank of ``_others``."""
-        place = in_shard.storage_offset() * in_shard.itemsize // ALIGNMENT
+        place = int(in_shard.storage_offset()) * in_shard.itemsize // ALIGNMENT
         channel = 2 * self.channel + kind
         tag = self._first_tag + (channel * self._channels_apart + place) % self._num_tags
         receives = [
