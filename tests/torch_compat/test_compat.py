@@ -302,6 +302,24 @@ def gloo_can_allocate() -> bool:
     return c10d.can_allocate(dist.group.WORLD, torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("error", "is_of_a_back_end"),
+    [
+        (dist.DistBackendError("NCCL error in: ..."), True),
+        (RuntimeError("NCCL AllReduce failed: unhandled system error \nNCCL Last Error: "), True),  # "nccl2"
+        (RuntimeError("NCCL communicator was aborted after a previous error"), True),
+        (
+            RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
+            True,
+        ),
+        (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
+        (ValueError("NCCL is not what the caller asked for"), False),
+    ],
+)
+def test_errors_of_back_ends_are_told_from_others(error: Exception, is_of_a_back_end: bool) -> None:
+    assert c10d.is_communication_error(error) == is_of_a_back_end
+
+
 def test_gloo_cannot_allocate(world1: World) -> None:
     assert world1.run(gloo_can_allocate) == [False]
 

@@ -298,11 +298,17 @@ def is_timeout(error: Exception) -> bool:
 
 
 def is_communication_error(error: Exception) -> bool:
-    """Whether a back end has raised it. gloo raises plain RuntimeErrors with its file names in the text."""
+    """Whether a back end has raised it.
+
+    gloo raises plain RuntimeErrors with its file names in the text; so does "nccl2", which is the "nccl" of
+    torch 2.15, with texts such as "NCCL AllReduce failed: remote process exited ...".
+    """
     if isinstance(error, dist.DistError):
         return True
-    return type(error) is RuntimeError and any(
-        each in str(error) for each in ("gloo", "pair closure", "Operation timed out!")
+    text = str(error)
+    return type(error) is RuntimeError and (
+        text.startswith("NCCL ")
+        or any(each in text for each in ("gloo", "pair closure", "Operation timed out!"))
     )
 
 
