@@ -1,11 +1,14 @@
 """Folders of checkpoints: two jobs in one, what crashes leave in them, and who may read them."""
 
+import itertools
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from torch import nn
 
 from shardwise import fully_shard, latest_checkpoint, load_checkpoint, save_checkpoint
 from shardwise.checkpoint import folders
+from shardwise.checkpoint import load as load_module
 from shardwise.checkpoint.writing import write
 from shardwise.ranks.rank_group import RankGroup
 
@@ -82,6 +86,78 @@ def test_two_jobs_that_save_to_one_path_leave_one_whole_checkpoint(
     assert others
     assert value_at(path) == (3.0 if moment in ("publish", "forget_previous") else 2.0)
     assert inside(tmp_path) == ["step-1"]
+
+
+REPLACED = "was replaced or removed by another job while it was read. Load it again"
+
+
+@pytest.mark.parametrize("moment", ["_opened", "read_objects", "check_records"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_load_is_of_one_save_though_another_job_saves_there(
+    tmp_path: Path, moment: str, verify: bool
+) -> None:
+    path, model = tmp_path / "last", nn.Linear(2, 2)
+    another_job_saves(path, 1.0)
+    real, others = getattr(load_module, moment), []
+
+    def before_another(*args: Any) -> Any:
+        result = real(*args)
+        if not others:
+            others.append(True)
+            another_job_saves(path, 3.0)
+        return result
+
+    with mock.patch.object(load_module, moment, before_another), open_files_stay_the_same():
+        if moment == "_opened":  # its files are known, but not open
+            before = model.weight.clone()
+            text = refusal(load_checkpoint, path, model, verify=verify)
+            assert text.startswith(f"FileNotFoundError: {path} {REPLACED}")
+            assert torch.equal(model.weight, before)
+        else:
+            assert load_checkpoint(path, model, verify=verify).shared["value"] == 1.0
+            assert model.weight.unique().tolist() == [1.0]
+    assert others
+    assert value_at(path) == 3.0
+
+
+@contextmanager
+def open_files_stay_the_same() -> Iterator[None]:
+    handles = Path("/proc/self/fd")
+    before = inside(handles) if handles.exists() else None
+    yield
+    assert before is None or inside(handles) == before
+
+
+def test_loads_beside_a_job_that_saves_there_again_and_again(tmp_path: Path) -> None:
+    path, ends, values = tmp_path / "last", threading.Event(), set()
+    another_job_saves(path, 0.0)
+
+    def save_on() -> None:
+        for value in itertools.count(1.0):
+            if ends.is_set():
+                return
+            another_job_saves(path, value)
+
+    with ThreadPoolExecutor(1) as others:
+        saves = others.submit(save_on)
+        try:
+            for _ in range(100):
+                try:
+                    values.add(value_at(path))
+                except FileNotFoundError as error:
+                    assert REPLACED in str(error)  # noqa: PT017, others succeed
+        finally:
+            ends.set()
+        saves.result()
+    assert len(values) > 1
+
+
+def test_more_files_than_are_kept_open(world4: World, tmp_path: Path) -> None:
+    path, model = tmp_path / "last", nn.Linear(2, 2)
+    world4.run(saved, path)
+    with mock.patch.object(folders, "_MOST_OPEN", 2):
+        load_checkpoint(path, model)
+    assert model.weight.unique().tolist() == [1.0]
 
 
 # --- what crashes leave behind --------------------------------------------------------------------

@@ -29,6 +29,7 @@ from zipfile import ZipFile
 import torch
 
 if TYPE_CHECKING:
+    from shardwise.checkpoint.folders import OpenFolder
     from shardwise.checkpoint.metadata_file import Record
 
 DIGESTS = ".digests"
@@ -146,27 +147,27 @@ class Digests:
     files: dict[str, Sums]
 
     @classmethod
-    def read(cls, folder: Path, metadata: bytes) -> "Digests | None":
+    def read(cls, folder: "OpenFolder", metadata: bytes) -> "Digests | None":
         """Read it, and verify `metadata`, the content of the index; None: there is none.
 
         Raises:
             ValueError: it is damaged, or `metadata` is.
         """
-        try:
-            content = (folder / DIGESTS).read_bytes()
-        except FileNotFoundError:
+        if folder.size(DIGESTS) is None:
             return None
+        with folder.open(DIGESTS) as file:
+            content = file.read()
         line, _, rest = content.partition(b"\n")
         if rest != sha256(line).hexdigest().encode() + b"\n":
             raise ValueError(
-                f"{folder} is damaged: {DIGESTS} is not what was written, so nothing tells whether the other "
-                "files are. Load an earlier checkpoint; verify=False loads this one as it is."
+                f"{folder.path} is damaged: {DIGESTS} is not what was written, so nothing tells whether "
+                "the other files are. Load an earlier checkpoint; verify=False loads this one as it is."
             )
         told = json.loads(line)
         if told["metadata"] != {"bytes": len(metadata), "sha256": sha256(metadata).hexdigest()}:
             raise ValueError(
-                f"{folder} is damaged: .metadata is not what was written, or is that of another save. It "
-                "says what all keys are; load an earlier checkpoint."
+                f"{folder.path} is damaged: .metadata is not what was written, or is that of another save. "
+                "It says what all keys are; load an earlier checkpoint."
             )
         return cls(told["save"], told["host"], {name: _sums(each) for name, each in told["files"].items()})
 
@@ -189,7 +190,9 @@ class Wanted:
     form: tuple[tuple[int, ...], torch.dtype] | None  # what it should be; None: it is no tensor
 
 
-def damaged(folder: Path, digests: Digests | None, records: Mapping[str, Iterable[Wanted]]) -> list[str]:
+def damaged(
+    folder: "OpenFolder", digests: Digests | None, records: Mapping[str, Iterable[Wanted]]
+) -> list[str]:
     """What of the records is not what was written, by file and key.
 
     Where there are no digests, as torch writes none, by the sums that are in the records themselves.
@@ -201,7 +204,7 @@ def damaged(folder: Path, digests: Digests | None, records: Mapping[str, Iterabl
     """
     found: list[str] = []
     for name, wanted in records.items():
-        with (folder / name).open("rb", buffering=0) as file:
+        with folder.open(name, buffering=0) as file:
             sums = None if digests is None else digests.files[name]
             found += _damaged_zips(name, file, wanted) if sums is None else _damaged(name, file, wanted, sums)
     return found

@@ -13,14 +13,16 @@ import os
 import re
 import shutil
 import socket
+import stat
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from shardwise.layout.fqns import listed
@@ -37,6 +39,9 @@ ABANDONED_S = 24 * 3600  # without a change, on a host whose processes are not s
 _TOKEN = r"(?P<host>[0-9a-f]{8})-(?P<pid>[0-9a-f]+)-(?P<began>[0-9a-f]+)-[0-9a-f]{6}"
 _HIDDEN = re.compile(rf"\.(?P<name>.+?)(\.(?P<token>{_TOKEN}))?\.(?P<kind>partial|previous|removed)")
 _FILES = re.compile(r"__\d+_\d+\.distcp|\.digests|\.metadata(\.tmp)?")
+
+_MOST_OPEN = 128  # files that a load keeps open; in most places a process may have 1024
+_SEARCH = getattr(os, "O_PATH", os.O_RDONLY)  # with O_PATH, a folder will do whose names may not be listed
 
 _running: set[str] = set()  # tokens of saves that go on in this process
 
@@ -102,18 +107,15 @@ def refuse_forbidden(path: Path) -> None:
         PermissionError: in words.
     """
     try:
-        os.stat(path)
-        is_readable = os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids)
-    except PermissionError:
-        is_readable = False
-    except OSError:
-        return  # it is not there, which is told in other words
-    if not is_readable:
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+    except PermissionError as error:
         user = f"user {os.geteuid()}" if hasattr(os, "geteuid") else "this user"
         raise PermissionError(
             f"{path} may not be read by {user} on {socket.gethostname()}. It may be whole; see who owns it "
             "and the folders above it (ls -ld), and run the job as a user who may read them."
-        )
+        ) from error
+    except OSError:
+        return  # it is not there, which is told in other words
 
 
 def why_not_a_checkpoint(path: Path) -> str:
@@ -133,6 +135,87 @@ def why_not_a_checkpoint(path: Path) -> str:
             f"it is a folder of checkpoints; load one of them, or latest_checkpoint: {', '.join(inside[:8])}"
         )
     return f"the folder has no file {METADATA}"
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+class OpenFolder:
+    """The folder of a checkpoint, opened once, so that all that is read of it is of one save.
+
+        a load                            another job, which saves to the same path
+        opens step-20
+        reads its .metadata
+                                          moves it to .step-20.TOKEN.previous, and its own save to step-20
+        reads its __0_0.distcp            by path, this would be the file of the new save
+                                          removes .step-20.TOKEN.previous
+        reads __0_0.distcp again          which is open, and so still there
+
+    A context manager.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._folder = os.open(path, _SEARCH | os.O_DIRECTORY)
+        self._kept: dict[str, int] = {}
+
+    def __enter__(self) -> "OpenFolder":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for each in (*self._kept.values(), self._folder):
+            os.close(each)
+        self._kept.clear()
+
+    @contextmanager
+    def open(self, name: str, buffering: int = -1) -> Iterator[Any]:
+        """A file of it, for reading.
+
+        Raises:
+            FileNotFoundError: it is not there.
+        """
+        kept = self._kept.get(name)
+        handle = self._handle(name) if kept is None else kept
+        try:
+            os.lseek(handle, 0, os.SEEK_SET)
+            with open(handle, "rb", buffering=buffering, closefd=False) as file:
+                yield file
+        finally:
+            if kept is None:
+                os.close(handle)
+
+    def keep_open(self, names: Iterable[str]) -> None:
+        """Open files that will be read, so that they can be read when another job has removed them."""
+        for name in names:
+            if name not in self._kept and len(self._kept) < _MOST_OPEN:
+                self._kept[name] = self._handle(name)
+
+    def size(self, name: str) -> int | None:
+        """The length of a file in bytes; None: there is no such file."""
+        kept = self._kept.get(name)
+        try:
+            found = os.stat(name, dir_fd=self._folder) if kept is None else os.fstat(kept)
+        except FileNotFoundError:
+            self._refuse_removed()
+            return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def _handle(self, name: str) -> int:
+        try:
+            return os.open(name, os.O_RDONLY, dir_fd=self._folder)
+        except FileNotFoundError:
+            self._refuse_removed()
+            raise
+
+    def _refuse_removed(self) -> None:
+        """Tell a folder that somebody has removed from one that lacks a file: the index goes first."""
+        try:
+            os.stat(METADATA, dir_fd=self._folder)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"{self.path} was replaced or removed by another job while it was read. Load it again, or "
+                "a checkpoint that no job replaces."
+            ) from error
 
 
 # --- one save -------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -117,7 +117,7 @@ def load_checkpoint(
         A :class:`shardwise.checkpoint.Loaded`.
 
     Raises:
-        FileNotFoundError: there is no checkpoint at `path`.
+        FileNotFoundError: there is no checkpoint at `path`, or another job has replaced it meanwhile.
         PermissionError: this process may not read it.
         ValueError: the checkpoint is damaged, not the same on all hosts, not one of this model, optimizer or
             states, or holds objects that only `trust=True` makes. Nothing has changed.
@@ -131,8 +131,6 @@ def load_checkpoint(
         loaded = load_checkpoint("run/step-100", model, optimizer)
         first_step = loaded.shared["step"] + 1
     """
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
     rank_group = all_ranks()
     if (last := saves_of(rank_group).last) is not None:
         last.end_before_next()
@@ -145,7 +143,24 @@ def load_checkpoint(
     place, optimizers, stateful = rank_group.run_on_all_ranks(check)
     told = {"path": str(place), "optimizer": bool(optimizers), "states": list(stateful)}
     rank_group.agree("load_checkpoint", told | flags)
-    manifest = rank_group.run_on_all_ranks(lambda: _opened(place, verify, trust))
+    with ExitStack() as files:
+        manifest = rank_group.run_on_all_ranks(lambda: _opened(files, place, verify, trust))
+        return _load(rank_group, manifest, model, optimizers, stateful, **flags)
+
+
+def _load(
+    rank_group: RankGroup,
+    manifest: Manifest,
+    model: nn.Module,
+    optimizers: Optimizers,
+    stateful: dict[str, Any],
+    strict: bool,
+    convert_dtype: bool,
+    verify: bool,
+    trust: bool,
+) -> Loaded:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
     _refuse_other_saves(rank_group, manifest)
     rank_group.on_first(manifest.check)
     names = parameter_names(model)
@@ -207,12 +222,19 @@ def _planned_on_meta(
         raise
 
 
-def _opened(path: Path, verify: bool, trust: bool) -> Manifest:
-    folders.refuse_forbidden(path / folders.METADATA)
-    place = folders.found(path)
-    if place is None:
-        raise FileNotFoundError(f"{path} is not a checkpoint: {folders.why_not_a_checkpoint(path)}.")
-    return Manifest.read(place, verify, trust)
+def _opened(files: ExitStack, path: Path, verify: bool, trust: bool) -> Manifest:
+    """The checkpoint at `path`; `files` closes it."""
+    for is_last in [False] * 9 + [True]:
+        folders.refuse_forbidden(path / folders.METADATA)
+        place = folders.found(path)
+        try:
+            if place is None:
+                raise FileNotFoundError(f"{path} is not a checkpoint: {folders.why_not_a_checkpoint(path)}.")
+            return Manifest.read(files.enter_context(folders.OpenFolder(place)), verify, trust)
+        except FileNotFoundError:
+            if is_last or not folders.is_complete(path):
+                raise  # else another job has saved between two of these lines
+    raise AssertionError
 
 
 def _refuse_other_saves(rank_group: RankGroup, manifest: Manifest) -> None:
@@ -224,8 +246,9 @@ def _refuse_other_saves(rank_group: RankGroup, manifest: Manifest) -> None:
     firsts = [line for rank, line in enumerate(lines) if seen[rank][0] not in [s for s, _, _ in seen[:rank]]]
     raise ValueError(
         f"ranks see different checkpoints: {listed(firsts)}. Each would load its part of another model. The "
-        "path is on disks of the hosts' own, or one of them sees an old state of a shared one. Put "
-        "checkpoints where all hosts see the same, or copy one of these to all hosts. Nothing was loaded."
+        "path is on disks of the hosts' own, or one of them sees an old state of a shared one, or another "
+        "job saves there. Put checkpoints where all hosts see the same, or copy one of these to all hosts; "
+        "load again if another job was saving. Nothing was loaded."
     )
 
 

@@ -30,18 +30,23 @@ HAS_DIGESTS = "digests"  # below it: that there are digests
 class Manifest:
     """The `.metadata` of a checkpoint."""
 
-    path: Path
+    folder: folders.OpenFolder
     metadata: Any  # torch.distributed.checkpoint.metadata.Metadata
     identity: str  # of the save: no other has the same
     digests: Digests | None = None
     places: dict[StatePath, str] = field(default_factory=dict)  # -> key in the checkpoint
 
+    @property
+    def path(self) -> Path:
+        """The folder of the checkpoint."""
+        return self.folder.path
+
     @classmethod
-    def read(cls, path: Path, verify: bool = True, trust: bool = False) -> "Manifest":
+    def read(cls, folder: folders.OpenFolder, verify: bool = True, trust: bool = False) -> "Manifest":
         """Read it.
 
         Args:
-            path: the folder.
+            folder: of the checkpoint; it stays open as long as something is read.
             verify: read the digests too, where there are any, and compare it with them.
             trust: unpickle whatever it holds.
 
@@ -50,8 +55,10 @@ class Manifest:
         """
         from torch.distributed.checkpoint.metadata import Metadata
 
-        content = (path / folders.METADATA).read_bytes()
-        digests = Digests.read(path, content) if verify else None
+        path = folder.path
+        with folder.open(folders.METADATA) as file:
+            content = file.read()
+        digests = Digests.read(folder, content) if verify else None
         metadata = _unpickled(path, content, trust)
         if not isinstance(metadata, Metadata) or metadata.storage_data is None:
             raise ValueError(
@@ -60,7 +67,7 @@ class Manifest:
         paths = metadata.planner_data or {}
         places = {tuple(paths.get(key, (key,))): key for key in metadata.state_dict_metadata}
         save = getattr(metadata.storage_meta, "save_id", None) or "without a name"
-        manifest = cls(path, metadata, f"{save} ({sha256(content).hexdigest()[:12]})", digests, places)
+        manifest = cls(folder, metadata, f"{save} ({sha256(content).hexdigest()[:12]})", digests, places)
         if verify and digests is None and (INFO, HAS_DIGESTS) in places:
             raise ValueError(
                 f"{path} is damaged: {DIGESTS} is missing, which says whether the other files are what was "
@@ -116,7 +123,8 @@ class Manifest:
             form = self._form(index) if self.digests is None else None
             wanted.setdefault(record.relative_path, []).append(Wanted(index.fqn, record, form))
         self._check_files(one.record for each in wanted.values() for one in each)
-        if verify and (wrong := damaged(self.path, self.digests, wanted)):
+        self.folder.keep_open(wanted)
+        if verify and (wrong := damaged(self.folder, self.digests, wanted)):
             raise ValueError(
                 f"{self.path} is damaged; what is there is not what was written in {listed(wrong)}. Nothing "
                 "was loaded; load an earlier checkpoint. verify=False loads it as it is."
@@ -179,12 +187,11 @@ class Manifest:
         exact = {} if self.digests is None else self.digests.lengths()
         wrong = []
         for name, length in sorted(needed.items()):
-            file = self.path / name
-            if not file.is_file():
+            size = self.folder.size(name)
+            if size is None:
                 wrong.append(f"{name} is missing")
                 continue
-            folders.refuse_forbidden(file)
-            size = file.stat().st_size
+            folders.refuse_forbidden(self.path / name)
             if size < length:
                 wrong.append(f"{name} has {size} bytes, of at least {length}")
             elif exact and size != exact.get(name):

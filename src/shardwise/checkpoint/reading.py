@@ -2,10 +2,12 @@
 
 import io
 from collections.abc import Mapping
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, cast
 
 import torch
 
+from shardwise.checkpoint.folders import OpenFolder
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.layout.fqns import listed
 
@@ -26,12 +28,28 @@ def read(manifest: Manifest, targets: dict[str, Any], trust: bool) -> None:
             self.state_dict[key] = _made(manifest, key, value, trust)
 
     reader = FileSystemReader(manifest.path)
+    reader.fs = cast(Any, _FilesOf(manifest.folder))
     planner = Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(targets, manifest.metadata, True)
     reader.set_up_storage_reader(manifest.metadata, True)
     plan = reader.prepare_local_plan(planner.create_local_plan())
     plan = planner.finish_plan(reader.prepare_global_plan(planner.create_global_plan([plan]))[0])
     reader.read_data(plan, planner).wait()
+
+
+class _FilesOf:
+    """The file system of a torch reader: a folder that is open already."""
+
+    def __init__(self, folder: OpenFolder) -> None:
+        self._folder = folder
+
+    def concat_path(self, path: Any, name: str) -> str:
+        """What torch's reader passes on to `create_stream`."""
+        return name
+
+    def create_stream(self, path: str, mode: str) -> AbstractContextManager[Any]:
+        """A file of the folder, for reading."""
+        return self._folder.open(path)
 
 
 def check_records(manifest: Manifest, targets: Mapping[str, Any], verify: bool) -> None:
@@ -56,7 +74,7 @@ def read_objects(manifest: Manifest, keys: list[str], verify: bool, trust: bool)
     check_records(manifest, targets, verify)
     try:
         read(manifest, targets, trust)
-    except PermissionError:
+    except (PermissionError, FileNotFoundError):
         raise
     except Objects as error:
         raise ValueError(str(error)) from error

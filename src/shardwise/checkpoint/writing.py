@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.digests import SummingFileSystem, write_digests
-from shardwise.checkpoint.folders import METADATA, Save
+from shardwise.checkpoint.folders import METADATA, OpenFolder, Save
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.ranks.rank_group import RankGroup
 from shardwise.state.disk import sync
@@ -28,7 +28,7 @@ def write(
         try:
             rank_group.on_first(lambda: folders.prepare(save), explain)
             _write_files(rank_group, save.partial, state, is_staged, explain)
-            rank_group.on_first(lambda: Manifest.read(save.partial).check(), explain)
+            rank_group.on_first(lambda: _check(save.partial), explain)
             rank_group.on_first(lambda: folders.publish(save), explain)
         except Exception:
             # On each rank: where hosts have disks of their own, each has written to its own.
@@ -42,6 +42,11 @@ def write(
                 folders.remove_older(save, keep)
 
         rank_group.on_first(tidy, partial(_why_not_tidied, path))
+
+
+def _check(folder: Path) -> None:
+    with OpenFolder(folder) as written:
+        Manifest.read(written).check()
 
 
 def _make_planner() -> Any:
