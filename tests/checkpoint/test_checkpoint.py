@@ -954,12 +954,43 @@ def test_the_latest_is_the_one_of_the_highest_number(tmp_path: Path) -> None:
         ("epoch-1-step-900", "epoch-2-step-100"),
         ("2026-01-31", "2026-02-01"),
         ("step-100-copy-2000", "step-200"),
+        ("epoch-1.25", "epoch-1.5"),
+        ("epoch-1", "epoch-1.25"),
+        ("epoch-1.5-step-900", "epoch-2-step-100"),
+        ("run-2024.9.30", "run-2024.10.1"),
+        ("step-9007199254740992", "step-9007199254740993"),
     ],
 )
 def test_names_of_several_numbers_are_compared_from_the_left(tmp_path: Path, older: str, newer: str) -> None:
     for value, name in enumerate((newer, older)):
         saved_step(tmp_path / name, float(value))
     assert latest_checkpoint(tmp_path) == tmp_path / newer
+
+
+def test_numbers_with_decimals_are_kept_in_their_order(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    for number in ("1", "1.25", "1.5"):
+        save_checkpoint(tmp_path / f"epoch-{number}", model)
+    assert latest_checkpoint(tmp_path) == tmp_path / "epoch-1.5"
+    save_checkpoint(tmp_path / "epoch-1.125", model, keep=1)  # later ones are not touched
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["epoch-1.125", "epoch-1.25", "epoch-1.5"]
+    save_checkpoint(tmp_path / "epoch-1.75", model, keep=2)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["epoch-1.5", "epoch-1.75"]
+    save_checkpoint(tmp_path / "epoch-2", model, keep=1)
+    assert latest_checkpoint(tmp_path) == tmp_path / "epoch-2"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_checkpoint_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    save_checkpoint(path, nn.Linear(1, 1))
+    for spelled in (path, f"{path}/", path / ".." / "run"):
+        with pytest.raises(ValueError, match="latest_checkpoint") as caught:
+            latest_checkpoint(spelled)
+        assert_expected_inline(
+            str(caught.value).replace(str(tmp_path), "PATH"),
+            """latest_checkpoint: PATH/run is itself a checkpoint, not a folder of checkpoints. Pass it to load_checkpoint, or the folder that holds it to latest_checkpoint.""",
+        )
 
 
 def test_checkpoints_without_numbers_are_not_passed_by_in_silence(tmp_path: Path) -> None:

@@ -50,7 +50,8 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint in `directory`; None if it has none, or does not exist.
 
     Newest is the highest number in a name: step-100 after step-90, whatever the dates of files. Of names with
-    several numbers these count from the left: epoch-2-step-100 after epoch-1-step-900.
+    several numbers these count from the left: epoch-2-step-100 after epoch-1-step-900. A number may have
+    decimals: epoch-1.5 after epoch-1.25. With more than one point, as in a date, the parts are numbers each.
     Names without a number are not considered; if there are no others, a warning says so. What an unfinished
     save has left behind is skipped. Wait for a save with ``keep`` that is still running: it removes older
     checkpoints.
@@ -66,6 +67,10 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     Returns:
         A path for :func:`load_checkpoint`. After a crash in the middle of replacing a checkpoint by one of
         the same name this is the older one, under the name at which it was set aside.
+
+    Raises:
+        ValueError: `directory` is itself a checkpoint.
+        PermissionError: this process may not read it.
 
     Example::
 

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -40,6 +41,7 @@ _TOKEN = r"(?P<host>[0-9a-f]{8})-(?P<pid>[0-9a-f]+)-(?P<began>[0-9a-f]+)-[0-9a-f
 _HIDDEN = re.compile(rf"\.(?P<name>.+?)(\.(?P<token>{_TOKEN}))?\.(?P<kind>partial|previous|removed)")
 _FILES = re.compile(r"__\d+_\d+\.distcp|\.digests|\.metadata(\.tmp)?")
 
+_NUMBER = r"\d+(?:\.\d+)*"  # in a name
 _MOST_OPEN = 128  # files that a load keeps open; in most places a process may have 1024
 _SEARCH = getattr(os, "O_PATH", os.O_RDONLY)  # with O_PATH, a folder will do whose names may not be listed
 
@@ -316,15 +318,24 @@ def _remove_checkpoint(place: Path, path: Path, token: str) -> None:
 # --- many checkpoints -----------------------------------------------------------------------------
 
 
-def numbered(name: str) -> tuple[str, int] | None:
-    """'step-90' -> ('step-', 90); None for a name that does not end in a number."""
-    match = re.fullmatch(r"(.*?)(\d+)", name)
-    return (match[1], int(match[2])) if match else None
+def numbered(name: str) -> tuple[str, list[Decimal]] | None:
+    """'step-90' -> ('step-', [90]); None for a name that does not end in a number."""
+    match = re.fullmatch(rf"(.*?)({_NUMBER})", name)
+    return (match[1], _parts(match[2])) if match else None
 
 
 def newest(directory: Path) -> Path | None:
-    """The complete checkpoint in `directory` of the highest number."""
+    """The complete checkpoint in `directory` of the highest number.
+
+    Raises:
+        ValueError: `directory` is one.
+    """
     refuse_forbidden(directory)
+    if is_complete(directory):
+        raise ValueError(
+            f"latest_checkpoint: {directory} is itself a checkpoint, not a folder of checkpoints. Pass it to "
+            "load_checkpoint, or the folder that holds it to latest_checkpoint."
+        )
     # Names of one number are told apart by their text, so that all ranks choose the same one.
     complete = _complete(directory)
     latest = max(filter(numbered, complete), key=lambda name: (_numbers(name), name), default=None)
@@ -351,7 +362,7 @@ def remove_older(save: Save, keep: int) -> None:
         return other is not None and other[0] == own[0] and other[1] < own[1]
 
     folder = save.path.parent
-    older = [(_number(name), name, place) for name, place in _complete(folder).items() if is_older(name)]
+    older = [(_numbers(name), name, place) for name, place in _complete(folder).items() if is_older(name)]
     for _, name, place in sorted(older, reverse=True)[keep - 1 :]:
         if not place.is_symlink():
             _remove_checkpoint(place, folder / name, save.token)
@@ -377,15 +388,14 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-def _numbers(name: str) -> list[int]:
+def _numbers(name: str) -> list[Decimal]:
     """All of them, from the left: 'epoch-2-step-100' is newer than 'epoch-1-step-900'."""
-    return [int(digits) for digits in re.findall(r"\d+", name)]
+    return [part for number in re.findall(_NUMBER, name) for part in _parts(number)]
 
 
-def _number(name: str) -> int:
-    split = numbered(name)
-    assert split is not None
-    return split[1]
+def _parts(number: str) -> list[Decimal]:
+    """'1.25' is less than '1.5'; of more than two parts, as dates have, each counts for itself."""
+    return [Decimal(part) for part in (number.split(".") if number.count(".") > 1 else [number])]
 
 
 # --- what crashes leave behind --------------------------------------------------------------------

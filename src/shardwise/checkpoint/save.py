@@ -71,7 +71,8 @@ def save_checkpoint(
         asynchronous: copy everything to host memory and return; write in the background, while training goes
             on. Costs host memory for this rank's shards.
         keep: afterwards remove older checkpoints beside `path` whose names differ by the number at their end
-            only, such that this many are left. Nothing that is not a complete checkpoint is removed.
+            only, in the order of :func:`latest_checkpoint`, such that this many are left. Nothing that is not
+            a complete checkpoint is removed.
 
     Returns:
         A :class:`shardwise.checkpoint.PendingSave`; without `asynchronous` it has ended. Wait for the last
