@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise
 from shardwise import clip_grad_norm_, fully_shard
 from shardwise.optim import grad_norms_by_module
+from shardwise.optim.passed_parameters import PassedAlong
 from shardwise.torch_compat import dtensor
 
 INF = math.inf
@@ -367,6 +368,104 @@ def test_a_rank_without_any_gradient_takes_part(world3: World) -> None:
         torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
 
 
+# --- lists that differ by rank --------------------------------------------------------------------
+
+
+def refused_beside_plain() -> str:
+    """One rank passes a kind of parameter more."""
+    params = params_of([Given((5, 3), LINES[2], ROWS), PLAIN])
+    return refusal(clip_grad_norm_, params[: 1 + dist.get_rank()], 1.0)
+
+
+def test_a_kind_that_one_rank_lacks_is_refused_on_all_ranks(world2: World) -> None:
+    for text in world2.run(refused_beside_plain):
+        assert "different parameters: plain parameters or some on other meshes (not on rank 0). The" in text
+
+
+def refused_lists(layout: Layout, chosen: list[list[int]], is_named: bool) -> tuple[str, bool]:
+    """Each rank passes those of ``chosen``, by the coordinate along the last mesh dimension."""
+    if is_named:
+        model = tower(layout, even_tower)
+        mean_of_squares(model, layout_inputs(layout, 0, model.inlet.in_features)).backward()
+        params = list(model.parameters())
+    else:
+        params = params_of([Given((rows, 2), layout, ROWS) for rows in (1, 2, 3)])
+    before = [full(param.grad) for param in params]
+    own = chosen[layout.mesh().get_coordinate()[-1]]
+    text = refusal(clip_grad_norm_, [params[index] for index in own], 1e-3)
+    return text, all(torch.equal(full(p.grad), b) for p, b in zip(params, before, strict=True))
+
+
+def test_lists_that_differ_by_rank_are_refused_on_all_ranks(world2: World) -> None:
+    first, second = world2.run(refused_lists, LINES[2], [[0, 1, 2], [2, 0]], True)
+    assert first == second
+    assert_expected_inline(
+        first[0],
+        """ValueError: clip_grad_norm_: ranks have passed different parameters: inlet.bias (not on rank 1). The norm is one of all that any rank passes, but each rank scales only what it passes itself. Pass the same on all ranks, as model.parameters() does; a parameter without .grad counts as zeros.""",
+    )
+    assert first[1]  # nothing was scaled
+    for text, is_untouched in world2.run(refused_lists, LINES[2], [[0, 1], [0, 2]], False):
+        assert is_untouched
+        assert_expected_inline(
+            text,
+            """ValueError: clip_grad_norm_: ranks have passed different parameters: one of shape (2, 2) (not on rank 1), one of shape (3, 2) (not on rank 0). The norm is one of all that any rank passes, but each rank scales only what it passes itself. Pass the same on all ranks, as model.parameters() does; a parameter without .grad counts as zeros.""",
+        )
+
+
+def test_replicas_hear_of_a_shard_that_differs(world4: World) -> None:
+    """Every rank of both replicas: the ranks of each have an all-reduce of their own."""
+    for text, is_untouched in world4.run(refused_lists, SQUARE, [[1, 2], [0, 1, 2]], True):
+        assert is_untouched
+        assert text.startswith(
+            "ValueError: clip_grad_norm_: ranks have passed different parameters: inlet.weight"
+        )
+
+
+def compared_where_reading_waits(steps: list[list[list[str]]]) -> list[str]:
+    """What ranks are told that pass ``steps[step][rank]``, if their gradients are on a device."""
+    rank, pg = dist.get_rank(), LINES[2].mesh().get_group()
+    told = []
+    for step in steps:
+        passed = PassedAlong("clip", pg, step[rank], is_on_host=False)
+        numbers = torch.zeros(2, dtype=torch.float64)
+        numbers[rank] = passed.number
+        dist.all_reduce(numbers, group=pg)
+        try:
+            passed.compare(numbers)
+            told.append("" if numbers.gt(0).all() else "not read")
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_where_reading_waits_ranks_read_only_what_is_new_to_them(world2: World) -> None:
+    same = [["a", "b"], ["b", "a"]]
+    first, second = world2.run(
+        compared_where_reading_waits, [same, same, [["a", "b"], ["a"]], [["c"], ["d"]]]
+    )
+    assert first[:3] == ["", "not read", "not read"]
+    assert second[:2] == ["", "not read"]
+    assert "different parameters: this rank 1 (a), rank 0 others." in second[2]
+    assert first[3] == second[3]
+    assert "different parameters: c (not on rank 1), d (not on rank 0)." in first[3]
+
+
+def clipped_by_stage(kind: float) -> Tensor:
+    """Pipeline stages hold parameters of their own, over ranks of their own."""
+    own = dist.get_rank() % 2
+    stages = nn.ModuleList(nn.Linear(4, 4 + index) for index in range(2)).double()
+    fully_shard(stages[own], mesh=TWO_D.mesh()["dp"])
+    stages[own](torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    return clip_grad_norm_(stages[own], 0.1, kind)
+
+
+def test_lists_of_ranks_that_no_mesh_connects_may_differ(world4: World) -> None:
+    norms = world4.run(clipped_by_stage, 2.0)
+    assert norms[0] == norms[2]
+    assert norms[1] == norms[3]
+    assert norms[0] != norms[1]
+
+
 # --- what comes back ------------------------------------------------------------------------------
 
 
@@ -489,19 +588,19 @@ def calls_of_given(givens: list[Given]) -> list[tuple[str, int]]:
 
 PLAIN = Given((3,))
 WIRES: dict[str, tuple[Any, Any, list[int]]] = {
-    # Numbers of each all-reduce: ranks of the dimension times kinds of placement that it concerns.
-    "sharded": (calls_of_tower, LINES[4], [4]),
-    "hybrid": (calls_of_tower, SQUARE, [2]),
+    # Numbers of each all-reduce: one for each kind of placement that it concerns and one more, in fours, of each rank.
+    "sharded": (calls_of_tower, LINES[4], [16]),
+    "hybrid": (calls_of_tower, SQUARE, [8]),
     "replicated": (calls_of_tower, COPIES, []),
     "hybrid_of_one_shard": (calls_of_tower, TALL, []),
-    "hybrid_of_one_replica": (calls_of_tower, Layout((1, 4)), [4]),
-    "mlps": (calls_in_two_dimensions, "mlps", [4, 6]),  # biases of `down` are on both, but sharded over dp
-    "all_on_both": (calls_in_two_dimensions, "everything", [4, 2]),
+    "hybrid_of_one_replica": (calls_of_tower, Layout((1, 4)), [16]),
+    "mlps": (calls_in_two_dimensions, "mlps", [8, 8]),  # biases of `down` are on both, but sharded over dp
+    "all_on_both": (calls_in_two_dimensions, "everything", [8, 8]),
     "only_plain": (calls_of_given, [PLAIN, PLAIN], []),
-    "plain_beside_sharded": (calls_of_given, [PLAIN, Given((4,), LINES[4], ROWS), PLAIN], [8]),
-    "plain_beside_replicated": (calls_of_given, [PLAIN, Given((4,), COPIES, (Replicate(),))], [4]),
-    "same_ranks": (calls_of_given, [Given((4,), LINES[4], ROWS), Given((4,), COPIES, ROWS)], [4]),
-    "two_meshes": (calls_of_given, [Given((4,), LINES[4], ROWS), Given((4,), SQUARE, (Shard(0),) * 2)], [4, 2, 2]),
+    "plain_beside_sharded": (calls_of_given, [PLAIN, Given((4,), LINES[4], ROWS), PLAIN], [16]),
+    "plain_beside_replicated": (calls_of_given, [PLAIN, Given((4,), COPIES, (Replicate(),))], [16]),
+    "same_ranks": (calls_of_given, [Given((4,), LINES[4], ROWS), Given((4,), COPIES, ROWS)], [16]),
+    "two_meshes": (calls_of_given, [Given((4,), LINES[4], ROWS), Given((4,), SQUARE, (Shard(0),) * 2)], [16, 8, 8]),
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from shardwise.optim.norms import (
     norms_of_pieces,
     stacked,
 )
+from shardwise.optim.passed_parameters import PassedParameters
 from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.ranks.failures import relay_of_job, relayed
 from shardwise.ranks.model_ranks import axes_of_given
@@ -54,11 +55,11 @@ def clip_grad_norm_(
         The norm before clipping: a plain tensor without dimensions on the device of the mesh, float32, or
         float64 if a gradient is. The same bits on every rank of the largest mesh.
 
-    Collective: all ranks of a mesh call it, with corresponding parameters in the same order. It costs one
-    all-reduce of 8 bytes a rank and kind of placement for each mesh dimension over which a parameter is
-    sharded, and none where nothing is. Which ones depends on the parameters alone: a rank may lack any
-    gradient. Gradients with other placements than their parameter (``Partial``) are redistributed first, one
-    by one, to be measured.
+    Collective: all ranks of a mesh call it, with the same parameters. It costs one all-reduce for each mesh
+    dimension over which a parameter is sharded, and none where nothing is. Each is of 32 bytes a rank: 8 for
+    each kind of placement, of which there are seldom more than three, and 8 to compare the parameters. Which
+    ones depends on the parameters alone: a rank may lack any gradient. Gradients with other placements than
+    their parameter (``Partial``) are redistributed first, one by one, to be measured.
 
     Parameters may differ between ranks where no mesh says how they belong together: plain ones beside
     DTensors, whose gradients are the rank's own (``ignored_params``), and DTensors on a slice of a mesh on
@@ -68,7 +69,9 @@ def clip_grad_norm_(
 
     Raises:
         TypeError: no module, tensor or iterable of tensors; ``max_norm`` or ``foreach`` of another type.
-        ValueError: ``max_norm`` is negative or NaN, ``norm_type`` is not above 0.
+        ValueError: ``max_norm`` is negative or NaN, ``norm_type`` is not above 0, or the ranks of a mesh have
+            passed different parameters. On a device, where reading the answer would wait, a rank that passes
+            the same as in an earlier step learns of that in its next wait.
         RuntimeError: gradients of backwards without synchronisation wait to be reduced, a gradient is not on
             the mesh of its parameter, or the norm is not finite and ``error_if_nonfinite`` is set. Gradients
             are then as they were.
@@ -121,9 +124,10 @@ def grad_norms_by_module(model: nn.Module, *, norm_type: float | str = 2.0) -> d
         raise TypeError(f"{caller}: model is {describe(model)}; pass an nn.Module.")
     power = _check_norm_type(caller, norm_type)
     params = list(model.parameters())
-    gradients = gradients_of(params, caller, partial(_name_of, model))
+    passed = PassedParameters(caller)
+    gradients = gradients_of(params, passed, partial(_name_of, model))
     pieces = norms_of_pieces(gradients.measured, power, is_foreach=True)
-    plan = NormPlan(gradients, next(iter(params), None))
+    plan = NormPlan(gradients, passed, next(iter(params), None))
     index_of = {id(param): index for index, param in enumerate(gradients.params)}
     inside = {
         name: indices
@@ -156,8 +160,9 @@ def _clip(
         given = _check_parameters(caller, model_or_parameters)
         name_of = partial(_name_of, given)
         is_module = isinstance(given, nn.Module)
-        gradients = gradients_in(given, caller, name_of)
-        plan = NormPlan(gradients, next(iter(given.parameters() if is_module else given), None))
+        passed = PassedParameters(caller)
+        gradients = gradients_in(given, passed, name_of)
+        plan = NormPlan(gradients, passed, next(iter(given.parameters() if is_module else given), None))
         own = []
         for column in plan.split(gradients.measured):
             norms = norms_of_pieces(column, power, foreach is not False)
@@ -166,7 +171,7 @@ def _clip(
         total = plan.over_ranks(own, power)[0].to(_dtype_of_result(gradients))
         if error_if_nonfinite and not total.isfinite():
             each = list(given.parameters()) if is_module else given
-            gradients = gradients_of(each, caller, name_of)  # one by one, to be told apart
+            gradients = gradients_of(each, passed, name_of)  # one by one, to be told apart
             of_each = norms_of_pieces(gradients.measured, power, foreach is not False)
             raise RuntimeError(_message_about_nonfinite(total, power, gradients, of_each, name_of))
         if limit < math.inf:

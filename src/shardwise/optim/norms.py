@@ -12,7 +12,8 @@ that all ranks clip by the same.
 
 Ranks all-reduce a vector of zeros in which each has filled in its own number, and every rank combines all
 numbers in the same order. So the result has the same bits everywhere, whatever the order of additions of a
-back end; a NaN arrives, which a maximum may lose; and powers, which may overflow, never leave a rank.
+back end; a NaN arrives, which a maximum may lose; and powers, which may overflow, never leave a rank. One
+more number of each rank stands for its parameters (passed_parameters.py).
 """
 
 import math
@@ -33,6 +34,9 @@ from torch.distributed.tensor.placement_types import Placement
 from shardwise.buckets.bucket import Bucket
 from shardwise.buckets.flat_slot import bucket_and_index
 from shardwise.comm.communicators import all_reduce
+from shardwise.layout.chunks import round_up
+from shardwise.optim.passed_parameters import PassedParameters
+from shardwise.params.replaced_parameter import NAME
 from shardwise.params.sharded_gradient import DeferredGradient
 from shardwise.setup.validation import PLACE
 from shardwise.torch_compat import dtensor, foreach, nn_modules
@@ -75,7 +79,7 @@ class Gradients:
 
 
 def gradients_in(
-    model: nn.Module | Sequence[Tensor], caller: str, name_of: Callable[[Tensor], str]
+    model: nn.Module | Sequence[Tensor], passed: PassedParameters, name_of: Callable[[Tensor], str]
 ) -> Gradients:
     """Those of all parameters in ``model``, as few tensors; what ``gradients_of`` may raise.
 
@@ -93,9 +97,10 @@ def gradients_in(
         ):
             spec = dtensor.spec_of(shards[0])
             together.append((shards[0], flat, flat, (spec.mesh, without_sums(spec.placements))))
+            passed.add(spec.mesh, map(_fqn, bucket.params))
             deque(map(params.pop, keys), maxlen=0)
     columns: Any = zip(*together, strict=True) if together else ((), (), (), ())
-    return Gradients(*columns).and_those_of(gradients_of(list(params.values()), caller, name_of))
+    return Gradients(*columns).and_those_of(gradients_of(list(params.values()), passed, name_of))
 
 
 def _of_module(model: nn.Module) -> tuple[dict[int, Tensor], Sequence[Bucket]]:
@@ -129,15 +134,23 @@ def modules_in(model: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
-def gradients_of(params: Sequence[Tensor], caller: str, name_of: Callable[[Tensor], str]) -> Gradients:
+def gradients_of(
+    params: Sequence[Tensor], passed: PassedParameters, name_of: Callable[[Tensor], str]
+) -> Gradients:
     """Those of each parameter that is trainable or has one: of the same kinds on all ranks.
 
     Raises:
         RuntimeError: naming the parameter whose gradient waits to be reduced, or is on another mesh.
     """
-    return _all_as_their_parameters(params) or _one_by_one(params, caller, name_of)
+    for param in params:
+        if isinstance(param, DTensor):
+            passed.add(
+                dtensor.spec_of(param).mesh, [vars(param).get(NAME) or f"one of shape {tuple(param.shape)}"]
+            )
+    return _all_as_their_parameters(params) or _one_by_one(params, passed.caller, name_of)
 
 
+_fqn = attrgetter("fqn")
 _registered, _values = nn_modules.parameters, methodcaller("values")
 _gradient, _placements, _mesh = attrgetter("grad"), attrgetter("placements"), attrgetter("mesh")
 
@@ -312,8 +325,9 @@ class NormPlan:
     A *column* is a kind of placement. ``column_of`` says for each gradient which of ``columns`` is its own.
     """
 
-    def __init__(self, gradients: Gradients, first: Tensor | None) -> None:
+    def __init__(self, gradients: Gradients, passed: PassedParameters, first: Tensor | None) -> None:
         """``first``: the first parameter of all, if there is one."""
+        self._passed = passed
         kinds_of = list(map(id, gradients.places))
         distinct = dict(zip(kinds_of, gradients.places, strict=True))
         places = list(dict.fromkeys(distinct.values()))
@@ -348,7 +362,11 @@ class NormPlan:
         return list(columns)
 
     def over_ranks(self, columns: Sequence[Tensor], power: float) -> Tensor:
-        """The norms over all ranks and columns, from those of this rank: a tensor of as many a column."""
+        """The norms over all ranks and columns, from those of this rank: a tensor of as many a column.
+
+        Raises:
+            ValueError: ranks have passed different parameters.
+        """
         columns = list(columns)
         for axis in self._axes:
             taking = [
@@ -357,9 +375,15 @@ class NormPlan:
                 if axis in column.split or axis in column.unknown
             ]
             own = torch.stack([columns[index] for index in taking])
-            all_of_them = own.new_zeros(dist.get_world_size(axis.pg), *own.shape)
-            all_of_them[dist.get_rank(axis.pg)] = own
-            all_reduce(axis.pg, [all_of_them], is_async=False)()
+            others = sum(axis in self.columns[index].unknown for index in taking)
+            passed = self._passed.along(axis.pg, others, is_on_host=own.device.type == "cpu")
+            rank, world = dist.get_rank(axis.pg), dist.get_world_size(axis.pg)
+            # As long, and numbers as far from the end, on ranks that have passed one kind more.
+            sent = own.new_zeros(world * round_up(own.numel() + 1, 4))
+            all_of_them, numbers = sent[: world * own.numel()].view(world, *own.shape), sent[-world:]
+            all_of_them[rank], numbers[rank] = own, passed.number
+            all_reduce(axis.pg, [sent], is_async=False)()
+            passed.compare(numbers)
             for position, index in enumerate(taking):
                 of_ranks = all_of_them[:, position]
                 is_split = axis in self.columns[index].split

@@ -1,0 +1,104 @@
+"""Whether all ranks have passed the same parameters, told by one number in an all-reduce that is sent anyway.
+
+The number is a sum over the names of the DTensors on a mesh: their order may differ by rank, and nobody is
+compared with ranks that are not on the mesh.
+
+    over dp, rank 0   passes a.weight, b.weight    number("a.weight") + number("b.weight")
+             rank 1   passes b.weight              number("b.weight"): both ranks raise
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cache, reduce
+from hashlib import blake2b
+from operator import or_
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.layout.fqns import listed
+from shardwise.torch_compat import c10d
+
+_RANGE = 2**52
+"""float64 holds all integers up to twice that."""
+
+# Numbers that all ranks of a process group have sent. Where reading waits for a device, a rank reads only if
+# its own number is new.
+_agreed: "WeakKeyDictionary[dist.ProcessGroup, set[int]]" = WeakKeyDictionary()
+
+
+class PassedParameters:
+    """The names of the DTensors that ``caller`` was given, by mesh."""
+
+    def __init__(self, caller: str) -> None:
+        self.caller = caller
+        self._names: dict[DeviceMesh, list[str]] = {}
+
+    def add(self, mesh: DeviceMesh, names: Iterable[str]) -> None:
+        """Add parameters that live on ``mesh``."""
+        self._names.setdefault(mesh, []).extend(names)
+
+    def along(self, pg: dist.ProcessGroup, others: int, is_on_host: bool) -> "PassedAlong":
+        """Those that live on all ranks of ``pg``, a dimension of their meshes, beside ``others`` kinds."""
+        names = ["plain parameters or some on other meshes"] * others
+        for mesh, those in self._names.items():
+            if any(group.group_name == pg.group_name for group in mesh.get_all_groups()):
+                names += those
+        return PassedAlong(self.caller, pg, names, is_on_host)
+
+
+class PassedAlong:
+    """The names of parameters that live on all ranks of a process group, to be compared among them."""
+
+    def __init__(self, caller: str, pg: dist.ProcessGroup, names: Sequence[str], is_on_host: bool) -> None:
+        self._caller = caller
+        self._pg = pg
+        self._names = names
+        self._own = 1 + sum(map(_number_of, names)) % _RANGE
+        self._reads = is_on_host or self._own not in _agreed.get(pg, ())
+
+    @property
+    def number(self) -> int:
+        """What to send; negative if this rank will not read what others send."""
+        return self._own if self._reads else -self._own
+
+    def compare(self, numbers: Tensor) -> None:
+        """Compare the ``numbers`` of all ranks.
+
+        Raises:
+            ValueError: ranks have passed different parameters. Every rank that reads raises: on a device, not
+                those that pass what all have passed before. They learn of it in their next wait.
+        """
+        if not self._reads:
+            return
+        found = [int(number) for number in numbers.tolist()]
+        if len({abs(number) for number in found if number}) > 1:  # 0 is that of a fake rank
+            raise ValueError(
+                f"{self._caller}: ranks have passed different parameters: {self._difference(found)}. The "
+                "norm is one of all that any rank passes, but each rank scales only what it passes itself. "
+                "Pass the same on all ranks, as model.parameters() does; a parameter without .grad counts as "
+                "zeros."
+            )
+        _agreed.setdefault(self._pg, set()).add(self._own)
+
+    def _difference(self, numbers: Sequence[int]) -> str:
+        ranks = c10d.ranks_of(self._pg)
+        if min(numbers) < 0:  # not all ranks come here to tell their names
+            others = [str(r) for r, number in zip(ranks, numbers, strict=True) if abs(number) != self._own]
+            return f"this rank {len(self._names)} ({listed(self._names, 4)}), rank {listed(others)} others"
+        everyone: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(everyone, list(self._names), group=self._pg)
+        counts: dict[int, Counter[str]] = dict(zip(ranks, map(Counter, everyone), strict=True))
+        lacking = []
+        for name, most in reduce(or_, counts.values()).items():
+            if without := [str(rank) for rank, own in counts.items() if own[name] < most]:
+                lacking.append(f"{name} (not on rank {listed(without)})")
+        return listed(lacking, 4)
+
+
+@cache
+def _number_of(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode(), digest_size=6).digest())
