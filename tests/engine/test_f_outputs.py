@@ -440,6 +440,41 @@ def test_f25_a_block_without_differentiable_output_may_leave_a_loss(
     assert_same(world2, side_outputs, when, False, reshard)
 
 
+class LateOnTorchs(nn.Module):
+    """Leaves a loss on a module of torch's own, where ``first`` has stood in the forwards before."""
+
+    def __init__(self, first: Any) -> None:
+        super().__init__()
+        self.body, self.router = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.body.aux_loss = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.body.aux_loss = self.router(torch.tanh(self.body(x * 0.5))).pow(2).mean()
+        return x + torch.tanh(self.body(x))
+
+
+def loss_on_torchs(model: Any, inputs: Tensor) -> Tensor:
+    """The last backward is of what stands on the attributes alone."""
+    model.train(mode=False)
+    mean_of_squares(model, inputs).backward()
+    model.train()
+    mean_of_squares(model, inputs)
+    return torch.stack([block.body.aux_loss for block in model.blocks]).sum()
+
+
+def late_on_torchs(side: Side, first: Any, reshard: bool) -> None:
+    train(side, built(Chain, *[lambda: LateOnTorchs(first)] * 3), reshard, loss_on_torchs)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("first", [None, 0.0, torch.zeros(())], ids=["None", "number", "tensor"])
+def test_a_loss_that_replaces_something_on_a_module_of_torchs_trains(
+    world2: World, first: Any, reshard: bool
+) -> None:
+    assert_same(world2, late_on_torchs, first, reshard)
+
+
 class KeepsWeight(torch.autograd.Function):
     """Keeps its weight by itself instead of save_for_backward, as some kernels do: torch checks nothing."""
 
