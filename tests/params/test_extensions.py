@@ -266,6 +266,19 @@ class IsCutElsewhere(RowScaled):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+class UnflattensFromThree(TravelsLow):
+    """As in torch's own tests of the protocol; torch calls it with four."""
+
+    @classmethod
+    def __tensor_unflatten__(cls, tensors: dict[str, Tensor], size: Any, stride: Any) -> Any:  # type: ignore[override]
+        return cls(*(tensors[name] for name in cls.inner))
+
+
+@any_world
+def test_a_weight_that_unflattens_from_three_arguments_is_trained(world: World) -> None:
+    assert_same(world, train, UnflattensFromThree, 5, True)
+
+
 def shard_of_quantised() -> bool:
     model = nn.Sequential(nn.Linear(4, 6, bias=False))
     whole = QuantisesAnewWhenCloned.of(torch.arange(1.0, 25.0).view(6, 4))

@@ -89,14 +89,19 @@ def _carry_methods(source: Tensor, target: Tensor) -> None:
 def _copied(tensor: Tensor) -> Tensor:
     """``tensor`` over memory of its own, made of copies of its inner tensors where it tells them.
 
-    ``clone`` of a quantised class may quantise anew, with other blocks (torchao's NF4Tensor).
+    ``clone`` of a quantised class may quantise anew, with other blocks (torchao's NF4Tensor). It has to do
+    where ``__tensor_unflatten__`` does not take what torch gives it.
     """
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor.clone()
     names, context = tensor.__tensor_flatten__()
+    kind: Any = type(tensor)
+    try:
+        inspect.signature(kind.__tensor_unflatten__).bind({}, context, (), ())
+    except TypeError:
+        return tensor.clone()
     inner = {name: _copied(getattr(tensor, name)) for name in names}
     strides = torch.empty_strided(tensor.size(), tensor.stride(), device="meta").clone().stride()  # dense
-    kind: Any = type(tensor)
     copied: Tensor = kind.__tensor_unflatten__(inner, context, tensor.size(), strides)
     return copied.detach()
 
