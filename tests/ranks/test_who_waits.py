@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from harness import World
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise import clip_grad_norm_, fully_shard
+from shardwise import clip_grad_norm_, fully_shard, load_checkpoint, save_checkpoint
 from shardwise.ranks import set_wait_limit
 from shardwise.ranks.failures import relay_of_job
 
@@ -146,6 +147,21 @@ def call_on_one_rank(backend: str) -> str:
     return told(report.texts, before)
 
 
+def checkpoint_on_one_rank(path: str) -> str:
+    """First saved, then loaded."""
+    before = relay_of_job().steps
+    model, _ = trained("gloo")
+    texts = []
+    for act in (save_checkpoint, load_checkpoint):
+        with reporting() as report:
+            if dist.get_rank() == LATE:
+                evaluate(report)
+            act(path, model)
+            report.wait()
+        texts += report.texts
+    return told(texts, before)
+
+
 BOTH = ["gloo", "only blocks"]
 # Whether a back end blocks changes how a wait is seen, not what is told of it: elsewhere one of them will do.
 GLOO = ["gloo", pytest.param("only blocks", marks=pytest.mark.slow)]
@@ -189,6 +205,17 @@ def test_a_call_that_one_rank_has_not_made(world2: World, backend: str) -> None:
     assert_expected_inline(
         first,
         """shardwise.ranks.watch WARNING: No progress for N s: rank 0 is in clip_grad_norm_() (after step 2); rank 1 has left the training loop after step 2, or does something else there, at test_who_waits.py:N in wait""",
+    )
+
+
+def test_a_checkpoint_that_one_rank_alone_saves_or_loads(world2: World, tmp_path: Path) -> None:
+    first, second = world2.run(checkpoint_on_one_rank, str(tmp_path / "step-1"))
+    assert first == second
+    assert_expected_inline(
+        first,
+        """\
+shardwise.ranks.watch WARNING: No progress for N s: rank 0 is in save_checkpoint() (after step 2); rank 1 has left the training loop after step 2, or does something else there, at test_who_waits.py:N in wait
+shardwise.ranks.watch WARNING: No progress for N s: rank 0 is in load_checkpoint() (after step 2); rank 1 has left the training loop after step 2, or does something else there, at test_who_waits.py:N in wait""",
     )
 
 

@@ -27,6 +27,7 @@ from shardwise.checkpoint.stateful import (
 )
 from shardwise.checkpoint.writing import write
 from shardwise.init.partial_loads import why_partly_loaded
+from shardwise.ranks.failures import relayed
 from shardwise.ranks.rank_group import RankGroup
 from shardwise.state.named_state import (
     as_optimizers,
@@ -38,6 +39,7 @@ from shardwise.state.named_state import (
 # --- saving ---------------------------------------------------------------------------------------
 
 
+@relayed
 @in_plain_mode()
 def save_checkpoint(
     path: str | os.PathLike[str],

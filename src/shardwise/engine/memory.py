@@ -12,7 +12,9 @@ from shardwise.engine.calls import Call
 from shardwise.engine.feature import Features
 from shardwise.groups.group import ParameterGroup, axes_of
 from shardwise.groups.states import PARTLY, UNSHARDED, UNSHARDING
-from shardwise.layout.mesh import all_reduce_max
+from shardwise.layout.mesh import Axis, all_reduce_max
+from shardwise.ranks.failures import relay_of_job
+from shardwise.ranks.position import Wait
 from shardwise.torch_compat.tensor_impl import assert_later
 
 
@@ -44,6 +46,9 @@ class Memory:
         self.accumulates = False
         """Whether nothing has run since a backward without synchronisation."""
         self._stepped: set[ParameterGroup] = set()  # since they were unsharded
+        axes: list[Axis] = []
+        self._compared_along = axes
+        self._comparison = Wait("comparison of parameters that stayed unsharded", "", lambda: axes)
         add_step_listener(self)
 
     # --- reasons ----------------------------------------------------------------------------------
@@ -138,8 +143,11 @@ class Memory:
     def _release_changed(self, kept: Sequence[ParameterGroup]) -> None:
         """Compare on the device, on all ranks. The host waits once, for the answer."""
         flags = torch.stack([group.shards.differ() for group in kept]).to(torch.int32)
-        all_reduce_max(flags, axes_of(kept))
-        for group, is_stale in zip(kept, flags.tolist(), strict=True):
+        self._compared_along[:] = axes_of(kept)
+        with relay_of_job().collective(self._comparison):
+            all_reduce_max(flags, self._compared_along)
+            are_stale = flags.tolist()
+        for group, is_stale in zip(kept, are_stale, strict=True):
             if is_stale:
                 self.release(group)
             else:

@@ -25,6 +25,8 @@ from shardwise.engine.root import Root
 from shardwise.groups.group import ParameterGroup, axes_of
 from shardwise.groups.states import SHARDED
 from shardwise.layout.mesh import all_reduce_max
+from shardwise.ranks.failures import relay_of_job
+from shardwise.ranks.position import Wait
 
 
 class Inference(Feature):
@@ -35,7 +37,8 @@ class Inference(Feature):
     def __init__(self, root: Root, entered: Sequence[ParameterGroup], kept: set[ParameterGroup]) -> None:
         super().__init__(root)
         self.kept = kept
-        self._axes = axes_of(entered)
+        self._axes = axes = axes_of(entered)
+        self._wait = Wait("next forward inside inference()", root.name, lambda: axes)
         self._communicates = any(group not in kept for group in entered)
         self._plan: list[ParameterGroup] | None = None  # what the last forward unsharded, in order
         self._issued: list[ParameterGroup] | None = None  # the same, of a running or failed one
@@ -122,16 +125,19 @@ class Inference(Feature):
     def _tell(self, runs: bool) -> tuple[bool, bool]:
         """Whether any rank is about to run a forward, and whether its all-gathers have to be announced."""
         asks = not runs or self._plan is None
-        flags = torch.tensor([runs, asks], dtype=torch.int32, device=self.root.device)
-        all_reduce_max(flags, self._axes)
-        somebody_runs, somebody_asks = flags.tolist()
+        somebody_runs, somebody_asks = self._highest([runs, asks])
         return bool(somebody_runs), bool(somebody_asks)
 
     def _announce(self, place: int) -> int:
         """What ranks in a forward unshard next: 1 + its index in the root's groups, or 0 at the end."""
-        places = torch.tensor([place], dtype=torch.int32, device=self.root.device)
-        all_reduce_max(places, self._axes)
-        return int(places.item())
+        return self._highest([place])[0]
+
+    def _highest(self, own: Sequence[int]) -> list[int]:
+        """The highest of each over the ranks."""
+        highest = torch.tensor(own, dtype=torch.int32, device=self.root.device)
+        with relay_of_job().collective(self._wait):
+            all_reduce_max(highest, self._axes)
+            return highest.tolist()  # type: ignore[no-any-return]
 
 
 def begin_inference(root: Root, groups: Sequence[ParameterGroup], budget: float) -> int:

@@ -14,7 +14,7 @@ from shardwise.engine.feature import Feature
 from shardwise.engine.root import Root
 from shardwise.features.plan import plan_of
 from shardwise.groups.group import ParameterGroup
-from shardwise.layout.mesh import Axis
+from shardwise.layout.mesh import Axis, axes_of
 from shardwise.params.initial_values import refuse_unequal_initial_values
 from shardwise.params.parameter import Param
 from shardwise.ranks.comparison import Comparison, Facts, Unequal, digest_of
@@ -113,6 +113,7 @@ class PlanCheck(Feature):
         self._agreement = _Agreement(root.device)
         self._is_agreed = False  # on the current plan, as far as this rank knows it
         self._has_compared = False  # the initial values of the parameters
+        self._wait: Wait | None = None  # for that comparison
 
     def plan_changed(self) -> None:
         """Have the next forward with gradients compare the plan again, if it differs."""
@@ -131,7 +132,10 @@ class PlanCheck(Feature):
         """Once, before training: check that ranks start from equal weights, replicas included. Collective."""
         if not self._has_compared and torch.is_grad_enabled():
             params = [param for group in self.root.groups for param in group.shards.params]
-            refuse_unequal_initial_values(params, self.root.device)
+            axes = axes_of(param.sharded for param in params)
+            self._wait = Wait("comparison of initial values", self.root.name, lambda: axes)
+            with relay_of_job().collective(self._wait):
+                refuse_unequal_initial_values(params, self.root.device)
             self._has_compared = True
 
     def changes_followed(self) -> None:

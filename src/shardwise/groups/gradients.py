@@ -27,6 +27,7 @@ from shardwise.groups.states import (
     next_state,
 )
 from shardwise.layout.mesh import Axis
+from shardwise.ranks.failures import relay_of_job
 from shardwise.torch_compat import dtensor, dynamo
 from shardwise.torch_compat.functorch import outside_transforms
 
@@ -316,8 +317,9 @@ def average_ignored(groups: "Sequence[ParameterGroup]") -> None:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
         gradients = [dtensor.plain(param.grad) for param in trainable if param.grad is not None]
-        for axis in group.mesh.axes():
-            _average(gradients, axis)
+        with relay_of_job().collective(group.waits.for_ignored):
+            for axis in group.mesh.axes():
+                _average(gradients, axis)
 
 
 def _average(gradients: list[Tensor], axis: Axis) -> None:

@@ -13,11 +13,12 @@ T = TypeVar("T")
 
 
 class Waits:
-    """The two waits of one group: for its all-gathers and for its reductions."""
+    """What one group waits for: its all-gathers, its reductions, the gradients it averages unsharded."""
 
     def __init__(self, name: str) -> None:
         self.for_all_gather = Wait("all-gather", name, list)
         self.for_reduction = Wait("reduction", name, list)
+        self.for_ignored = Wait("average of ignored_params' gradients", name, list)
         self._relay: Relay = SILENT
 
     def attach(self, name: str, axes: Callable[[], Sequence[Axis]], streams: CommStreams) -> None:
@@ -30,6 +31,7 @@ class Waits:
             wait.name, wait.axes = name, axes
             wait.stream = stream if streams.are_device_streams else None
             self._relay.note_wait(wait)
+        self.for_ignored.name, self.for_ignored.axes = name, axes
 
     def issue(self, start: Callable[[], T], wait: Wait) -> T:
         """The result of ``start``, which hands collectives to the back end that ``wait`` will wait for.

@@ -181,11 +181,12 @@ class WholeMatrices:
         """
         chosen = set(active)
         left_out = [name for index, name in enumerate(self._names) if index not in chosen]
-        for exchange in self._exchanges:  # what is wrong among some ranks is told to all that share with them
-            try:
-                exchange.agree(caller, left_out, problem)
-            except Exception as error:
-                problem = error
+        with relay_of_job().call(caller, self.axes):
+            for exchange in self._exchanges:  # what is wrong among some ranks is told to all they share with
+                try:
+                    exchange.agree(caller, left_out, problem)
+                except Exception as error:
+                    problem = error
         if problem is not None:
             raise problem
 

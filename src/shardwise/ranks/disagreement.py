@@ -39,7 +39,7 @@ def explain_failure(
     subject = subject_of(event, name)
     groups = {axis.pg.group_name: c10d.ranks_of(axis.pg) for axis in axes if axis.pg is not None}
     for group in groups:
-        notes.tell_wait(group, rank, f"the {event} of '{name}'" if event != "call" else name)
+        notes.tell_wait(group, rank, _what(event, name))
     is_timeout, peer = c10d.is_timeout(error), getattr(error, "peer", None)
     started = time.monotonic()
     waits: dict[int, str | None] = {}
@@ -67,7 +67,15 @@ def explain_failure(
 
 def subject_of(event: str, name: str) -> str:
     """The beginning of a message about a wait for ``event`` of ``name``."""
-    return f"{name} failed" if event == "call" else f"{name}: its {event} failed"
+    if event == "call":
+        return f"{name} failed"
+    return f"{name}: its {event} failed" if name else f"The {event} failed"
+
+
+def _what(event: str, name: str) -> str:
+    if event == "call":
+        return name
+    return f"the {event} of '{name}'" if name else f"the {event}"
 
 
 def relayed_text(subject: str, note: FailureNote) -> str:
@@ -115,7 +123,7 @@ def deadlock(stuck: Mapping[int, Mapping[str, Any]]) -> str | None:
         counts = [other["issued"].get(own["kind"], 0) for other in stuck.values()]
         if all(count is None or count >= own["count"] for count in counts):
             return None
-    waits = {rank: f"the {each['event']} of '{each['name']}'" for rank, each in stuck.items()}
+    waits = {rank: _what(each["event"], each["name"]) for rank, each in stuck.items()}
     reasons = [f"on rank {rank} {each['reason']}" for rank, each in stuck.items() if each["reason"]]
     if reasons:
         return (

@@ -25,6 +25,7 @@ It also reports waits that take long, whatever the reason (watch.py).
 """
 
 import atexit
+import inspect
 import logging
 import sys
 import threading
@@ -173,6 +174,20 @@ class Relay(Position):
             raise
         finally:
             self.waiting = None
+
+    @contextmanager
+    def collective(self, wait: Wait) -> Iterator[None]:
+        """Around a collective of a forward or backward that is of no group's parameters or gradients."""
+        if self._notes is None:
+            yield
+            return
+        try:
+            with self.exchange(wait, _ranks_along(wait.axes())):
+                yield
+        except RuntimeError as error:
+            if not c10d.is_communication_error(error):
+                raise
+            raise self.explained(error, wait.event, wait.name, wait.axes()) from error
 
     # --- failures of other ranks --------------------------------------------------------------------
 
@@ -428,15 +443,17 @@ def set_wait_limit(seconds: float | None) -> None:
 
 
 def relayed(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a public function that communicates between the ranks of its first argument: what it raises on
-    one rank is told to those that wait in it."""
+    """Decorate a public function that communicates between the ranks of its first argument, or between all
+    ranks if that is neither a module nor parameters. Other ranks hear that this one is in it, and what it
+    raises here."""
+    name_of_first = next(iter(inspect.signature(function).parameters))
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         relay = relay_of_job()
         if relay is SILENT:
             return function(*args, **kwargs)
-        first = args[0] if args else next(iter(kwargs.values()), None)
+        first = args[0] if args else kwargs.get(name_of_first)
         with relay.call(function.__name__, lambda: axes_of_given(first)):
             return function(*args, **kwargs)
 

@@ -12,12 +12,15 @@ looked at in the next one, when it has long arrived: it costs no waiting, and th
 import signal
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shardwise.ranks.failures import relay_of_job
+from shardwise.ranks.model_ranks import axes_of_given
 from shardwise.torch_compat import c10d
 
 
@@ -67,7 +70,8 @@ class StopSignal:
                 "StopSignal: entered in a thread, and Python handles signals in the main thread only. Enter "
                 "it there, around what starts the thread."
             )
-        self._pg = _group_of_all()
+        with _call():
+            self._pg = _group_of_all()
         for each in self._signals:
             self._before[each] = signal.signal(each, self._note)
         return self
@@ -81,7 +85,8 @@ class StopSignal:
         self._before.clear()
         if self._sent is not None:
             if kind is None:
-                self._sent[0].wait()
+                with _call():
+                    self._sent[0].wait()
             else:
                 c10d.keep_until_exit(self._sent)
         self._sent = None
@@ -99,19 +104,24 @@ class StopSignal:
         if self._pg is None:
             self._answer = self._was_told
             return self._answer
-        if self._sent is not None:
-            work, told = self._sent
-            work.wait()
-            self._answer, self._sent = bool(told.item()), None
-        if not self._answer:
-            told = torch.tensor([int(self._was_told)], dtype=torch.int32)
-            work = dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._pg, async_op=True)
-            assert work is not None
-            self._sent = work, told
+        with _call():
+            if self._sent is not None:
+                work, told = self._sent
+                work.wait()
+                self._answer, self._sent = bool(told.item()), None
+            if not self._answer:
+                told = torch.tensor([int(self._was_told)], dtype=torch.int32)
+                work = dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._pg, async_op=True)
+                assert work is not None
+                self._sent = work, told
         return self._answer
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._was_told = True
+
+
+def _call() -> AbstractContextManager[None]:
+    return relay_of_job().call("StopSignal", lambda: axes_of_given(None))
 
 
 def _group_of_all() -> dist.ProcessGroup | None:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from shardwise.comm.full_tensors import BUCKET_BYTES, STAGING_BYTES, batches, full_values, gather_full
 from shardwise.layout.fqns import listed
 from shardwise.ranks.agreement import run_on_all_ranks
-from shardwise.ranks.failures import relayed
-from shardwise.ranks.model_ranks import Broadcast, axes_of_model, device_of_model
+from shardwise.ranks.failures import relay_of_job, relayed
+from shardwise.ranks.model_ranks import Broadcast, axes_of_given, axes_of_model, device_of_model
 from shardwise.state.names import check_at_rest, check_flags, entries_of, parameters_of
 from shardwise.state.optimizer_state import full_optimizer_state
 
@@ -169,7 +169,8 @@ def _full_parameters(
     params: list[Tensor] = [param for _, param in chosen]
     for batch in batches(params, bucket_bytes - 2 * staging, dtypes):
         some = [params[index] for index in batch]
-        bucket = gather_full(some, None, [dtypes[index] for index in batch], staging)
+        with relay_of_job().call("iter_full_parameters", lambda: axes_of_given(params)):
+            bucket = gather_full(some, None, [dtypes[index] for index in batch], staging)
         for index in batch:
             full, bucket[index - batch.start] = bucket[index - batch.start], None  # only the caller holds it
             assert full is not None

@@ -41,6 +41,7 @@ from shardwise.policies import (
     OffloadPolicy,
     ShardPlacementFn,
 )
+from shardwise.ranks.failures import relayed
 from shardwise.setup.discovery import Found, Meshes, make_param, names_below
 from shardwise.setup.validation import (
     PLACE,
@@ -59,6 +60,7 @@ from shardwise.strategies.wrapping import chosen, merge_neighbours
 from shardwise.torch_compat import nn_modules
 
 
+@relayed
 def shard_model(
     model: nn.Module,
     *,

@@ -14,6 +14,7 @@ from shardwise.groups.group import TracedWork
 from shardwise.layout.mesh import Axis, all_reduce_max
 from shardwise.observe.sharded import members_to_observe
 from shardwise.ranks.agreement import run_on_all_ranks
+from shardwise.ranks.failures import relay_of_job
 from shardwise.ranks.model_ranks import axes_of_model, device_of_model
 from shardwise.tracing.analysis import advice, summary, work_of_groups
 from shardwise.tracing.clocks import Clock, DeviceClock, HostClock
@@ -114,8 +115,10 @@ def trace(model: nn.Module, *, on_all_ranks: bool = True) -> Iterator[Trace]:
     """
     axes: Sequence[Axis] = axes_of_model(model) if on_all_ranks and isinstance(model, nn.Module) else ()
     device = device_of_model(model) if axes else torch.device("cpu")
-    members = run_on_all_ranks(axes, device, lambda: _members_to_trace(model))
-    recorder = Recorder(members, _clock(members, axes, device), is_aligned=on_all_ranks)
+    with relay_of_job().call("trace", lambda: axes):
+        members = run_on_all_ranks(axes, device, lambda: _members_to_trace(model))
+        clock = _clock(members, axes, device)
+    recorder = Recorder(members, clock, is_aligned=on_all_ranks)
     found = Trace()
     try:
         recorder.attach()
