@@ -11,6 +11,7 @@ from ``torch.optim.Optimizer`` are seen.
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwise.buckets.bucket import Bucket
 from shardwise.buckets.flat_slot import bucket_and_index
+from shardwise.params.sharded_gradient import DEFERRED, refuse_deferred
 from shardwise.torch_compat import dtensor
 from shardwise.torch_compat.dynamo import break_graphs
 
@@ -86,6 +88,11 @@ def add_step_listener(listener: StepListener) -> None:
 
 
 def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> OtherArguments | None:
+    # Not with a closure, which may run the last backward.
+    if DEFERRED and not any(map(callable, (*args[1:], *kwargs.values()))):
+        for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            if param.grad is not None:
+                refuse_deferred(param.grad)
     for prepare in _before:
         if (others := prepare(optimizer, args, kwargs)) is not None:
             return others

@@ -209,11 +209,9 @@ class Gradients:
 
     def _mark_deferred(self) -> None:
         self._has_deferred = True
-        params = self._group.shards.params
-        fulls = [full.grad for full in self._group.unsharded.params] or [None] * len(params)
-        for param, is_left_for_later, full in zip(params, self._left_for_later(), fulls, strict=True):
+        for param, is_left_for_later in zip(self._group.shards.params, self._left_for_later(), strict=True):
             if is_left_for_later:
-                param.gradient.defer(full)
+                param.gradient.defer()
 
     def _left_for_later(self) -> list[bool]:
         """For each parameter, whether it has a deferred gradient, unsharded or reduce-scattered."""
@@ -252,9 +250,7 @@ class Gradients:
                     if bucket.reduction.has_earlier_for(own):
                         bucket.reduction.drop_earlier(own)
                 index += 1
-        if any(self._left_for_later()):
-            self._mark_deferred()
-        else:
+        if not any(self._left_for_later()):
             self._step("drop")
 
     def drop(self) -> None:
@@ -263,7 +259,7 @@ class Gradients:
         for full in self._group.unsharded.params:
             full.grad = None
         for param in self._group.shards.params:
-            param.gradient.hide_deferred()
+            param.gradient.show_reduced()
         for bucket in self._group.buckets:
             bucket.reduction.drop_all_earlier()
         if self.state is not EMPTY:

@@ -243,7 +243,7 @@ def _full_gradients(group: ParameterGroup, summoned: list[Tensor]) -> Iterator[T
 
 def _reduced_gradients(group: ParameterGroup) -> Iterator[Tensor | None]:
     for param in group.shards.params:
-        yield param.sharded.grad
+        yield param.gradient.reduced
     for reduction in group.reductions.in_flight():
         yield from reduction.sums
     for bucket in group.buckets:

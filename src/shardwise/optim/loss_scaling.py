@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.layout.mesh import all_reduce_max, axes_of
-from shardwise.params.sharded_gradient import DeferredGradient
+from shardwise.params.sharded_gradient import refuse_deferred
 from shardwise.ranks.failures import relay_of_job
 from shardwise.torch_compat import dtensor, optimizers, tensor_impl
 
@@ -61,11 +61,7 @@ class GradScaler(optimizers.GradScalerBase):
 
 def _values(gradient: Tensor, allow_fp16: bool) -> Tensor:
     """The numbers of a gradient that this rank holds."""
-    if isinstance(gradient, DeferredGradient) and not gradient.changes.is_zeroed:
-        raise RuntimeError(
-            "GradScaler: gradients of backwards without synchronisation wait to be reduced, so that .grad "
-            "does not show them. Run the last backward outside no_sync() before step() or unscale_()."
-        )
+    refuse_deferred(gradient)
     if not allow_fp16 and gradient.dtype is torch.float16:
         raise ValueError("Attempting to unscale FP16 gradients.")  # torch's words
     local = dtensor.plain(gradient)

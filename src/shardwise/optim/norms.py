@@ -37,7 +37,7 @@ from shardwise.comm.communicators import all_reduce
 from shardwise.layout.chunks import round_up
 from shardwise.optim.passed_parameters import PassedParameters
 from shardwise.params.replaced_parameter import NAME
-from shardwise.params.sharded_gradient import DeferredGradient
+from shardwise.params.sharded_gradient import DEFERRED, refuse_deferred
 from shardwise.setup.validation import PLACE
 from shardwise.torch_compat import dtensor, foreach, nn_modules
 
@@ -158,7 +158,7 @@ _gradient, _placements, _mesh = attrgetter("grad"), attrgetter("placements"), at
 def _all_as_their_parameters(params: Sequence[Tensor]) -> Gradients | None:
     """The common case, in passes that run in C: every gradient is a DTensor placed as its parameter."""
     gradients = list(map(_gradient, params))
-    if set(map(type, gradients)) != {DTensor} or set(map(type, params)) != {DTensor}:
+    if DEFERRED or set(map(type, gradients)) != {DTensor} or set(map(type, params)) != {DTensor}:
         return None
     specs, own = list(map(dtensor.spec_of, params)), list(map(dtensor.spec_of, gradients))
     ids = [map(id, map(what, of)) for what in (_placements, _mesh) for of in (specs, own)]
@@ -208,13 +208,7 @@ def without_sums(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
 
 
 def _check_gradient(param: Tensor, gradient: Tensor, caller: str, name_of: Callable[[Tensor], str]) -> None:
-    if isinstance(gradient, DeferredGradient) and not gradient.changes.is_zeroed:
-        raise RuntimeError(
-            f"{caller}: {name_of(param)}: gradients of backward passes without synchronisation "
-            "(no_sync, set_requires_gradient_sync(False), set_requires_all_reduce(False)) wait to be "
-            "reduced; .grad does not contain them yet, so that they would escape the norm. Clip after the "
-            "synchronised backward."
-        )
+    refuse_deferred(gradient)
     if not isinstance(param, DTensor):
         return
     if not isinstance(gradient, DTensor) or gradient.device_mesh != param.device_mesh:

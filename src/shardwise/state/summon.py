@@ -28,7 +28,6 @@ from shardwise.layout.chunks import shard_of
 from shardwise.layout.slots import Layout, Slot
 from shardwise.params.parameter import Param
 from shardwise.params.replaced_parameter import mark_replaced
-from shardwise.params.sharded_gradient import DeferredGradient
 from shardwise.torch_compat import dtensor, nn_modules, tensor_impl
 
 
@@ -58,7 +57,7 @@ def check_can_summon(group: ParameterGroup, options: SummonOptions) -> None:
                 "put together. Shard it in a module of its own and leave that out with recurse=False."
             )
     if options.with_gradients and group.gradients.state is not EMPTY:
-        waiting = [p.fqn for p in group.shards.params if isinstance(p.sharded.grad, DeferredGradient)]
+        waiting = [p.fqn for p in group.shards.params if p.gradient.is_deferred]
         raise RuntimeError(
             f"unsharded(with_grads=True): gradients of {', '.join(waiting[:4]) or group.name} wait to be "
             "reduced, so that .grad does not show them yet. Run a backward with synchronisation first, or "

@@ -83,6 +83,11 @@ def as_subclass_of_parameter(cls: type, data: Tensor, requires_grad: bool) -> nn
     return torch.Tensor._make_subclass(cls, data, requires_grad)  # type: ignore[return-value]
 
 
+def without_values(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of ``cls``, which answers for all operations; torch documents it, with its underscore."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+
+
 def assert_later(is_right: Tensor, message: str) -> None:
     """Raise a RuntimeError if ``is_right`` is False: at once on the host; a device stops when it comes to it.
 
