@@ -143,15 +143,19 @@ def test_the_world_is_bound_as_before_where_a_group_could_not_be_made(world2: Wo
 class Backend:
     """Of a process group; counts what it is asked."""
 
-    def __init__(self, has_communicator: bool) -> None:
+    def __init__(self, name: str, has_communicator: bool) -> None:
+        self._name = name
         self.supports_splitting = has_communicator
         self.connected: list[torch.device] = []
+
+    def name(self) -> str:
+        return self._name
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         self.connected.append(device)
 
 
-class ParameterGroup:
+class Group:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
 
@@ -160,7 +164,33 @@ class ParameterGroup:
 
 
 @pytest.mark.parametrize("has_communicator", [True, False])
-def test_what_has_a_communicator_is_told_to_connect_with_its_device(has_communicator: bool) -> None:
-    group: Any = ParameterGroup(Backend(has_communicator))
-    c10d.connect(group, GPU)
+@pytest.mark.parametrize("device", [GPU, torch.device("cuda")], ids=str)
+def test_what_has_a_communicator_is_told_to_connect_with_its_device(
+    monkeypatch: pytest.MonkeyPatch, has_communicator: bool, device: torch.device
+) -> None:
+    """By its index, as all the back ends for NCCL take it."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: GPU.index)
+    group: Any = Group(Backend("nccl" if has_communicator else "ucc", has_communicator))
+    c10d.connect(group, device)
     assert group.backend.connected == [GPU] * has_communicator
+
+
+@pytest.mark.parametrize("name", ["nccl2", "nccl-lazy"])
+def test_what_has_a_communicator_from_its_first_collective_on_is_given_one(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    summed: list[Any] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: summed.append((tensor.numel(), group)))
+    monkeypatch.setattr(torch, "zeros", lambda size, device: torch.empty(size, device="meta"))
+    group: Any = Group(Backend(name, has_communicator=False))
+    c10d.connect(group, GPU)
+    assert summed == [(1, group)]
+    assert group.backend.connected == []
+
+
+@pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-legacy", "nccl-lazy"])
+def test_nccl_is_known_by_all_its_names(name: str) -> None:
+    nccl: Any = Group(Backend(name, has_communicator=True))
+    other: Any = Group(Backend("gloo", has_communicator=False))
+    assert c10d.is_nccl(nccl, GPU)
+    assert not c10d.is_nccl(other, GPU)

@@ -164,7 +164,7 @@ class BackendCollectives:
         self._is_async = device.type == "cpu"
         self._can_coalesce = True
         # The fake back end moves nothing, and counts as one that divides.
-        self._divides = c10d.backend_name(pg, device) in ("nccl", "fake")
+        self._divides = c10d.is_nccl(pg, device) or c10d.backend_name(pg, device) == "fake"
         self.force_sum = False
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:

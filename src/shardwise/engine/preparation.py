@@ -117,7 +117,7 @@ class ProcessGroups:
         wanted = group.settings.separate_reduce_group
         if pg is None or pg.size() == 1 or wanted is False:
             return None
-        if wanted is None and c10d.backend_name(pg, self._device) != "nccl":
+        if wanted is None and not c10d.is_nccl(pg, self._device):
             return None
         if pg not in self._for_reductions:
             self._for_reductions[pg] = self._make(pg, range(pg.size()), "reduce")

@@ -278,7 +278,7 @@ class CommunicationSetters:
         On NCCL they have one by default, since collectives of one communicator run one after the other, in
         the order of their calls: backward would wait for the all-gather of a block behind the reduce-scatter
         of the block before. On other back ends they do not. The next forward creates the process group, which
-        is collective.
+        is collective, and the next with gradients connects it: inference alone does not.
 
         A second communicator takes memory on each device, which ``torch.cuda.max_memory_allocated`` does not
         count (``torch.cuda.mem_get_info`` does): buffers for each channel and peer, of hundreds of megabytes

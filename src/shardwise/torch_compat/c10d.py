@@ -156,6 +156,35 @@ def backend_name(pg: dist.ProcessGroup, device: torch.device) -> str:
         return str(dist.get_backend(pg)).lower()
 
 
+_NCCL = {"nccl", "nccl2", "nccl-legacy", "nccl-lazy"}
+
+
+def is_nccl(pg: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether NCCL carries what ``pg`` communicates on ``device``.
+
+    Torch 2.15 has three back ends for it: "nccl" makes the new one, whose name is "nccl2", and "nccl-legacy"
+    (or TORCH_DIST_USE_NCCL2=0) the older, whose name is "nccl" still; "nccl-lazy" is the new one with
+    communicators of their own for pairs of ranks.
+    """
+    return backend_name(pg, device) in _NCCL
+
+
+def _registered_name(pg: dist.ProcessGroup, device: torch.device) -> str:
+    """The name by which ``new_group`` makes the back end that ``pg`` has for ``device``: see ``is_nccl``."""
+    for each in dist.get_backend_config(pg).split(","):
+        kind, _, name = each.partition(":")
+        if kind == device.type:
+            return name
+    return backend_name(pg, device)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """The current device of its type, where ``device`` does not say which."""
+    if device.index is not None or device.type == "cpu":
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
+
+
 def subgroup(
     parent: dist.ProcessGroup,
     members: Iterable[int],
@@ -169,6 +198,9 @@ def subgroup(
     numbers of groups wait for each other for ever. Here the name says what the group is.
 
     Called by members only. No communication yet: see ``connect``.
+
+    The new back ends of torch 2.15 for NCCL are bound to a device. Unless told which, they take that of
+    LOCAL_RANK, whatever the parent's is; and they would connect here, but for an option.
     """
     c10d = dist.distributed_c10d
     all_ranks = dist.get_process_group_ranks(parent)
@@ -178,16 +210,23 @@ def subgroup(
     while name in c10d._world.pg_names.values():  # of an earlier model: made as often on all ranks
         name += "'"
     timeout = timeout_of(parent, device)
+    backend = backend or _registered_name(parent, device)
+    bound: dict[str, Any] = {}
+    if backend in _NCCL and backend_name(parent, device) in ("nccl2", "nccl-lazy"):
+        options: Any = dist.ProcessGroupNCCL.Options()
+        options.lazy_init = True
+        bound = {"device_id": _with_index(device), "backend_options": options}
     make: Any = c10d._new_process_group_helper
     with _without_split():
         pg, _ = make(
             len(ranks),
             own,
             ranks,
-            c10d.Backend(backend or backend_name(parent, device)),
+            c10d.Backend(backend),
             job_store(),
             name,
             timeout=timeout,
+            **bound,
         )
     c10d._world.pg_group_ranks[pg] = {rank: index for index, rank in enumerate(ranks)}
     return pg
@@ -225,7 +264,9 @@ def connect(pg: dist.ProcessGroup, device: torch.device) -> None:
     except (RuntimeError, AttributeError, TypeError):  # a process group that is written in Python
         return
     if getattr(backend, "supports_splitting", False):  # as torch asks: those that have a communicator
-        backend.eager_connect_single_device(device)
+        backend.eager_connect_single_device(_with_index(device))
+    elif is_nccl(pg, device):  # made by ``subgroup`` with ``lazy_init``, which no call but a collective ends
+        dist.all_reduce(torch.zeros(1, device=device), group=pg)
 
 
 def timeout_of(pg: dist.ProcessGroup | None, device: torch.device) -> timedelta:
@@ -286,7 +327,7 @@ def end_waits(pg: dist.ProcessGroup) -> None:
                 with suppress(RuntimeError):
                     work = pg.recv([torch.empty(1)], peer, _TAG_OF_NOTHING)
                     work.wait(timedelta(milliseconds=1))
-        elif name in ("nccl", "xccl"):  # not run here
+        elif name in _NCCL or name == "xccl":  # xccl: not run here
             with suppress(RuntimeError, AttributeError):
                 pg._get_backend(device).abort()
 

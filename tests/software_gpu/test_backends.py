@@ -1,0 +1,138 @@
+"""What the library asks of torch's back ends for NCCL, under each of their names, on software GPUs.
+
+Torch 2.15 makes a new back end, "nccl2", where "nccl" is asked for; TORCH_DIST_USE_NCCL2=0 brings the older back.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import even_tower, random_batch
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise import fully_shard
+from shardwise.torch_compat import c10d
+
+run_on_gpus = pytest.importorskip("software_gpu.launch").run_on_gpus
+
+both_back_ends = pytest.mark.parametrize(
+    "env", [{}, {"TORCH_DIST_USE_NCCL2": "0"}], ids=["as torch chooses", "the older"]
+)
+
+
+def join() -> torch.device:
+    """Join the job. The last rank has the first device: LOCAL_RANK names another rank's."""
+    device = torch.device("cuda", int(os.environ["WORLD_SIZE"]) - 1 - int(os.environ["RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+@contextmanager
+def noted_reductions() -> Iterator[set[str]]:
+    """By which operation gradients are reduced, and in what process groups."""
+    noted = set()
+
+    def note(call: Any) -> Any:
+        def noting(pg: dist.ProcessGroup, outputs: Any, inputs: Any, op: Any, is_async: bool) -> Any:
+            noted.add(f"{op} in {'a group of its own' if '_reduce_' in pg.group_name else 'the same group'}")
+            return call(pg, outputs, inputs, op, is_async)
+
+        return noting
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("reduce_scatter", "reduce_scatter_coalesced"):
+            patch.setattr(c10d, name, note(getattr(c10d, name)))
+        yield noted
+
+
+def plain_losses(world: int, steps: int) -> list[float]:
+    """Of the mean over all ranks' batches, in one process without a device."""
+    torch.manual_seed(0)
+    model = even_tower().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        loss = torch.stack(
+            [model(random_batch(step * world + rank, 4)).mean() for rank in range(world)]
+        ).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def losses_of(model: Any, device: torch.device, steps: int) -> list[float]:
+    """The same of a sharded model."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    losses = []
+    for step in range(steps):
+        loss = model(random_batch(step * world + rank, 4).to(device)).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach() / world
+        dist.all_reduce(mean)
+        losses.append(mean.item())
+    return losses
+
+
+def sharded(device: torch.device, keep: bool | int = True) -> Any:
+    torch.manual_seed(0)
+    model: Any = even_tower().double().to(device)
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=keep)
+    return model
+
+
+def is_connected(pg: dist.ProcessGroup, device: torch.device) -> bool:
+    """The older back end says so. The new one, made for later, can be split once it has a communicator."""
+    backend: Any = pg._get_backend(device)
+    return bool(backend._is_initialized() if backend.name() == "nccl" else backend.supports_splitting)
+
+
+def first_steps() -> tuple[list[str], set[str], list[float]]:
+    """When the process group for reductions connects, how gradients are reduced, and the losses."""
+    model = sharded(device := join())
+    made: list[dist.ProcessGroup] = []
+    make = c10d.subgroup
+
+    def noted_make(*args: Any, **kwargs: Any) -> dist.ProcessGroup:
+        made.append(make(*args, **kwargs))
+        return made[-1]
+
+    connected = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(c10d, "subgroup", noted_make)
+        for grad in (torch.no_grad(), torch.enable_grad()):
+            with grad:
+                model(random_batch(0, 4).to(device))
+            connected += [f"{type(grad).__name__}: {is_connected(pg, device)}" for pg in made]
+    with noted_reductions() as noted:
+        return connected, noted, losses_of(model, device, 3)
+
+
+@both_back_ends
+def test_nccl_averages_gradients_in_a_group_that_connects_when_it_is_needed(env: dict[str, str]) -> None:
+    for connected, noted, losses in run_on_gpus(2, first_steps, env=env):
+        assert connected == ["no_grad: False", "enable_grad: True"]
+        assert noted == {f"{dist.ReduceOp.AVG} in a group of its own"}
+        assert losses == pytest.approx(plain_losses(2, 3), abs=1e-12)
+
+
+def losses_kept_in_parts() -> list[float]:
+    device = join()
+    return losses_of(sharded(device, keep=2), device, 3)
+
+
+@both_back_ends
+def test_groups_of_some_ranks_are_bound_to_the_devices_of_these(env: dict[str, str]) -> None:
+    for losses in run_on_gpus(4, losses_kept_in_parts, env=env):
+        assert losses == pytest.approx(plain_losses(4, 3), abs=1e-12)
