@@ -134,6 +134,16 @@ def fully_shard(
     ``register_post_accumulate_grad_hook`` then run twice in one backward, and ``.grad`` is complete the
     second time.
 
+    Outside of forward, ``model.parameters()`` are shards, and torch refuses to compute with them and plain
+    tensors together ("got mixed torch.Tensor and DTensor"). A penalty is made plain before it is added, an
+    average is kept in clones of the shards, and what needs the full tensor asks for it::
+
+        loss = loss + 0.1 * sum(p.pow(2).sum().full_tensor() for p in model.parameters())
+        average = [p.detach().clone() for p in model.parameters()]  # later: a.lerp_(p.detach(), 0.1)
+        product = model.head.weight.full_tensor() @ x  # collective, as the penalty is
+        with unsharded(model), torch.no_grad():
+            model.head.weight.copy_(value)
+
     In the first forward with gradients, and after the plan has changed (frozen weights, settings), the ranks
     compare what they are about to do: names, shapes, dtypes, groups, meshes, policies. If they differ, every
     rank raises, with the first difference.

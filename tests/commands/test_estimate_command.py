@@ -1,12 +1,16 @@
 """`python -m shardwise estimate`: what it prints, writes and refuses."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from models import Tower
 
 from shardwise.__main__ import main
+from shardwise.commands import estimate as estimate_command
 
 WORDS = [
     "estimate",
@@ -49,6 +53,7 @@ def test_its_status_is_1_if_nothing_fits(capsys: pytest.CaptureFixture[str]) -> 
     ("changed", "message"),
     [
         ({1: "nowhere:build"}, "'nowhere:build' cannot be imported from"),
+        ({1: "jobs/train.py:build"}, "names a file. Pass the name of its module: jobs.train:build."),
         ({1: "test_estimate_command"}, "names no function. Pass MODULE:FUNCTION"),
         ({1: "test_estimate_command:no"}, "has no function 'no'"),
         ({1: "test_estimate_command:build_list"}, "() returned a list; return a model (an nn.Module)"),
@@ -63,6 +68,66 @@ def test_what_cannot_work_is_told_in_a_line(
     words = [changed.get(index, word) for index, word in enumerate(WORDS)]
     assert main(words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_batch_that_does_not_fit_is_told_in_one_line() -> None:
+    """Also what torch logs by itself."""
+    words = ["estimate", "test_estimate_command:build", *WORDS[2:7], "4x3:fp32"]
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise", *words],
+        cwd=Path(__file__).parent,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("picture", "message"),
+    [("nowhere/found.png", "there is no folder"), ("found.abc", "names no format that matplotlib can write")],
+)
+def test_a_picture_that_cannot_be_written_is_refused_before_the_work(
+    picture: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(estimate_command, "estimate", None)
+    assert main([*WORDS, "--picture", picture]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["matplotlib", "matplotlib.figure"])
+def test_what_keeps_matplotlib_from_being_imported_is_told_before_the_work(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(estimate_command, "estimate", None)
+    monkeypatch.delitem(sys.modules, "shardwise.planning.picture", raising=False)
+    for name in [name for name in sys.modules if name.startswith("matplotlib")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    assert main([*WORDS, "--picture", "found.png"]) == 2
+    told = capsys.readouterr().err
+    assert (
+        f"--picture: a picture needs matplotlib, which cannot be imported: import of {module} halted" in told
+    )
+    assert "pip install 'shardwise[pictures]'" in told
+
+
+def test_help_lists_strategies_and_optimizers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "ddp, zero1, zero2, zero3, hybrid, hybrid_zero2; default: all" in shown
+    assert "adamw, adam, sgd, sgd-momentum," in shown
+
+
+def test_progress_goes_to_stderr_where_that_is_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*WORDS, "--checkpointing", "no"]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert main([*WORDS, "--checkpointing", "no"]) == 0
+    assert "zero3:   0%|" in capsys.readouterr().err
 
 
 def test_a_module_that_trains_when_imported_is_told_how_not_to(

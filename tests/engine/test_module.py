@@ -7,6 +7,7 @@ import torch
 from events import counts, events_of
 from expecttest import assert_expected_inline
 from harness import World
+from meshed import refusal
 from models import Tower, random_batch
 from torch import Tensor, nn
 from towers import (
@@ -243,7 +244,7 @@ def reductions_of_a_setting_made_before_the_root() -> tuple[list[str], dict[str,
     fully_shard(model)
     events = events_of(model)
     backward(model)
-    return [event for event in events if event.split()[0] in ("reduce", "free")], gradients(model)
+    return [event for event in events if event.split()[0] in ("reduce", "free")], gradients(model.blocks[1:])
 
 
 def test_a_setting_made_before_the_parent_is_sharded_stays(world2: World) -> None:
@@ -253,8 +254,8 @@ def test_a_setting_made_before_the_parent_is_sharded_stays(world2: World) -> Non
         assert "reduce blocks.1" in events
         assert "free blocks.1" in events
         assert "free blocks.2" not in events
-        assert_close({"w": got["blocks.1.up.weight"]}, {"w": want["blocks.1.up.weight"]}, 2 / 16)
-        assert_close({"w": got["blocks.2.up.weight"]}, {"w": want["blocks.2.up.weight"]})
+        assert_close({"w": got["0.up.weight"]}, {"w": want["blocks.1.up.weight"]}, 2 / 16)
+        assert_close({"w": got["1.up.weight"]}, {"w": want["blocks.2.up.weight"]})
 
 
 # --- set_reshard_after_forward and _backward ------------------------------------------------------
@@ -493,3 +494,15 @@ def gradients_accumulated_and_divided() -> dict[str, Tensor | None]:
 def test_f07_accumulated_gradients_are_divided_once(world2: World) -> None:
     for got in world2.run(gradients_accumulated_and_divided):
         assert_close(got, plain_gradients(0, 1, 2), 2 / 8)
+
+
+# --- DistributedDataParallel ----------------------------------------------------------------------
+
+
+def wrapped_in_ddp() -> str:
+    return refusal(nn.parallel.DistributedDataParallel, sharded_tower())
+
+
+def test_a_sharded_module_tells_ddp_that_it_needs_no_wrapper(world2: World) -> None:
+    for found in world2.run(wrapped_in_ddp):
+        assert_expected_inline(found, """TypeError: DistributedDataParallel: Tower is sharded, and this library reduces its gradients. Train the model as it is, without a wrapper. To replicate as well, shard it with strategy="hybrid" or on a mesh with a dimension to replicate over; strategy="ddp" replicates alone.""")

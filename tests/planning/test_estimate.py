@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
+from shardwise.dry_run.memory_log import GRADIENTS, PARAMETERS, STATE
 from shardwise.planning import estimate
 from shardwise.torch_compat import c10d
 
@@ -259,6 +260,37 @@ def test_names_of_process_groups_are_free_again() -> None:
     assert c10d.is_fake is not None
 
 
+# --- shards in host memory ------------------------------------------------------------------------
+
+
+def test_what_is_offloaded_is_in_no_peak_of_the_device() -> None:
+    options: dict[str, Any] = {"world": 2, "strategy": "zero3", "batch": BATCH, "checkpointing": False}
+    (kept,) = estimate(on_meta(), **options).rows
+    found = estimate(on_meta(), offload_policy="cpu", **options)
+    (moved,) = found.rows
+    assert (moved.parameters, moved.gradients, moved.optimizer_state) == (
+        kept.parameters,
+        kept.gradients,
+        kept.optimizer_state,
+    )
+    copies = 2 * kept.parameters // len(kept.step.groups)
+    for phase in ("forward", "backward"):
+        begin, end = kept.step.phase(phase)
+        highest = max(
+            moment.num_bytes - sum(moment.by_kind[kind] for kind in (PARAMETERS, GRADIENTS, STATE))
+            for moment in kept.step.timeline
+            if begin <= moment.time <= end
+        )
+        assert moved.peaks[phase].num_bytes == highest + copies
+    assert str(found).splitlines()[0].endswith("parameters, gradients and state are in host memory")
+
+
+def test_progress_is_told_before_each_run_and_at_the_end() -> None:
+    told: list[tuple[int, int, str]] = []
+    estimate(on_meta(), world=2, strategy=["ddp", "zero3"], progress=lambda *each: told.append(each))
+    assert told == [(0, 2, "ddp"), (1, 2, "zero3"), (2, 2, "")]
+
+
 # --- bad input ------------------------------------------------------------------------------------
 
 
@@ -277,7 +309,10 @@ def test_names_of_process_groups_are_free_again() -> None:
             {"world": 8, "optimizer": "adamv"},
             "estimate: there is no optimizer 'adamv'. Pass one of adamw, adam",
         ),
-        ({"world": 8, "mp_policy": "bf61"}, "there is no precision 'bf61'"),
+        ({"world": 8, "strategy": "SHARD_GRAD_OP"}, "what FSDP1 calls so is 'zero2' here"),
+        ({"world": 8, "mp_policy": "bf61"}, "there is no mp_policy 'bf61'. Pass 'bf16' or 'fp16'"),
+        ({"world": 8, "offload_policy": "disk"}, "there is no offload_policy 'disk'. Pass 'cpu'"),
+        ({"world": 8, "offload_policy": "cpu", "device": "cpu"}, "Leave one of them out"),
         ({"world": 8, "memory": "80 GBs"}, "memory '80 GBs' is no amount of memory"),
         ({"world": 8, "memory": "0GB"}, "a number above 0"),
         ({"world": 8, "device": "tpu"}, "pass 'cuda' or 'cpu'"),

@@ -101,6 +101,21 @@ def test_the_index_is_as_hugging_face_has_it(world2: World, tmp_path: Path) -> N
     )
 
 
+def with_a_file_beside(folder: str) -> None:
+    umask = os.umask(0o026)
+    try:
+        Path(folder, f"beside-{dist.get_rank()}").touch()
+        save_safetensors(Way(2).model(), folder, max_shard_bytes=3000)
+    finally:
+        os.umask(umask)
+
+
+def test_files_may_be_read_by_those_whom_the_umask_lets(world2: World, tmp_path: Path) -> None:
+    world2.run(with_a_file_beside, str(tmp_path))
+    assert len(list(tmp_path.iterdir())) > 4
+    assert {oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()} == {"0o640"}
+
+
 def converted(folder: str) -> None:
     save_safetensors(Way(2, build="tied").model(), folder, dtype=torch.bfloat16, metadata={"by": "us"})
 

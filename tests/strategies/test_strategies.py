@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from events import events_of
+from expecttest import assert_expected_inline
 from harness import World
 from meshed import Layout, assert_all_same, device_mesh, gradients_of, refusal, tensors_of, whole
 from models import (
@@ -65,6 +66,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -556,6 +558,7 @@ def default_meshes(local: str | None) -> dict[str, Any]:
 
 
 @pytest.mark.sample(2)
+@pytest.mark.filterwarnings("ignore:shard_model. strategy 'hybrid")
 @pytest.mark.parametrize("local", [None, "1", "2", "4"])
 def test_hybrids_shard_over_the_ranks_of_a_host_by_default(world4: World, local: str | None) -> None:
     model = built(even_tower)
@@ -570,6 +573,54 @@ def test_hybrids_shard_over_the_ranks_of_a_host_by_default(world4: World, local:
         for name, value in found.items():
             if "gradient" in name:
                 torch.testing.assert_close(value, model.blocks[0].up.weight.grad, rtol=0.0, atol=1e-10)
+
+
+def hybrid_on(ranks_per_host: str) -> list[str]:
+    with (
+        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=ranks_per_host),
+        warnings.catch_warnings(record=True) as told,
+    ):
+        warnings.simplefilter("always")
+        shard_model(built(even_tower), strategy="hybrid")
+    assert all(each.filename == __file__ for each in told)
+    return [str(each.message) for each in told]
+
+
+def test_a_hybrid_strategy_whose_mesh_is_one_dimension_says_so(world2: World) -> None:
+    for hosts in world2.run(hybrid_on, "2"):
+        assert_expected_inline(
+            "\n".join(hosts),
+            """shard_model: strategy 'hybrid' shards over the ranks of a host and replicates over hosts. LOCAL_WORLD_SIZE is 2 of 2 ranks, so its mesh is 1 x 2, and it does what 'zero3' does. Pass mesh= to arrange the ranks otherwise.""",
+        )
+    for hosts in world2.run(hybrid_on, "1"):
+        assert_expected_inline(
+            "\n".join(hosts),
+            """shard_model: strategy 'hybrid' shards over the ranks of a host and replicates over hosts. LOCAL_WORLD_SIZE is 1 of 2 ranks, so its mesh is 2 x 1, and it does what 'ddp' does. Pass mesh= to arrange the ranks otherwise.""",
+        )
+
+
+def policies_by_name() -> list[tuple[Any, Any]]:
+    with mock.patch("shardwise.strategies.shard_model.fully_shard", wraps=fully_shard) as call:
+        shard_model(
+            built(even_tower),
+            mp_policy="bf16",
+            offload_policy="cpu",
+            overrides={
+                "blocks.0": {"mp_policy": "fp16", "offload_policy": None},
+                "blocks.1": {"mp_policy": "fp32"},
+            },
+        )
+    return [(each.kwargs["mp_policy"], each.kwargs["offload_policy"]) for each in call.call_args_list]
+
+
+def test_policies_by_name(world2: World) -> None:
+    bf16, fp16 = (
+        MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for dtype in (torch.bfloat16, torch.float16)
+    )
+    offloaded = CPUOffloadPolicy()
+    for found in world2.run(policies_by_name):
+        assert found == [(fp16, None), (None, offloaded), (bf16, offloaded), (bf16, offloaded)]
 
 
 def tensor_parallel(strategy: str | None) -> dict[str, Any]:
@@ -1004,7 +1055,18 @@ HOW = "init_device_mesh"
 REFUSALS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown": ({"strategy": "zero4"}, ["ValueError", "'zero4'", *STRATEGIES]),
     "no string": ({"strategy": 3}, ["TypeError", "strategy", "3", "int"]),
-    "FSDP1's": ({"strategy": "FULL_SHARD"}, ["ValueError", "'FULL_SHARD'", "zero3"]),
+    "FSDP1's": ({"strategy": "FULL_SHARD"}, ["ValueError", "'FULL_SHARD': what FSDP1 calls so is 'zero3'"]),
+    "FSDP1's second": ({"strategy": "SHARD_GRAD_OP"}, ["ValueError", "'zero2' here"]),
+    "FSDP1's third": ({"strategy": "HYBRID_SHARD"}, ["ValueError", "'hybrid' here"]),
+    "FSDP1's last": ({"strategy": "NO_SHARD"}, ["ValueError", "'ddp' here"]),
+    "FSDP1's enum": (
+        {"strategy": ShardingStrategy._HYBRID_SHARD_ZERO2},
+        ["ValueError", "'_HYBRID_SHARD_ZERO2'", "'hybrid_zero2' here"],
+    ),
+    "an override by FSDP1's": (
+        {"overrides": {"blocks.1": "NO_SHARD"}},
+        ["ValueError", "in the override for 'blocks.1'", "'ddp' here"],
+    ),
     "zero3 on two dimensions": ({"mesh": square}, ["ValueError", "zero3", "hybrid", "2"]),
     "zero1 on two dimensions": ({"mesh": square, "strategy": "zero1"}, ["ValueError", "zero1"]),
     "ddp on two dimensions": ({"mesh": square, "strategy": "ddp"}, ["ValueError", "ddp"]),
@@ -1078,7 +1140,15 @@ REFUSALS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "cap of truth": ({"bucket_cap_mb": True}, ["TypeError", "bucket_cap_mb", "bool"]),
     "ignored no modules": ({"ignored_modules": ["blocks.1"]}, ["TypeError", "ignored_modules", "str"]),
     "ignored no list": ({"ignored_modules": 3}, ["TypeError", "ignored_modules", "int"]),
-    "mp_policy": ({"mp_policy": "bf16"}, ["TypeError", "mp_policy"]),
+    "mp_policy": ({"mp_policy": torch.bfloat16}, ["TypeError", "mp_policy"]),
+    "unknown precision": (
+        {"mp_policy": "bf61"},
+        ["ValueError: shard_model: there is no mp_policy 'bf61'", "'bf16'", "'fp16'", "MixedPrecisionPolicy"],
+    ),
+    "unknown storage": (
+        {"offload_policy": "disk"},
+        ["ValueError: shard_model: there is no offload_policy 'disk'", "'cpu'", "CPUOffloadPolicy"],
+    ),
     "comm_policy": ({"comm_policy": 3}, ["TypeError", "comm_policy"]),
     "placement out of range": (
         {"shard_placement_fn": lambda: lambda param: Shard(5)},
@@ -1107,10 +1177,10 @@ LATE: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"overrides": {"blocks.2": {"shard_placement_fn": lambda param: Shard(5)}}},
         ["ValueError", "blocks.2", "5"],
     ),
-    "precision of the root": ({"overrides": {"": {"mp_policy": "bf16"}}}, ["TypeError", "mp_policy"]),
+    "precision of the root": ({"overrides": {"": {"mp_policy": 16}}}, ["TypeError", "mp_policy"]),
     "storage of the last block": (
         {"overrides": {"blocks.2": {"offload_policy": "host"}}},
-        ["TypeError", "offload_policy"],
+        ["ValueError", "the override for 'blocks.2': there is no offload_policy 'host'"],
     ),
     "part of the last block": (
         {"overrides": {"blocks.2": {"reshard_after_forward": 3}}},

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardwise
+from shardwise.params.sharded_gradient import DeferredGradient
 
 FLAT = ("ddp", "zero1", "zero2", "zero3")
 HYBRID = ("hybrid", "hybrid_zero2")
@@ -154,6 +155,8 @@ def live_bytes() -> int:
         while isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
         if tensor is None or tensor.is_meta or tensor.layout is not torch.strided:
+            return
+        if isinstance(tensor, DeferredGradient):  # has no memory
             return
         storage = tensor.untyped_storage()
         if storage.nbytes():

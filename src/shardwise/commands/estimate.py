@@ -15,6 +15,8 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +24,23 @@ import torch
 from torch import nn
 
 from shardwise.commands import UsageError
+from shardwise.dry_run.optimizers import known_optimizers
 from shardwise.planning import estimate
+from shardwise.strategies.meshes import STRATEGIES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``estimate``."""
     parser.add_argument("model", metavar="MODULE:FUNCTION", help="what returns the model")
     parser.add_argument("--world", required=True, help="ranks (64), or hosts and ranks on each (8x8)")
-    parser.add_argument("--strategy", nargs="+", help="default: all that the world allows")
+    strategies = ", ".join(STRATEGIES)
+    parser.add_argument("--strategy", nargs="+", help=f"{strategies}; default: all that the world allows")
     parser.add_argument("--batch", help="shapes of the inputs on a rank: 8x4096, or 8x3x224x224:bf16,8")
     parser.add_argument("--mp", help="bf16 or fp16: compute in it, reduce in float32")
-    parser.add_argument("--optimizer", default="adamw", help="default adamw")
+    parser.add_argument("--offload", help="cpu: keep shards, gradients and optimizer state in host memory")
+    parser.add_argument(
+        "--optimizer", default="adamw", help=f"{', '.join(known_optimizers())}; default adamw"
+    )
     parser.add_argument(
         "--checkpointing", choices=("yes", "no", "both"), help="activation checkpointing of each block"
     )
@@ -44,27 +52,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Estimate and print; 1 if nothing fits."""
+    _check_files(arguments)
     model, batch = _model(arguments.model)
     try:
-        found = estimate(
-            model,
-            world=arguments.world,
-            strategy=arguments.strategy,
-            batch=arguments.batch or batch,
-            checkpointing={"yes": True, "no": False}.get(arguments.checkpointing),
-            mp_policy=arguments.mp,
-            optimizer=arguments.optimizer,
-            memory=arguments.memory,
-            device=arguments.device,
-        )
+        with _progress() as progress:
+            found = estimate(
+                model,
+                world=arguments.world,
+                strategy=arguments.strategy,
+                batch=arguments.batch or batch,
+                checkpointing={"yes": True, "no": False}.get(arguments.checkpointing),
+                mp_policy=arguments.mp,
+                offload_policy=arguments.offload,
+                optimizer=arguments.optimizer,
+                memory=arguments.memory,
+                device=arguments.device,
+                progress=progress,
+            )
         print(found)
         if arguments.json is not None:
             arguments.json.write_text(found.to_json() + "\n")
         if arguments.picture is not None:
             found.picture(arguments.picture)
-    except (ValueError, TypeError, NotImplementedError, ImportError, OSError) as error:
+    except (ValueError, TypeError, NotImplementedError, OSError) as error:
         raise UsageError(str(error)) from error
     return int(not found.fitting())
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Refuse files that could not be written: the estimate of a large model takes minutes."""
+    for path in filter(None, (arguments.json, arguments.picture)):
+        if not path.absolute().parent.is_dir():
+            raise UsageError(f"{path} cannot be written: there is no folder {path.absolute().parent}.")
+    if arguments.picture is None:
+        return
+    try:
+        from shardwise.planning.picture import formats
+    except ImportError as error:
+        raise UsageError(f"--picture: {error}") from error
+    if arguments.picture.suffix.removeprefix(".").lower() not in formats():
+        raise UsageError(
+            f"{arguments.picture} names no format that matplotlib can write: give it a suffix of "
+            f"{', '.join(sorted(formats()))}."
+        )
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None] | None]:
+    """A progress bar on stderr, if that is a terminal and tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield None
+        return
+    with tqdm(disable=None, delay=1, leave=False, bar_format="{l_bar}{bar}| {n}/{total} [{elapsed}]") as bar:
+
+        def show(done: int, total: int, name: str) -> None:
+            bar.n, bar.total = done, total
+            bar.set_description(name)
+
+        yield show
 
 
 def _model(path: str) -> tuple[nn.Module, Any]:
@@ -72,6 +119,9 @@ def _model(path: str) -> tuple[nn.Module, Any]:
     module_name, _, name = path.partition(":")
     if not (module_name and name):
         raise UsageError(f"'{path}' names no function. Pass MODULE:FUNCTION, such as train:build.")
+    if module_name.endswith(".py"):
+        module_name = module_name.removesuffix(".py").removeprefix("./").replace("/", ".")
+        raise UsageError(f"'{path}' names a file. Pass the name of its module: {module_name}:{name}.")
     if os.getcwd() not in sys.path:  # as for a script that lies here
         sys.path.insert(0, os.getcwd())
     try:

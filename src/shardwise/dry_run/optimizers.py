@@ -23,6 +23,11 @@ _KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
 """By name: the class in ``torch.optim``, and its options."""
 
 
+def known_optimizers() -> list[str]:
+    """The names that this torch has a class for."""
+    return [name for name, (cls, _) in _KNOWN.items() if hasattr(torch.optim, cls)]
+
+
 class Several:
     """Optimizers that step together."""
 
@@ -54,7 +59,7 @@ def optimizer_named(
         ValueError: there is no such optimizer.
         TypeError: it is neither a name nor can be called.
     """
-    known = [name for name, (cls, _) in _KNOWN.items() if hasattr(torch.optim, cls)]
+    known = known_optimizers()
     if not isinstance(optimizer, str):
         if not callable(optimizer):
             raise TypeError(

@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -90,6 +90,20 @@ class Step:
             [*before, *(moment for moment in self.timeline if begin < moment.time <= end)],
             key=lambda moment: moment.num_bytes,
         )
+
+    def with_host_shards(self) -> "Step":
+        """The same step as its device sees it where shards, gradients and the optimizer are on the host.
+
+        The shards of two groups are on the device beside that: of the one that is unsharded, and the next.
+        """
+        begin, end = self.phase("forward")[0], self.phase("backward")[1]
+        copies = 2 * max(m.by_kind[PARAMETERS] for m in self.timeline) // max(1, len(self.groups))
+        timeline = []
+        for moment in self.timeline:
+            by_kind = moment.by_kind | dict.fromkeys((PARAMETERS, GRADIENTS, STATE, TEMPORARY), 0)
+            by_kind[COMMUNICATION] += copies if begin <= moment.time <= end else 0
+            timeline.append(Moment(moment.time, by_kind))
+        return replace(self, timeline=timeline)
 
     def where(self, time: int) -> str:
         """In which group the step was."""

@@ -1,6 +1,7 @@
 """FSDPModule: the methods of a sharded module, but for those of its communication (communication.py)."""
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 from shardwise.engine.members import member_of
 from shardwise.features.finalization import GradientReductionHandle
@@ -47,6 +48,16 @@ class FSDPModule(CommunicationSetters):
     ranks. The next forward with gradients compares them, except, after the first forward, those that may
     change with each microbatch (gradient synchronisation, all-reduce, reshard after backward).
     """
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """``DistributedDataParallel`` reads this attribute before it does anything."""
+        raise TypeError(
+            f"DistributedDataParallel: {member_of(self).group.name} is sharded, and this library reduces its "
+            "gradients. Train the model as it is, without a wrapper. To replicate as well, shard it with "
+            'strategy="hybrid" or on a mesh with a dimension to replicate over; strategy="ddp" replicates '
+            "alone."
+        )
 
     # --- unshard and reshard ----------------------------------------------------------------------
 

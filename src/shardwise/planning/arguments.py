@@ -1,14 +1,10 @@
-"""What a caller of ``estimate`` writes for a world, strategies and a precision: read and checked."""
+"""What a caller of ``estimate`` writes for a world and strategies: read and checked."""
 
 from typing import Any
 
 import torch
 
-from shardwise.policies import MixedPrecisionPolicy
-from shardwise.setup.validation import check_precision
-from shardwise.strategies.meshes import STRATEGIES
-
-_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from shardwise.strategies.meshes import STRATEGIES, no_strategy
 
 
 def world_sizes(world: int | tuple[int, int] | str) -> tuple[int, ...]:
@@ -35,10 +31,7 @@ def strategies_for(strategy: Any, sizes: tuple[int, ...]) -> list[str]:
     names = [strategy] if isinstance(strategy, str) else list(strategy)
     for name in names:
         if name not in STRATEGIES:
-            raise ValueError(
-                f"estimate: there is no strategy '{name}'. Pass one of {', '.join(STRATEGIES)}, or "
-                "None for all."
-            )
+            raise ValueError(f"estimate: {no_strategy(str(name), STRATEGIES)} None stands for all.")
         if len(STRATEGIES[name].roles) > len(sizes):
             raise ValueError(
                 f"estimate: strategy '{name}' shards over the ranks of a host and replicates over hosts, and "
@@ -54,18 +47,3 @@ def mesh_shape(strategy: str, sizes: tuple[int, ...]) -> dict[str, int]:
     if len(roles) == 2:
         return dict(zip(roles, sizes, strict=True))
     return {roles[0]: torch.Size(sizes).numel()}
-
-
-def precision_of(mp_policy: Any) -> Any:
-    """A policy, or one by the name of the dtype to compute in: "bf16" reduces in float32."""
-    if not isinstance(mp_policy, str):
-        check_precision(mp_policy)
-        return mp_policy
-    if mp_policy.lower() not in ("fp32", *_PRECISIONS):
-        raise ValueError(
-            f"estimate: there is no precision '{mp_policy}'. Pass bf16, fp16, fp32 (what the model has), or "
-            "a MixedPrecisionPolicy."
-        )
-    if mp_policy.lower() == "fp32":
-        return None
-    return MixedPrecisionPolicy(param_dtype=_PRECISIONS[mp_policy.lower()], reduce_dtype=torch.float32)

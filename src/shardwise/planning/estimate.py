@@ -13,14 +13,15 @@ from shardwise.dry_run.arguments import call_on, memory_in_bytes
 from shardwise.dry_run.fake_model import meta_copy
 from shardwise.dry_run.memory_log import GRADIENTS, PARAMETERS, STATE
 from shardwise.dry_run.optimizers import Several, optimizer_named
-from shardwise.dry_run.step import Call, Plan, dry_run
+from shardwise.dry_run.step import PHASES, Call, Plan, dry_run
 from shardwise.engine.members import sharded_members
-from shardwise.planning.arguments import mesh_shape, precision_of, strategies_for, world_sizes
+from shardwise.planning.arguments import mesh_shape, strategies_for, world_sizes
 from shardwise.planning.report import Change, Estimate, StrategyEstimate
-from shardwise.policies import MixedPrecisionPolicyLike
-from shardwise.setup.validation import describe
+from shardwise.policies import CPUOffloadPolicyLike, MixedPrecisionPolicyLike, OffloadPolicy
+from shardwise.setup.validation import check_offload, check_precision, describe
 from shardwise.strategies import shard_model
 from shardwise.strategies.meshes import Strategy
+from shardwise.strategies.named_policies import offload_named, precision_named
 from shardwise.strategies.wrap_policies import Wrap
 
 
@@ -33,10 +34,12 @@ def estimate(
     loss: Callable[[Any], Tensor] | None = None,
     checkpointing: bool | None = None,
     mp_policy: MixedPrecisionPolicyLike | str | None = None,
+    offload_policy: OffloadPolicy | CPUOffloadPolicyLike | str | None = None,
     optimizer: Any = "adamw",
     wrap: Wrap | None = None,
     memory: int | str | None = None,
     device: Literal["cuda", "cpu"] = "cuda",
+    progress: Callable[[int, int, str], Any] | None = None,
 ) -> Estimate:
     """What training ``model`` would take on a rank and send in a step, under each strategy.
 
@@ -64,6 +67,8 @@ def estimate(
             model is; None: both, if there is a batch.
         mp_policy: as in :func:`fully_shard`; or ``"bf16"`` or ``"fp16"``, which compute in that and reduce in
             float32.
+        offload_policy: as in :func:`fully_shard`; or ``"cpu"``, for :class:`CPUOffloadPolicy`. Peaks are the
+            device's then, and contain no shards, gradients or optimizer state.
         optimizer: ``adamw``, ``adam``, ``sgd``, ``sgd-momentum``, ``adagrad``, ``rmsprop``, ``adafactor``,
             ``muon`` (matrices; AdamW for the rest), or a function of a list of parameters that returns one.
             It gets this rank's shards as plain tensors.
@@ -72,13 +77,15 @@ def estimate(
             nothing does, what would have to change.
         device: ``"cuda"``, or ``"cpu"`` for training on the host with gloo, whose reductions receive into
             buffers of their own.
+        progress: called before each dry run with how many are over, how many there are, and the name of the
+            next; and at the end. Where nothing fits, more follow than there were at first.
 
     Returns:
         The figures in bytes. ``print`` it, or use its ``to_json()`` and ``picture(path)``.
 
     Raises:
-        ValueError: an unknown strategy, optimizer or precision, a world or memory that is no size, or a batch
-            that the model does not take.
+        ValueError: an unknown strategy, optimizer or name of a policy, a world or memory that is no size, a
+            batch that the model does not take, or an offload policy for training on the host.
         TypeError: an argument is of the wrong kind, or the model cannot be copied.
         NotImplementedError: a parameter is a DTensor or of another class than plain tensors.
 
@@ -105,23 +112,55 @@ def estimate(
         raise ValueError(
             "estimate: checkpointing=True needs a batch: without one no activations are counted."
         )
+    is_offloaded = check_offload(offload_named("estimate", offload_policy))
+    if is_offloaded and device == "cpu":
+        raise ValueError(
+            'estimate: offload_policy keeps shards on the host of a device, and with device="cpu" all of the '
+            "training is there. Leave one of them out."
+        )
+    precision = precision_named("estimate", mp_policy)
+    check_precision(precision)
     sizes, limit = world_sizes(world), None if memory is None else memory_in_bytes("estimate", memory)
     strategies = strategies_for(strategy, sizes)
     options = _Options(
         model,
         None if batch is None else call_on("estimate", "batch", batch, loss),
-        precision_of(mp_policy),
+        precision,
+        is_offloaded,
         optimizer_named("estimate", optimizer, is_foreach=device == "cuda"),
         wrap,
         on_host=device == "cpu",
+        progress=_Progress(progress),
     )
     choices = [False, True] if checkpointing is None and batch is not None else [bool(checkpointing)]
+    options.progress.total = len(strategies) * len(choices)
     rows = tuple(options.run(name, sizes, choice) for name in strategies for choice in choices)
     numel = sum(param.numel() for param in model.parameters())
     found = Estimate(numel, rows, limit)
-    if limit is None or found.fitting():
-        return found
-    return replace(found, changes=tuple(_changes(options, found, sizes, limit)))
+    if limit is not None and not found.fitting():
+        found = replace(found, changes=tuple(_changes(options, found, sizes, limit)))
+    options.progress.end()
+    return found
+
+
+class _Progress:
+    """Tells how many dry runs are over."""
+
+    def __init__(self, tell: Callable[[int, int, str], Any] | None) -> None:
+        self.total = 0
+        self._tell = tell
+        self._done = -1
+
+    def begin(self, name: str) -> None:
+        """A dry run begins."""
+        self._done += 1
+        if self._tell is not None:
+            self._tell(self._done, max(self.total, self._done + 1), name)
+
+    def end(self) -> None:
+        """All are over."""
+        if self._tell is not None:
+            self._tell(self._done + 1, self._done + 1, "")
 
 
 @dataclass(frozen=True)
@@ -131,17 +170,21 @@ class _Options:
     model: nn.Module
     call: Callable[[], Call] | None
     mp_policy: Any
+    is_offloaded: bool
     optimizer: Callable[[list[nn.Parameter]], Several]
     wrap: Any
     on_host: bool
+    progress: "_Progress"
 
     def run(self, strategy: str, sizes: tuple[int, ...], is_checkpointed: bool) -> StrategyEstimate:
         """The figures of one strategy."""
+        self.progress.begin(strategy + (" with checkpointing" if is_checkpointed else ""))
         shape = mesh_shape(strategy, sizes)
         shard = partial(self._shard, strategy)
         plan = Plan(shape, shard, self.optimizer, self.call, is_checkpointed, self.on_host)
         step = dry_run(meta_copy(self.model), plan)
-        return StrategyEstimate.of(strategy, shape, is_checkpointed, self.call is not None, step)
+        has_batch = self.call is not None
+        return StrategyEstimate.of(strategy, shape, is_checkpointed, self.is_offloaded, has_batch, step)
 
     def _shard(self, strategy: Any, model: nn.Module, mesh: DeviceMesh) -> None:
         shard_model(
@@ -170,27 +213,17 @@ def _changes(options: _Options, found: Estimate, sizes: tuple[int, ...], limit: 
     if options.call is not None and not any(row.is_checkpointed for row in found.rows):
         peaks["activation checkpointing"] = options.run(name, sizes, True).peak.num_bytes
     if options.mp_policy is None and any(p.dtype is torch.float32 for p in options.model.parameters()):
-        in_bf16 = replace(options, mp_policy=precision_of("bf16"))
+        in_bf16 = replace(options, mp_policy=precision_named("estimate", "bf16"))
         peaks["computing in bf16"] = in_bf16.run(name, sizes, is_checkpointed).peak.num_bytes
-    peaks["shards, gradients and optimizer in host memory"] = _offloaded(least)
+    if not (options.is_offloaded or options.on_host):
+        on_device = least.step.with_host_shards()
+        highest = max(on_device.peak(phase).num_bytes for phase in PHASES)
+        peaks["shards, gradients and optimizer in host memory"] = highest
     more = _more_ranks(least, sizes, limit)
     if more is not None:
         peaks[f"{torch.Size(more).numel()} ranks"] = options.run(name, more, is_checkpointed).peak.num_bytes
     changes = [Change(what, peak, peak <= limit) for what, peak in peaks.items()]
     return sorted((c for c in changes if c.num_bytes < least.peak.num_bytes), key=lambda c: c.num_bytes)
-
-
-def _offloaded(row: StrategyEstimate) -> int:
-    """The peak without what ``CPUOffloadPolicy`` keeps on the host; two groups' shards are on the device."""
-    there = (PARAMETERS, GRADIENTS, STATE)
-    begin, end = row.step.phase("forward")[0], row.step.phase("backward")[1]
-    left = [
-        moment.num_bytes - sum(moment.by_kind[kind] for kind in there)
-        for moment in row.step.timeline
-        if begin <= moment.time <= end
-    ]
-    copies = 2 * row.parameters // max(1, len(row.step.groups))
-    return max(left) + copies
 
 
 def _more_ranks(row: StrategyEstimate, sizes: tuple[int, ...], limit: int) -> tuple[int, ...] | None:

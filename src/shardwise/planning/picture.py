@@ -1,7 +1,17 @@
 """Memory over one step as a picture, stacked by kind."""
 
+from collections.abc import Collection
 from os import PathLike
 from typing import Any
+
+try:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+except ImportError as error:
+    raise ImportError(
+        f"a picture needs matplotlib, which cannot be imported: {error}. Install it with pip install "
+        "'shardwise[pictures]'."
+    ) from error
 
 from shardwise.dry_run.memory_log import KINDS
 from shardwise.planning.report import Estimate, StrategyEstimate
@@ -19,16 +29,13 @@ _COLOURS = {
 }
 
 
+def formats() -> Collection[str]:
+    """The suffixes of files that can be written."""
+    return Figure().canvas.get_supported_filetypes()
+
+
 def draw(estimate: Estimate, path: str | PathLike[str]) -> None:
     """Write the picture of ``estimate`` to ``path``."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "Estimate.picture: matplotlib is not installed. Install it with pip install "
-            "'shardwise[pictures]'."
-        ) from error
     columns = 1 if len(estimate.rows) == 1 else 2
     lines = -(-len(estimate.rows) // columns)
     figure = Figure(figsize=(8 * columns, 3.2 * lines + 0.8), layout="constrained")

@@ -34,6 +34,8 @@ class StrategyEstimate:
         strategy: its name.
         mesh: the sizes of its mesh dimensions, by their names.
         is_checkpointed: whether each block keeps only its inputs, and is run again in backward.
+        is_offloaded: whether parameters, gradients and optimizer state are in host memory; the peaks, which
+            are the device's, do not contain them then.
         parameters: sharded parameters, through the whole step.
         gradients: sharded gradients, from backward to the optimizer's step.
         optimizer_state: what the optimizer keeps.
@@ -47,6 +49,7 @@ class StrategyEstimate:
     strategy: str
     mesh: dict[str, int]
     is_checkpointed: bool
+    is_offloaded: bool
     parameters: int
     gradients: int
     optimizer_state: int
@@ -63,12 +66,19 @@ class StrategyEstimate:
 
     @classmethod
     def of(
-        cls, strategy: str, mesh: dict[str, int], is_checkpointed: bool, has_batch: bool, step: Step
+        cls,
+        strategy: str,
+        mesh: dict[str, int],
+        is_checkpointed: bool,
+        is_offloaded: bool,
+        has_batch: bool,
+        step: Step,
     ) -> "StrategyEstimate":
         """The figures of a step."""
+        on_device = step.with_host_shards() if is_offloaded else step
         peaks = {}
         for phase in PHASES:
-            moment = step.peak(phase)
+            moment = on_device.peak(phase)
             by_kind = {kind: size for kind, size in moment.by_kind.items() if size}
             peaks[phase] = Peak(moment.num_bytes, step.where(moment.time), by_kind)
 
@@ -79,6 +89,7 @@ class StrategyEstimate:
             strategy,
             mesh,
             is_checkpointed,
+            is_offloaded,
             parameters=most(PARAMETERS),
             gradients=most(GRADIENTS),
             optimizer_state=most(STATE),
@@ -86,7 +97,7 @@ class StrategyEstimate:
             activations=most(ACTIVATIONS) if has_batch else None,
             peaks=peaks,
             sent=step.sent,
-            step=step,
+            step=on_device,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -95,6 +106,7 @@ class StrategyEstimate:
             "strategy": self.strategy,
             "mesh": self.mesh,
             "checkpointing": self.is_checkpointed,
+            "offloaded": self.is_offloaded,
             "parameters": self.parameters,
             "gradients": self.gradients,
             "optimizer_state": self.optimizer_state,
@@ -161,7 +173,7 @@ class Estimate:
         format.
 
         Raises:
-            ImportError: matplotlib is not installed.
+            ImportError: matplotlib is not installed, or cannot be imported.
         """
         from shardwise.planning.picture import draw  # matplotlib is no dependency
 
@@ -190,6 +202,8 @@ class Estimate:
         header, *lines = aligned([head, *cells], right=range(2, 10))
         rule = "-" * max(map(len, [header, *lines]))
         top = f"{self.num_parameters:,} parameters; {unit} on each rank"
+        if any(row.is_offloaded for row in self.rows):
+            top += "; parameters, gradients and state are in host memory"
         return "\n".join([top, "", header, rule, *lines, *self._verdict(shown, unit)])
 
     def _verdict(self, shown: Any, unit: str) -> Iterator[str]:

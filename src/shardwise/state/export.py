@@ -207,8 +207,12 @@ class _Job:
         """Write the files of this rank, and sync them to disk."""
         from safetensors.torch import save_file
 
+        mode = (
+            self._partial.stat().st_mode & 0o666
+        )  # by the umask, as of any other file; save_file makes 0600
         for file, tensors in own:
             save_file(tensors, self._partial / file.name, header)
+            (self._partial / file.name).chmod(mode)
             sync(self._partial / file.name)
 
     def finish(self, files: list[_File]) -> None:

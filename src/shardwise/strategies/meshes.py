@@ -1,6 +1,7 @@
 """Strategies by name, and their meshes."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,14 +43,34 @@ STRATEGIES = {
 }
 
 
+_OF_FSDP1 = {
+    "FULL_SHARD": "zero3",
+    "SHARD_GRAD_OP": "zero2",
+    "HYBRID_SHARD": "hybrid",
+    "_HYBRID_SHARD_ZERO2": "hybrid_zero2",
+    "NO_SHARD": "ddp",
+}
+"""What members of FSDP1's ``ShardingStrategy`` are called here."""
+
+
 def strategy_named(name: Any, where: str = "") -> StrategySettings:
     """The strategy with this name."""
-    known = ", ".join(STRATEGIES if where else [*STRATEGIES, "auto"])
+    known = list(STRATEGIES if where else [*STRATEGIES, "auto"])
+    name = getattr(name, "name", name)  # of a member of an enum
     if not isinstance(name, str):
-        raise TypeError(f"shard_model: strategy{where} is {describe(name)}; pass a name: {known}.")
+        shown = ", ".join(known)
+        raise TypeError(f"shard_model: strategy{where} is {describe(name)}; pass a name: {shown}.")
     if name not in STRATEGIES:
-        raise ValueError(f"shard_model: there is no strategy '{name}'{where}. Pass one of {known}.")
+        raise ValueError(f"shard_model: {no_strategy(name, known, where)}")
     return STRATEGIES[name]
+
+
+def no_strategy(name: str, known: Iterable[str], where: str = "") -> str:
+    """The error text for ``name``, which is none of ``known``."""
+    ours = _OF_FSDP1.get(name.upper())
+    if ours is not None:
+        return f"there is no strategy '{name}'{where}: what FSDP1 calls so is '{ours}' here. Pass that."
+    return f"there is no strategy '{name}'{where}. Pass one of {', '.join(known)}."
 
 
 # --- meshes ---------------------------------------------------------------------------------------

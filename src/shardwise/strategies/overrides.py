@@ -10,6 +10,7 @@ from shardwise.layout.fqns import names_in, uncompiled
 from shardwise.layout.mesh import resolve_mesh
 from shardwise.setup.validation import check_offload, check_precision, check_reshard, class_name, describe
 from shardwise.strategies.meshes import Strategy, StrategySettings, mesh_arguments, strategy_named
+from shardwise.strategies.named_policies import offload_named, precision_named
 
 _OVERRIDABLE = (
     *("strategy", "mesh", "dp_mesh_dims", "mp_policy", "offload_policy", "comm_policy"),
@@ -114,7 +115,9 @@ def _check_change(key: Any, change: Any) -> dict[str, Any]:
             )
     if "strategy" in change:
         strategy_named(change["strategy"], f", in the override for {_key_text(key)}")
-    return dict(change)
+    where = f"shard_model: the override for {_key_text(key)}"
+    named = {"mp_policy": precision_named, "offload_policy": offload_named}
+    return {name: named[name](where, value) if name in named else value for name, value in change.items()}
 
 
 def _key_text(key: Any) -> str:

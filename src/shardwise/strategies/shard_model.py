@@ -53,7 +53,8 @@ from shardwise.setup.validation import (
 )
 from shardwise.strategies.auto import AutoOptions, WrapNamed, choose
 from shardwise.strategies.choice import remember
-from shardwise.strategies.meshes import Strategy
+from shardwise.strategies.meshes import Strategy, StrategySettings
+from shardwise.strategies.named_policies import offload_named, precision_named
 from shardwise.strategies.overrides import Overrides, StrategyPlan
 from shardwise.strategies.wrap_policies import Wrap, as_policy
 from shardwise.strategies.wrapping import chosen, merge_neighbours
@@ -74,8 +75,8 @@ def shard_model(
     dp_mesh_dims: DataParallelMeshDimsLike | None = None,
     overrides: Overrides | None = None,
     bucket_cap_mb: float | None = None,
-    mp_policy: MixedPrecisionPolicyLike | None = None,
-    offload_policy: OffloadPolicy | CPUOffloadPolicyLike | None = None,
+    mp_policy: MixedPrecisionPolicyLike | str | None = None,
+    offload_policy: OffloadPolicy | CPUOffloadPolicyLike | str | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
@@ -139,8 +140,9 @@ def shard_model(
             Where several entries match, the last one counts.
         bucket_cap_mb: neighbouring modules share a group as long as its full parameters take up to this many
             megabytes (10^6 bytes). None: each is a group of its own.
-        mp_policy: as in :func:`fully_shard`, like the rest.
-        offload_policy: where shards live.
+        mp_policy: as in :func:`fully_shard`, like the rest; or ``"bf16"`` or ``"fp16"``, which compute in
+            that and reduce in float32.
+        offload_policy: where shards live; ``"cpu"`` stands for :class:`CPUOffloadPolicy`.
         ignored_params: parameters to leave as they are.
         ignored_modules: modules whose parameters, and those of modules inside them, are left as they are.
         shard_placement_fn: the dim to shard each parameter on.
@@ -153,14 +155,17 @@ def shard_model(
         ``model`` itself.
 
     Raises:
-        ValueError: an unknown strategy, a mesh that does not fit it, nothing that fits in ``memory``, a
-            policy or an override that matches nothing, and what :func:`fully_shard` refuses.
+        ValueError: an unknown strategy or name of a policy, a mesh that does not fit the strategy, nothing
+            that fits in ``memory``, a ``wrap`` or an override that matches nothing, and what
+            :func:`fully_shard` refuses.
         TypeError: an argument is of the wrong kind.
         NotImplementedError: ``"auto"`` and a parameter that is a DTensor or of another class than plain
             tensors.
 
     Warns:
-        UserWarning: the root's own group keeps more than half of the parameters: they are unsharded at once.
+        UserWarning: the root's own group keeps more than half of the parameters: they are unsharded at once;
+            or all ranks are on one host, or each on its own, so that a hybrid strategy has a mesh of 1 x N or
+            N x 1.
 
     Example::
 
@@ -171,6 +176,8 @@ def shard_model(
         raise TypeError(f"shard_model: expected an nn.Module, got {describe(model)}.")
     check_modules(model)
     check_flags("shard_model", sync_module_states=sync_module_states, check_equal_weights=check_equal_weights)
+    mp_policy = precision_named("shard_model", mp_policy)
+    offload_policy = offload_named("shard_model", offload_policy)
     left_alone = _check_ignored_modules(ignored_modules)
     ignored = _ignored_params(ignored_params, left_alone)
     taken = {p for m in model.modules() if PLACE in m.__dict__ for p in m.parameters(recurse=False)}
@@ -202,6 +209,8 @@ def shard_model(
     plan = StrategyPlan(options, changes, model, blocks)
     own = _own_modules(model, blocks)
     _rehearse(model, own, plan, ids)
+    if mesh is None:
+        _warn_of_lone_dimension(*plan[model])
     _warn_of_large_root(model, own, {id(param) for param in ignored})
     groups = [[block] for block in blocks]
     if bucket_cap_mb is not None:
@@ -368,6 +377,20 @@ def _check_tie(
         )
 
 
+def _warn_of_lone_dimension(strategy: StrategySettings, arguments: dict[str, Any]) -> None:
+    """Warn if the ranks, as they lie on hosts, leave a hybrid strategy nothing to replicate or to shard."""
+    hosts, per_host = arguments["mesh"].shape if len(strategy.roles) == 2 else (2, 2)
+    if 1 not in (hosts, per_host) or hosts == per_host:
+        return
+    other = strategy.name.replace("hybrid_", "").replace("hybrid", "zero3") if hosts == 1 else "ddp"
+    warnings.warn(
+        f"shard_model: strategy '{strategy.name}' shards over the ranks of a host and replicates over hosts. "
+        f"LOCAL_WORLD_SIZE is {per_host} of {hosts * per_host} ranks, so its mesh is {hosts} x {per_host}, "
+        f"and it does what '{other}' does. Pass mesh= to arrange the ranks otherwise.",
+        stacklevel=4,  # over the frame of the decorator
+    )
+
+
 def _warn_of_large_root(model: nn.Module, own: dict[nn.Module, list[nn.Module]], ignored: set[int]) -> None:
     """Warn if most of the model is in the root's group, with parameters that tie groups together."""
     owners: dict[nn.Parameter, list[nn.Module]] = {}
@@ -389,5 +412,5 @@ def _warn_of_large_root(model: nn.Module, own: dict[nn.Module, list[nn.Module]],
         "They are communicated in one piece, with little to overlap it, and are all in memory through "
         f"forward and backward. The largest are {', '.join(largest)}. Choose the modules they are in with "
         "wrap=.",
-        stacklevel=3,
+        stacklevel=4,  # over the frame of the decorator
     )

@@ -1,7 +1,8 @@
 """Internals of tensors and parameters: class, attributes, version, storage. Seen on 2.11 to 2.13."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -116,6 +117,16 @@ fake_device: Callable[[Tensor], torch.device] = attrgetter("fake_device")
 """Where a fake tensor says that it is. ``tensor.device`` asks all modes, which takes 0.3 ms."""
 
 
-def fake_tensors() -> AbstractContextManager[Any]:
-    """Inside, operations make fake tensors: shapes, dtypes and devices, but no contents and no memory."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Inside, operations make fake tensors: shapes, dtypes and devices, but no contents and no memory.
+
+    Torch logs a traceback of its own of each operation that cannot be run; inside, its error alone tells.
+    """
+    log = logging.getLogger(FakeTensorMode.__module__)
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        log.disabled = was_disabled
