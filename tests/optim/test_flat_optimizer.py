@@ -536,28 +536,6 @@ def test_a_gradient_may_be_replaced_after_steps(world2: World) -> None:
     assert_same(world2.run(a_replaced_gradient_after_steps, True), want, 1e-10)
 
 
-def stepped_while_gradients_wait(is_flat: bool) -> dict[str, Any]:
-    """What is not reduced yet does not count, as without it."""
-    run = Kind("AdamW").run(is_flat)
-    model, optimizer = run.start(1)
-    run.train(model, optimizer, 0)
-    optimizer.zero_grad()
-    with shardwise.no_sync(model):
-        run.loss(model, 2).backward()
-    optimizer.step()
-    run.loss(model, 3).backward()
-    optimizer.step()
-    return everything(model, optimizer)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_gradients_that_wait_are_seen_as_on_dtensors(size: int, request: pytest.FixtureRequest) -> None:
-    world: World = request.getfixturevalue(f"world{size}")
-    want = world.run(stepped_while_gradients_wait, False)
-    for got, expected in zip(world.run(stepped_while_gradients_wait, True), want, strict=True):
-        assert_same([got], expected, 0.0)
-
-
 def gradients_in_memory_of_their_own(how: str) -> list[list[int]]:
     """How many parameters each tensor has in a step, before and after gradients were replaced."""
     run = Kind("SGD", {"lr": 0.1}).run(build=Even)
