@@ -21,6 +21,7 @@ from failure_models import (
     fragile_tower,
 )
 from harness import World
+from meshed import refusal
 from models import even_tower, random_batch
 from reference import adamw, mean_of_squares
 from scenario import Side, assert_same
@@ -439,6 +440,70 @@ def test_f41_a_failed_forward_keeps_the_gradients_of_earlier_microbatches(world2
 
 def refuse(gradient: Tensor) -> None:
     raise RuntimeError("not this one")
+
+
+def after_failed_backward(side: Side, synchronises: bool, clear: str) -> str:
+    """The second microbatch fails in backward, when some blocks have added its gradients to the first's."""
+    model: Any = side.shard_tower(built(fragile_tower))
+    optimizer = adamw(model)
+    told = ""
+    for step in range(2):
+        side.sync(model, False)
+        mean_of_squares(model, side.inputs(step)).backward()
+        side.sync(model, synchronises)
+        model.blocks[1].fails = "backward"
+        attempt(model, side.inputs(5), [])
+        model.blocks[1].fails = None
+        if side.is_sharded and clear != "at once":
+            told = refusal(model, side.inputs(6))
+            assert "wait to be reduced" in refusal(optimizer.step)
+            assert refusal(model, side.inputs(6)) == told
+        if side.is_sharded and clear == "reset":
+            model.reset_iter_state()
+            model(side.inputs(6))
+        optimizer.zero_grad(set_to_none=clear != "to zeros")
+        side.sync(model, True)
+        side.step(model, optimizer, step)
+    side.note_parameters(model)
+    return told
+
+
+@pytest.mark.parametrize("synchronises", [False, True])
+@pytest.mark.parametrize("clear", ["at once", "late", "to zeros", "reset"])
+def test_f41_a_failed_backward_after_unsynchronised_ones_asks_for_zero_grad(
+    world2: World, synchronises: bool, clear: str
+) -> None:
+    assert_same(world2, after_failed_backward, synchronises, clear)
+
+
+def told_after_failed_backward(synchronises: bool) -> str:
+    return after_failed_backward(Side(is_sharded=True), synchronises, "late")
+
+
+def test_f41_it_says_which_gradients_are_incomplete(world2: World) -> None:
+    for told in world2.run(told_after_failed_backward, False):
+        assert_expected_inline(
+            told,
+            """RuntimeError: inlet.weight, inlet.bias, outlet.weight, outlet.bias: a backward failed while gradients of earlier ones without synchronisation waited to be reduced. Some parameters have lost these, others still have them, so that their sums would be of different microbatches. Call zero_grad(), and begin this step again.""",
+        )
+
+
+def failing_before_all_gradients(side: Side) -> None:
+    """Nothing was added to what waits: it may be added to."""
+    model = side.shard_tower(built(fragile_tower))
+    side.sync(model, False)
+    mean_of_squares(model, side.inputs(0)).backward()
+    output = model(side.inputs(1))
+    output.register_hook(refuse)
+    with pytest.raises(RuntimeError, match="not this one"):
+        output.mean().backward()
+    side.sync(model, True)
+    mean_of_squares(model, side.inputs(2)).backward()
+    side.note_gradients(model)
+
+
+def test_f41_a_backward_that_fails_before_all_gradients_changes_nothing(world2: World) -> None:
+    assert_same(world2, failing_before_all_gradients)
 
 
 def failure_of_the_library(side: Side, how: str) -> None:

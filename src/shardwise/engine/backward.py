@@ -30,7 +30,7 @@ from shardwise.engine.calls import Call
 from shardwise.engine.memory import AHEAD, CALLER, FOR_BACKWARD, FOR_EARLIER_BACKWARD, IN_USE
 from shardwise.groups.gradients import average_ignored
 from shardwise.groups.group import ParameterGroup
-from shardwise.groups.states import DEFERRED, EMPTY, PENDING, UNSHARDED
+from shardwise.groups.states import DEFERRED, EMPTY, PENDING, REDUCING, UNSHARDED
 from shardwise.ranks.failures import relay_of_job
 from shardwise.torch_compat import autograd
 from shardwise.torch_compat.functorch import outside_transforms
@@ -110,6 +110,7 @@ class BackwardPass:
         root.preparation.process_groups.connect()
         for group in root.groups:
             group.gradients.drop_cleared()
+        root.refuse_incomplete()
         root.preparation.streams.all_gather.wait_for_compute()
         root.prefetch.backward_order.rewind()
 
@@ -128,6 +129,10 @@ class BackwardPass:
     def is_running(self) -> bool:
         """False once autograd has dropped all its sessions."""
         return any(session.is_running for session in self.sessions)
+
+    def has_gradients(self) -> bool:
+        """True once there are gradients of some group."""
+        return bool(self._reduced) or any(g.gradients.state in (PENDING, REDUCING) for g in self._root.groups)
 
     def forget_failed(self) -> None:
         """Forget nested sessions that failed."""

@@ -57,6 +57,7 @@ class ForwardPass:
             root.abandon()
         for group in root.groups:
             group.gradients.drop_cleared()
+        root.refuse_incomplete()
         for group in root.groups:
             if group.unsharded.state is UNSHARDING:  # unsharded and not used, perhaps on some ranks only
                 group.unsharded.wait()

@@ -30,6 +30,7 @@ from shardwise.engine.reduction_queue import ReductionQueue, room_for
 from shardwise.engine.requests import Requests
 from shardwise.groups.group import Observer, ParameterGroup
 from shardwise.groups.states import SHARDED
+from shardwise.params.parameter import Param
 from shardwise.ranks.failures import relay_of_job
 from shardwise.torch_compat import autograd
 from shardwise.torch_compat.functorch import outside_transforms
@@ -52,6 +53,7 @@ class Root:
         self.forward: ForwardPass | None = None
         self.backward: BackwardPass | None = None
         self.requests = Requests(self)
+        self._incomplete: list[Param] = []  # whose unreduced sums lack microbatches: a backward failed
         self.ends_by_hand = False  # who ends a backward: the caller; see finalization.py
         for feature in features:
             self.features.add(feature(self))
@@ -189,6 +191,9 @@ class Root:
 
     def abandon(self) -> None:
         """Drop the passes that run, and all that they have come to."""
+        if self.backward is not None and self.backward.has_gradients():
+            params = [param for group in self.groups for param in group.shards.params]
+            self._incomplete = [param for param in params if param.gradient.is_deferred]
         self.forward = self.backward = None
         self.calls.running.clear()
         self.memory.abandon()
@@ -196,6 +201,17 @@ class Root:
         self.reductions = ReductionQueue(room_for(self.groups))
         for group in self.groups:
             group.gradients.drop_of_backward()
+
+    def refuse_incomplete(self) -> None:
+        """Refuse a pass while sums wait to be reduced that a failed backward has made incomplete."""
+        self._incomplete = [param for param in self._incomplete if param.gradient.is_deferred]
+        if self._incomplete:
+            names = ", ".join(param.fqn for param in self._incomplete[:4])
+            raise RuntimeError(
+                f"{names}: a backward failed while gradients of earlier ones without synchronisation waited "
+                "to be reduced. Some parameters have lost these, others still have them, so that their sums "
+                "would be of different microbatches. Call zero_grad(), and begin this step again."
+            )
 
     def reset(self) -> None:
         """Forget the running iteration, whatever it has come to, and all gradients that wait."""

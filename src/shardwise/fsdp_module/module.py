@@ -478,9 +478,9 @@ class FSDPModule(CommunicationSetters):
     def reset_iter_state(self) -> None:
         """Drop what a failed iteration left behind, including gradients that wait to be reduced.
 
-        The next iteration runs without this call as well: it notices the failure and drops that backward's
-        gradients. This call also drops, and frees, the unreduced gradients of earlier microbatches. For the
-        root module; needs no communication.
+        After ``zero_grad()`` the next iteration runs without this call as well: it notices the failure and
+        drops that backward's gradients. This call also drops, and frees, the unreduced gradients of earlier
+        microbatches. For the root module; needs no communication.
 
         Raises:
             RuntimeError: this is not the root module.

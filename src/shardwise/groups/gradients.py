@@ -48,8 +48,7 @@ class Gradients:
 
     def forget(self) -> None:
         """Start over, as the parameters were replaced."""
-        # Whether ``.grad`` of some shards may stand for unreduced gradients.
-        self._has_deferred = any(param.gradient.is_deferred for param in self._group.shards.params)
+        self._has_deferred = self._stands_for_any()
         self._part_queue: PartQueue | None = None  # None: all gradients are reduced together
         self._hooked: set[int] = set()
         self._trainable: frozenset[int] = frozenset()
@@ -237,6 +236,10 @@ class Gradients:
             bucket.reduction.earlier is not None for bucket in self._group.buckets
         )
 
+    def _stands_for_any(self) -> bool:
+        """True if ``.grad`` of some shards may stand for unreduced gradients."""
+        return any(param.gradient.is_deferred for param in self._group.shards.params)
+
     def drop_cleared(self) -> None:
         """Drop deferred gradients of parameters whose ``.grad`` the caller has cleared since."""
         if self.state is not DEFERRED:
@@ -250,25 +253,32 @@ class Gradients:
                     if bucket.reduction.has_earlier_for(own):
                         bucket.reduction.drop_earlier(own)
                 index += 1
-        if not any(self._left_for_later()):
+        if not self._stands_for_any():
             self._step("drop")
 
     def drop(self) -> None:
         """Forget unsharded gradients, in flight or not."""
-        self._group.reductions.drop()
-        for full in self._group.unsharded.params:
-            full.grad = None
+        self._free()
         for param in self._group.shards.params:
             param.gradient.show_reduced()
-        for bucket in self._group.buckets:
-            bucket.reduction.drop_all_earlier()
         if self.state is not EMPTY:
             self._step("drop")
 
     def drop_of_backward(self) -> None:
-        """Forget the gradients of a backward that failed; deferred ones of earlier backwards stay."""
+        """Forget the gradients of a backward that failed, and those of earlier ones to which it has added.
+
+        ``.grad`` goes on to stand for the latter, until the caller clears it.
+        """
         if self.state in (PENDING, REDUCING):
-            self.drop()
+            self._free()
+            self._step("defer" if self._stands_for_any() else "drop")
+
+    def _free(self) -> None:
+        self._group.reductions.drop()
+        for full in self._group.unsharded.params:
+            full.grad = None
+        for bucket in self._group.buckets:
+            bucket.reduction.drop_all_earlier()
 
     # --- questions --------------------------------------------------------------------------------
 
