@@ -142,7 +142,7 @@ def test_autograds_own_check_sees_through_the_sharding(world2: World) -> None:
     assert_expected_inline(
         "\n".join(messages),
         """\
-one of the variables needed for gradient computation has been modified by an inplace operation
+0.weight: changed in place between the forward that used it and this backward (group '0'), so that the gradient would be that of other weights. Run backward before the weights are changed, as by an optimizer's step.
 one of the variables needed for gradient computation has been modified by an inplace operation
 0.weight: changed in place while unsharded (group '0'). Inside forward a module sees an unsharded copy, which is now freed, so the change would be lost. Change the sharded parameter outside of forward, under torch.no_grad().""",
     )

@@ -3,10 +3,12 @@
 Kernels over lists of DTensors, and fused ones, leave the version counters as they are, by which autograd notices.
 """
 
+import re
 from typing import Any
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from failure_models import built
 from harness import World
 from meshed import refusal
@@ -20,9 +22,9 @@ from shardwise.optim import FlatOptimizer
 WAYS_TO_STEP: list[dict[str, Any]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]
 
 
-def steps_before_its_backward(is_sharded: bool, how: dict[str, Any]) -> str:
+def steps_before_its_backward(is_sharded: bool, how: dict[str, Any], reshard: bool | None = True) -> str:
     side = Side(is_sharded)
-    model = side.shard_tower(built(even_tower), reshard_after_forward=True)
+    model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **how)
     side.step(model, optimizer, 0)
     loss = mean_of_squares(model, side.inputs(1))
@@ -37,6 +39,22 @@ def test_a_step_before_the_backward_is_refused(world2: World, how: dict[str, Any
         assert "modified by an inplace operation" in text
     if "fused" not in how:  # plain tensors do not count fused steps either
         assert "modified by an inplace operation" in steps_before_its_backward(False, how)
+
+
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+@pytest.mark.parametrize("how", WAYS_TO_STEP, ids=str)
+def test_by_default_the_weights_that_backward_begins_with_are_named(
+    world: World, how: dict[str, Any]
+) -> None:
+    for text in world.run(steps_before_its_backward, True, how, None):
+        names, found, advice = re.split(": changed in place |, so that ", text)
+        root, last_block = "inlet.weight, inlet.bias, outlet.weight, outlet.bias", "blocks.2.norm.weight, "
+        assert names.startswith(("RuntimeError: " + root, "RuntimeError: " + last_block))
+        assert found.startswith("between the forward that used it and this backward (group '")
+        assert_expected_inline(
+            advice,
+            """the gradient would be that of other weights. Run backward before the weights are changed, as by an optimizer's step.""",
+        )
 
 
 class Two(nn.Module):

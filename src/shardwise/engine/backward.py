@@ -224,24 +224,24 @@ class BackwardPass:
     def _begin_to_unshard(self, group: ParameterGroup) -> None:
         if group.settings.unshard_in_backward:
             self._root.memory.unshard_again(group)
-        self.follow_kept(group)
+        self.take_kept(group)
 
     def _wait_for(self, group: ParameterGroup) -> None:
         if group.settings.unshard_in_backward or group.unsharded.state is UNSHARDED:
             group.unsharded.wait()
 
-    def follow_kept(self, group: ParameterGroup) -> None:
-        """If ``group`` was kept, give its full parameters the versions of the shards as they are now.
+    def take_kept(self, group: ParameterGroup) -> None:
+        """If ``group`` was kept since forward, refuse shards that were changed in between.
 
-        Autograd then detects shards that were changed, as if the group were unsharded again.
+        Where groups are unsharded again, autograd detects this by the versions, and names no parameter.
         """
         memory, unsharded = self._root.memory, group.unsharded
         reason = memory.reason(group)
         if reason in (FOR_BACKWARD, FOR_EARLIER_BACKWARD):
-            unsharded.versions.follow()
+            unsharded.refuse_changed_shards()
             memory.hold(group, IN_USE)
-        elif unsharded.are_shards and unsharded.state is UNSHARDED and unsharded.versions.shards_changed():
-            unsharded.versions.follow()
+        elif unsharded.are_shards and unsharded.state is UNSHARDED:
+            unsharded.refuse_changed_shards()
         if reason is AHEAD:
             memory.hold(group, IN_USE)
 

@@ -73,7 +73,7 @@ class DoubleBackward(Feature):
         session.notes[_CREATED] = mark
         for group in mark.groups:
             self.root.memory.unshard_again(group)
-            self.root.running_backward.follow_kept(group)
+            self.root.running_backward.take_kept(group)
         self._prefetch(mark)
         for group in mark.groups:
             group.unsharded.wait()

@@ -228,7 +228,7 @@ class WeightPass(BackwardPass):
 
     def _have(self, group: ParameterGroup) -> None:
         self._root.memory.unshard_again(group)
-        self.follow_kept(group)
+        self.take_kept(group)
         group.unsharded.wait()
 
     # --- what hooks tell --------------------------------------------------------------------------

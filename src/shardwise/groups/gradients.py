@@ -100,7 +100,7 @@ class Gradients:
             streams.note_current(self._made_on)
         if self.state is not PENDING:
             if self._group.unsharded.are_shards:
-                self._refuse_changed_shards()
+                self._group.unsharded.refuse_changed_shards()  # no hook before backward has
             listener.gradient_arrived()
             if self.state is REDUCING:
                 self.finish()
@@ -118,15 +118,6 @@ class Gradients:
             listener.gradients_complete()
         elif queue is not None and queue.arrive(index):
             listener.part_complete()
-
-    def _refuse_changed_shards(self) -> None:
-        """Refuse a backward of weights that were changed since; no hook before backward has checked them."""
-        if changed := self._group.unsharded.versions.shards_changed():
-            raise RuntimeError(
-                f"{', '.join(changed)}: changed in place between the forward that used it and this backward "
-                f"(group '{self._group.name}'), so that the gradient would be that of other weights. Run "
-                "backward before the weights are changed, as by an optimizer's step."
-            )
 
     # --- reduction --------------------------------------------------------------------------------
 

@@ -303,6 +303,16 @@ class Unsharded:
 
     # --- changes ----------------------------------------------------------------------------------
 
+    def refuse_changed_shards(self) -> None:
+        """Refuse a backward of weights that were changed since a forward has used them."""
+        if changed := self.versions.shards_changed():
+            names = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
+            raise RuntimeError(
+                f"{names}: changed in place between the forward that used it and this backward "
+                f"(group '{self._group.name}'), so that the gradient would be that of other weights. Run "
+                "backward before the weights are changed, as by an optimizer's step."
+            )
+
     def changed_in_place(self) -> list[str]:
         """Names of full parameters changed since the all-gather: changes that ``reshard`` refuses to lose."""
         changed: list[str] = []
