@@ -57,6 +57,12 @@ def train(side: Side, kind: type[Wrapper], rows: int, reshard: bool) -> None:
     Journal.entries.clear()
     model = stack(side, kind, rows)
     side.shard_tower(model, reshard_after_forward=reshard)
+    train_steps(side, model)
+    if side.is_sharded and kind is not KnowsAll:
+        check_journal(side, rows)
+
+
+def train_steps(side: Side, model: nn.Module) -> None:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for step in range(3):
         optimizer.zero_grad()
@@ -70,8 +76,6 @@ def train(side: Side, kind: type[Wrapper], rows: int, reshard: bool) -> None:
         note_all(side, model)
     with torch.no_grad():
         side.note_rows("evaluation", model(side.inputs(9)))
-    if side.is_sharded and kind is not KnowsAll:
-        check_journal(side, rows)
 
 
 def check_journal(side: Side, rows: int) -> None:
@@ -234,6 +238,31 @@ def test_half_a_protocol_is_refused_with_the_parameter(world2: World, kind: type
     for text in world2.run(refusal_of, kind):
         for word in ("1.weight", kind.__name__, "fsdp_pre_all_gather"):
             assert word in text
+
+
+# --- a protocol that comes late -------------------------------------------------------------------
+
+
+class GetsItLater(TravelsLow):
+    fsdp_pre_all_gather = fsdp_post_all_gather = None  # type: ignore[assignment]
+
+
+def patched_after_sharding(side: Side) -> None:
+    with mock.patch.multiple(GetsItLater, fsdp_pre_all_gather=None, fsdp_post_all_gather=None):
+        model = stack(side, GetsItLater, 5)
+        side.shard_tower(model)
+        if side.is_sharded:
+            with pytest.raises(NotImplementedError, match="before the first forward") as caught:
+                model(side.inputs(0))
+            assert "blocks.0.0.weight holds a GetsItLater, a tensor subclass" in str(caught.value)
+        GetsItLater.fsdp_pre_all_gather = TravelsLow.fsdp_pre_all_gather  # type: ignore[method-assign]
+        GetsItLater.fsdp_post_all_gather = TravelsLow.fsdp_post_all_gather  # type: ignore[method-assign]
+        train_steps(side, model)
+
+
+@any_world
+def test_a_class_may_get_its_protocol_until_the_first_forward(world: World) -> None:
+    assert_same(world, patched_after_sharding)
 
 
 class Refusing(RowScaled):

@@ -13,8 +13,8 @@ next: freed in between, and refilled in place. The first unshard makes the full 
 ``out``, the very object that the module computes with, so that what it carries beside its data, such as a
 scale, can be refreshed.
 
-A class may have the methods, or a single tensor: the original, or the local tensor of a sharded parameter
-before the first forward.
+A class may have the methods, or a single tensor: the original, or the local tensor of a sharded parameter.
+Both may get them until the first forward.
 """
 
 import inspect
@@ -49,6 +49,11 @@ _SIGNATURES = {
 def is_extension(tensor: Tensor) -> bool:
     """True if ``tensor`` has both methods of the protocol."""
     return all(callable(getattr(tensor, name, None)) for name in _SIGNATURES)
+
+
+def needs_own_bucket(tensor: Tensor) -> bool:
+    """True if ``tensor`` has the protocol, or is of a subclass, which may get it before the first forward."""
+    return type(tensor) is not Tensor or is_extension(tensor)
 
 
 def check_protocol(tensor: Tensor, where: str) -> None:
@@ -412,9 +417,22 @@ class _UnshardedExtension(UnshardedBucket):
         return False
 
 
-def has_methods(bucket: Bucket) -> bool:
-    """True if methods of the protocol were set on a local tensor in a bucket of plain parameters."""
-    return bucket.takes_more and any(hasattr(p.local, name) for p in bucket.params for name in _SIGNATURES)
+def check_before_training(bucket: Bucket) -> None:
+    """Refuse parameters that cannot be all-gathered, or only by half a protocol.
+
+    Raises:
+        NotImplementedError: a tensor subclass has no protocol.
+        TypeError: what ``check_protocol`` raises.
+    """
+    for param in bucket.params:
+        check_protocol(param.local, param.fqn)
+        if isinstance(bucket, ExtensionBucket) and not is_extension(param.local):
+            raise NotImplementedError(
+                f"{param.fqn} holds a {type(param.local).__name__}, a tensor subclass that does not say how "
+                f"it is gathered. Give the class {PRE} and {POST}, as torchao's have, before the first "
+                "forward; or, before fully_shard, convert the parameter to a plain tensor, or pass it in "
+                "ignored_params."
+            )
 
 
 def split_off(bucket: Bucket, mp_policy: Any) -> list[Bucket]:

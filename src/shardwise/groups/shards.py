@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.buckets.bucket import Bucket
-from shardwise.buckets.extension import check_protocol, has_methods, split_off
+from shardwise.buckets.extension import check_before_training, is_extension, split_off
 from shardwise.groups.states import EMPTY, SHARDED
 from shardwise.params.changes import ShardSnapshot
 from shardwise.params.parameter import Param
@@ -73,11 +73,11 @@ class Shards:
     def follow_protocols(self) -> None:
         """Give a bucket of its own to each shard that has gained a protocol to all-gather itself."""
         group = self._group
-        if not any(map(has_methods, group.buckets)):
+        for bucket in group.buckets:
+            check_before_training(bucket)
+        if not any(is_extension(p.local) for b in group.buckets if b.takes_more for p in b.params):
             return
         self._refuse_change()
-        for param in self.params:
-            check_protocol(param.local, param.fqn)
         with torch.inference_mode(False), torch.no_grad():
             split = [split_off(bucket, group.casts.policy) for bucket in group.buckets]
         group.buckets = [bucket for buckets in split for bucket in buckets]

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from shardwise.buckets.bucket import Bucket, ShardStorage
-from shardwise.buckets.extension import ExtensionBucket, check_protocol, is_extension
+from shardwise.buckets.extension import ExtensionBucket, check_protocol, needs_own_bucket
 from shardwise.fsdp_module import FSDPModule
 from shardwise.groups.group import Tie
 from shardwise.layout.fqns import names_in
@@ -101,15 +101,7 @@ def _check_param(param: nn.Parameter, where: str, module: nn.Module) -> None:
     else:
         content = param.data
     check_protocol(content, where)
-    if is_extension(content):
-        return
-    if type(content) is not torch.Tensor:
-        raise NotImplementedError(
-            f"{where} holds a {type(content).__name__}, a tensor subclass that does not say how it is "
-            "gathered. Give the class fsdp_pre_all_gather and fsdp_post_all_gather, as torchao's have, "
-            "convert the parameter to a plain tensor, or pass it in ignored_params."
-        )
-    if content.layout is not torch.strided:
+    if not needs_own_bucket(content) and content.layout is not torch.strided:
         raise NotImplementedError(
             f"{where} has layout {content.layout}; only dense parameters can be sharded. Convert it with "
             ".to_dense(), or leave its module out."
@@ -210,7 +202,7 @@ def make_buckets(
     by_mesh: dict[ShardMesh, list[Param]] = {meshes.default: []}
     extensions: list[Param] = []
     for param in params:
-        if is_extension(param.local):
+        if needs_own_bucket(param.local):
             extensions.append(param)
         else:
             by_mesh.setdefault(param.mesh, []).append(param)
