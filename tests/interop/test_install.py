@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed._composable.fsdp as composable
 import torch.distributed.fsdp as peer
+from expecttest import assert_expected_inline
 from harness import World
 from models import Tower, random_batch
 from reference import full
+from refusals import wrapped
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
@@ -191,6 +193,88 @@ def test_code_that_knows_torchs_names_trains_on_our_shards(world2: World, polici
     for name, expected in trained(plain_tower()).state_dict().items():
         torch.testing.assert_close(ours["weights"][name], expected)
         assert torch.equal(ours["weights"][name], theirs["weights"][name]), name
+
+
+def summoned_by_torchs_name(is_within: bool) -> dict[str, Any]:
+    """What `summon_full_params` shows of our model, and that its edits are written back."""
+    wrapper = peer.FullyShardedDataParallel
+    theirs = wrapper.summon_full_params
+    with interop.installed():
+        model = plain_tower()
+        peer.fully_shard(model.blocks[0] if is_within else model)
+        with wrapper.summon_full_params(model, writeback=False):
+            kinds = {type(param) for param in model.parameters()}
+            shown = {name: param.detach().clone() for name, param in model.named_parameters()}
+        with wrapper.summon_full_params(model, True, True), torch.no_grad():
+            model.blocks[0].up.weight.mul_(2)
+        interop.install()
+        with wrapper.summon_full_params(plain_tower()):  # nothing of it is sharded: torch's own
+            pass
+    return {
+        "kinds": kinds,
+        "shown": shown,
+        "edited": full(model.blocks[0].up.weight),
+        "put back": wrapper.summon_full_params is theirs,
+    }
+
+
+@pytest.mark.parametrize("is_within", [False, True])
+def test_summon_full_params_of_torchs_older_fsdp_summons_ours(world2: World, is_within: bool) -> None:
+    expected = plain_tower().state_dict()
+    for found in world2.run(summoned_by_torchs_name, is_within):
+        assert found["kinds"] == {nn.Parameter}
+        assert found["shown"].keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(found["shown"][name], value), name
+        assert torch.equal(found["edited"], 2 * expected["blocks.0.up.weight"])
+        assert found["put back"]
+
+
+def offload_as_verl_does(model: Any) -> None:
+    """What verl (0.9) runs between phases: `offload_automodel_model_to_cpu`."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+    from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+
+    for module in model.modules():
+        state = _get_module_fsdp_state(module)
+        if state is not None and state._fsdp_param_group is not None:
+            state._fsdp_param_group._training_state = TrainingState.IDLE
+    model.reshard()
+    model.cpu()
+
+
+def trained_between_phases() -> dict[str, Any]:
+    with interop.installed():
+        model = plain_tower()
+        for module in (*model.blocks, model):
+            peer.fully_shard(module)
+        trained(model)
+        with torch.no_grad():
+            model(random_batch(7, 4))  # leaves the root's parameters unsharded
+        offload_as_verl_does(model)
+        sharded = [module for module in model.modules() if isinstance(module, peer.FSDPModule)]
+        groups = [module._get_fsdp_state()._fsdp_param_group for module in sharded]
+        trained(model)
+        with pytest.raises(AttributeError) as refused:
+            model._get_fsdp_state()._auto_reshard_after_forward = False
+    weights = {name: full(param) for name, param in model.named_parameters()}
+    return {"groups": groups, "weights": weights, "told": str(refused.value)}
+
+
+def test_frameworks_that_ask_for_torchs_state_offload_between_phases(world2: World) -> None:
+    expected = trained(trained(plain_tower())).state_dict()
+    for found in world2.run(trained_between_phases):
+        assert found["groups"] == [None] * 4
+        for name, value in expected.items():
+            torch.testing.assert_close(found["weights"][name], value)
+        assert_expected_inline(
+            wrapped(found["told"]),
+            """\
+_get_fsdp_state()._auto_reshard_after_forward was set, a field of
+torch's FSDP: shardwise has sharded this module, and it would have no
+effect. Call the module's own setters, such as
+set_reshard_after_forward().""",
+        )
 
 
 def a_model_of_torchs_is_known() -> tuple[bool, str]:

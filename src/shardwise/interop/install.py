@@ -18,7 +18,7 @@ from typing import Any
 
 from shardwise.fsdp_module import FSDPModule, UnshardHandle
 from shardwise.fully_shard import fully_shard
-from shardwise.interop.stand_ins import stand_in_for
+from shardwise.interop.stand_ins import stand_in_for, summon_stand_in
 from shardwise.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.setup.forward_methods import register_fsdp_forward_method, share_comm_ctx
 
@@ -46,6 +46,7 @@ HOMES = (
 
 _lock = Lock()
 _pairs: list[tuple[Any, Any]] = []  # torch's thing and its stand-in, made once: a cache
+_summons: list[Any] = []  # summon_full_params of torch's FSDP1, and its stand-in
 _is_installed = False  # of the process, as the names of modules are
 
 
@@ -60,11 +61,12 @@ def install() -> None:
     While installed, ``isinstance(module, torch.distributed.fsdp.FSDPModule)`` is true for modules that this
     library has sharded, and for those of torch. Policies of torch's classes are understood. Pipeline stages
     that are made while installed are :class:`shardwise.interop.PipelineStage` where this library has sharded
-    their module, and torch's otherwise.
+    their module, and torch's otherwise. ``FullyShardedDataParallel.summon_full_params`` summons the full
+    parameters of what this library has sharded, as :func:`shardwise.unsharded` does; else that class stays as
+    it is.
 
     Holds for the process; call it before the model is sharded. Calling it again looks through modules that
-    were loaded since. Torch's older ``FullyShardedDataParallel`` stays as it is. Not reached are names that a
-    function has taken into its own variables before.
+    were loaded since. Not reached are names that a function has taken into its own variables before.
 
     Example::
 
@@ -77,7 +79,9 @@ def install() -> None:
     with _lock:
         if not _pairs:
             _pairs.extend(_make_pairs())
+            _summons.extend(_make_summons())
         replaced = _replace(_pairs)
+        _replace_method(*_summons)
         _is_installed = True
     if replaced:
         _log.info("shardwise took the place of torch's fully_shard: %s.", _told(replaced))
@@ -92,6 +96,7 @@ def uninstall() -> None:
     with _lock:
         if _is_installed:
             _replace([(stand_in, theirs) for theirs, stand_in in _pairs])
+            _replace_method(*reversed(_summons))
             _is_installed = False
 
 
@@ -124,6 +129,17 @@ def _make_pairs() -> list[tuple[Any, Any]]:
     pairs = [(theirs, stand_in_for(ours, theirs)) for ours, theirs in there if theirs is not None]
     stage = types.new_class("PipelineStage", (InstalledStage,))  # an object of its own, as all stand-ins
     return [*pairs, (pipelining.PipelineStage, stage)]
+
+
+def _make_summons() -> list[Any]:
+    theirs = importlib.import_module(HOMES[0]).FullyShardedDataParallel.summon_full_params
+    return [theirs, summon_stand_in(theirs)]
+
+
+def _replace_method(old: Any, new: Any) -> None:
+    owner = importlib.import_module(HOMES[0]).FullyShardedDataParallel
+    if owner.summon_full_params is old:
+        owner.summon_full_params = staticmethod(new)
 
 
 def _replace(pairs: list[tuple[Any, Any]]) -> dict[str, list[str]]:

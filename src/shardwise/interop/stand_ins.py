@@ -8,9 +8,15 @@ policies that it was given before, or a model that torch has sharded.
 """
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
+
+from torch import nn
+
+from shardwise.engine.members import sharded_members
+from shardwise.state.contexts import unsharded
 
 
 class StandInClass(type):
@@ -53,3 +59,15 @@ def _function(ours: Callable[..., Any]) -> Callable[..., Any]:
     )
     twin.__kwdefaults__ = ours.__kwdefaults__
     return functools.update_wrapper(twin, ours)
+
+
+def summon_stand_in(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """``summon_full_params`` of torch's FSDP1, which would show the shards of this library as they are."""
+
+    @functools.wraps(theirs)
+    def summon_full_params(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not sharded_members(module):
+            return theirs(module, *args, **kwargs)
+        return unsharded(**inspect.signature(theirs).bind(module, *args, **kwargs).arguments)
+
+    return summon_full_params

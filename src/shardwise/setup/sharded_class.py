@@ -52,6 +52,7 @@ def _make_sharded_class(original: type) -> type:
         "__reduce_ex__": _refuse_to_copy,
         "_apply": _apply_and_follow,
         "__repr__": _mark_as_sharded,
+        "_get_fsdp_state": lambda self: _NO_STATE,
         "__module__": __name__,
         "__doc__": original.__doc__,
         "__qualname__": f"FSDP<{original.__module__}:{original.__qualname__}>".replace(".", "/"),
@@ -63,6 +64,21 @@ def _make_sharded_class(original: type) -> type:
             f"fully_shard: the class {original.__name__} cannot be extended ({error}); shard the module "
             "around it instead."
         ) from error
+
+
+class _NoState:
+    """What ``_get_fsdp_state()`` returns to frameworks, which look for torch's parameter group in it."""
+
+    _fsdp_param_group = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"_get_fsdp_state().{name} was set, a field of torch's FSDP: shardwise has sharded this module, "
+            "and it would have no effect. Call the module's own setters, such as set_reshard_after_forward()."
+        )
+
+
+_NO_STATE = _NoState()
 
 
 def __getattr__(name: str) -> type:
