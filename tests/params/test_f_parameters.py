@@ -4,6 +4,7 @@ Scripts run plainly and sharded (scenario.py). Where computing in low precision,
 the whole batch: the mean of equal numbers is exact, so that even bfloat16 agrees to the bit.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from expecttest import assert_expected_inline
 from failure_models import Chain, Constrained, LoraLinear, MixedBlock, Recurrent, Tied, block, built
 from harness import World
 from models import even_tower, random_batch, uneven_tower
-from reference import adamw, mean_of_squares
+from reference import adamw, full, mean_of_squares
 from scenario import BATCH_SIZE, Side, assert_same
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -664,6 +665,43 @@ def test_f09_a_tie_within_a_group_after_sharding_is_refused(world2: World) -> No
             text,
             """0.weight and 1.weight were tied after fully_shard: one parameter stands in both places now. Tie them before fully_shard, or keep two parameters.""",
         )
+
+
+def warnings_of_a_tie_restored(replaced: str) -> list[str]:
+    """What two forwards warn of, once an equal parameter was put in one place of two."""
+    model: Any = built(Tied)
+    fully_shard(model)
+    module = getattr(model, replaced)
+    module.weight = nn.Parameter(module.weight.detach().clone())
+    new = module.weight
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(random_batch(0, 4)).sum().backward()
+    assert model.embed.weight is model.head.weight is new
+    return [str(each.message) for each in found]
+
+
+@pytest.mark.parametrize(("replaced", "kept"), [("embed", "head"), ("head", "embed")])
+def test_f09_a_tie_that_is_restored_is_told_once(world2: World, replaced: str, kept: str) -> None:
+    for texts in world2.run(warnings_of_a_tie_restored, replaced):
+        assert texts == [
+            f"{replaced}.weight and {kept}.weight are tied (one parameter under two names), but "
+            f"{replaced}.weight alone was replaced, by a parameter with the same values. They stay tied: the new "
+            "one stands under both names from now on. Untie them before fully_shard."
+        ]
+
+
+def assigned_to_two_modules_of_one_call() -> float:
+    model: Any = built(Tied)
+    fully_shard([model.embed, model.head])
+    state = {name: torch.ones_like(value) for name, value in built(Tied).state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    return float(full(model.head.weight).mean())
+
+
+def test_f09_a_state_dict_is_assigned_to_tied_modules_of_one_call(world2: World) -> None:
+    assert world2.run(assigned_to_two_modules_of_one_call) == [1.0, 1.0]
 
 
 def tied_and_recurrent(side: Side) -> None:

@@ -131,7 +131,10 @@ class Shards:
         for bucket in self._group.buckets:
             here = (bucket.storage.device, self._group.device)
             for param in bucket.params:
-                for tensor in [site.registered() for site in param.sites]:
+                found = [site.registered() for site in param.sites]
+                if any(t is param.sharded for t in found) and any(t is not param.sharded for t in found):
+                    return  # tied, and the load has not reached its other module yet
+                for tensor in found:
                     if not (isinstance(tensor, DTensor) and dtensor.local_tensor(tensor).device in here):
                         return
         if self._group.unsharded.state is SHARDED:

@@ -1,5 +1,6 @@
 """Parameters that were replaced: full ones by their shards, and shards by the caller."""
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +119,14 @@ def find_replacement(param: "Param") -> nn.Parameter | None:
                 f"{site.fqn} alone was replaced. Replace both with the same parameter, or untie "
                 "them before fully_shard."
             )
+    kept = [each.fqn for each, tensor in zip(param.sites, found, strict=True) if tensor is param.sharded]
+    if kept:
+        warnings.warn(
+            f"{site.fqn} and {kept[0]} are tied (one parameter under two names), but {site.fqn} alone was "
+            "replaced, by a parameter with the same values. They stay tied: the new one stands under both "
+            "names from now on. Untie them before fully_shard.",
+            stacklevel=2,
+        )
     assert isinstance(new, nn.Parameter)
     return new
 
