@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from expecttest import assert_expected_inline
 from failure_models import Failure
 from harness import World
 from meshed import (
@@ -27,10 +28,12 @@ from meshed import (
 )
 from models import even_tower, language_model, odd_model, random_batch, uneven_tower
 from reference import adamw, full, mean_of_squares
+from refusals import wrapped
 from scenario import one_thread
 from strategies import FOUR, SOME_PLANS, Plan, live_bytes
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise
@@ -1092,3 +1095,151 @@ def test_an_average_of_the_weights_is_evaluated_and_put_back(world2: World) -> N
     output = twin(random_batch(9, 2, 7)).detach()
     step(model, optimizer, None, 3, 7)
     assert_all_same(world2.run(parameters_afterwards), {"output": output, **parameters_of(model)})
+
+
+# --- changes of one rank --------------------------------------------------------------------------
+
+
+EDITS_OF_ONE: dict[str, Callable[[nn.Module], None]] = {
+    "in place": lambda model: [param.mul_(2) for param in model.parameters()] and None,
+    "a row by .data": lambda model: model.blocks[1].up.weight.data[-1:].fill_(7),
+    "replaced": lambda model: setattr(model.inlet, "weight", nn.Parameter(model.inlet.weight + 1)),
+}
+
+
+def edited_on(rank: int, edit: str, plan: Plan, **options: Any) -> dict[str, Any]:
+    """One rank alone edits; what is told, and the weights afterwards."""
+    model = plan.shard(built(uneven_tower))
+
+    def act() -> None:
+        with shardwise.unsharded(model, **options), torch.no_grad():
+            if dist.get_rank() == rank:
+                EDITS_OF_ONE[edit](model)
+
+    told = refusal(act) if "src_rank" not in options else act()
+    return {"told": told, "weights": {name: full(param) for name, param in model.named_parameters()}}
+
+
+def plainly_edited(edit: str | None) -> dict[str, Tensor]:
+    model = built(uneven_tower)
+    with torch.no_grad():
+        if edit is not None:
+            EDITS_OF_ONE[edit](model)
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def assert_weights(ranks: list[dict[str, Any]], expected: dict[str, Tensor]) -> None:
+    for found in ranks:
+        for name, value in expected.items():
+            assert torch.equal(found["weights"][name], value), name
+
+
+by_edit = pytest.mark.parametrize("edit", EDITS_OF_ONE)
+by_plan_of_edits = pytest.mark.parametrize(
+    ("plan", "world"),
+    [(ZERO3, 2), (Plan("ddp", 2), 2), (Plan("hybrid", 4, 2), 4)],
+    indirect=["world"],
+    ids=str,
+)
+
+
+@by_edit
+@by_plan_of_edits
+def test_what_one_rank_alone_has_changed_is_refused_on_all_and_not_written(
+    world: World, plan: Plan, edit: str
+) -> None:
+    ranks = world.run(edited_on, 0, edit, plan)
+    assert len({found["told"] for found in ranks}) == 1
+    name = "blocks.1.up.weight" if edit == "a row by .data" else "inlet.weight"
+    assert ranks[0]["told"].startswith(f"RuntimeError: unsharded: {name}")
+    assert_weights(ranks, plainly_edited(None))
+
+
+@by_edit
+@by_plan_of_edits
+def test_src_rank_gives_its_changes_to_all_ranks(world: World, plan: Plan, edit: str) -> None:
+    ranks = world.run(edited_on, 1, edit, plan, src_rank=1)
+    assert_weights(ranks, plainly_edited(edit))
+    other = world.run(
+        edited_on, 0, edit, plan, src_rank=1, offload_to_cpu=True
+    )  # what rank 0 does is dropped
+    assert_weights(other, plainly_edited(None))
+
+
+def test_the_refusal_names_the_parameter_and_the_ranks(world2: World) -> None:
+    first, second = world2.run(edited_on, 0, "a row by .data", ZERO3)
+    assert first["told"] == second["told"]
+    assert_expected_inline(
+        wrapped(first["told"]),
+        """\
+RuntimeError: unsharded: blocks.1.up.weight: what ranks [1] have made
+of it inside unsharded() differs from what ranks [0] have. Each rank
+writes its own rows back, so the parameter would be put together from
+different ones; nothing was written. Make the same change on all
+ranks, or pass src_rank= to take over that of one rank.""",
+    )
+
+
+def refusals_of_src_rank() -> list[str]:
+    model = ZERO3.shard(built(uneven_tower))
+
+    def summon(**options: Any) -> Callable[[], None]:
+        def act() -> None:
+            with shardwise.unsharded(model, **options):
+                raise AssertionError("entered")
+
+        return act
+
+    def remove() -> None:
+        with shardwise.unsharded(model, src_rank=0):
+            if dist.get_rank() == 0:
+                del model.inlet.weight
+
+    acts = [
+        summon(src_rank=True),
+        summon(src_rank=0, writeback=False),
+        summon(src_rank=2),
+        summon(src_rank=dist.get_rank()),
+        remove,
+    ]
+    return [refusal(act) for act in acts]
+
+
+def test_what_src_rank_cannot_do_is_refused_on_all_ranks(world2: World) -> None:
+    first, second = world2.run(refusals_of_src_rank)
+    assert first == second
+    assert_expected_inline(
+        "\n".join(first),
+        """\
+TypeError: unsharded: src_rank is True, a bool; pass a global rank, or None.
+ValueError: unsharded: src_rank sends values that are written back: it needs writeback=True, and with_grads left out.
+ValueError: unsharded: rank 2 was named as src_rank, but does not hold inlet.weight, which is on ranks [0, 1]. Summon modules that it holds whole, or make the same change on all ranks.
+ValueError: unsharded: ranks disagree on src_rank: rank 0 has 0, rank 1 has 1. Pass the same on all ranks.
+RuntimeError: unsharded: rank 0: inlet.weight: it was removed. Put it back, or change modules before fully_shard.""",
+    )
+
+
+def failed_with_src_rank() -> dict[str, Any]:
+    model = ZERO3.shard(built(uneven_tower))
+    with suppress(Failure), shardwise.unsharded(model, src_rank=0), torch.no_grad():
+        EDITS_OF_ONE["in place"](model)
+        raise Failure("inside")
+    return {"weights": {name: full(param) for name, param in model.named_parameters()}}
+
+
+def test_after_an_exception_inside_src_rank_changes_nothing(world2: World) -> None:
+    assert_weights(world2.run(failed_with_src_rank), plainly_edited(None))
+
+
+def collectives_on_exit(writeback: bool) -> int:
+    model = ZERO3.shard(built(uneven_tower))
+    context = shardwise.unsharded(model, writeback=writeback)
+    context.__enter__()
+    with CommDebugMode() as mode:
+        context.__exit__(None, None, None)
+    return int(mode.get_total_counts())
+
+
+def test_leaving_without_writing_back_communicates_nothing(world2: World) -> None:
+    assert world2.run(collectives_on_exit, False) == [0, 0]
+    assert world2.run(collectives_on_exit, True) == [1, 1]  # a checksum of all changes

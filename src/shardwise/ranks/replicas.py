@@ -330,6 +330,16 @@ def message_on_initial_values(findings: Findings) -> str:
     )
 
 
+def message_on_edits(findings: Findings) -> str:
+    """The message about full parameters that ranks have changed in different ways."""
+    told = _told(findings, "what ranks", "have made of it inside unsharded() differs from what ranks")
+    return (
+        f"{told} have. Each rank writes its own rows back, so the parameter would be put together from "
+        "different ones; nothing was written. Make the same change on all ranks, or pass src_rank= to "
+        "take over that of one rank."
+    )
+
+
 # --- make them equal ------------------------------------------------------------------------------
 
 

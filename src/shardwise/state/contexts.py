@@ -18,8 +18,8 @@ from shardwise.layout.mesh import axes_of
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import relay_of_job
 from shardwise.ranks.model_ranks import axes_of_given, mesh_device
-from shardwise.ranks.replicas import are_fake
-from shardwise.state.summon import SummonedGroup, SummonOptions, check_can_summon
+from shardwise.ranks.replicas import Checksums, are_fake, differing, message_on_edits
+from shardwise.state.summon import SummonedGroup, SummonOptions, broadcast_changes, check_can_summon
 
 T = TypeVar("T")
 
@@ -75,6 +75,7 @@ def unsharded(
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
     with_grads: bool = False,
+    src_rank: int | None = None,
 ) -> Iterator[None]:
     """Summon full parameters in place of the shards, to inspect, save or edit them.
 
@@ -93,20 +94,25 @@ def unsharded(
         module: a module with sharded modules in it.
         recurse: True (default) for all sharded modules inside; False for the group of ``module`` only.
         writeback: True (default) writes changes back to the shards. Each rank writes its own part, so all
-            ranks must make equal changes. False drops them.
+            ranks must make equal changes, which they compare on exit by a checksum (not those of parameters
+            with ``check_equal_weights=False``). False drops them, and communicates nothing on exit.
         rank0_only: True summons full parameters on the first rank of the mesh only, while the others see
             their shards. Needs ``writeback=False``. Default False.
         offload_to_cpu: True puts the full parameters in host memory, on every rank unless ``rank0_only``.
             Default False.
         with_grads: True also summons full gradients in ``.grad``, and writes them back. Default False.
+        src_rank: the global rank whose changes all ranks take over: it sends the parameters that it has
+            changed, and what other ranks have made of theirs is dropped. After an exception inside, so is
+            what it has changed. None (default): all ranks make equal changes.
 
     Raises:
         TypeError: ``module`` is not an ``nn.Module``, or a flag is not a bool.
-        ValueError: ``rank0_only`` with ``writeback``, ``recurse=False`` for a module that is not sharded
+        ValueError: ``rank0_only`` with ``writeback``, ``src_rank`` without it or with ``with_grads``, a
+            ``src_rank`` that does not hold all parameters, ``recurse=False`` for a module that is not sharded
             itself, nothing in ``module`` is sharded, or the ranks' arguments differ.
         RuntimeError: a forward or backward is running; inside an overlapping ``unsharded`` or ``inference``;
             ``with_grads`` while gradients are unreduced; parameters are on the meta device. On exit: a change
-            that cannot be written back.
+            that cannot be written back, or ranks that have made different ones, of which none is written.
         NotImplementedError: a parameter is of a class that all-gathers itself.
 
     Example::
@@ -115,15 +121,10 @@ def unsharded(
             if dist.get_rank() == 0:
                 torch.save(model.state_dict(), "model.pt")
     """
-    same = {
-        "recurse": recurse,
-        "writeback": writeback,
-        "rank0_only": rank0_only,
-        "with_grads": with_grads,
-    }
+    flags = {"recurse": recurse, "writeback": writeback, "rank0_only": rank0_only, "with_grads": with_grads}
 
     def check() -> dict[Member, SummonOptions]:
-        for name, value in {**same, "offload_to_cpu": offload_to_cpu}.items():
+        for name, value in {**flags, "offload_to_cpu": offload_to_cpu}.items():
             if not isinstance(value, bool):
                 raise TypeError(
                     f"unsharded: {name} is {value!r}, a {type(value).__name__}; pass True or False."
@@ -134,6 +135,8 @@ def unsharded(
                 "back, and their shards would not follow what rank 0 changes. Pass writeback=False."
             )
         members = _members_to_change(module, "unsharded", recurse)
+        if src_rank is not None:
+            _check_source(src_rank, members, writeback, with_grads)
         options = {
             each: _options(each, writeback, rank0_only, offload_to_cpu, with_grads) for each in members
         }
@@ -141,7 +144,7 @@ def unsharded(
             check_can_summon(each.group, options[each])
         return options
 
-    options = _agreed("unsharded", module, check, same)
+    options = _agreed("unsharded", module, check, {**flags, "src_rank": src_rank})
     summoned: list[SummonedGroup] = []
     has_failed = True
     try:
@@ -152,9 +155,53 @@ def unsharded(
         yield
         has_failed = False
     finally:
-        problems = [problem for each in summoned for problem in each.write_back()]
-        if problems and not has_failed:
-            raise RuntimeError(f"unsharded: not everything could be taken over. {' '.join(problems)}")
+        for each in summoned:
+            each.end()
+        try:
+            if writeback and not has_failed:
+                with relay_of_job().call("unsharded", lambda: axes_of_given(module)):
+                    _make_changes_equal(summoned, list(options), src_rank)
+            if src_rank is None or not has_failed:
+                problems = [problem for each in summoned for problem in each.write_back()]
+                if problems and not has_failed:
+                    raise RuntimeError(f"unsharded: not everything could be taken over. {' '.join(problems)}")
+        finally:
+            for each in summoned:
+                each.release()
+
+
+def _check_source(src_rank: Any, members: list[Member], writeback: bool, with_grads: bool) -> None:
+    if isinstance(src_rank, bool) or not isinstance(src_rank, int):
+        raise TypeError(
+            f"unsharded: src_rank is {src_rank!r}, a {type(src_rank).__name__}; pass a global rank, or None."
+        )
+    if not writeback or with_grads:
+        raise ValueError(
+            "unsharded: src_rank sends values that are written back: it needs writeback=True, and with_grads "
+            "left out."
+        )
+    for param in [param for member in members for param in member.group.shards.params]:
+        ranks = param.mesh.mesh.mesh.flatten().tolist()
+        if src_rank not in ranks:
+            raise ValueError(
+                f"unsharded: rank {src_rank} was named as src_rank, but does not hold {param.fqn}, which is "
+                f"on ranks {ranks}. Summon modules that it holds whole, or make the same change on all ranks."
+            )
+
+
+def _make_changes_equal(summoned: list[SummonedGroup], members: list[Member], src_rank: int | None) -> None:
+    """Let all ranks have the changes of ``src_rank``; or, if it is None, raise on all if they differ."""
+    params = [param for member in members for param in member.group.shards.params]
+    axes, device = axes_of(param.sharded for param in params), members[0].root.device
+    if not axes or are_fake(axes, device):
+        return
+    if src_rank is not None:
+        broadcast_changes(summoned, src_rank)
+        return
+    checksums = Checksums()
+    claims = [claim for each in summoned for claim in each.claims(checksums)]
+    if findings := differing(claims, axes, device):
+        raise RuntimeError(f"unsharded: {message_on_edits(findings)}")
 
 
 @contextmanager

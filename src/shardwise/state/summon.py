@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.buckets.bucket import Bucket
@@ -28,6 +29,8 @@ from shardwise.layout.chunks import shard_of
 from shardwise.layout.slots import Layout, Slot
 from shardwise.params.parameter import Param
 from shardwise.params.replaced_parameter import mark_replaced
+from shardwise.ranks.model_ranks import Broadcast
+from shardwise.ranks.replicas import Checksums, Claim, broadcast_tensors
 from shardwise.torch_compat import dtensor, nn_modules, tensor_impl
 
 
@@ -78,20 +81,44 @@ class _SummonedParam:
     gradient_version: int
     shard_before: Tensor | None  # None: changes are dropped
     shard_gradient_before: Tensor | None
+    checksum: Tensor | None  # of ``full``, as it was; None: it cannot have one, or changes are dropped
+    new: Tensor | str | None = None  # what stands in its place at the end, or why that cannot be used
+    takes_over: bool = True  # the changes
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's shard of a full tensor."""
         content = self.param.original.content_in(whole.detach())
         return shard_of(content, self.slot, self.bucket.mesh.shard_axis.rank)
 
-    def write_back(self, new: Tensor | str | None, with_gradients: bool) -> list[str]:
+    def problem(self) -> str | None:
+        """Why what stands in its place cannot be taken over, if so."""
+        if isinstance(self.new, Tensor):
+            return None
+        return (
+            self.new
+            or f"{self.param.fqn}: it was removed. Put it back, or change modules before fully_shard."
+        )
+
+    def change(self, checksums: Checksums) -> Tensor:
+        """A number for what the caller has made of its value; 0 if it is as it was."""
+        now = checksums.of(dtensor.plain(self.new)) if isinstance(self.new, Tensor) else None
+        if now is None or self.checksum is None:
+            return torch.zeros((), dtype=torch.int64)
+        return torch.where(now.to(self.checksum.device) == self.checksum, 0, now.to(self.checksum.device))
+
+    def change_of_gradient(self, checksums: Checksums) -> Tensor:
+        """The same for its gradient."""
+        new = self.new.grad if isinstance(self.new, Tensor) else self.gradient
+        number = None if new is None or self._has_same(new) else checksums.of(dtensor.plain(new))
+        return torch.tensor(int(not self._has_same(new))) if number is None else number
+
+    def write_back(self, with_gradients: bool) -> list[str]:
         """Write changes back into the shard; returns problems as texts."""
-        if self.shard_before is None:
+        if self.shard_before is None or not self.takes_over:
             return []
+        new = self.new
         if not isinstance(new, Tensor):
-            return [
-                new or f"{self.param.fqn}: it was removed. Put it back, or change modules before fully_shard."
-            ]
+            return [str(self.problem())]
         problems = self._write_back_value(new)
         if new.requires_grad != self.param.sharded.requires_grad:
             self.param.sharded.requires_grad_(new.requires_grad)
@@ -126,8 +153,7 @@ class _SummonedParam:
         return []
 
     def _write_back_gradient(self, new: Tensor | None) -> list[str]:
-        is_same = new is self.gradient and (new is None or tensor_impl.version(new) == self.gradient_version)
-        if is_same:
+        if self._has_same(new):
             return []
         if self.param.sharded.grad is not self.shard_gradient_before:
             return [
@@ -137,19 +163,24 @@ class _SummonedParam:
         self.param.gradient.set(None if new is None else self.part(new))
         return []
 
+    def _has_same(self, gradient: Tensor | None) -> bool:
+        return gradient is self.gradient and (
+            gradient is None or tensor_impl.version(gradient) == self.gradient_version
+        )
+
 
 class SummonedGroup:
-    """The summoned parameters of one group, from ``__init__`` to ``write_back``."""
+    """The summoned parameters of one group: until ``end``; then ``write_back`` and ``release``."""
 
     def __init__(self, group: ParameterGroup, options: SummonOptions) -> None:
         self._group = group
         self._options = options
-        self._summoned: list[_SummonedParam] = []
+        self.summoned: list[_SummonedParam] = []
         group.unsharded.summon()
         try:
             with torch.inference_mode(False), torch.no_grad():
                 for bucket in group.buckets:
-                    self._summoned += self._summon(bucket)
+                    self.summoned += self._summon(bucket)
         except BaseException:
             group.unsharded.end_summon()
             raise
@@ -157,12 +188,13 @@ class SummonedGroup:
         self._orders = {
             s.module: list(nn_modules.parameters(s.module)) for p in group.shards.params for s in p.sites
         }
-        for summoned in self._summoned:
+        for summoned in self.summoned:
             _register(summoned.param, summoned.full)
         group.shards.refresh_flat_weights()
 
     def _summon(self, bucket: Bucket) -> Iterator[_SummonedParam]:
         values = all_gather_tensors(bucket, bucket.flat_shard.bytes, bucket.stored)
+        checksums, compares = Checksums(), self._options.writes_back
         gradients: list[Tensor | None] = [None] * len(values)
         if self._options.with_gradients:
             gradients = _full_gradients(bucket)
@@ -187,32 +219,83 @@ class SummonedGroup:
                 0 if own is None else tensor_impl.version(own),
                 param.local.detach().clone() if self._options.writes_back else None,
                 param.sharded.grad,
+                checksums.of(dtensor.plain(full)) if compares and param.mesh.axes() else None,
             )
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         return tensor.cpu() if self._options.to_host else tensor
 
-    def write_back(self) -> list[str]:
-        """Register the sharded parameters again, and write changes back; returns problems as texts.
-
-        Never raises: other groups have to be written back as well.
-        """
-        found = [_found_instead_of(summoned.full, summoned.param) for summoned in self._summoned]
-        for summoned in self._summoned:
+    def end(self) -> None:
+        """Note what the caller leaves, and register the sharded parameters again. Never raises."""
+        for summoned in self.summoned:
+            summoned.new = _found_instead_of(summoned.full, summoned.param)
+        for summoned in self.summoned:
             _register(summoned.param, summoned.param.sharded)
         for module, names in self._orders.items():
             nn_modules.reorder(nn_modules.parameters(module), names)
         self._group.shards.refresh_flat_weights()
         self._group.unsharded.end_summon()
+
+    def claims(self, checksums: Checksums) -> list[Claim]:
+        """What has to be equal on all ranks so that the shards make up one parameter."""
+        claims = []
+        for each in self.summoned:
+            param, axes = each.param, each.param.mesh.axes()
+            if param.compares and axes:
+                ranks = tuple(param.mesh.mesh.mesh.flatten().tolist())
+                claims.append(Claim(param.fqn, axes, ranks, each.change(checksums)))
+                if self._options.with_gradients:
+                    number = each.change_of_gradient(checksums)
+                    claims.append(Claim(f"{param.fqn}.grad", axes, ranks, number))
+        return claims
+
+    def write_back(self) -> list[str]:
+        """Write changes back; returns problems as texts. Never raises: other groups write theirs as well."""
         problems: list[str] = []
         with torch.inference_mode(False), torch.no_grad():
-            for summoned, new in zip(self._summoned, found, strict=True):
+            for summoned in self.summoned:
                 try:
-                    problems += summoned.write_back(new, self._options.with_gradients)
+                    problems += summoned.write_back(self._options.with_gradients)
                 except Exception as error:
                     problems.append(f"{summoned.param.fqn}: {error}")
-                mark_replaced(summoned.full, summoned.param.fqn)
         return problems
+
+    def release(self) -> None:
+        """Have the full parameters refuse to be trained."""
+        for summoned in self.summoned:
+            mark_replaced(summoned.full, summoned.param.fqn)
+
+
+@torch.no_grad()
+def broadcast_changes(groups: Sequence[SummonedGroup], src_rank: int) -> None:
+    """Replace what each rank has made of the full parameters by what ``src_rank`` has. Collective.
+
+    Raises:
+        RuntimeError: on all ranks, if what it has cannot be taken over.
+    """
+    by_mesh: dict[DeviceMesh, list[_SummonedParam]] = {}
+    for group in groups:
+        for each in group.summoned:
+            if each.param.mesh.axes():
+                by_mesh.setdefault(each.param.mesh.mesh, []).append(each)
+    checksums = Checksums()
+    for summoned in by_mesh.values():
+        mesh = summoned[0].param.mesh
+        broadcast = Broadcast(mesh.axes(), src_rank, mesh.device)
+        problems = [each.problem() for each in summoned]
+        changed = [each.checksum is None or bool(each.change(checksums)) for each in summoned]
+        problems, changed = broadcast.object((problems, changed))
+        if found := [problem for problem in problems if problem]:
+            raise RuntimeError(f"unsharded: rank {src_rank}: {' '.join(found)}")
+        tensors = []
+        for each, is_changed in zip(summoned, changed, strict=True):
+            each.takes_over = is_changed
+            if not broadcast.is_source:
+                each.new = each.full
+            if is_changed:
+                assert isinstance(each.new, Tensor)
+                tensors.append(dtensor.plain(each.new))
+        broadcast_tensors(tensors, broadcast, mesh.device)
 
 
 def all_gather_tensors(bucket: Bucket, flat: Tensor, layout: Layout) -> list[Tensor]:
