@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard, load_full_state_dict, materialize, shard_model
+from shardwise.init import sync_module_states
 
 SQUARE = Layout((2, 2))
 
@@ -148,6 +149,98 @@ def given_values_later(how: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("how", ["load_state_dict", "assign", "load_full_state_dict", "data", "copy"])
 def test_weights_that_are_loaded_after_sharding_may_have_begun_apart(world4: World, how: str) -> None:
     assert_values(world4.run(given_values_later, how), tower(7).state_dict())
+
+
+def loaded_apart(when: str, seeds: tuple[int | None, ...]) -> list[str]:
+    """Each rank loads full values of its own seed, None loads nothing: what two forwards tell."""
+    torch.manual_seed(0)
+    if when == "after materialize":
+        with torch.device("meta"):
+            model = sharded(Tower().double())
+        materialize(model)
+    else:
+        model = sharded(tower(0))
+    if when == "between steps":
+        step(model)
+    seed = seeds[dist.get_rank()]
+    if seed is not None:
+        model.load_state_dict(tower(seed).state_dict(), assign=when == "assigned")
+    told = [refusal(step, model), refusal(step, model)]
+    model.load_state_dict(tower(9).state_dict())
+    step(model)
+    assert_values([values(model)], tower(9).state_dict())
+    return told
+
+
+@pytest.mark.parametrize(
+    ("when", "seeds"),
+    [
+        ("before the first step", (1, None)),
+        ("before the first step", (1, 2)),
+        ("assigned", (1, 2)),
+        ("after materialize", (1, None)),
+        ("between steps", (1, 2)),
+    ],
+)
+def test_full_values_that_differ_by_rank_are_refused_at_the_next_forward(
+    world2: World, when: str, seeds: tuple[int | None, ...]
+) -> None:
+    first, second = world2.run(loaded_apart, when, seeds)
+    assert first == second
+    assert first[0] == first[1]
+    checksum = "inlet.weight: the checksum of the full value that load_state_dict was given is "
+    assert first[0].startswith(f"RuntimeError: The ranks have loaded different values. {checksum}")
+    assert ("missing on rank 1" in first[0]) == (seeds[1] is None)
+
+
+def test_the_refusal_of_different_loads_says_what_to_do(world2: World) -> None:
+    first, _ = world2.run(loaded_apart, "before the first step", (1, None))
+    assert_expected_inline(
+        wrapped(first[0]),
+        """\
+RuntimeError: The ranks have loaded different values. inlet.weight:
+the checksum of the full value that load_state_dict was given is
+79bdb254ec7f0f61 on rank 0, missing on rank 1 (21 more differences
+follow). Each rank keeps its own rows of what it is given, so the
+parameter would be put together from different models. Give
+load_state_dict the same full values on all ranks, or call
+load_full_state_dict, which sends those of one rank.""",
+    )
+
+
+def loads_that_are_alike(how: str) -> dict[str, Tensor]:
+    """Values that ranks load alike in the end, between two steps and the next."""
+    rank = dist.get_rank()
+    if how == "one replica, and sent to the other":
+        model = sharded(tower(0), mesh=device_mesh((2, 2), ("replicate", "shard")))
+    else:
+        model = sharded(tower(0))
+    step(model)
+    if how == "each its own, and then all":
+        model.load_state_dict(tower(rank).state_dict())
+        load_full_state_dict(model, tower(7).state_dict() if rank == 0 else None)
+    elif how == "each its own, and then shards":
+        shards = {name: value.detach().clone() for name, value in sharded(tower(7)).state_dict().items()}
+        model.load_state_dict(tower(rank).state_dict())
+        model.load_state_dict(shards)
+    else:
+        if rank < 2:
+            model.load_state_dict(tower(7).state_dict())
+        sync_module_states(model)
+    step(model)
+    return values(model)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "each its own, and then all",
+        "each its own, and then shards",
+        "one replica, and sent to the other",
+    ],
+)
+def test_only_what_was_loaded_last_counts(world4: World, how: str) -> None:
+    assert_values(world4.run(loads_that_are_alike, how), tower(7).state_dict())
 
 
 def not_compared() -> list[str]:

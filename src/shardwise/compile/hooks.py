@@ -10,6 +10,7 @@ from shardwise.compile import traced
 from shardwise.engine import hooks
 from shardwise.engine.members import Member
 from shardwise.groups.states import SUMMONED
+from shardwise.params.initial_values import record_full_load
 from shardwise.torch_compat import dynamo
 
 _WRAPPED = "_shardwise_methods"
@@ -40,8 +41,12 @@ def _before_load(member: Member, module: nn.Module, state: dict[str, Any], prefi
     for param in member.group.shards.params:
         for site in param.sites:
             key = ".".join(part for part in (names.get(site.module), site.name) if part)
-            if site.module in names and param.is_full_value(state.get(key)):
-                state[key] = param.as_shard(state[key])
+            if site.module in names and key in state:
+                is_full = param.is_full_value(state[key])
+                record_full_load(param, state[key] if is_full else None)
+                if is_full:
+                    state[key] = param.as_shard(state[key])
+                    member.group.listener.plan_changed()
 
 
 def _after_load(member: Member, module: nn.Module, incompatible_keys: Any) -> None:

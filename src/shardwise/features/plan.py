@@ -18,6 +18,8 @@ from shardwise.groups.group import ParameterGroup
 from shardwise.groups.settings import shared_settings
 from shardwise.params.parameter import Param
 
+FULL_LOAD = "the checksum of the full value that load_state_dict was given"
+
 Plan = dict[tuple[int, ...], dict[tuple[str, str], str]]
 """For each set of ranks, facts by where and what; the largest sets first, in one order on all ranks."""
 
@@ -57,6 +59,16 @@ def plan_of(groups: Sequence[ParameterGroup], trained: Mapping[Param, bool], *, 
     return {
         ranks: plan[ranks] for ranks in sorted(plan, key=lambda ranks: (-len(ranks), ranks)) if len(ranks) > 1
     }
+
+
+def full_loads_of(groups: Sequence[ParameterGroup]) -> Plan:
+    """What ``load_state_dict`` has cut of full values since the ranks last compared, as facts."""
+    loads: Plan = {}
+    for param in [param for group in groups for param in group.shards.params]:
+        if param.full_load is not None:
+            ranks = tuple(sorted(param.joint_mesh.mesh.flatten().tolist()))
+            loads.setdefault(ranks, {})[param.fqn, FULL_LOAD] = param.full_load
+    return loads
 
 
 def _facts_of(param: Param, bucket: Bucket, group: ParameterGroup) -> dict[str, str]:

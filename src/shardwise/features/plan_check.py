@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardwise.engine.feature import Feature
 from shardwise.engine.root import Root
-from shardwise.features.plan import plan_of
+from shardwise.features.plan import FULL_LOAD, full_loads_of, plan_of
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.mesh import Axis, axes_of
 from shardwise.params.initial_values import refuse_unequal_initial_values
@@ -60,13 +60,16 @@ class _Agreement:
             self.look(groups)
         timeout = c10d.timeout_of(axes[0].pg, self._device)
         at_first = plan_of(groups, self._trained, is_first=True)
+        loads = full_loads_of(groups)
         for ranks, facts in plan_of(groups, self._trained, is_first=False).items():
-            digest = digest_of(facts)
+            digest, loaded = digest_of(facts), loads.get(ranks, {})
             if ranks not in self._agreed:
-                self._compare(ranks, at_first[ranks], timeout)
-            elif self._agreed[ranks][0] != digest:
-                self._compare(ranks, facts, timeout)
+                self._compare(ranks, {**at_first[ranks], **loaded}, timeout)
+            elif loaded or self._agreed[ranks][0] != digest:
+                self._compare(ranks, {**facts, **loaded}, timeout)
             self._agreed[ranks] = digest, facts
+        for param in [param for group in groups for param in group.shards.params]:
+            param.full_load = None
 
     def _compare(self, ranks: tuple[int, ...], facts: Facts, timeout: timedelta) -> None:
         self._wait.reason = self._change(ranks, facts)
@@ -82,6 +85,13 @@ class _Agreement:
                 comparison.run(facts)
         except Unequal as error:
             self._trained = {}  # look again once the caller has fixed it
+            if f": {FULL_LOAD} is " in str(error):
+                raise RuntimeError(
+                    f"The ranks have loaded different values. {error}. Each rank keeps its own rows of what "
+                    "it is given, so the parameter would be put together from different models. Give "
+                    "load_state_dict the same full values on all ranks, or call load_full_state_dict, which "
+                    "sends those of one rank."
+                ) from None
             change = f"On rank {dist.get_rank()} {wait.reason}. " if wait.reason else ""
             raise RuntimeError(
                 f"The ranks have different plans for the model, so that they would communicate what does not "

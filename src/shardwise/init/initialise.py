@@ -171,6 +171,9 @@ def sync_module_states(model: nn.Module, *, src: int = 0) -> None:
     _agreed(axes, comm_device, lambda: _prepare_to_receive(model, infos, broadcast.is_source, src))
     try:
         make_equal(named_tensors(model), infos, broadcast, comm_device)
+        for param in [param for member in sharded_members(model) for param in member.group.shards.params]:
+            if not param.mesh.replicate_axis.is_alone:
+                param.full_load = None  # of one replica alone, perhaps, and now of all
     except BaseException as error:
         mark_partly_loaded(model, f"sync_module_states: {error}")
         raise

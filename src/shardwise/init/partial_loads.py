@@ -30,6 +30,8 @@ def note_complete_load(model: nn.Module) -> None:
     model = uncompiled(model)
     for group in groups_in(model):
         group.partly_loaded = None
+        for param in group.shards.params:
+            param.full_load = None
     for member in sharded_members(model):
         member.root.memory.accumulates = False
     if _MARK in model.__dict__:

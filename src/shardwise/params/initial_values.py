@@ -5,6 +5,9 @@ only), the sharded parameter is a mix of different models, and nothing shows it.
 checksums of the whole and of its shard when it shards a parameter. Ranks compare them before training starts,
 together with copies of the same shard. If shards were given other values meanwhile, the values before do not
 matter.
+
+The same goes for full values that ``load_state_dict`` is given later: their checksums are compared with the
+plan, at the next forward with gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,6 +62,19 @@ def record_initial_values(params: Sequence[Param], shards: Sequence[nn.Parameter
             whole, part = checksums.of(param.content()), checksums.of(dtensor.local_tensor(shard))
             if whole is not None and part is not None:
                 param.initial_checksums = InitialChecksums(whole, part)
+
+
+@torch.no_grad()
+def record_full_load(param: Param, value: Tensor | None) -> None:
+    """Until ranks compare it: a checksum of the full ``value`` of which this rank is to load its part.
+
+    None: it is loaded from something else.
+    """
+    param.full_load = None
+    if value is not None and param.compares and _is_sharded(param):
+        number = Checksums().of(value)
+        if number is not None and not are_fake(param.mesh.axes(), param.mesh.device):
+            param.full_load = f"{int(number) % 2**64:016x}"
 
 
 def _is_sharded(param: Param) -> bool:

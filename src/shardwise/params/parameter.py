@@ -91,6 +91,7 @@ class Param:
         self.version_base = 0
         self.compares = True  # whether to compare it with other ranks before training
         self.initial_checksums: InitialChecksums | None = None
+        self.full_load: str | None = None  # a checksum of the full value that load_state_dict gave this rank
 
     def content(self) -> Tensor:
         """The tensor to shard, before it is sharded."""
