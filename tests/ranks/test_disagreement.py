@@ -4,8 +4,16 @@ A process group with a timeout of two seconds plays the one of half an hour.
 """
 
 import datetime
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
@@ -13,7 +21,9 @@ from harness import World
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise import fully_shard
+from shardwise import fully_shard, no_sync
+
+ROOT = Path(__file__).parents[2]
 
 
 class Forks(nn.Module):
@@ -47,14 +57,95 @@ def forked(way_of_rank: list[int]) -> str:
 def test_f20_without_the_opt_in_the_error_names_ranks_and_blocks(world2: World) -> None:
     for text in world2.run(forked, [0, 1]):
         assert (
-            "rank 0 waited for the all-gather of 'blocks.0'; rank 1 waited for the all-gather of 'blocks.1'"
-            in text
-        )
+            "rank 0 waited for the all-gather of 'blocks.0' (step 1, forward); "
+            "rank 1 waited for the all-gather of 'blocks.1' (step 1, forward)"
+        ) in re.sub(r"step \d+", "step 1", text)
+        assert "microbatches" not in text
         assert "set_may_be_unused()" in text
 
 
 def test_ranks_that_agree_train(world2: World) -> None:
     assert_expected_inline(str(world2.run(forked, [1, 1])), """['no error', 'no error']""")
+
+
+@contextmanager
+def told_to_sync(model: Any, is_last: bool) -> Iterator[None]:
+    model.set_requires_gradient_sync(is_last)
+    yield
+
+
+@contextmanager
+def in_no_sync(model: Any, is_last: bool) -> Iterator[None]:
+    with nullcontext() if is_last else no_sync(model):
+        yield
+
+
+def uneven_accumulation(settings: Callable[[Any, bool], Any]) -> str:
+    """Rank 0 accumulates three microbatches, and rank 1 two."""
+    pg: Any = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(4, 4), mesh=DeviceMesh.from_group(pg, "cpu"))
+    count = [3, 2][dist.get_rank()]
+    try:
+        for microbatch in range(count):
+            with settings(model, microbatch == count - 1):
+                model(torch.ones(2, 4)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("settings", [told_to_sync, in_no_sync])
+def test_f21_ranks_that_accumulate_different_numbers_of_microbatches_are_told_so(
+    world2: World, settings: Callable[[Any, bool], Any]
+) -> None:
+    for text in world2.run(uneven_accumulation, settings):
+        assert re.search(
+            r"rank 0 waited for the \S+ of 'Linear' \(step \d+, \w+\); rank 1 waited for the reduction of "
+            r"'Linear' \(step \d+, backward\)",
+            text,
+        )
+        assert "numbers of microbatches or steps that differ by rank" in text
+
+
+SAVED_BY_ONE = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from shardwise import fully_shard, save_checkpoint
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = fully_shard(nn.Linear(4, 4))
+model(torch.ones(2, 4)).sum().backward()
+if dist.get_rank() == 0:
+    save_checkpoint("step-1", model)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.processes
+def test_a_rank_that_saves_alone_is_told_that_the_other_has_come_to_its_end(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SAVED_BY_ONE)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "train.py",
+    ]
+    paths = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    (line,) = [each for each in done.stderr.splitlines() if "CommunicationError: " in each]
+    assert_expected_inline(
+        line[line.index("CommunicationError: ") :],
+        """CommunicationError: save_checkpoint failed (after step 1), because rank 1 has come to the end of its program, after step 1. Usual cause: numbers of microbatches or steps that differ by rank, or a call that all ranks have to make, such as save_checkpoint, and some do not. Run as many everywhere, and make such calls on all ranks.""",
+    )
 
 
 def uneven_microbatches(steps_of_rank: list[int]) -> str:
@@ -74,5 +165,9 @@ def uneven_microbatches(steps_of_rank: list[int]) -> str:
 
 def test_f21_a_rank_with_more_microbatches_is_told_who_has_stopped(world2: World) -> None:
     more, done = world2.run(uneven_microbatches, [2, 1])
-    assert "rank 0 waited for the all-gather of 'blocks.0'; rank 1 was not waiting at all" in more
+    assert re.search(
+        r"rank 0 waited for the all-gather of 'blocks.0' \(step \d+, forward\); rank 1 was in no call of "
+        r"shardwise. .* Usual cause: numbers of microbatches or steps that differ by rank",
+        more,
+    )
     assert done == "no error"

@@ -12,7 +12,11 @@ from typing import Any
 
 from shardwise.layout.mesh import Axis
 from shardwise.ranks.failure_notes import FailureNote, FailureNotes
+from shardwise.ranks.places import moment
 from shardwise.torch_compat import c10d
+
+Told = Mapping[str, Any]
+"""A wait as a rank tells it: "event", "name", "step" and "phase"; ``deadlock`` needs more."""
 
 TIMEOUT_PATIENCE_S = 3.0
 """How long to wait for the notes of other ranks after a timeout, which hits them too."""
@@ -31,18 +35,17 @@ def explain_failure(
     heeds: Callable[[FailureNote], bool],
     rank: int,
     error: Exception,
-    event: str,
-    name: str,
+    own: Told,
     axes: Sequence[Axis],
 ) -> tuple[FailureNote | None, str]:
-    """The failure behind ``error``, if a rank has posted one, and this rank's message."""
-    subject = subject_of(event, name)
+    """The failure behind ``error``, if a rank has posted one, and this rank's message. ``own``: its wait."""
+    subject = subject_of(own["event"], own["name"])
     groups = {axis.pg.group_name: c10d.ranks_of(axis.pg) for axis in axes if axis.pg is not None}
     for group in groups:
-        notes.tell_wait(group, rank, _what(event, name))
+        notes.tell_wait(group, rank, own)
     is_timeout, peer = c10d.is_timeout(error), getattr(error, "peer", None)
     started = time.monotonic()
-    waits: dict[int, str | None] = {}
+    waits: dict[int, Told | None] = {}
     while True:
         passed_s = time.monotonic() - started
         is_late = passed_s >= (TIMEOUT_PATIENCE_S if is_timeout else CLOSED_PATIENCE_S)
@@ -59,8 +62,10 @@ def explain_failure(
     first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
     silent = sorted(other for other, wait in waits.items() if wait is None)
     if silent and not is_timeout:
+        if (step := notes.ended_after(who := peer if peer in silent else silent[0])) is not None:
+            return None, _left_text(subject, own, who, step)
         return None, _ended_text(subject, first_line, silent, peer)
-    if len(set(waits.values())) > 1:
+    if len({each and (each["event"], each["name"]) for each in waits.values()}) > 1:
         return None, f"{subject} ({first_line}), because {disagreement_text(waits)}"
     return None, f"{subject}: {error}"
 
@@ -72,9 +77,10 @@ def subject_of(event: str, name: str) -> str:
     return f"{name}: its {event} failed" if name else f"The {event} failed"
 
 
-def _what(event: str, name: str) -> str:
+def _what(wait: Told) -> str:
+    event, name = wait["event"], wait["name"]
     if event == "call":
-        return name
+        return f"the others in {name}()"
     return f"the {event} of '{name}'" if name else f"the {event}"
 
 
@@ -85,6 +91,13 @@ def relayed_text(subject: str, note: FailureNote) -> str:
     return (
         f"{subject}, because rank {note.rank} has failed in {note.where}: {note.error}\nThis rank waited for "
         f"what rank {note.rank} has not sent any more. The traceback is in the log of rank {note.rank}."
+    )
+
+
+def _left_text(subject: str, own: Told, who: int, step: int) -> str:
+    return (
+        f"{subject} ({moment(own['step'], own['phase'])}), because rank {who} has come to the end of its "
+        f"program, after step {step}. Usual cause: {_DIFFERENT_PLACES}"
     )
 
 
@@ -99,21 +112,39 @@ def _ended_text(subject: str, closed: str, silent: Sequence[int], peer: int | No
     )
 
 
-def disagreement_text(waits: Mapping[int, str | None]) -> str:
+_DIFFERENT_PLACES = (
+    "numbers of microbatches or steps that differ by rank, or a call that all ranks have to make, such as "
+    "save_checkpoint, and some do not. Run as many everywhere, and make such calls on all ranks."
+)
+
+_DIFFERENT_MODULES = (
+    "control flow around these modules that differs by rank. If some ranks leave a module out, call "
+    "set_may_be_unused() on it; if they use different parameters of one, "
+    "set_reduce_scatter_unused_params(True)."
+)
+
+
+def disagreement_text(waits: Mapping[int, Told | None]) -> str:
     """The message that ranks waited for different things, with the usual cause."""
     told = "; ".join(
-        f"rank {rank} waited for {wait}" if wait else f"rank {rank} was not waiting at all"
+        f"rank {rank} waited for {_what(wait)} ({moment(wait['step'], wait['phase'])})"
+        if wait
+        else f"rank {rank} was in no call of shardwise"
         for rank, wait in sorted(waits.items())
     )
+    steps = {wait["step"] if wait and wait["event"] != "call" else None for wait in waits.values()}
+    are_in_one_step = len(steps) == 1 and None not in steps
+    causes = [_DIFFERENT_MODULES] if are_in_one_step else []
+    if not are_in_one_step or len({wait["event"] for wait in waits.values() if wait}) > 1:
+        # In one step: a rank reduces, and another does not, because its last microbatch is still to come.
+        causes.append(_DIFFERENT_PLACES)
     return (
-        f"the ranks disagree on what to communicate: {told}. "
-        "Collectives must be issued in the same order everywhere. Usual cause: control flow around these "
-        "modules that differs by rank. If some ranks leave a module out, call set_may_be_unused() on it; if "
-        "they use different parameters of one, set_reduce_scatter_unused_params(True)."
+        f"the ranks disagree on what to communicate: {told}. Collectives must be issued in the same order "
+        f"everywhere. Usual cause: {' Or: '.join(causes)}"
     )
 
 
-def deadlock(stuck: Mapping[int, Mapping[str, Any]]) -> str | None:
+def deadlock(stuck: Mapping[int, Told]) -> str | None:
     """The message if none of these ranks can continue; None if any of them can, or may.
 
     Each rank waits for the ``count``-th ``event`` of ``name``, and ``issued`` counts its collectives. A rank
@@ -123,12 +154,11 @@ def deadlock(stuck: Mapping[int, Mapping[str, Any]]) -> str | None:
         counts = [other["issued"].get(own["kind"], 0) for other in stuck.values()]
         if all(count is None or count >= own["count"] for count in counts):
             return None
-    waits = {rank: _what(each["event"], each["name"]) for rank, each in stuck.items()}
     reasons = [f"on rank {rank} {each['reason']}" for rank, each in stuck.items() if each["reason"]]
     if reasons:
+        waits = "; ".join(f"rank {rank} waits for {_what(each)}" for rank, each in stuck.items())
         return (
-            f"{'; '.join(reasons)}. The other ranks have met no such change: "
-            f"{'; '.join(f'rank {rank} waits for {wait}' for rank, wait in waits.items())}. Freeze and "
-            "configure the model alike on all ranks."
+            f"{'; '.join(reasons)}. The other ranks have met no such change: {waits}. Freeze and configure "
+            "the model alike on all ranks."
         )
-    return disagreement_text(waits)
+    return disagreement_text(stuck)

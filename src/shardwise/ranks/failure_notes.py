@@ -15,6 +15,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+ENDED = "shardwise/places/ended"
+"""Where a rank tells that its process ends (watch.py)."""
+
 _FAILURES, _WAITS, _STUCK = "shardwise/failures", "shardwise/waits", "shardwise/stuck"
 
 
@@ -81,13 +84,18 @@ class FailureNotes:
 
     # --- waits --------------------------------------------------------------------------------------
 
-    def tell_wait(self, group: str, rank: int, what: str) -> None:
+    def tell_wait(self, group: str, rank: int, what: Mapping[str, Any]) -> None:
         """Write what ``rank`` was waiting for when its wait in a process group failed."""
         self._store.set(f"{_WAITS}/{group}/{rank}", json.dumps(what))
 
-    def waits(self, group: str, ranks: Iterable[int]) -> dict[int, str | None]:
+    def waits(self, group: str, ranks: Iterable[int]) -> dict[int, Mapping[str, Any] | None]:
         """What ranks have written there; None: nothing."""
         return {rank: self._value(f"{_WAITS}/{group}/{rank}") for rank in ranks}
+
+    def ended_after(self, rank: int) -> int | None:
+        """After which step the program of ``rank`` came to its end; None: it has not told."""
+        place = self._value(f"{ENDED}/{rank}")
+        return None if place is None else place["step"]
 
     def tell_stuck(self, rank: int, what: Mapping[str, Any]) -> None:
         """Write what ``rank`` waits for, and what it has issued."""

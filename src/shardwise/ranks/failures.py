@@ -199,12 +199,17 @@ class Relay(Position):
             if self.failure is not None:
                 return CommunicationError(relayed_text(subject_of(event, name), self.failure))
             try:
-                note, text = explain_failure(self._notes, self._heeds, self.rank, error, event, name, axes)
+                own = self._told(event, name)
+                note, text = explain_failure(self._notes, self._heeds, self.rank, error, own, axes)
             except dist.DistError as lost:
                 note, text = None, _without_store(event, name, lost)
         if note is not None:
             self._take(note)
         return CommunicationError(text)
+
+    def _told(self, event: str, name: str) -> dict[str, Any]:
+        """What other ranks read of a wait of this one."""
+        return {"event": event, "name": name, "step": self.step, "phase": self.phase}
 
     def _take(self, note: FailureNote) -> None:
         self.failure = note
@@ -289,8 +294,8 @@ class Relay(Position):
             return  # a call, or a name that tells too little
         if not self._is_stuck:
             self._is_stuck = True
-            told: dict[str, Any] = {"event": waiting.event, "name": waiting.name, "kind": waiting.kind}
-            told |= {"count": waiting.count, "reason": waiting.reason}
+            told = self._told(waiting.event, waiting.name)
+            told |= {"kind": waiting.kind, "count": waiting.count, "reason": waiting.reason}
             self._notes.tell_stuck(self.rank, told | {"number": waiting.number, "issued": issued})
         ranks = sorted(_ranks_along(waiting.axes()))
         if ranks[:1] != [self.rank]:

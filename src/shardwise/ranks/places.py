@@ -91,10 +91,10 @@ _DISAGREEMENT = (
 def _wait(place: Place) -> str:
     """What a late rank waits for, as a clause without its subject."""
     if place.event == "call":
-        return f"{{is}} in {_literal(place.name)}() ({_step(place)})"
+        return f"{{is}} in {_literal(place.name)}() ({moment(place.step, place.phase)})"
     device = "{is} with {its device} at" if place.is_on_device else "{waits} for"
     named = f" of {_literal(place.name)}" if place.name else ""
-    return f"{device} the {place.event}{named} ({_step(place)})"
+    return f"{device} the {place.event}{named} ({moment(place.step, place.phase)})"
 
 
 def _whereabouts(place: Place | None) -> str:
@@ -105,11 +105,11 @@ def _whereabouts(place: Place | None) -> str:
         return f"{{has}} ended after step {place.step}"
     at = f", at {_literal(place.code)}" if place.code else ""
     if place.event == "call":
-        return f"{{is}} in {_literal(place.name)}() ({_step(place)}){at}"
+        return f"{{is}} in {_literal(place.name)}() ({moment(place.step, place.phase)}){at}"
     if place.event:
         return f"{_wait(place)}{at}"
     if place.phase:
-        return f"{{computes}} ({_step(place)}){at}"
+        return f"{{computes}} ({moment(place.step, place.phase)}){at}"
     if place.step == 0:
         return "{has} not begun to train" + at
     return f"{{has}} left the training loop after step {place.step}, or {{does}} something else there{at}"
@@ -131,8 +131,9 @@ def _undelivered(shown: Mapping[int, Place], places: Places) -> list[str]:
     return [*_alike(others), f"all ranks have issued what is waited for: {cause}"]
 
 
-def _step(place: Place) -> str:
-    return f"step {place.step}, {place.phase}" if place.phase else f"after step {place.step}"
+def moment(step: int, phase: str) -> str:
+    """When that is: in a pass of the running step, or after the last one."""
+    return f"step {step}, {phase}" if phase else f"after step {step}"
 
 
 def _alike(clauses: Mapping[int, str]) -> list[str]:

@@ -27,6 +27,7 @@ from dataclasses import asdict, replace
 
 import torch.distributed as dist
 
+from shardwise.ranks.failure_notes import ENDED
 from shardwise.ranks.places import Place, report_of
 from shardwise.ranks.position import Position, Wait
 from shardwise.torch_compat import interpreter
@@ -173,7 +174,7 @@ class Watch:
         patience = 2 + _PATIENCE * self._looks(self.limit_s / _LOOKS_IN_LIMIT)
         if self._leads:
             self._write_report(is_last=self._open_for >= patience)
-        text = self._value(f"report/{self._open}")
+        text = self._value(f"{_KEY}/report/{self._open}")
         if text is not None:
             if text:
                 _log.warning(text)
@@ -184,9 +185,9 @@ class Watch:
 
     def _write_report(self, *, is_last: bool) -> None:
         ranks = range(self._world)
-        told = {rank: self._value(f"place/{self._open}/{rank}") for rank in ranks}
+        told = {rank: self._value(f"{_KEY}/place/{self._open}/{rank}") for rank in ranks}
         for rank in [rank for rank in ranks if told[rank] is None]:
-            told[rank] = self._value(f"ended/{rank}")
+            told[rank] = self._value(f"{ENDED}/{rank}")
         if None in told.values() and not is_last:
             return
         places = {rank: None if each is None else Place(**json.loads(each)) for rank, each in told.items()}
@@ -197,7 +198,6 @@ class Watch:
         self._told_at = self._quiet + looks
 
     def _value(self, key: str) -> str | None:
-        key = f"{_KEY}/{key}"
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     # --- this rank ----------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class Watch:
         writes to stderr."""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             ended = Place(step=self._position.step, has_ended=True)
-            self._store.set(f"{_KEY}/ended/{self._rank}", json.dumps(asdict(ended)))
+            self._store.set(f"{ENDED}/{self._rank}", json.dumps(asdict(ended)))
 
     def place(self) -> Place:
         """Where this rank is now."""
