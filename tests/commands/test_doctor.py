@@ -128,10 +128,30 @@ wrong  folder /host0  rank 1 does not see what rank 0 wrote: it is not shared. M
     )
 
 
-def test_a_folder_that_is_not_there_is_wrong(world1: Any, tmp_path: Path) -> None:
-    ((status, text),) = world1.run(examined, "--folder", str(tmp_path / "missing"))
-    assert status == 1
-    assert "rank 0 cannot save there: No such file or directory." in text
+def test_a_folder_that_is_not_there_is_made_as_a_save_makes_it(world2: Any, tmp_path: Path) -> None:
+    (status, text), (other, _) = world2.run(examined, "--folder", str(tmp_path / "runs" / "first"))
+    assert (status, other) == (0, 0), text
+    assert "shared by all ranks; write, fsync and rename work" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_wrong(world2: Any, tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    (status, text), (other, _) = world2.run(examined, "--folder", str(tmp_path / "runs" / "first"))
+    assert (status, other) == (1, 1)
+    assert_expected_inline(
+        wrong(text),
+        """wrong  folder /first  rank 0 cannot make it, as a save would: Not a directory.""",
+    )
+
+
+def test_a_folder_that_only_rank_0_has_is_wrong(world2: Any, tmp_path: Path) -> None:
+    (status, text), (other, _) = world2.run(examined, "--folder", str(tmp_path) + "/host{rank}")
+    assert (status, other) == (1, 1)
+    assert_expected_inline(
+        wrong(text),
+        """wrong  folder /host0  rank 1 cannot save there: it is not there, as it is on rank 0. Mount one file system there on all machines.""",
+    )
 
 
 def fast_clock() -> float:

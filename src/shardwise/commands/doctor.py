@@ -5,7 +5,10 @@ environment.
 
     torchrun --nproc-per-node 8 -m shardwise doctor --mesh 2x4 --names replicate,shard --folder /data/run
 
-Rank 0 prints a table. The exit status is 0 if nothing is wrong, and 1 otherwise.
+A folder that is not there is made, as a save makes it, and removed again.
+
+Rank 0 prints a table to stdout. The exit status is 0 if nothing is wrong, and 1 otherwise: torchrun then
+reports processes that have failed, with a traceback of its own on stderr, which says nothing more.
 """
 
 import argparse

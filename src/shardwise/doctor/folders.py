@@ -16,24 +16,35 @@ _SHARE_OF_TIMEOUT = 6
 
 
 def check_folder(job: Job, folder: Path) -> list[Finding]:
-    """Write, flush and rename a file on each rank, and look for those of all others."""
+    """Write, flush and rename a file on each rank, and look for those of all others.
+
+    Rank 0 makes the folder if it is not there, as a save does, and removes it afterwards.
+    """
+    subject = f"folder {folder}"
+    patience_s = job.timeout_s / _SHARE_OF_TIMEOUT
+    made, why_not = _made(folder) if job.rank == 0 else ([], "")
+    if why_not := job.share(why_not):
+        return [] if job.rank else [wrong(subject, f"rank 0 cannot make it, as a save would: {why_not}.")]
     name = job.share(f".shardwise-doctor-{uuid.uuid4().hex}")
     own = folder / f"{name}-{job.rank}"
     try:
-        error = _write(own)
+        error = _write(own) if _appears(folder, patience_s) else _NOT_THERE
         errors = job.gather(error)
         written = job.share(errors and [rank for rank, each in enumerate(errors) if not each])
         names = {rank: f"{name}-{rank}" for rank in written}
-        unseen = [] if error else _unseen(folder, names, job.timeout_s / _SHARE_OF_TIMEOUT)
+        unseen = [] if error else _unseen(folder, names, patience_s)
         facts = job.gather({"unseen": unseen, "free": _free_bytes(folder)})
         job.share(None)  # all have looked
     finally:
         for path in (own, _partial(own)):
             with suppress(OSError):
                 path.unlink()
+    job.gather(None)  # all have removed their files
+    for each in made:
+        with suppress(OSError):
+            each.rmdir()
     if errors is None or facts is None:
         return []
-    subject = f"folder {folder}"
     failed = by_value((rank, error) for rank, error in enumerate(errors) if error)
     found = [
         wrong(subject, f"{listed(ranks)} cannot save there: {error}.") for error, ranks in failed.items()
@@ -44,6 +55,27 @@ def check_folder(job: Job, folder: Path) -> list[Finding]:
             found.append(wrong(subject, f"{text}. Mount one file system there on all machines."))
     free_gb = min(each["free"] for each in facts) / 1e9
     return found or [ok(subject, f"shared by all ranks; write, fsync and rename work; {free_gb:.0f} GB free")]
+
+
+_NOT_THERE = "it is not there, as it is on rank 0. Mount one file system there on all machines"
+
+
+def _made(folder: Path) -> tuple[list[Path], str]:
+    """Make the folder and those above it; which ones, deepest first, and the text of what fails."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return missing, error.strerror or str(error)
+    return missing, ""
+
+
+def _appears(folder: Path, within_s: float) -> bool:
+    """Whether the folder is there, or comes to be: rank 0 may just have made it."""
+    deadline = time.monotonic() + within_s
+    while not folder.is_dir() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return folder.is_dir()
 
 
 def _write(path: Path) -> str:
