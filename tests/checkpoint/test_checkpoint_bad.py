@@ -598,6 +598,56 @@ ValueError: per_rank['all'][0][1]['weight'] is a DTensor of shape (2, 2) with pl
     )
 
 
+class Experts(nn.Module):
+    """Each rank has an expert of its own, which nothing shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(2, 2)
+        self.expert = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.expert(self.shared(x))
+
+
+def experts_by_hand(path: str) -> tuple[list[str], list[float]]:
+    torch.manual_seed(0)
+    model = Experts()
+    with pytest.warns(UserWarning, match="ignored_params contains trainable"):
+        fully_shard(model, ignored_params=set(model.expert.parameters()))
+    equal = save_checkpoint(f"{path}/equal-1", model).path
+    with torch.no_grad():
+        model.expert.weight.fill_(dist.get_rank() + 1.0)
+    own = {"expert": model.expert.state_dict()}
+    optimizer = torch.optim.AdamW(model.parameters())
+    texts = [refusal(save_checkpoint, f"{path}/step-1", model, optimizer)]
+    texts.append(refusal(save_checkpoint, f"{path}/step-1", model, asynchronous=True))
+    only_here = own if dist.get_rank() == 0 else {}
+    texts.append(refusal(save_checkpoint, f"{path}/step-1", model, per_rank=only_here))
+    save_checkpoint(f"{path}/step-1", model, optimizer, per_rank=own)
+    with torch.no_grad():
+        model.expert.weight.zero_()
+    loaded = load_checkpoint(f"{path}/step-1", model)
+    assert loaded.per_rank is not None
+    model.expert.load_state_dict(loaded.per_rank["expert"])
+    model.expert.weight.requires_grad_(False)  # each rank's own matter, as buffers do
+    save_checkpoint(f"{path}/frozen-1", model)
+    assert equal.is_dir()
+    return texts, model.expert.weight.flatten().tolist()
+
+
+def test_whole_parameters_that_differ_by_rank_are_not_lost(world2: World, tmp_path: Path) -> None:
+    (texts, first), (others, second) = world2.run(experts_by_hand, str(tmp_path))
+    assert texts == others
+    assert (first, second) == ([1.0] * 4, [2.0] * 4)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["equal-1", "frozen-1", "step-1"]
+    assert len(set(texts)) == 1
+    assert_expected_inline(
+        texts[0],
+        """ValueError: save_checkpoint: expert.weight: not sharded, trainable, and different on ranks 0 and 1. A checkpoint holds such parameters once, and would lose what rank 1 has. If each rank trains its own, as with experts in ignored_params, pass the values in per_rank as well, per_rank={'experts': model.experts.state_dict()}, and give them back after a load; likewise the state of their optimizer. If they should be equal, call sync_module_states(model), and model.set_reduce_ignored_params(True).""",
+    )
+
+
 class Marked(torch.Tensor):
     """A class of tensors that torch was not told to trust."""
 

@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.calls import OptimizerOrMany, check_call, in_plain_mode
@@ -24,17 +25,21 @@ from shardwise.checkpoint.stateful import (
     refuse_shards_in_tuples,
     refuse_unreadable,
     states_of,
+    tensors_in,
 )
 from shardwise.checkpoint.writing import write
 from shardwise.init.partial_loads import why_partly_loaded
+from shardwise.layout.fqns import listed
 from shardwise.ranks.failures import relayed
 from shardwise.ranks.rank_group import RankGroup
+from shardwise.ranks.replicas import Checksums
 from shardwise.state.named_state import (
     as_optimizers,
     parameter_names,
     staged,
     state_of,
 )
+from shardwise.state.names import parameters_of
 
 # --- saving ---------------------------------------------------------------------------------------
 
@@ -69,7 +74,8 @@ def save_checkpoint(
         shared: what is the same on all ranks: a step, a position in the data. Values are tensors or anything
             that pickles, and no DTensors; rank 0's are written. What is neither a tensor nor plain (numbers,
             texts, lists, dicts) is loaded with `trust=True` only.
-        per_rank: what differs by rank: states of random generators. Comes back where as many ranks load.
+        per_rank: what differs by rank: states of random generators, parameters that each rank trains by
+            itself. Comes back where as many ranks load.
         asynchronous: copy everything to host memory and return; write in the background, while training goes
             on. Costs host memory for this rank's shards.
         keep: afterwards remove older checkpoints beside `path` whose names differ by the number at their end
@@ -81,8 +87,10 @@ def save_checkpoint(
         one before `destroy_process_group`.
 
     Raises:
-        ValueError: ranks disagree on the arguments, the optimizer's state cannot be saved, `shared` or
-            `per_rank` has DTensors, or something is of a tensor subclass that torch would not read again.
+        ValueError: ranks disagree on the arguments, or on the values of a trainable parameter that is not
+            sharded, and that `per_rank` does not hold as well; the optimizer's state cannot be saved,
+            `shared` or `per_rank` has DTensors, or something is of a tensor subclass that torch would not
+            read again.
         FileExistsError: `path` is something else than a checkpoint.
         OSError: a rank could not write. All ranks raise the same, the checkpoint before is untouched, and
             what was written is removed as far as possible.
@@ -104,8 +112,11 @@ def save_checkpoint(
         saves.last.end_before_next()
     flags = {"asynchronous": asynchronous}
     place = rank_group.run_on_all_ranks(lambda: check_call("save_checkpoint", path, model, flags))
-    state = rank_group.run_on_all_ranks(
-        lambda: _state(rank_group, place, model, optimizer, states, shared, per_rank, keep)
+    state, wholes = rank_group.run_on_all_ranks(
+        lambda: (
+            _state(rank_group, place, model, optimizer, states, shared, per_rank, keep),
+            _whole_parameters(model, per_rank),
+        )
     )
     told = {
         "path": str(place),
@@ -114,8 +125,7 @@ def save_checkpoint(
         "states": list(state[STATES]),
     }
     rank_group.agree("save_checkpoint", told | flags)
-    if "optimizer" in state:
-        _join_optimizers(rank_group, state)
+    _compare_and_join(rank_group, state, wholes)
     if not rank_group.is_first:  # rank 0's are written
         del state["shared"], state[INFO]
     pending = PendingSave(place)
@@ -190,14 +200,61 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return own | {name: deepcopy(part) for name, part in state.items() if name not in own}
 
 
-def _join_optimizers(rank_group: RankGroup, state: dict[str, Any]) -> None:
-    """The kinds and param groups of all ranks, each once: ranks of a pipeline have different ones."""
+Whole = tuple[int, bool]
+"""Of a parameter that a rank has whole: its checksum, and whether it is in `per_rank` as well."""
+
+
+def _whole_parameters(model: nn.Module, per_rank: dict[str, Any] | None) -> dict[str, Whole]:
+    """What is trainable and not sharded, by name."""
+    checksums = Checksums()
+
+    def number_of(tensor: Tensor) -> int | None:
+        number = checksums.of(tensor)
+        return None if number is None else int(number.item())
+
+    own = {
+        name: number
+        for name, param in parameters_of(model)
+        if param.requires_grad and not isinstance(param, DTensor) and (number := number_of(param)) is not None
+    }
+    kept = {number_of(tensor) for _, tensor in tensors_in(per_rank)} if own else set()
+    return {name: (number, number in kept) for name, number in own.items()}
+
+
+def _compare_and_join(rank_group: RankGroup, state: dict[str, Any], wholes: dict[str, Whole]) -> None:
+    """Refuse whole parameters that differ, and join the kinds and param groups of all ranks, each once: ranks
+    of a pipeline have different ones."""
     kinds: list[str] = []
     groups: list[dict[str, Any]] = []
-    own_kinds, own = state[INFO]["optimizers"], state["optimizer"]["param_groups"]
-    key = own_kinds, [group["params"] for group in own]
-    for some_kinds, some_groups in rank_group.distinct((own_kinds, own), key):
+    has_optimizer = "optimizer" in state
+    own_kinds, own = state[INFO]["optimizers"], state["optimizer"]["param_groups"] if has_optimizer else []
+    key = own_kinds, [group["params"] for group in own], wholes
+    every = rank_group.distinct((rank_group.rank, own_kinds, own, wholes), key)
+    _refuse_different({rank: some_wholes for rank, _, _, some_wholes in every})
+    for _, some_kinds, some_groups, _ in every:
         known = [group["params"] for group in groups]
         groups += [group for group in some_groups if group["params"] not in known]
         kinds += [kind for kind in some_kinds if kind not in kinds]
-    state[INFO]["optimizers"], state["optimizer"]["param_groups"] = kinds, groups
+    if has_optimizer:
+        state[INFO]["optimizers"], state["optimizer"]["param_groups"] = kinds, groups
+
+
+def _refuse_different(wholes: dict[int, dict[str, Whole]]) -> None:
+    """Refuse parameters of which a checkpoint would keep one rank's values; `wholes` by ranks."""
+    first: dict[str, int] = {}
+    differing: dict[str, tuple[int, int]] = {}
+    for rank, own in wholes.items():
+        for name, (number, is_kept) in own.items():
+            other, other_is_kept = wholes[first.setdefault(name, rank)][name]
+            if number != other and not (is_kept and other_is_kept):
+                differing.setdefault(name, (first[name], rank))
+    if differing:
+        here, there = next(iter(differing.values()))
+        raise ValueError(
+            f"save_checkpoint: {listed(list(differing))}: not sharded, trainable, and different on ranks "
+            f"{here} and {there}. A checkpoint holds such parameters once, and would lose what rank {there} "
+            "has. If each rank trains its own, as with experts in ignored_params, pass the values in "
+            "per_rank as well, per_rank={'experts': model.experts.state_dict()}, and give them back after a "
+            "load; likewise the state of their optimizer. If they should be equal, call "
+            "sync_module_states(model), and model.set_reduce_ignored_params(True)."
+        )
