@@ -498,6 +498,88 @@ def test_stages_of_a_pipeline_have_averages_of_their_own(world4: World, tmp_path
         assert_same([got], want, 0.0)
 
 
+class Keeper:
+    """Has any state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+class KeepsExtra(nn.Linear):
+    """Has any extra state."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__(2, 2)
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+ONE = torch.tensor(1.0)
+ODD_STATES = [
+    {1: 2, "a": {2.5: 3}},
+    {1: 2, "1": 3},
+    {"a": {1: ONE, (0, "b"): 3, None: {True: {}}}},
+    {0: ONE, 1: ONE},
+    {"a": {}, "b": [], "c": {"d": {}, "e": [{}, 1], "f": ONE}, "g": [ONE, {}, {1: [ONE]}]},
+    {"a": {1: 2, "1": {}}, "b": ONE},
+    {},
+    [{}, 1],
+]
+
+
+def odd_states(path: str, does_load: bool, asynchronous: bool) -> list[str]:
+    """All of `ODD_STATES`, as the states of objects and as the extra state of modules."""
+    model = fully_shard(nn.Sequential(*(KeepsExtra({} if does_load else each) for each in ODD_STATES)))
+    states = {str(i): Keeper({} if does_load else each) for i, each in enumerate(ODD_STATES)}
+    if not does_load:
+        save_checkpoint(path, model, states=states, asynchronous=asynchronous).wait()
+    else:
+        load_checkpoint(path, model, states=states)
+    return [repr(each.state) for each in (*states.values(), *model)]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_states_keep_keys_that_are_no_texts_and_what_is_empty(
+    world2: World, tmp_path: Path, asynchronous: bool
+) -> None:
+    saved = world2.run(odd_states, str(tmp_path / "checkpoint"), False, asynchronous)
+    loaded = world2.run(odd_states, str(tmp_path / "checkpoint"), True, asynchronous)
+    assert loaded == saved == [2 * [repr(each) for each in ODD_STATES]] * 2
+
+
+def test_keys_that_no_checkpoint_can_tell_apart_are_refused(tmp_path: Path) -> None:
+    state, told = {"a": [{1: ONE, "1": 3}]}, []
+    told.append(refusal(save_checkpoint, tmp_path / "x", nn.Linear(2, 2), states={"own": Keeper(state)}))
+    told.append(refusal(save_checkpoint, tmp_path / "x", nn.Sequential(KeepsExtra(state))))
+    assert_expected_inline(
+        "\n".join(told),
+        """\
+ValueError: save_checkpoint: states.own.a.0 has the keys 1 and '1', which have one name in a checkpoint, so that the tensors beside them cannot be told apart. Rename one.
+ValueError: save_checkpoint: model.0._extra_state.a.0 has the keys 1 and '1', which have one name in a checkpoint, so that the tensors beside them cannot be told apart. Rename one.""",
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_torch_reads_extra_state_under_the_keys_that_it_has_itself(tmp_path: Path) -> None:
+    model = KeepsExtra({"a": {"b": 1, "c": {}}, "d": [1, {"e": 2}], "f": {}})
+    save_checkpoint(tmp_path / "x", model)
+    state = {"model": KeepsExtra({"a": {"b": 0}, "d": [0, {"e": 0}]}).state_dict()}
+    with pytest.warns(UserWarning, match="load in a single process"):
+        dcp.load(state, checkpoint_id=tmp_path / "x", no_dist=True)
+    assert state["model"]["_extra_state"] == {"a": {"b": 1}, "d": [1, {"e": 2}]}
+
+
 # --- ties -----------------------------------------------------------------------------------------
 
 

@@ -31,6 +31,7 @@ from shardwise.checkpoint.stateful import (
     check_objects,
     original,
     plan_states,
+    rebuilt,
     tensor_places,
 )
 from shardwise.init.meta_memory import give_memory, is_on_meta, refuse_lost
@@ -407,7 +408,7 @@ def _give_model(model: nn.Module, saved: dict[str, Any], values: dict[str, Any])
     """Tensors have been read into the model's own; this is for states of other kinds, and for hooks."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    state = {name: nested({place: values[k] for place, k in each.items()}) for name, each in saved.items()}
+    state = {name: rebuilt({place: values[k] for place, k in each.items()}) for name, each in saved.items()}
     set_model_state_dict(model, state, options=StateDictOptions(strict=False))
 
 

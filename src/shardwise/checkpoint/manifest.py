@@ -287,7 +287,7 @@ def check_model(
     missing = tuple(
         name
         for name, value in wanted.items()
-        # An empty dict, which a module may save beside tensors, has no key in a checkpoint.
+        # An empty dict, which a module may save beside tensors, has no key in a checkpoint of torch's.
         if not any(tied in saved for tied in ties.get(name, [name])) and not _is_empty(value)
     )
     unexpected = tuple(name for name in saved if name not in all_names)

@@ -14,6 +14,7 @@ from shardwise.checkpoint.calls import OptimizerOrMany, check_call, in_plain_mod
 from shardwise.checkpoint.manifest import (
     HAS_DIGESTS,
     INFO,
+    is_extra_state,
 )
 from shardwise.checkpoint.pending import PendingSave, all_ranks, saves_of
 from shardwise.checkpoint.stateful import (
@@ -21,6 +22,7 @@ from shardwise.checkpoint.stateful import (
     as_whole,
     check_objects,
     copied,
+    extra_written,
     refuse_shards,
     refuse_shards_in_tuples,
     refuse_unreadable,
@@ -170,6 +172,8 @@ def _state(
         )
     optimizers = as_optimizers(optimizer)
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    for name in filter(is_extra_state, state["model"]):
+        state["model"][name] = extra_written(state["model"][name], ("model", name))
     if optimizers:
         state["optimizer"] = state_of(optimizers, parameter_names(model))
         refuse_shards_in_tuples(state["optimizer"])

@@ -5,6 +5,8 @@ load. Everything else is a value, which comes back as it was.
 
     {"averages": {"up.weight": DTensor}, "num_updates": 7}    states.ema.averages.up.weight    a tensor
                                                               states.ema.num_updates           a value
+    {"steps": {0: tensor(7)}}                                 states.x.steps.0                 a tensor
+                                                              states.x.steps.shardwise.keys    {"0": 0}
 
 Nothing here communicates.
 """
@@ -25,6 +27,7 @@ from shardwise.torch_compat import dtensor
 
 STATES = "states"  # their key in a checkpoint
 WHOLE = "shardwise.whole"  # marks a value that is one pickle, which torch would take apart
+KEYS = "shardwise.keys"  # in a dict, which keys its names stand for that are no texts; torch has texts only
 
 Located = tuple[str, StatePath]  # the name of an object, and a place in its state
 
@@ -141,21 +144,60 @@ def states_of(states: dict[str, Any]) -> dict[str, Any]:
     for name, thing in states.items():
         state = thing.state_dict()
         if isinstance(state, Mapping) and state:
-            found[name] = {str(key): _written(each) for key, each in state.items()}
+            found[name] = _by_name(state, _written, (STATES, name))
         else:
-            found[name] = _written(state)
+            found[name] = _written(state, (STATES, name))
     return found
 
 
-def _written(value: Any) -> Any:
+def _written(value: Any, place: StatePath) -> Any:
     """Take values with tensors apart, as torch does, and nothing else."""
     if isinstance(value, Tensor):
         return value.detach()
-    if next(tensors_in(value), None) is None:
+    if _has_no_tensors(value):
         return as_whole(value)
     if isinstance(value, Mapping):
-        return {str(key): _written(each) for key, each in value.items()}
-    return [_written(each) for each in value]  # of a tuple torch would make one pickle
+        return _by_name(value, _written, place)
+    # Of a tuple torch would make one pickle.
+    return [_written(each, (*place, index)) for index, each in enumerate(value)]
+
+
+def extra_written(value: Any, place: StatePath) -> Any:
+    """The extra state of a module, as torch writes it where that loses nothing."""
+    if not _loses(value):
+        return value
+    if isinstance(value, Mapping) and value:
+        return _by_name(value, extra_written, place)
+    if _has_no_tensors(value):
+        return as_whole(value)
+    return [extra_written(each, (*place, index)) for index, each in enumerate(value)]
+
+
+def _loses(value: Any) -> bool:
+    """Whether torch, which takes dicts and lists apart, would lose empty dicts or make texts of keys."""
+    if isinstance(value, Mapping):
+        return not value or any(type(key) is not str or _loses(each) for key, each in value.items())
+    return isinstance(value, list) and any(map(_loses, value))
+
+
+def _by_name(state: Mapping[Any, Any], write: Callable[[Any, StatePath], Any], place: StatePath) -> Any:
+    """A dict by names, as torch has it, with what they stand for where that is not the same."""
+    names = {key: str(key) for key in state}
+    if len(set(names.values())) < len(names):
+        if _has_no_tensors(state):
+            return as_whole(state)
+        clash = [key for key in names if list(names.values()).count(names[key]) > 1]
+        raise ValueError(
+            f"save_checkpoint: {'.'.join(map(str, place))} has the keys {clash[0]!r} and {clash[1]!r}, which "
+            "have one name in a checkpoint, so that the tensors beside them cannot be told apart. Rename one."
+        )
+    written = {names[key]: write(each, (*place, names[key])) for key, each in state.items()}
+    others = {name: key for key, name in names.items() if type(key) is not str}
+    return written | {KEYS: as_whole(others)} if others else written
+
+
+def _has_no_tensors(value: Any) -> bool:
+    return next(tensors_in(value), None) is None
 
 
 def copied(value: Any) -> Any:
@@ -182,7 +224,7 @@ class StatefulPlan:
 
     def give(self, values: Mapping[str, Any]) -> None:
         """Give the object its state; `values` by key."""
-        self.load(_rebuilt({place: values[key] for place, key in self.saved.items()}, self.own))
+        self.load(rebuilt({place: values[key] for place, key in self.saved.items()}, self.own))
 
 
 def tensor_places(own: Mapping[str, Any]) -> list[Located]:
@@ -259,7 +301,7 @@ def _fill_targets(
             plan.targets[key] = torch.empty((), dtype=md.properties.dtype)
 
 
-def _rebuilt(values: dict[StatePath, Any], like: Any) -> Any:
+def rebuilt(values: dict[StatePath, Any], like: Any = None) -> Any:
     """Values by path, nested again, in containers like those of `like`."""
     if () in values:
         return original(values[()])
@@ -271,11 +313,10 @@ def _rebuilt(values: dict[StatePath, Any], like: Any) -> Any:
     below: dict[Any, dict[StatePath, Any]] = {}
     for (first, *rest), value in values.items():
         below.setdefault(first, {})[tuple(rest)] = value
-    built = {
-        keys.get(key, key): _rebuilt(each, like[keys[key]] if key in keys else None)
-        for key, each in below.items()
-    }
-    if isinstance(like, Mapping) or not all(isinstance(key, int) for key in built):
+    inside = {key: like[own] for key, own in keys.items()}
+    keys |= rebuilt(below.pop(KEYS)) if KEYS in below else {}
+    built = {keys.get(key, key): rebuilt(each, inside.get(key)) for key, each in below.items()}
+    if isinstance(like, Mapping) or not all(isinstance(key, int) for key in below):
         return built
     items = [built[index] for index in sorted(built)]
     return tuple(items) if isinstance(like, tuple) else items
