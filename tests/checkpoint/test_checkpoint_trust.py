@@ -6,11 +6,14 @@ import io
 import json
 import os
 import pickle
+import random
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -193,7 +196,8 @@ def objects(folder: str) -> list[str]:
         path, marker = f"{folder}/{where}", Path(f"{folder}/{where}-marker-{rank}")
         model = fully_shard(Stateful(4, 4) if where == "extra_state" else nn.Linear(4, 4))
         extras = {} if where == "extra_state" else {where: {"it": Attack(marker)}}
-        save_checkpoint(path, model, **extras)
+        with pytest.warns(UserWarning, match=r"only be loaded with trust=True"):
+            save_checkpoint(path, model, **extras)
         before = model.weight.full_tensor().clone()
         with torch.no_grad():
             model.weight.mul_(2)
@@ -224,3 +228,49 @@ ValueError: rank 0: RUN/per_rank: per_rank.0.it holds objects of posix.system. M
 ValueError: RUN/extra_state: model._extra_state holds objects of pathlib.PosixPath. Making such an object can run any code, so only tensors and plain values are read. If you trust whoever wrote it, pass trust=True, or name the classes in torch.serialization.add_safe_globals. Nothing was loaded.
 ValueError: load_checkpoint: ranks disagree on trust: rank 0 has False, rank 1 has True. Pass the same on all ranks.""",
     )
+
+
+# --- told when it is saved ------------------------------------------------------------------------
+
+
+def plain_values() -> dict[str, Any]:
+    return {
+        "numpy": np.random.default_rng().bit_generator.state,
+        "python": random.getstate(),
+        "torch": [torch.get_rng_state()],
+        "others": (torch.float32, torch.Size([2]), OrderedDict(a={1: {b"x"}}), 1j, None),
+    }
+
+
+def test_what_needs_trust_is_named_when_it_is_saved(tmp_path: Path) -> None:
+    path, model = tmp_path / "x", nn.Sequential(Stateful(2, 2), nn.Linear(2, 2))
+    shared = plain_values() | {"array": {"mean": [np.zeros(2)]}}
+    with pytest.warns(UserWarning, match="save_checkpoint") as caught:
+        save_checkpoint(path, model, shared=shared, per_rank={"numpy": np.random.get_state()})
+    assert_expected_inline(
+        str(caught[0].message).replace("pathlib._local.", "pathlib.").replace("numpy.core.", "numpy._core."),
+        """save_checkpoint: model.0._extra_state (pathlib.PosixPath), shared.array (numpy._core.multiarray._reconstruct, numpy.dtype, numpy.ndarray), per_rank.0.numpy (numpy._core.multiarray._reconstruct, numpy.dtype, numpy.ndarray) can only be loaded with trust=True, since making such objects can run any code. Save tensors and plain values: of a numpy array, torch.from_numpy(array) or array.tolist().""",
+    )
+    assert caught[0].filename == __file__
+    assert "trust=True" in refusal(load_checkpoint, path, model)
+    loaded = load_checkpoint(path, model, trust=True)
+    assert loaded.per_rank is not None
+    np.random.set_state(loaded.per_rank["numpy"])
+
+
+def test_nothing_is_said_of_what_is_read_without_trust(tmp_path: Path) -> None:
+    values, model = plain_values(), nn.Linear(2, 2)
+    save_checkpoint(tmp_path / "x", model, shared=values, per_rank=values)
+    loaded = load_checkpoint(tmp_path / "x", model)
+    assert repr(loaded.shared) == repr(loaded.per_rank) == repr(values)
+
+
+def saved_with_warnings_as_errors(path: str) -> str:
+    values = {"numpy": np.zeros(1)} if dist.get_rank() == 1 else {}
+    return refusal(save_checkpoint, path, fully_shard(nn.Linear(2, 2)), per_rank=values)
+
+
+def test_a_warning_of_one_rank_that_is_an_error_is_one_on_all(world2: World, tmp_path: Path) -> None:
+    first, second = world2.run(saved_with_warnings_as_errors, str(tmp_path / "x"))
+    assert "rank 1: UserWarning: save_checkpoint: per_rank.1.numpy (" in first
+    assert first == second

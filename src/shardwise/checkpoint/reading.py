@@ -90,7 +90,7 @@ def _made(manifest: Manifest, key: str, value: io.BytesIO, trust: bool) -> Any:
     try:
         return torch.load(value, weights_only=not trust)
     except Exception as error:
-        if not trust and (unknown := _unsafe_names(value)):
+        if not trust and (unknown := unsafe_names(value)):
             raise Objects(
                 f"{manifest.path}: {key} holds objects of {listed(unknown)}. Making such an object can run "
                 "any code, so only tensors and plain values are read. If you trust whoever wrote it, pass "
@@ -99,7 +99,7 @@ def _made(manifest: Manifest, key: str, value: io.BytesIO, trust: bool) -> Any:
         raise
 
 
-def _unsafe_names(value: io.BytesIO) -> list[str]:
+def unsafe_names(value: io.BytesIO) -> list[str]:
     """The classes in a pickle that torch does not allow; empty if that is unknown."""
     value.seek(0)
     try:

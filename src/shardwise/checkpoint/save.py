@@ -28,6 +28,7 @@ from shardwise.checkpoint.stateful import (
     refuse_unreadable,
     states_of,
     tensors_in,
+    warn_of_objects,
 )
 from shardwise.checkpoint.writing import write
 from shardwise.init.partial_loads import why_partly_loaded
@@ -75,9 +76,10 @@ def save_checkpoint(
             are, and may be loaded by any number of ranks; all else in their states is the same on all ranks.
         shared: what is the same on all ranks: a step, a position in the data. Values are tensors or anything
             that pickles, and no DTensors; rank 0's are written. What is neither a tensor nor plain (numbers,
-            texts, lists, dicts) is loaded with `trust=True` only.
-        per_rank: what differs by rank: states of random generators, parameters that each rank trains by
-            itself. Comes back where as many ranks load.
+            texts, lists, dicts) is loaded with `trust=True` only; a warning says so, here as elsewhere.
+        per_rank: what differs by rank: states of random generators (of numpy's, `bit_generator.state`, since
+            `numpy.random.get_state()` has an array), parameters that each rank trains by itself. Comes back
+            where as many ranks load.
         asynchronous: copy everything to host memory and return; write in the background, while training goes
             on. Costs host memory for this rank's shards.
         keep: afterwards remove older checkpoints beside `path` whose names differ by the number at their end
@@ -185,6 +187,7 @@ def _state(
     state[INFO] = {"world_size": rank_group.size, "optimizers": kinds, HAS_DIGESTS: True}
     if per_rank is not None:
         state["per_rank"] = {str(rank_group.rank): {"": rank_group.rank} | _extras("per_rank", per_rank)}
+    warn_of_objects(state)
     return state
 
 

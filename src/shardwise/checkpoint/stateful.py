@@ -11,7 +11,10 @@ load. Everything else is a value, which comes back as it was.
 Nothing here communicates.
 """
 
+import io
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.reading import unsafe_names
 from shardwise.layout.fqns import listed
 from shardwise.state.named_state import StatePath, staged
 from shardwise.torch_compat import dtensor
@@ -94,6 +98,38 @@ def refuse_unreadable(what: str, value: Any) -> None:
                 "with what its pickles need, where it is saved and where it is loaded; or convert the model "
                 "back before saving."
             )
+
+
+def warn_of_objects(state: Mapping[str, Any]) -> None:
+    """Warn of what `load_checkpoint` will read with `trust=True` only."""
+    found = [f"{'.'.join(place)} ({listed(classes)})" for place, classes in _objects_in(state, ())]
+    if found:
+        warnings.warn(
+            f"save_checkpoint: {listed(found)} can only be loaded with trust=True, since making such objects "
+            "can run any code. Save tensors and plain values: of a numpy array, torch.from_numpy(array) or "
+            "array.tolist().",
+            stacklevel=8,  # to the caller's line, over an agreement of ranks and the frame of a decorator
+        )
+
+
+def _objects_in(value: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], list[str]]]:
+    """The places of pickles that name classes, and these."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _objects_in(each, (*place, str(key)))
+    elif not _is_plain(value):
+        pickled = io.BytesIO()
+        with suppress(Exception):  # what cannot be pickled fails where it is written
+            torch.save(value, pickled)
+            if classes := unsafe_names(pickled):
+                yield place, classes
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is sure without a pickle that torch reads it."""
+    if type(value) in (list, tuple, dict):
+        return all(map(_is_plain, (*value, *value.values()) if isinstance(value, dict) else value))
+    return isinstance(value, Tensor) or type(value) in (bool, int, float, complex, str, bytes, type(None))
 
 
 def refuse_shards_in_tuples(optimizer_state: dict[str, Any]) -> None:
