@@ -5,6 +5,7 @@ All ranks raise the same, and name the file and the key.
 
 import copy
 import errno
+import itertools
 import os
 import pickle
 import re
@@ -13,8 +14,10 @@ import shutil
 import subprocess
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +31,7 @@ from expecttest import assert_expected_inline
 from harness import World
 from meshed import refusal
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from shardwise import fully_shard, latest_checkpoint, load_checkpoint, save_checkpoint
 from shardwise.init.partial_loads import mark_partly_loaded, why_partly_loaded
@@ -540,6 +544,59 @@ def test_a_file_system_without_space(world2: World, tmp_path: Path) -> None:
         assert list(disk.iterdir()) == []
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+class FailingFile:
+    """A file whose writes fail where `fails` says so of their number."""
+
+    def __init__(self, file: Any, fails: Callable[[], bool]) -> None:
+        self._file, self._fails = file, fails
+
+    def write(self, data: Any) -> int:
+        if self._fails():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        written: int = self._file.write(data)
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def saved_with_failing_writes(path: Path, fails: Callable[[int], bool]) -> str | None:
+    """How it is refused; None: no write has failed."""
+    real, numbers = FileSystem.create_stream, itertools.count()
+
+    @contextmanager
+    def create_stream(fs: Any, place: Any, mode: str) -> Iterator[Any]:
+        with real(fs, place, mode) as file:
+            yield FailingFile(file, lambda: fails(next(numbers)))
+
+    with mock.patch.object(FileSystem, "create_stream", create_stream):
+        try:
+            save_checkpoint(path, nn.Linear(2, 2), shared={"step": 1})
+        except OSError as error:
+            return re.sub(r"step-1\.[^/]*partial", "PARTIAL", str(error)).replace(str(path.parent), "RUN")
+    return None
+
+
+@pytest.mark.parametrize("fails", [int.__eq__, int.__le__], ids=["once", "from-then-on"])
+def test_a_write_that_fails_is_told_in_the_words_of_the_system(
+    tmp_path: Path, fails: Callable[[int, int], bool]
+) -> None:
+    told = []
+    for number in itertools.count():
+        text = saved_with_failing_writes(tmp_path / "step-1", partial(fails, number))
+        if text is None:
+            break
+        told.append(text.partition(" The file system has ")[0])
+        assert not list(tmp_path.iterdir())
+    assert len(told) > 20
+    assert_expected_inline(
+        "\n".join(dict.fromkeys(told)),
+        """\
+rank 0 could not write the checkpoint RUN/step-1 (into RUN/.PARTIAL): OSError: [Errno 5] Input/output error: 'RUN/.PARTIAL/__0_0.distcp'.
+rank 0 could not write the checkpoint RUN/step-1 (into RUN/.PARTIAL): OSError: [Errno 5] Input/output error: 'RUN/.PARTIAL/.metadata.tmp'.""",
+    )
 
 
 def no_place(path: str) -> str:

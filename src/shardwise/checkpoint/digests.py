@@ -81,7 +81,12 @@ class SummingFileSystem:
                 yield stream
                 return
             summing = _Summing(stream)
-            yield summing
+            try:
+                yield summing
+            finally:
+                if summing.failures:  # torch raises another, about the archive that it cannot close then
+                    summing.failures[0].filename = os.fspath(path)
+                    raise summing.failures.pop()
             self.sums[Path(path).name] = summing.result()
 
 
@@ -92,10 +97,15 @@ class _Summing:
         self._stream: Any = stream
         self._sums = Sums()
         self._position, self._crc = 0, 0
+        self.failures: list[OSError] = []  # the last write that failed
 
     def write(self, data: Any) -> int:
         self._crc = zlib.crc32(data, self._crc)
-        written: int = self._stream.write(data)
+        try:
+            written: int = self._stream.write(data)
+        except OSError as error:
+            self.failures = [error]
+            raise
         self._position += written
         return written
 

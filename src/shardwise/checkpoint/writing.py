@@ -125,11 +125,9 @@ def _why_not_tidied(path: Path, error: Exception) -> str:
 def _why_not_written(save: Save, rank: int, error: Exception) -> str:
     if isinstance(error, FileExistsError) and error.errno is None:
         return str(error)
-    cause = f"{type(error).__name__}: {error}"
-    if error.__context__ is not None and not isinstance(error, OSError):
-        cause += f" (after {type(error.__context__).__name__}: {error.__context__})"
+    free = folders.free_bytes(save.partial)
     return (
-        f"rank {rank} could not write the checkpoint {save.path} (into {save.partial}): {cause}. The file "
-        f"system has {folders.free_bytes(save.partial)} bytes free. A checkpoint that was there before is "
-        "still there."
+        f"rank {rank} could not write the checkpoint {save.path} (into {save.partial}): "
+        f"{type(error).__name__}: {error}. The file system has {free} bytes free. A checkpoint that was "
+        "there before is still there."
     )
