@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from expecttest import assert_expected_inline
 from harness import World
 from meshed import refusal
 from torch import nn
@@ -85,6 +87,61 @@ def test_two_jobs_that_save_to_one_path_leave_one_whole_checkpoint(
         saved(path, 2.0)
     assert others
     assert value_at(path) == (3.0 if moment in ("publish", "forget_previous") else 2.0)
+    assert inside(tmp_path) == ["step-1"]
+
+
+def test_a_job_that_saves_where_another_one_removes_remains(tmp_path: Path) -> None:
+    path, others = tmp_path / "step-1", []
+    saved(path)
+    (path / ".metadata").unlink()
+    real = shutil.rmtree
+
+    def with_another(place: Path, **options: Any) -> None:
+        if not others:
+            others.append(True)
+            for each in place.iterdir():
+                each.unlink()
+            another_job_saves(path, 3.0)
+            place.rmdir()
+        else:
+            real(place, **options)
+
+    with mock.patch.object(shutil, "rmtree", with_another):
+        saved(path, 2.0)
+    assert others
+    assert value_at(path) == 3.0
+    assert inside(tmp_path) == ["step-1"]
+
+
+def test_a_path_at_which_another_job_replaces_its_checkpoint_is_not_foreign(tmp_path: Path) -> None:
+    path, asked = tmp_path / "step-1", []
+    saved(path)
+    real = folders.is_complete
+
+    def is_complete(place: Path) -> bool:
+        asked.append(place)
+        return len(asked) > 1 and real(place)  # the first time, the other job has just moved it away
+
+    with mock.patch.object(folders, "is_complete", is_complete):
+        saved(path, 2.0)
+    assert value_at(path) == 2.0
+
+
+def test_a_job_that_never_comes_to_save_says_that_another_one_does(tmp_path: Path) -> None:
+    path, real = tmp_path / "step-1", folders._set_aside
+
+    def with_another(save: Any) -> None:
+        real(save)
+        with mock.patch.object(folders, "_set_aside", real):
+            another_job_saves(path, 3.0)
+
+    with mock.patch.object(folders, "_set_aside", with_another):
+        text = refusal(saved, path, 2.0)
+    assert_expected_inline(
+        text.replace(str(tmp_path), "RUN"),
+        """FileExistsError: RUN/step-1: another job saves there again and again, so that this save could not be moved there. What is there is the other's. Give each job a path of its own.""",
+    )
+    assert value_at(path) == 3.0
     assert inside(tmp_path) == ["step-1"]
 
 

@@ -41,6 +41,7 @@ _TOKEN = r"(?P<host>[0-9a-f]{8})-(?P<pid>[0-9a-f]+)-(?P<began>[0-9a-f]+)-[0-9a-f
 _HIDDEN = re.compile(rf"\.(?P<name>.+?)(\.(?P<token>{_TOKEN}))?\.(?P<kind>partial|previous|removed)")
 _FILES = re.compile(r"__\d+_\d+\.distcp|\.digests|\.metadata(\.tmp)?")
 
+TRIALS = 10  # where another job may save to the same path
 _NUMBER = r"\d+(?:\.\d+)*"  # in a name
 _MOST_OPEN = 128  # files that a load keeps open; in most places a process may have 1024
 _SEARCH = getattr(os, "O_PATH", os.O_RDONLY)  # with O_PATH, a folder will do whose names may not be listed
@@ -239,7 +240,8 @@ def prepare(save: Save) -> None:
 
 
 def _refuse_others(path: Path) -> None:
-    if path.exists() and not is_complete(path) and not _is_remains(path):
+    # Asked again, since another job's save may have come between two of the questions.
+    if all(path.exists() and not is_complete(path) and not _is_remains(path) for _ in range(TRIALS)):
         raise FileExistsError(
             f"{path} exists and is not a checkpoint, so it is not replaced by one. Choose another path."
         )
@@ -248,29 +250,35 @@ def _refuse_others(path: Path) -> None:
 def publish(save: Save) -> None:
     """Move what was written to its path, and aside what was there before, until `forget_previous`."""
     sync(save.partial)
-    for is_last in [False] * 9 + [True]:
+    for _ in range(TRIALS):
         _set_aside(save)
         try:
             save.partial.rename(save.path)
-            break
         except OSError as error:
-            if error.errno in (errno.EEXIST, errno.ENOTEMPTY) and not is_last:
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
                 continue  # another job's save has come between: that one is replaced, then
             if is_complete(save.previous) and not save.path.exists():
-                save.previous.rename(save.path)
+                with suppress(OSError):  # another job's save is there meanwhile
+                    save.previous.rename(save.path)
             raise
-    sync(save.path.parent)
+        sync(save.path.parent)
+        return
+    raise FileExistsError(
+        f"{save.path}: another job saves there again and again, so that this save could not be moved there. "
+        "What is there is the other's. Give each job a path of its own."
+    )
 
 
 def _set_aside(save: Save) -> None:
     _refuse_others(save.path)
-    if is_complete(save.path):
+    if save.path.is_dir():
+        # Remains are moved as well: in a folder that is being removed, another job could put its own.
         remove(save.previous)
         with suppress(FileNotFoundError):  # another job's save has moved it
             save.path.rename(save.previous)
         sync(save.path.parent)
-    else:
-        remove(save.path)  # empty, or remains
+    elif save.path.is_symlink():  # to nowhere
+        save.path.unlink(missing_ok=True)
 
 
 def forget_previous(save: Save) -> None:
@@ -289,7 +297,9 @@ def discard(save: Save, made: list[Path]) -> None:
 
 def _is_remains(path: Path) -> bool:
     """Whether the folder `path` holds nothing but files of a checkpoint whose removal did not end."""
-    return path.is_dir() and not path.is_symlink() and not is_complete(path) and _has_only_ours(path)
+    with suppress(FileNotFoundError):  # another job removes it as well
+        return path.is_dir() and not path.is_symlink() and not is_complete(path) and _has_only_ours(path)
+    return False
 
 
 def _has_only_ours(path: Path) -> bool:
@@ -369,7 +379,7 @@ def remove_older(save: Save, keep: int) -> None:
     for each in [each for each in folder.iterdir() if is_older(each.name)]:
         # Saves write in hidden folders only: with digests and without an index, this one was being removed.
         if (each / ".digests").is_file() and _is_remains(each):
-            remove(each)
+            _remove_checkpoint(each, each, save.token)
 
 
 def _complete(directory: Path) -> dict[str, Path]:

@@ -227,7 +227,7 @@ def _planned_on_meta(
 
 def _opened(files: ExitStack, path: Path, verify: bool, trust: bool) -> Manifest:
     """The checkpoint at `path`; `files` closes it."""
-    for is_last in [False] * 9 + [True]:
+    for trials_left in reversed(range(folders.TRIALS)):
         folders.refuse_forbidden(path / folders.METADATA)
         place = folders.found(path)
         try:
@@ -235,7 +235,7 @@ def _opened(files: ExitStack, path: Path, verify: bool, trust: bool) -> Manifest
                 raise FileNotFoundError(f"{path} is not a checkpoint: {folders.why_not_a_checkpoint(path)}.")
             return Manifest.read(files.enter_context(folders.OpenFolder(place)), verify, trust)
         except FileNotFoundError:
-            if is_last or not folders.is_complete(path):
+            if not trials_left or not folders.is_complete(path):
                 raise  # else another job has saved between two of these lines
     raise AssertionError
 

@@ -95,7 +95,7 @@ def save_checkpoint(
             sharded, and that `per_rank` does not hold as well; the optimizer's state cannot be saved,
             `shared` or `per_rank` has DTensors, or something is of a tensor subclass that torch would not
             read again.
-        FileExistsError: `path` is something else than a checkpoint.
+        FileExistsError: `path` is something else than a checkpoint, or another job saves there all the time.
         OSError: a rank could not write. All ranks raise the same, the checkpoint before is untouched, and
             what was written is removed as far as possible.
 
