@@ -769,7 +769,8 @@ def with_extras(path: str, does_load: bool) -> Any:
         return loaded.shared, loaded.per_rank, loaded.world_size
     rank = dist.get_rank()
     own = {"rng": torch.full((2,), rank), "seen": list(range(rank))} if rank else {}
-    return save_checkpoint(path, model, shared=SHARED, per_rank=own).path
+    with pytest.warns(UserWarning, match=r"shared.path \(pathlib"):
+        return save_checkpoint(path, model, shared=SHARED, per_rank=own).path
 
 
 def test_what_a_caller_adds_comes_back_as_it_was(world2: World, world3: World, tmp_path: Path) -> None:
@@ -1205,7 +1206,8 @@ class NotToBeCopied:
 def saved_after_a_copy_that_failed(run: Run) -> str:
     model, optimizer = run.start(1)
     odd = {"odd": NotToBeCopied()}
-    told = refusal(save_checkpoint, run.path + "-1", model, optimizer, shared=odd, asynchronous=True)
+    with pytest.warns(UserWarning, match="shared.odd"):
+        told = refusal(save_checkpoint, run.path + "-1", model, optimizer, shared=odd, asynchronous=True)
     save_checkpoint(run.path + "-2", model, optimizer).wait()
     return told
 

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -247,11 +248,14 @@ def test_what_needs_trust_is_named_when_it_is_saved(tmp_path: Path) -> None:
     shared = plain_values() | {"array": {"mean": [np.zeros(2)]}}
     with pytest.warns(UserWarning, match="save_checkpoint") as caught:
         save_checkpoint(path, model, shared=shared, per_rank={"numpy": np.random.get_state()})
-    assert_expected_inline(
-        str(caught[0].message).replace("pathlib._local.", "pathlib.").replace("numpy.core.", "numpy._core."),
-        """save_checkpoint: model.0._extra_state (pathlib.PosixPath), shared.array (numpy._core.multiarray._reconstruct, numpy.dtype, numpy.ndarray), per_rank.0.numpy (numpy._core.multiarray._reconstruct, numpy.dtype, numpy.ndarray) can only be loaded with trust=True, since making such objects can run any code. Save tensors and plain values: of a numpy array, torch.from_numpy(array) or array.tolist().""",
-    )
-    assert caught[0].filename == __file__
+    (told,) = [each for each in caught if "trust=True" in str(each.message)]
+    places = re.findall(r"(\S+) \((\w+)", str(told.message))
+    assert places == [
+        ("model.0._extra_state", "pathlib"),
+        ("shared.array", "numpy"),
+        ("per_rank.0.numpy", "numpy"),
+    ]
+    assert told.filename == __file__
     assert "trust=True" in refusal(load_checkpoint, path, model)
     loaded = load_checkpoint(path, model, trust=True)
     assert loaded.per_rank is not None
