@@ -251,12 +251,12 @@ def publish(save: Save) -> None:
     """Move what was written to its path, and aside what was there before, until `forget_previous`."""
     sync(save.partial)
     for _ in range(TRIALS):
-        _set_aside(save)
         try:
+            _set_aside(save)
             save.partial.rename(save.path)
         except OSError as error:
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-                continue  # another job's save has come between: that one is replaced, then
+                continue  # another job's save, or its removals, have come between
             if is_complete(save.previous) and not save.path.exists():
                 with suppress(OSError):  # another job's save is there meanwhile
                     save.previous.rename(save.path)
