@@ -505,4 +505,7 @@ def wrapped_in_ddp() -> str:
 
 def test_a_sharded_module_tells_ddp_that_it_needs_no_wrapper(world2: World) -> None:
     for found in world2.run(wrapped_in_ddp):
-        assert_expected_inline(found, """TypeError: DistributedDataParallel: Tower is sharded, and this library reduces its gradients. Train the model as it is, without a wrapper. To replicate as well, shard it with strategy="hybrid" or on a mesh with a dimension to replicate over; strategy="ddp" replicates alone.""")
+        assert_expected_inline(
+            found,
+            """TypeError: DistributedDataParallel: Tower is sharded, and this library reduces its gradients. Train the model as it is, without a wrapper. To replicate as well, shard it with strategy="hybrid" or on a mesh with a dimension to replicate over; strategy="ddp" replicates alone.""",
+        )
