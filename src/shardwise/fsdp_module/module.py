@@ -1,7 +1,6 @@
 """FSDPModule: the methods of a sharded module, but for those of its communication (communication.py)."""
 
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
 
 from shardwise.engine.members import member_of
 from shardwise.features.finalization import GradientReductionHandle
@@ -50,8 +49,9 @@ class FSDPModule(CommunicationSetters):
     """
 
     @property
-    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """``DistributedDataParallel`` reads this attribute before it does anything."""
+    def _ddp_params_and_buffers_to_ignore(self) -> Iterator[str]:
+        """``DistributedDataParallel`` makes a set of this before it does anything else, which raises."""
+        yield from ()
         raise TypeError(
             f"DistributedDataParallel: {member_of(self).group.name} is sharded, and this library reduces its "
             "gradients. Train the model as it is, without a wrapper. To replicate as well, shard it with "
