@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwise import CommPolicy, MixedPrecisionPolicy, fully_shard, no_sync, shard_model
 from shardwise.features import plan_check
-from shardwise.ranks.comparison import first_difference
+from shardwise.ranks.comparison import OwnDevice, first_difference, wrong_device
 
 
 def tower(hidden: int = 16) -> Any:
@@ -279,3 +279,32 @@ def test_a_steady_step_compares_nothing_and_a_change_is_compared_once(world2: Wo
 def test_first_difference_names_ranks_with_and_without_a_fact() -> None:
     told = [([0, 2], {("w", "shape"): "(2,)"}), ([1], {("w", "shape"): "(3,)"}), ([3], {})]
     assert first_difference(told) == "w: shape is (2,) on ranks 0 and 2, (3,) on rank 1, missing on rank 3"
+
+
+def test_ranks_on_devices_that_nccl_cannot_use_are_named() -> None:
+    first, second = OwnDevice("cuda:0", "", "GPU-a"), OwnDevice("cuda:0", "", "GPU-b")
+    advice = (
+        ". With NCCL each rank has a device of its own. Choose it in each process before anything is put on a "
+        'device and before init_process_group: torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
+    )
+    assert wrong_device({0: first, 1: second}) == ""  # each process sees one device only, another one
+    assert wrong_device({0: OwnDevice(), 1: OwnDevice()}) == ""
+    assert (
+        wrong_device({2: first, 4: second, 6: first}) == f"ranks 2 and 6 use the same device, cuda:0{advice}"
+    )
+    bound = {0: OwnDevice("cuda:0", "cuda:0", "GPU-a"), 1: OwnDevice("cuda:0", "cuda:1", "GPU-a")}
+    assert wrong_device(bound) == f"rank 1 uses cuda:0, but its process group is bound to cuda:1{advice}"
+
+
+def uses_the_device_of_another_rank() -> str:
+    def own_device(_: Any) -> OwnDevice:
+        return OwnDevice("cuda:0", "", "GPU-a")
+
+    with mock.patch.object(plan_check._Agreement, "_own_device", own_device):
+        return refusal(lambda: step(blocks_first(tower())))
+
+
+def test_all_ranks_hear_of_a_device_that_two_of_them_use(world2: World) -> None:
+    first, second = world2.run(uses_the_device_of_another_rank)
+    assert first == second
+    assert first.startswith("RuntimeError: ranks 0 and 1 use the same device, cuda:0. With NCCL each rank")

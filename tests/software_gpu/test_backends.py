@@ -136,3 +136,40 @@ def losses_kept_in_parts() -> list[float]:
 def test_groups_of_some_ranks_are_bound_to_the_devices_of_these(env: dict[str, str]) -> None:
     for losses in run_on_gpus(4, losses_kept_in_parts, env=env):
         assert losses == pytest.approx(plain_losses(4, 3), abs=1e-12)
+
+
+def leave_together() -> None:
+    """Rank 0, whose process holds the store of the job, leaves last; without collectives, which may fail."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"leaves/{dist.get_rank()}", "")
+    if dist.get_rank() == 0:
+        store.wait([f"leaves/{rank}" for rank in range(dist.get_world_size())])
+
+
+def error_without_set_device() -> str:
+    """Of the first forward, where all ranks build on the first device."""
+    dist.init_process_group("nccl")
+    torch.manual_seed(0)
+    model: Any = even_tower().cuda()
+    for module in (*model.blocks, model):
+        fully_shard(module)
+    try:
+        model(random_batch(0, 4).float().cuda())
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        leave_together()
+    return "none"
+
+
+@both_back_ends
+def test_all_ranks_hear_that_they_have_not_chosen_a_device(env: dict[str, str]) -> None:
+    first, second = run_on_gpus(2, error_without_set_device, env=env)
+    assert first == second
+    wrong = "ranks 0 and 1 use the same device, cuda:0"
+    if not env:  # which is bound to the device of LOCAL_RANK
+        wrong = "rank 1 uses cuda:0, but its process group is bound to cuda:1"
+    assert first == (
+        f"{wrong}. With NCCL each rank has a device of its own. Choose it in each process before anything is "
+        'put on a device and before init_process_group: torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
+    )

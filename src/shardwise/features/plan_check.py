@@ -4,6 +4,7 @@ A steady step costs the test of a flag. If a setter was called with the value th
 forward computes the plan's digest, and communicates nothing.
 """
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -17,7 +18,7 @@ from shardwise.groups.group import ParameterGroup
 from shardwise.layout.mesh import Axis, axes_of
 from shardwise.params.initial_values import refuse_unequal_initial_values
 from shardwise.params.parameter import Param
-from shardwise.ranks.comparison import Comparison, Facts, Unequal, digest_of
+from shardwise.ranks.comparison import Comparison, Facts, OwnDevice, Unequal, WrongDevice, digest_of
 from shardwise.ranks.failures import relay_of_job
 from shardwise.ranks.position import Wait
 from shardwise.ranks.replicas import are_fake
@@ -79,10 +80,14 @@ class _Agreement:
             if relay.failure is not None:
                 raise relay.explained(RuntimeError(), wait.event, wait.name, self._axes)
 
-        comparison = Comparison(c10d.job_store(), ranks, dist.get_rank(), timeout, refuse_failed)
+        comparison = Comparison(
+            c10d.job_store(), ranks, dist.get_rank(), timeout, refuse_failed, self._own_device()
+        )
         try:
             with relay.exchange(wait, ranks):
                 comparison.run(facts)
+        except WrongDevice as error:
+            raise RuntimeError(str(error)) from None
         except Unequal as error:
             self._trained = {}  # look again once the caller has fixed it
             if f": {FULL_LOAD} is " in str(error):
@@ -98,6 +103,16 @@ class _Agreement:
                 f"fit together. {error}. {change}Build, shard, freeze and configure the model alike on all "
                 "ranks."
             ) from None
+
+    def _own_device(self) -> OwnDevice:
+        """What the others have to know of this rank's device: of NCCL, which wants one for each rank."""
+        pg = self._axes[0].pg
+        if pg is None or not c10d.is_nccl(pg, self._device):
+            return OwnDevice()
+        bound = c10d.bound_device(pg)
+        shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        identity = "" if shares else c10d.identity_of(self._device)
+        return OwnDevice(str(self._device), str(bound or ""), identity)
 
     def _change(self, ranks: tuple[int, ...], facts: Facts) -> str:
         """A clause about what has changed on this rank since the ranks agreed; empty if they never did."""

@@ -4,8 +4,8 @@ Not by collectives: ranks that disagree may do so about their process groups, an
 each other end the process. Each rank tells the first of them a digest of its facts and waits for a verdict;
 only where digests differ are the facts themselves exchanged.
 
-    rank 1    post/1 = "<nonce> <digest>"                                      waits for verdict/<nonce>
-    rank 0    takes post/1 ... post/n away, compares, sets verdict/<nonce> for each
+    rank 1    post/1 = nonce, digest, device                                   waits for final/<nonce>
+    rank 0    takes post/1 ... post/n away, compares, sets final/<nonce> for each
 
 So every rank has a few operations, and the first a few for each of the others. All ranks come to the same
 verdict. A nonce stands for one comparison of one rank: what a comparison that failed has left behind is
@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from hashlib import blake2b
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -33,13 +34,28 @@ class Unequal(RuntimeError):
     """Ranks have different facts, or some did not come to compare theirs."""
 
 
+class WrongDevice(RuntimeError):
+    """A rank uses another device than its process group, or that of another rank."""
+
+
+class OwnDevice(NamedTuple):
+    """The device of one rank; all empty where it does not matter.
+
+    ``identity``: no other device has it, on any machine. ``bound``: that of the process group.
+    """
+
+    name: str = ""
+    bound: str = ""
+    identity: str = ""
+
+
 def digest_of(facts: Facts) -> str:
     """A digest that is equal for equal facts in the same order."""
     return blake2b(repr(list(facts.items())).encode(), digest_size=16).hexdigest()
 
 
 class Comparison:
-    """One comparison among ``ranks``, which all of them enter; ``own`` is this one.
+    """One comparison among ``ranks``, which all of them enter; ``own`` is this one, with its ``device``.
 
     ``while_waiting`` is called now and then, and may raise.
     """
@@ -51,6 +67,7 @@ class Comparison:
         own: int,
         timeout: timedelta,
         while_waiting: Callable[[], None],
+        device: OwnDevice,
     ) -> None:
         named = blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()
         self._store = store
@@ -59,9 +76,10 @@ class Comparison:
         self._own = own
         self._deadline = time.monotonic() + timeout.total_seconds()
         self._while_waiting = while_waiting
+        self._device = device
 
     def run(self, facts: Facts) -> None:
-        """Raise Unequal, on all ranks alike, unless all have the same ``facts``."""
+        """Raise on all ranks alike: WrongDevice, or Unequal unless all have the same ``facts``."""
         if self._own == self._ranks[0]:
             self._lead(facts)
         else:
@@ -72,21 +90,25 @@ class Comparison:
     def _lead(self, facts: Facts) -> None:
         nonces: dict[int, str] = {}
         by_digest = {digest_of(facts): [self._own]}
+        devices = {self._own: self._device}
+        error: Exception | None = None
         try:
             for rank in self._ranks[1:]:
-                nonce, digest = self._take(f"post/{rank}").split()
-                nonces[rank] = nonce
+                nonces[rank], digest, device = json.loads(self._take(f"post/{rank}"))
                 by_digest.setdefault(digest, []).append(rank)
-            text = "" if len(by_digest) == 1 else self._explain(facts, list(by_digest.values()), nonces)
-        except BaseException as error:
+                devices[rank] = OwnDevice(*device)
+            if text := wrong_device(devices):
+                error = WrongDevice(text)
+            elif len(by_digest) > 1:
+                error = Unequal(self._explain(facts, list(by_digest.values()), nonces))
+        except BaseException as failed:
             missing = [rank for rank in self._ranks[1:] if rank not in nonces]
-            self._judge(
-                nonces, f"rank {self._own} could not compare ({error}); {_listed(missing)} had not come"
-            )
+            text = f"rank {self._own} could not compare ({failed}); {_listed(missing)} had not come"
+            self._judge(nonces, Unequal(text))
             raise
-        self._judge(nonces, text)
-        if text:
-            raise Unequal(text)
+        self._judge(nonces, error)
+        if error is not None:
+            raise error
 
     def _explain(self, facts: Facts, groups: list[list[int]], nonces: Mapping[int, str]) -> str:
         told = {self._own: dict(facts)}
@@ -100,27 +122,29 @@ class Comparison:
                 told[ranks[0]] = {(where, what): value for where, what, value in rows}
         return first_difference([(ranks, told[ranks[0]]) for ranks in shown])
 
-    def _judge(self, nonces: Mapping[int, str], text: str) -> None:
+    def _judge(self, nonces: Mapping[int, str], error: Exception | None) -> None:
+        verdict = "equal" if error is None else f"{type(error).__name__} {error}"
         for nonce in nonces.values():
-            self._store.set(f"{self._prefix}/final/{nonce}", text or "equal")
+            self._store.set(f"{self._prefix}/final/{nonce}", verdict)
 
     # --- the others -------------------------------------------------------------------------------
 
     def _follow(self, facts: Facts) -> None:
         nonce = uuid.uuid4().hex
-        self._store.set(f"{self._prefix}/post/{self._own}", f"{nonce} {digest_of(facts)}")
+        post = json.dumps([nonce, digest_of(facts), self._device])
+        self._store.set(f"{self._prefix}/post/{self._own}", post)
         ask, final = f"verdict/{nonce}", f"final/{nonce}"
         try:
             if self._wait(ask, final) == ask:
                 self._store.delete_key(f"{self._prefix}/{ask}")
                 rows = [(where, what, value) for (where, what), value in facts.items()]
                 self._store.set(f"{self._prefix}/text/{nonce}", json.dumps(rows))
-            text = self._take(final)
+            kind, _, text = self._take(final).partition(" ")
         except BaseException:
             self._store.delete_key(f"{self._prefix}/post/{self._own}")
             raise
-        if text != "equal":
-            raise Unequal(text)
+        if kind != "equal":
+            raise (WrongDevice if kind == WrongDevice.__name__ else Unequal)(text)
 
     # --- the store --------------------------------------------------------------------------------
 
@@ -147,6 +171,26 @@ class Comparison:
             self._while_waiting()
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def wrong_device(devices: Mapping[int, OwnDevice]) -> str:
+    """The first rank on a device that NCCL cannot use, and what to do; empty if there is none."""
+    users: dict[str, list[int]] = {}
+    found = ""
+    for rank, device in devices.items():
+        if device.identity:
+            users.setdefault(device.identity, []).append(rank)
+        if device.bound not in ("", device.name) and not found:
+            found = f"rank {rank} uses {device.name}, but its process group is bound to {device.bound}"
+    for ranks in users.values():
+        if len(ranks) > 1 and not found:
+            found = f"{_listed(ranks)} use the same device, {devices[ranks[0]].name}"
+    if not found:
+        return ""
+    return (
+        f"{found}. With NCCL each rank has a device of its own. Choose it in each process before anything is "
+        'put on a device and before init_process_group: torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
+    )
 
 
 def first_difference(told: Sequence[tuple[Sequence[int], Facts]]) -> str:

@@ -1,5 +1,6 @@
-"""Process groups: collectives, subgroups, stores, and how to end waits. Seen on 2.11 to 2.13."""
+"""Process groups: collectives, subgroups, stores, and how to end waits. Seen on 2.11 to 2.15."""
 
+import platform
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -176,6 +177,16 @@ def _registered_name(pg: dist.ProcessGroup, device: torch.device) -> str:
         if kind == device.type:
             return name
     return backend_name(pg, device)
+
+
+def bound_device(pg: dist.ProcessGroup) -> torch.device | None:
+    """The only device whose tensors ``pg`` takes; None where it takes those of any."""
+    return getattr(pg, "bound_device_id", None)  # not of one that is written in Python
+
+
+def identity_of(device: torch.device) -> str:
+    """What no other CUDA device has, on any machine: an index depends on what a process may see."""
+    return f"{platform.node()} {torch.cuda.get_device_properties(device)}"  # with its UUID and its bus
 
 
 def _with_index(device: torch.device) -> torch.device:
