@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import even_tower, random_batch
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import fully_shard
@@ -139,11 +140,14 @@ def test_groups_of_some_ranks_are_bound_to_the_devices_of_these(env: dict[str, s
 
 
 def leave_together() -> None:
-    """Rank 0, whose process holds the store of the job, leaves last; without collectives, which may fail."""
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"leaves/{dist.get_rank()}", "")
-    if dist.get_rank() == 0:
-        store.wait([f"leaves/{rank}" for rank in range(dist.get_world_size())])
+    """Wait until all ranks have come here; rank 0, which holds the store of the job, leaves last. Without
+    collectives, which may have failed."""
+    store, rank, world = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    store.set(f"came/{rank}", "")
+    store.wait([f"came/{each}" for each in range(world)])
+    store.set(f"leaves/{rank}", "")
+    if rank == 0:
+        store.wait([f"leaves/{each}" for each in range(world)])
 
 
 def error_without_set_device() -> str:
@@ -172,4 +176,56 @@ def test_all_ranks_hear_that_they_have_not_chosen_a_device(env: dict[str, str]) 
     assert first == (
         f"{wrong}. With NCCL each rank has a device of its own. Choose it in each process before anything is "
         'put on a device and before init_process_group: torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
+    )
+
+
+class Fails(torch.autograd.Function):
+    """Fails in backward on rank 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        bad_batch()
+        return gradients[0]
+
+
+def bad_batch() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("batch 7 has no labels")
+
+
+def error_of_a_failure(where: str) -> str:
+    """What a rank hears where rank 1 fails, which stays in its handler until the other has left."""
+    model = sharded(device := join())
+    batch = random_batch(0, 4).to(device)
+    model(batch).mean().backward()
+    if where == "backward":
+        model.blocks[1].register_forward_hook(lambda _module, _inputs, output: Fails.apply(output))
+    else:
+        model.blocks[1].register_forward_pre_hook(lambda *_: bad_batch())
+    try:
+        model(batch).mean().backward()
+        torch.cuda.synchronize()  # the device waits for rank 1, until the communicators are aborted
+        model(batch)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        leave_together()
+    return "none"
+
+
+@both_back_ends
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_communicators_are_aborted_so_that_a_rank_hears_of_the_failure_of_another(
+    env: dict[str, str], where: str
+) -> None:
+    """The host waits for nothing but the device, whose streams run late: the thread that looks aborts them."""
+    first, own = run_on_gpus(2, error_of_a_failure, where, env=env, late=1)
+    assert own == "ValueError: batch 7 has no labels"
+    assert first.startswith(
+        "CommunicationError: Communication on the device failed, because rank 1 has failed in the "
+        f"{where} of 'Tower': "
     )

@@ -18,6 +18,7 @@ from models import even_tower, random_batch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import fully_shard
+from shardwise.engine.members import sharded_members
 from shardwise.torch_compat import c10d
 
 GPU = torch.device("cuda", 0)
@@ -116,6 +117,21 @@ ranks [0, 1] connect
 -- forward
 -- backward""",
     )
+
+
+def purposes_of_what_a_failure_ends() -> list[str]:
+    """What the process groups are for in which waits are ended when another rank fails."""
+    model: Any = even_tower().double()
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
+    model.set_separate_reduce_scatter_group(True)
+    model(random_batch(0, 4))
+    (member,) = sharded_members(model)
+    names = [axis.pg.group_name.split("_") for axis in member.group.waits.for_reduction.axes()]
+    return sorted(name[1] if name[0] == "shardwise" else "mesh" for name in names)
+
+
+def test_a_failure_ends_waits_in_all_process_groups_of_a_group(world4: World) -> None:
+    assert world4.run(purposes_of_what_a_failure_ends) == [["mesh", "part", "reduce"]] * 4
 
 
 def bound_device_after_failure() -> bool:

@@ -68,6 +68,15 @@ class Communication:
         self.use_channel(options.channel)
         self.force_sums(options.force_sum)
 
+    def axes(self) -> list[Axis]:
+        """All process groups that it uses: those of the mesh, and those that were made beside them."""
+        axes, options = self.mesh.axes(), self.options
+        if options.reduce_pg is not None:
+            axes.append(replace(self.mesh.shard_axis, pg=options.reduce_pg))
+        if options.post_forward_axis is not None:
+            axes.append(options.post_forward_axis)
+        return axes
+
     def use_channel(self, channel: int) -> None:
         """Keep this bucket's messages apart from those of other buckets. May be called at any time."""
         self.options = replace(self.options, channel=channel)

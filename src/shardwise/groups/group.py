@@ -264,8 +264,8 @@ class ParameterGroup:
         return sorted(axes.values(), key=lambda axis: -axis.world)
 
     def all_axes(self) -> list[Axis]:
-        """The axes over which its parameters are sharded or replicated, the longest first."""
-        axes = {id(axis.pg): axis for bucket in self.buckets for axis in bucket.mesh.axes()}
+        """The axes along which it communicates, the longest first."""
+        axes = {id(axis.pg): axis for bucket in self.buckets for axis in bucket.communication.axes()}
         return sorted(axes.values(), key=lambda axis: -axis.world)
 
     # --- reporting --------------------------------------------------------------------------------

@@ -329,6 +329,10 @@ def end_waits(pg: dist.ProcessGroup) -> None:
 
     gloo's ``abort`` does not end waits (seen on 2.13), but a receive that times out closes the connections
     of its process group, upon which all waits in it raise, on both sides.
+
+    NCCL's is seen to work on simulated devices where only streams wait, not where the host itself is inside a
+    call, as while it connects. It releases this rank's streams, so that what follows reads undefined numbers:
+    the caller has to raise.
     """
     for kind in group_devices(pg):
         device = torch.device(kind)
