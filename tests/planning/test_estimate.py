@@ -155,8 +155,11 @@ def test_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = estimate(on_meta(depth=1), world=4, strategy=["zero2", "zero3"], memory="1GB")
     found.picture(tmp_path / "estimate.png")
     assert (tmp_path / "estimate.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.delitem(sys.modules, "shardwise.planning.picture")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'shardwise\[pictures\]'"):
+    with pytest.raises(
+        ImportError, match=r"import of matplotlib.figure halted.*pip install 'shardwise\[pictures\]'"
+    ):
         found.picture(tmp_path / "none.png")
 
 

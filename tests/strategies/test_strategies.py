@@ -13,6 +13,8 @@ paper (Rajbhandari et al. 2020, sections 5 and 7): for psi parameters on N ranks
 Here the shard lies beside the full parameters that zero1 and zero2 keep: 4/N more.
 """
 
+import io
+import logging
 import os
 import warnings
 from collections.abc import Callable
@@ -558,7 +560,6 @@ def default_meshes(local: str | None) -> dict[str, Any]:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.filterwarnings("ignore:shard_model. strategy 'hybrid")
 @pytest.mark.parametrize("local", [None, "1", "2", "4"])
 def test_hybrids_shard_over_the_ranks_of_a_host_by_default(world4: World, local: str | None) -> None:
     model = built(even_tower)
@@ -576,27 +577,30 @@ def test_hybrids_shard_over_the_ranks_of_a_host_by_default(world4: World, local:
 
 
 def hybrid_on(ranks_per_host: str) -> list[str]:
-    with (
-        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=ranks_per_host),
-        warnings.catch_warnings(record=True) as told,
-    ):
-        warnings.simplefilter("always")
-        shard_model(built(even_tower), strategy="hybrid")
-    assert all(each.filename == __file__ for each in told)
-    return [str(each.message) for each in told]
+    log, told = logging.getLogger("shardwise"), io.StringIO()
+    handler = logging.StreamHandler(told)
+    log.addHandler(handler)
+    try:
+        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=ranks_per_host):
+            shard_model(built(even_tower), strategy="hybrid")
+    finally:
+        log.removeHandler(handler)
+    return told.getvalue().splitlines()
 
 
-def test_a_hybrid_strategy_whose_mesh_is_one_dimension_says_so(world2: World) -> None:
-    for hosts in world2.run(hybrid_on, "2"):
-        assert_expected_inline(
-            "\n".join(hosts),
-            """shard_model: strategy 'hybrid' shards over the ranks of a host and replicates over hosts. LOCAL_WORLD_SIZE is 2 of 2 ranks, so its mesh is 1 x 2, and it does what 'zero3' does. Pass mesh= to arrange the ranks otherwise.""",
-        )
-    for hosts in world2.run(hybrid_on, "1"):
-        assert_expected_inline(
-            "\n".join(hosts),
-            """shard_model: strategy 'hybrid' shards over the ranks of a host and replicates over hosts. LOCAL_WORLD_SIZE is 1 of 2 ranks, so its mesh is 2 x 1, and it does what 'ddp' does. Pass mesh= to arrange the ranks otherwise.""",
-        )
+def test_a_hybrid_strategy_whose_mesh_has_one_dimension_says_so(world2: World) -> None:
+    (one_host,), nothing = world2.run(hybrid_on, "2")
+    assert nothing == []
+    assert_expected_inline(
+        one_host,
+        """shard_model: strategy 'hybrid' shards over the ranks of a host and replicates over hosts. LOCAL_WORLD_SIZE is 2 of 2 ranks, so its mesh is 1 x 2, and it does what 'zero3' does. Pass mesh= to arrange the ranks otherwise.""",
+    )
+    (hosts_of_one,), nothing = world2.run(hybrid_on, "1")
+    assert nothing == []
+    assert_expected_inline(
+        hosts_of_one,
+        """shard_model: strategy 'hybrid' shards over the ranks of a host and replicates over hosts. LOCAL_WORLD_SIZE is 1 of 2 ranks, so its mesh is 2 x 1, and it does what 'ddp' does. Pass mesh= to arrange the ranks otherwise.""",
+    )
 
 
 def policies_by_name() -> list[tuple[Any, Any]]:

@@ -16,12 +16,14 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 (https://arxiv.org/abs/1910.02054).
 """
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal, cast
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -59,6 +61,8 @@ from shardwise.strategies.overrides import Overrides, StrategyPlan
 from shardwise.strategies.wrap_policies import Wrap, as_policy
 from shardwise.strategies.wrapping import chosen, merge_neighbours
 from shardwise.torch_compat import nn_modules
+
+_log = logging.getLogger(__name__)
 
 
 @relayed
@@ -163,9 +167,9 @@ def shard_model(
             tensors.
 
     Warns:
-        UserWarning: the root's own group keeps more than half of the parameters: they are unsharded at once;
-            or all ranks are on one host, or each on its own, so that a hybrid strategy has a mesh of 1 x N or
-            N x 1.
+        UserWarning: the root's own group keeps more than half of the parameters: they are unsharded at once.
+            Rank 0 logs a warning where all ranks are on one host, or each on its own, so that a hybrid
+            strategy has a mesh of 1 x N or N x 1.
 
     Example::
 
@@ -210,7 +214,7 @@ def shard_model(
     own = _own_modules(model, blocks)
     _rehearse(model, own, plan, ids)
     if mesh is None:
-        _warn_of_lone_dimension(*plan[model])
+        _tell_lone_dimension(*plan[model])
     _warn_of_large_root(model, own, {id(param) for param in ignored})
     groups = [[block] for block in blocks]
     if bucket_cap_mb is not None:
@@ -377,17 +381,17 @@ def _check_tie(
         )
 
 
-def _warn_of_lone_dimension(strategy: StrategySettings, arguments: dict[str, Any]) -> None:
-    """Warn if the ranks, as they lie on hosts, leave a hybrid strategy nothing to replicate or to shard."""
+def _tell_lone_dimension(strategy: StrategySettings, arguments: dict[str, Any]) -> None:
+    """Log if the ranks, as they lie on hosts, leave a hybrid strategy nothing to replicate or to shard."""
     hosts, per_host = arguments["mesh"].shape if len(strategy.roles) == 2 else (2, 2)
-    if 1 not in (hosts, per_host) or hosts == per_host:
+    if 1 not in (hosts, per_host) or hosts == per_host or dist.get_rank() != 0:
         return
     other = strategy.name.replace("hybrid_", "").replace("hybrid", "zero3") if hosts == 1 else "ddp"
-    warnings.warn(
-        f"shard_model: strategy '{strategy.name}' shards over the ranks of a host and replicates over hosts. "
-        f"LOCAL_WORLD_SIZE is {per_host} of {hosts * per_host} ranks, so its mesh is {hosts} x {per_host}, "
-        f"and it does what '{other}' does. Pass mesh= to arrange the ranks otherwise.",
-        stacklevel=4,  # over the frame of the decorator
+    _log.warning(
+        "shard_model: strategy '%s' shards over the ranks of a host and replicates over hosts. "
+        "LOCAL_WORLD_SIZE is %d of %d ranks, so its mesh is %d x %d, and it does what '%s' does. Pass mesh= "
+        "to arrange the ranks otherwise.",
+        *(strategy.name, per_host, hosts * per_host, hosts, per_host, other),
     )
 
 
