@@ -119,7 +119,7 @@ def save_checkpoint(
     state, wholes = rank_group.run_on_all_ranks(
         lambda: (
             _state(rank_group, place, model, optimizer, states, shared, per_rank, keep),
-            _whole_parameters(model, per_rank),
+            _whole_parameters(model, per_rank) if rank_group.size > 1 else {},
         )
     )
     told = {
