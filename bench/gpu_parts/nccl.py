@@ -72,6 +72,7 @@ def _be(rank: int, check: Callable[..., Row], world: int, device: str, folder: s
         os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     if device == "cuda":
         torch.cuda.set_device(0)
+        os.environ["LOCAL_RANK"] = "0"  # by which the back end of torch 2.15 chooses, where nothing is bound
     options: dict[str, Any] = {
         "init_method": f"file://{folder}/store",
         "rank": rank,

@@ -359,17 +359,17 @@ class ThreadWorld:
             _seats.of_thread.world = self
             # Backward on this thread. Else the device's one thread would run those of all ranks in turn,
             # and the first would wait for the second for ever.
-            with self._computing(), torch.autograd.set_multithreading_enabled(False):
-                try:
+            try:
+                with self._computing(), torch.autograd.set_multithreading_enabled(False):
                     dist.init_process_group(self.backend, store=store, rank=rank, world_size=self.size)
                     results[rank] = act(rank)
-                except BaseException as error:
-                    errors.append((rank, error))
-                    with self._lock:
-                        for meeting in self._meetings.values():
-                            meeting.abort()
-                finally:
-                    _seats.of_thread.world = None
+            except BaseException as error:
+                errors.append((rank, error))
+                with self._lock:
+                    for meeting in self._meetings.values():
+                        meeting.abort()
+            finally:
+                _seats.of_thread.world = None
 
         # Each thread its own default process group, and its own names of process groups.
         isolate: Any = torch._C._distributed_c10d._set_thread_isolation_mode
@@ -395,7 +395,8 @@ class ThreadWorld:
         """A stream of its own: on one for all, ranks would wait for each other by that alone."""
         if self.device.type != "cuda":
             return nullcontext()
-        torch.cuda.set_device(self.device)
+        if self.device.index is not None:  # a new thread is on the first device
+            torch.cuda.set_device(self.device)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.default_stream())
         return torch.cuda.stream(stream)

@@ -501,6 +501,12 @@ def test_what_no_gradient_fills_is_zero(has_gradient: bool, monkeypatch: pytest.
 # --- on a GPU -------------------------------------------------------------------------------------
 
 
+def made_on_the_host(make: Callable[..., Any], *args: Any) -> Any:
+    """What ``make`` draws from a seed: a GPU draws other numbers, and takes no generator of the host."""
+    with torch.device("cpu"):
+        return make(*args).cuda()
+
+
 def sharded_on_the_gpu(recipe: Recipe) -> Any:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -510,7 +516,13 @@ def sharded_on_the_gpu(recipe: Recipe) -> Any:
     dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
     torch.set_default_device("cuda")
     mesh = init_device_mesh("cuda", (1,))
-    return sharded_run(recipe.but(options={**recipe.options, "mesh": mesh}))
+    return sharded_run(
+        recipe.but(
+            build=partial(made_on_the_host, recipe.build),
+            batch=partial(made_on_the_host, recipe.batch),
+            options={**recipe.options, "mesh": mesh},
+        )
+    )
 
 
 @pytest.mark.gpu

@@ -134,6 +134,11 @@ def test_threads_get_what_the_others_hold(
         assert torch.equal(found[rank], expected(rank)), f"rank {rank} got {found[rank]}"
 
 
+def test_what_keeps_a_thread_from_joining_is_raised() -> None:
+    with pytest.raises(RuntimeError, match=r"rank \d of 2 threads: "):
+        ThreadWorld(2, device=torch.device("cuda", 99)).run(held_by)
+
+
 def test_clones_hold_what_rank_0_holds() -> None:
     with CloneWorld(RANKS).joined():
         own = held_by(0)

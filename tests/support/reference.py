@@ -75,10 +75,10 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def full(tensor: Tensor | None) -> Tensor | None:
-    """The whole of a tensor, sharded or not, safe from later changes."""
+    """The whole of a tensor, sharded or not, on the host and safe from later changes."""
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
-    return None if tensor is None else tensor.detach().clone()
+    return None if tensor is None else tensor.detach().to("cpu", copy=True)
 
 
 def train(model: nn.Module, recipe: Recipe, rank: int, world: int) -> Record:

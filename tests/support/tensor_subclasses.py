@@ -90,10 +90,10 @@ class Wrapper(torch.Tensor):
             return args[0].keeping_class(func, args, kwargs)
         if func is aten.copy_.default:  # a plain tensor takes the values
             return func(args[0], args[1].values(), *args[2:], **kwargs)
-        is_in_place = func._schema.name.endswith("_")
+        returns_itself = func._schema.name.endswith("_") and func._schema.returns  # _foreach_add_ does not
         args, kwargs = tree_map_only(Wrapper, lambda t: t.values(), (args, kwargs))
         out = func(*args, **kwargs)
-        return NotImplemented if is_in_place and out is None else out
+        return NotImplemented if returns_itself and out is None else out
 
     def keeping_class(self, func: Any, args: Any, kwargs: Any) -> Any:
         kwargs = {name: value for name, value in kwargs.items() if name != "dtype"}
