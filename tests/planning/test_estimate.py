@@ -312,7 +312,7 @@ def test_progress_is_told_before_each_run_and_at_the_end() -> None:
             {"world": 8, "optimizer": "adamv"},
             "estimate: there is no optimizer 'adamv'. Pass one of adamw, adam",
         ),
-        ({"world": 8, "strategy": "SHARD_GRAD_OP"}, "what FSDP1 calls so is 'zero2' here"),
+        ({"world": 8, "strategy": "SHARD_GRAD_OP"}, "What FSDP1 calls SHARD_GRAD_OP is 'zero2' here"),
         ({"world": 8, "mp_policy": "bf61"}, "there is no mp_policy 'bf61'. Pass 'bf16' or 'fp16'"),
         ({"world": 8, "offload_policy": "disk"}, "there is no offload_policy 'disk'. Pass 'cpu'"),
         ({"world": 8, "offload_policy": "cpu", "device": "cpu"}, "Leave one of them out"),

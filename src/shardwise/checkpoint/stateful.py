@@ -102,7 +102,7 @@ def refuse_unreadable(what: str, value: Any) -> None:
 
 def warn_of_objects(state: Mapping[str, Any]) -> None:
     """Warn of what `load_checkpoint` will read with `trust=True` only."""
-    found = [f"{'.'.join(place)} ({listed(classes)})" for place, classes in _objects_in(state, ())]
+    found = [f"{'.'.join(place)} ({listed(sorted(classes))})" for place, classes in _objects_in(state, ())]
     if found:
         warnings.warn(
             f"save_checkpoint: {listed(found)} can only be loaded with trust=True, since making such objects "
