@@ -14,6 +14,7 @@ from reference import full, mean_of_squares
 from test_compile_model import part
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from shardwise import FSDPModule, fully_shard
 
@@ -146,3 +147,37 @@ def test_it_is_so_with_inductor(world2: World, how: str) -> None:
         lives, how, Tower, "inductor", torch.float32, timeout=400
     ):
         assert (after, wrong, counted) == (before, [], {})
+
+
+# --- compiled wrappers of activation checkpointing ------------------------------------------------
+
+
+def random_tower() -> Tower:
+    torch.manual_seed(0)
+    model = Tower().double()
+    for block in model.blocks:
+        block.norm = nn.Sequential(block.norm, nn.Dropout(0.5))
+    return model
+
+
+def wrong_gradients_of_compiled_checkpoints() -> list[str]:
+    """Block and wrapper sharded, and the wrapper compiled, as Accelerate does with its regions."""
+    forget_graphs()
+    plain, model = random_tower(), random_tower()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = checkpoint_wrapper(fully_shard(block))
+        fully_shard(model.blocks[index]).compile(backend="aot_eager", fullgraph=True)
+    fully_shard(model)
+    wrong = []
+    for step in range(2):
+        for each in (plain, model):
+            each.zero_grad()
+            torch.manual_seed(step)  # the same random numbers in both, and on all ranks
+            mean_of_squares(each, random_batch(step, 4).double()).backward()
+        gradients = zip(model.named_parameters(), plain.parameters(), strict=True)
+        wrong += [n for (n, p), want in gradients if not torch.allclose(full(p.grad), want.grad, 0, 1e-10)]
+    return wrong
+
+
+def test_a_compiled_checkpoint_of_a_sharded_block_draws_the_same_random_numbers_again(world2: World) -> None:
+    assert world2.run(wrong_gradients_of_compiled_checkpoints, timeout=180) == [[], []]
