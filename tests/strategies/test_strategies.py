@@ -1059,7 +1059,10 @@ HOW = "init_device_mesh"
 REFUSALS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown": ({"strategy": "zero4"}, ["ValueError", "'zero4'", *STRATEGIES]),
     "no string": ({"strategy": 3}, ["TypeError", "strategy", "3", "int"]),
-    "FSDP1's": ({"strategy": "FULL_SHARD"}, ["ValueError", "'FULL_SHARD'. What FSDP1 calls FULL_SHARD is 'zero3'"]),
+    "FSDP1's": (
+        {"strategy": "FULL_SHARD"},
+        ["ValueError", "'FULL_SHARD'. What FSDP1 calls FULL_SHARD is 'zero3'"],
+    ),
     "FSDP1's second": ({"strategy": "SHARD_GRAD_OP"}, ["ValueError", "'zero2' here"]),
     "FSDP1's third": ({"strategy": "HYBRID_SHARD"}, ["ValueError", "'hybrid' here"]),
     "FSDP1's last": ({"strategy": "NO_SHARD"}, ["ValueError", "'ddp' here"]),

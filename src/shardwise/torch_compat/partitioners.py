@@ -25,7 +25,9 @@ def put_random_states_before_objects() -> None:
     from torch._functorch import partitioners  # here, since it takes long and only graphs need it
 
     module: Any = partitioners
-    functionalize = module.functionalize_rng_ops
+    functionalize = getattr(module, "functionalize_rng_ops", None)
+    if functionalize is None:  # private: a torch without it cuts graphs in another way
+        return
 
     @functools.wraps(functionalize)
     def ordered(joint: Any, forward: Any, backward: Any, num_sizes: int) -> tuple[Any, Any]:
