@@ -38,6 +38,7 @@ def tensors() -> None:
     torch.testing.assert_close(x.grad.cpu(), y.grad)
     assert torch.arange(10, device="cuda").nonzero().shape == (9, 1)
     assert torch.cat([x, x]).shape == (80, 30)
+    assert torch.equal(a.cuda()[:, torch.tensor([3, 4]).cuda()].cpu(), a[:, 3:5])
 
 
 def pinned_memory() -> None:

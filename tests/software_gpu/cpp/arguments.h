@@ -40,8 +40,10 @@ inline IValue replaced(const IValue& value, const c10::Argument& argument, const
   }
   if (value.isList() && argument.type()->str().find("Tensor?") != std::string::npos) {
     c10::List<std::optional<at::Tensor>> list;
-    for (const auto& each : value.toListRef())
-      list.push_back(each.isNone() ? std::nullopt : std::optional(replace(each.toTensor(), written)));
+    for (const auto& each : value.toListRef()) {
+      bool missing = each.isNone() || !each.toTensor().defined();
+      list.push_back(missing ? std::nullopt : std::optional(replace(each.toTensor(), written)));
+    }
     return list;
   }
   if (value.isDevice() && value.toDevice().is_cuda()) return device;
