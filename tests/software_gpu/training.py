@@ -161,7 +161,7 @@ def strategies(names: list[str]) -> dict[str, float]:
     for name in names:
         torch.manual_seed(0)
         model: Any = Model().cuda()
-        shardwise.shard_model(model, name)
+        shardwise.shard_model(model, strategy=name)
         adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
         here = []
         for step in range(STEPS):

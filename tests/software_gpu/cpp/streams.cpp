@@ -201,7 +201,11 @@ class Worker {
         else
           i++;
       asked_for.clear();
-      for (auto asked = asked_; auto& ask : asked) ask(asked_for);
+      if (auto asked = asked_; !asked.empty()) {
+        lock.unlock();  // they take locks that are held while work is put into queues
+        for (auto& ask : asked) ask(asked_for);
+        lock.lock();
+      }
       for (auto& position : asked_for) moved |= advance(position, true, lock);
       if (any || moved) has_moved_.notify_all();
       if (moved) continue;
