@@ -1,16 +1,23 @@
 """The simulation itself: what torch sees of devices that are memory and kernels of the CPU."""
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from software_gpu import inside
+from software_gpu import inside, launch
 from software_gpu.launch import run_on_gpus
 
-BOTH_BACK_ENDS = pytest.mark.parametrize("backend", ["nccl", "nccl-legacy"])
-SCHEDULES = pytest.mark.parametrize("late", [0, 1, 2, 3, 17])
+
+def slow(*values: object) -> list[Any]:
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+BOTH_BACK_ENDS = pytest.mark.parametrize("backend", ["nccl", *slow("nccl-legacy")])
+SCHEDULES = pytest.mark.parametrize("late", [0, 2, *slow(1, 3, 17)])
 
 
 def one_device() -> None:
@@ -161,7 +168,7 @@ def collectives(backend: str) -> str:
 
 
 @BOTH_BACK_ENDS
-@pytest.mark.parametrize("late", [0, 1, 2])
+@pytest.mark.parametrize("late", [0, *slow(1, 2)])
 def test_collectives(backend: str, late: int) -> None:
     if backend not in dist.Backend.backend_list:
         pytest.skip(f"this torch has no back end {backend}")
@@ -185,7 +192,8 @@ def unequal_counts() -> None:
     dist.all_reduce(torch.ones(3 + rank, device="cuda"))
 
 
-def test_ranks_that_differ_end() -> None:
+def test_ranks_that_differ_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_memory_or_disk", lambda: str(tmp_path))
     with pytest.raises(RuntimeError, match="ranks differ"):
         run_on_gpus(2, unequal_counts)
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("software_gpu_")]
+    assert not list(tmp_path.iterdir())

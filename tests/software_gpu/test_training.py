@@ -19,7 +19,7 @@ def check(results: list[dict[str, float]]) -> None:
             assert off <= TOLERANCE.get(case, 2e-5), f"rank {rank}, {case}: off by {off}"
 
 
-@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("late", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_training_equals_plain_torch(late: int) -> None:
     check(run_on_gpus(2, training.differences, list(training.CASES), late=late))
 
