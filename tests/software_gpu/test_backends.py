@@ -219,13 +219,22 @@ def error_of_a_failure(where: str) -> str:
     return "none"
 
 
-@both_back_ends
-@pytest.mark.parametrize("where", [pytest.param("forward", marks=pytest.mark.slow), "backward"])
+@pytest.mark.parametrize(
+    ("where", "env"),
+    [
+        pytest.param("forward", {}, marks=pytest.mark.slow),
+        ("backward", {}),
+        pytest.param("forward", {"TORCH_DIST_USE_NCCL2": "0"}, marks=pytest.mark.slow),
+        # Not in backward with the older: now and then its host call of a reduce-scatter does not return while the
+        # other rank synchronizes, before anything has failed.
+    ],
+    ids=["forward", "backward", "forward, the older"],
+)
 def test_communicators_are_aborted_so_that_a_rank_hears_of_the_failure_of_another(
-    env: dict[str, str], where: str
+    where: str, env: dict[str, str]
 ) -> None:
-    """The host waits for nothing but the device, whose streams run late: the thread that looks aborts them."""
-    first, own = run_on_gpus(2, error_of_a_failure, where, env=env, late=3, timeout_s=40)
+    """The host waits for nothing but the device, whose work runs beside it: the thread that looks aborts it."""
+    first, own = run_on_gpus(2, error_of_a_failure, where, env=env, late=3, timeout_s=60)
     assert own == "ValueError: batch 7 has no labels"
     assert first.startswith(
         "CommunicationError: Communication on the device failed, because rank 1 has failed in the "
