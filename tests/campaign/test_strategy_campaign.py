@@ -772,7 +772,7 @@ class StrategyRun(Run):
             return
         before = dict(self.model.named_parameters(remove_duplicate=False))
         is_shown = not action["rank0"] or self.index == 0
-        gradients = {name: full(param.grad) for name, param in before.items()}
+        gradients = {name: full(param.grad) for name, param in before.items()} if action["grads"] else {}
         with suppress(Failure), unsharded(module, **options) if self.is_sharded else nullcontext():
             inside = dict(self.model.named_parameters(remove_duplicate=False))
             lent = [

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 import shardwise
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.observe import GroupSnapshot, MemorySnapshot, memory_snapshot
+from shardwise.params.sharded_gradient import DeferredGradient
 
 WIDTH = 768  # so that nothing is small enough to keep its memory, on the host, while nobody uses it
 MATRIX = WIDTH * WIDTH * 4
@@ -74,8 +75,9 @@ def plain(tensor: Tensor) -> Tensor:
 
 def union(tensors: Iterable[Tensor]) -> int:
     """The bytes that the storages of ``tensors`` have, counted by address: each once."""
-    # Of a Wrapper, the tensors inside; on meta there is nothing.
-    contents = [t for t in map(plain, tensors) if not isinstance(t, Wrapper) and not t.is_meta]
+    # Of a Wrapper, the tensors inside; on meta there is nothing, nor in a gradient that waits.
+    without = (Wrapper, DeferredGradient)
+    contents = [t for t in map(plain, tensors) if not isinstance(t, without) and not t.is_meta]
     storages = [tensor.untyped_storage() for tensor in contents]
     total = end = 0
     for start, size in sorted({(s.data_ptr(), s.nbytes()) for s in storages if s.nbytes() > NO_MATRIX}):
