@@ -240,7 +240,7 @@ CASES: dict[str, tuple[int, Callable[[Any, Take], None], dict[str, Any], dict[st
         "after backward": (5, 0, 0, 0, 5),
     }),
     "one rank, accumulation": (1, accumulation, {}, {
-        "one microbatch": (5, 0, 0, 5, 0),  # .grad shows the unreduced ones
+        "one microbatch": (5, 0, 0, 5, 0),
         "two": (5, 0, 0, 5, 0),
         "reduced": (5, 0, 0, 0, 5),
     }),
@@ -310,12 +310,12 @@ CASES: dict[str, tuple[int, Callable[[Any, Take], None], dict[str, Any], dict[st
         "after backward": (2.5, 0, 0, 0, 2),
     }),
     "accumulation": (2, accumulation, {}, {
-        "one microbatch": (2.5, 0, 0, 5, 2.5),  # .grad is zeros, for zero_grad() to be seen
-        "two": (2.5, 0, 0, 5, 2.5),
+        "one microbatch": (2.5, 0, 0, 5, 0),  # .grad has no values
+        "two": (2.5, 0, 0, 5, 0),
         "reduced": (2.5, 0, 0, 0, 2.5),
     }),
     "accumulation over replicas": (2, accumulation_over_replicas, {"replicates": True}, {
-        "summed over shards": (5, 0, 0, 0, 10),  # the same, and the sums
+        "summed over shards": (5, 0, 0, 0, 5),  # the sums; .grad has no values
         "summed over replicas": (5, 0, 0, 0, 5),
     }),
     "unshard": (2, unshard_by_the_caller, {}, {
