@@ -189,7 +189,8 @@ class Pipeline:
         windows = windows.to(self.settings.device, non_blocking=True)
         losses: list[torch.Tensor] = []
         run = self.schedule.step if trains else self.schedule.eval
-        inputs = [windows[:, :-1]] if self.place == 0 else []  # others get theirs from the stage before
+        # Others get theirs from the stage before. In one piece: torch 2.11 compares strides of microbatches.
+        inputs = [windows[:, :-1].contiguous()] if self.place == 0 else []
         run(*inputs, target=windows[:, 1:], losses=losses)
         return self.mean_of(losses)
 

@@ -417,6 +417,8 @@ def first_step_on_two_dims(
 def test_shards_of_two_mesh_dims_are_flattened_where_all_have_one_size(
     world4: World, shape: tuple[int, int], names: tuple[str, str], dims: tuple[int, int | None], expected: str
 ) -> None:
+    if expected == "steps" and "tp" in names and torch.__version__.startswith("2.11"):
+        pytest.skip("2.11 does not concatenate what two dimensions of a mesh shard")
     assert expected in alike(world4.run(first_step_on_two_dims, shape, names, dims))
 
 

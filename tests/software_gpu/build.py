@@ -23,6 +23,8 @@ def why_not() -> str | None:
         return "software GPUs need Linux"
     if torch.version.cuda is None:
         return "this torch is not a CUDA build"
+    if torch.__version__ < "2.14":
+        return "software GPUs are built for torch 2.14 and later"
     if shutil.which("g++") is None:
         return "there is no g++ to build software GPUs with"
     for header in ("cuda_runtime_api.h", "nccl.h", "crt/host_defines.h"):
