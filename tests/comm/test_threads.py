@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from models import language_model, next_token_loss, token_batch, uneven_batch, uneven_tower
 from reference import Recipe, assert_same_record, built, plain_run, shard, train
-from torch.testing._internal.common_distributed import MultiThreadedTestCase
+from thread_ranks import ThreadRanks
 
 RECIPES = {
     "uneven": Recipe(uneven_tower, uneven_batch),
@@ -23,14 +23,10 @@ _building = threading.Lock()
 @pytest.mark.skipif(
     torch.__version__.startswith("2.11"), reason="2.11 crashes when several threads enter a FakeTensorMode"
 )
-class RanksAsThreads(MultiThreadedTestCase):
+class RanksAsThreads(ThreadRanks):
     @property
     def world_size(self) -> int:
         return 3
-
-    def setUp(self) -> None:
-        super().setUp()
-        self._spawn_threads()
 
     def _trains_as_plain(self, name: str) -> None:
         recipe = RECIPES[name]

@@ -15,9 +15,9 @@ from meshed import Layout, device_mesh, refusal
 from models import OddModel, Tower, odd_model, random_batch
 from refusals import wrapped
 from strategies import FOUR, Plan, Wire
+from thread_ranks import ThreadRanks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.testing._internal.common_distributed import MultiThreadedTestCase
 
 from shardwise import CPUOffloadPolicy, fully_shard
 from shardwise.init import check_replicas, sync_module_states
@@ -287,14 +287,10 @@ TypeError: check_replicas: int is not an nn.Module.""",
 @pytest.mark.skipif(
     torch.__version__.startswith("2.11"), reason="2.11 crashes when several threads enter a FakeTensorMode"
 )
-class RanksAsThreads(MultiThreadedTestCase):
+class RanksAsThreads(ThreadRanks):
     @property
     def world_size(self) -> int:
         return 2
-
-    def setUp(self) -> None:
-        super().setUp()
-        self._spawn_threads()
 
     def test_copies_are_compared(self) -> None:
         mesh = torch.distributed.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
