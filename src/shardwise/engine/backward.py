@@ -111,6 +111,7 @@ class BackwardPass:
         for group in root.groups:
             group.gradients.drop_cleared()
         root.refuse_incomplete()
+        root.memory.awaits_backward = False
         root.preparation.streams.all_gather.wait_for_compute()
         root.prefetch.backward_order.rewind()
 

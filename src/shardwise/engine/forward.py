@@ -66,6 +66,7 @@ class ForwardPass:
         if root.features.ranks_run_alike:
             kept = [g for g in root.groups if root.memory.reason(g) is not FOR_EARLIER_BACKWARD]
             root.memory.release_stale(kept, root.requests.post_optim_event)
+        root.memory.awaits_backward = True
         root.preparation.streams.wait_for_optimizer(root.requests.take_post_optim_event())
         root.prefetch.forward_order.rewind()
 
@@ -131,6 +132,8 @@ class ForwardPass:
         for group in unneeded:
             root.memory.release(group)
         root.memory.hide_kept()
+        if outcome is FAILED:
+            root.memory.awaits_backward = False
         root.requests.let_host_write()
 
     def _partly_run(self) -> list[ParameterGroup]:

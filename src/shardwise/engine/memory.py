@@ -12,6 +12,7 @@ from shardwise.engine.calls import Call
 from shardwise.engine.feature import Features
 from shardwise.groups.group import ParameterGroup, axes_of
 from shardwise.groups.states import PARTLY, UNSHARDED, UNSHARDING
+from shardwise.layout.fqns import listed
 from shardwise.layout.mesh import Axis, all_reduce_max
 from shardwise.ranks.failures import relay_of_job
 from shardwise.ranks.position import Wait
@@ -45,6 +46,8 @@ class Memory:
         self.led: frozenset[ParameterGroup] = frozenset()
         self.accumulates = False
         """Whether nothing has run since a backward without synchronisation."""
+        self.awaits_backward = False
+        """Whether no backward has begun since the last forward, so that nobody has gradients to step with."""
         self._stepped: set[ParameterGroup] = set()  # since they were unsharded
         axes: list[Axis] = []
         self._compared_along = axes
@@ -106,9 +109,10 @@ class Memory:
     def release_stale(self, groups: Sequence[ParameterGroup], optimizer: Any) -> None:
         """Of ``groups``, reshard those that were kept unsharded while shards were changed on any rank.
 
-        All ranks reshard a group or none, for they unshard it together. Two cases need no communication and
-        no answer of the device: the step of an optimizer, which changes all shards on all ranks, and the next
-        microbatch of an accumulation without synchronisation, before which nothing may change them.
+        All ranks reshard a group or none, for they unshard it together. Three cases need no communication and
+        no answer of the device: the step of an optimizer, which changes all shards on all ranks; the next
+        microbatch of an accumulation without synchronisation, before which nothing may change them; and
+        another forward before a backward, before which only operations on DTensors may, on all ranks alike.
 
         ``optimizer``: the event after which it has written the shards, if the caller has given one.
         """
@@ -121,10 +125,14 @@ class Memory:
             kept.remove(group)
         if kept and optimizer is not None:
             kept[0].streams.make_compute_wait_for(optimizer)  # it is about to read the shards
-        if kept and accumulates and not any(group.shards.are_offloaded for group in kept):
-            self._refuse_changes(kept)
-        elif kept:
+        if not kept:
+            return
+        if not (accumulates or self.awaits_backward) or any(group.shards.are_offloaded for group in kept):
             self._release_changed(kept)
+        elif accumulates:
+            self._refuse_changes(kept)
+        else:
+            self._release_changed_alike(kept)
 
     def optimizer_stepped(self, buckets: Iterable[Bucket]) -> None:
         """An optimizer has stepped: if it has a parameter of a group in memory, all trainable ones are stale.
@@ -167,8 +175,22 @@ class Memory:
             else:
                 versions.follow()  # written with the same contents, as by a load
 
+    def _release_changed_alike(self, kept: Sequence[ParameterGroup]) -> None:
+        """Reshard what operations on DTensors have changed, which all ranks run; refuse any other change."""
+        for group in kept:
+            versions = group.unsharded.versions
+            if not group.shards.can_be_compared:
+                self.release(group)
+            elif not versions.shards_changed():
+                assert_later(~group.shards.differ(), _changed_unseen_message("its parameters were", group))
+            elif changed := versions.local_shards_changed():
+                raise RuntimeError(_changed_unseen_message(f"{listed(changed, 4)} was", group))
+            else:
+                self.release(group)
+
     def abandon(self) -> None:
         """After a failure: reshard everything, whatever state it is in."""
+        self.awaits_backward = False
         for group in self:
             group.unsharded.abandon()
         self._reasons.clear()
@@ -179,6 +201,7 @@ class Memory:
         for group, reason in self._reasons.items():
             if group.unsharded.state is UNSHARDED and reason not in (CALLER, INFERENCE):
                 group.unsharded.hide()
+                group.unsharded.versions.note_local_shards()
 
     def freed_by_exit(self, call: Call) -> Sequence[ParameterGroup]:
         """The groups whose unsharded parameters may go when ``call`` is over, or before the next one."""
@@ -194,4 +217,14 @@ def _changed_message(what: str, group: ParameterGroup) -> str:
         "with the old values, and it does not ask the other ranks whether theirs have changed as well. "
         "Change parameters after a backward with synchronisation, or have the group resharded after each "
         "backward: set_reshard_after_backward(True)."
+    )
+
+
+def _changed_unseen_message(what: str, group: ParameterGroup) -> str:
+    return (
+        f"{group.name}: {what} changed between two forwards, before a backward, through .data, a local shard "
+        "or a foreach operation, so that other ranks may not have changed theirs. The group was kept "
+        "unsharded, and the second forward would compute with the old values. Change the parameters by "
+        "operations on DTensors or load_state_dict, or inside shardwise.unsharded(...); or have the group "
+        "resharded after forward: set_reshard_after_forward(True)."
     )
