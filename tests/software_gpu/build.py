@@ -52,11 +52,11 @@ def commands() -> dict[str, list[str]]:
         return [str(SOURCES / f"{name}.cpp") for name in names]
 
     return {
-        RUNTIME: [*common, *sources("device", "memory", "streams", "nccl"), *include, "-lpthread"],
+        RUNTIME: [*common, *sources("device", "memory", "streams", "graphs", "nccl"), *include, "-lpthread"],
         DRIVER: [*common, f"-Wl,-soname,{DRIVER}", *sources("driver")],
         KERNELS: [
             *common,
-            *sources("kernels"),
+            *sources("kernels", "poison"),
             f"-I{torch_folder / 'include'}",
             f"-I{torch_folder / 'include/torch/csrc/api/include'}",
             f"-I{sysconfig.get_paths()['include']}",

@@ -27,6 +27,11 @@ class Program:
         return sorted({name for name in imported if importlib.util.find_spec(name) is None})
 
     @property
+    def needs_gpus(self) -> bool:
+        """Whether only devices can run it. The others choose CPUs where there are none."""
+        return "torch.cuda.graph" in self.code
+
+    @property
     def ranks(self) -> int:
         """As many as the block's own command starts; two otherwise."""
         found = re.search(r"torchrun --nproc-per-node (\d)", self.code)

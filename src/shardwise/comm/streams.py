@@ -331,6 +331,11 @@ def has_streams(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
+def is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph captures the current stream: then the host can wait for nothing."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def is_of_device(thing: Any, kind: str, device: torch.device) -> bool:
     """True if ``thing`` is a stream or an event (``kind`` is "Stream" or "Event") of ``device``.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from shardwise.comm.streams import is_captured
 from shardwise.engine.calls import ANNOUNCED, FAILED, NO_BACKWARD, UNANNOUNCED, Call, Outcome
 from shardwise.engine.memory import AHEAD, CALLER, FOR_EARLIER_BACKWARD, IN_USE, INFERENCE
 from shardwise.groups.group import ParameterGroup
@@ -49,6 +50,9 @@ class ForwardPass:
         for begins in root.features.pass_begins:
             begins("a forward")
         root.preparation.complete()
+        if captured := is_captured(root.device):
+            root.preparation.refuse_capture()
+        root.memory.begin_captured(captured)
         if torch.is_grad_enabled():
             root.preparation.process_groups.connect()
         for connected in root.features.connected:

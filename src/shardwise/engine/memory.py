@@ -8,6 +8,7 @@ import torch
 
 from shardwise.buckets.bucket import Bucket
 from shardwise.buckets.optimizer_steps import add_step_listener
+from shardwise.comm.streams import is_captured
 from shardwise.engine.calls import Call
 from shardwise.engine.feature import Features
 from shardwise.groups.group import ParameterGroup, axes_of
@@ -49,6 +50,7 @@ class Memory:
         self.awaits_backward = False
         """Whether no backward has begun since the last forward, so that nobody has gradients to step with."""
         self._stepped: set[ParameterGroup] = set()  # since they were unsharded
+        self._is_captured = False
         axes: list[Axis] = []
         self._compared_along = axes
         self._comparison = Wait("comparison of parameters that stayed unsharded", "", lambda: axes)
@@ -91,6 +93,16 @@ class Memory:
         """Begin to unshard the groups that go with ``group``."""
         for led in self.leads.get(group, ()):
             self.unshard(led)
+
+    def begin_captured(self, is_captured: bool) -> None:
+        """A pass begins, whose work is captured into a CUDA graph, or is not.
+
+        Neither kind may wait for streams and events of the other. Before a capture all work must be over.
+        """
+        if is_captured is not self._is_captured:
+            self._is_captured = is_captured
+            for group in self:
+                group.unsharded.forget_streams()
 
     # --- reshard ----------------------------------------------------------------------------------
 
@@ -150,6 +162,13 @@ class Memory:
 
     def _release_changed(self, kept: Sequence[ParameterGroup]) -> None:
         """Compare on the device, on all ranks. The host waits once, for the answer."""
+        if is_captured(kept[0].device):
+            raise RuntimeError(
+                f"{listed([group.name for group in kept], 4)}: kept unsharded since a backward, and perhaps "
+                "changed since. The host would have to ask the device, which a CUDA graph cannot capture. "
+                "Capture forward, backward and the optimizer's step together, or have groups resharded after "
+                "backward: set_reshard_after_backward(True)."
+            )
         flags = torch.stack([group.shards.differ() for group in kept]).to(torch.int32)
         self._compared_along[:] = axes_of(kept)
         with relay_of_job().collective(self._comparison):

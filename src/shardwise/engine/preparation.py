@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 
 from shardwise.buckets.bucket import Bucket
-from shardwise.comm.streams import CommStreams
+from shardwise.comm.streams import CommStreams, is_captured
 from shardwise.engine.reduction_queue import room_for
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.shards import meta_message
+from shardwise.layout.fqns import listed
 from shardwise.layout.mesh import Axis
 from shardwise.torch_compat import c10d
 
@@ -51,6 +52,12 @@ class Preparation:
         """Once: check the model, make streams and process groups."""
         if self._is_complete:
             return
+        if is_captured(self._root.device):
+            raise RuntimeError(
+                f"{self._root.name}: a CUDA graph cannot capture the first iteration, nor the first after a "
+                "change of settings: it makes streams and process groups, and ranks compare their plans. Run "
+                "two or three iterations before the capture, on a side stream."
+            )
         self.refuse_unfit()  # a forward has done so; here for calls that come before one, such as unshard()
         self._make_streams()
         channel = 0
@@ -69,6 +76,16 @@ class Preparation:
                 channel += 1
         self._root.reductions.room = room_for(self._root.groups)  # of the same queue: it may be at work
         self._is_complete = True
+
+    def refuse_capture(self) -> None:
+        """Refuse what a CUDA graph cannot hold; CUDA would not say why it ends the capture."""
+        offloaded = [group.name for group in self._root.groups if group.shards.are_offloaded]
+        if offloaded:
+            raise RuntimeError(
+                f"{listed(offloaded, 4)}: a CUDA graph cannot capture parameters that are offloaded to the "
+                "host, which waits for their gradients, and whose optimizer steps are no work of the device. "
+                "Shard without an offload_policy, or run without a graph."
+            )
 
     def start_over(self) -> None:
         """Look again at what the caller has chosen for the groups, before the next forward."""

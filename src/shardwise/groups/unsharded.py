@@ -109,6 +109,10 @@ class Unsharded:
         for param in self._group.shards.params:
             param.unsharded = None
 
+    def forget_streams(self) -> None:
+        """Let no wait be for streams and events from before now."""
+        self._users = StreamUsers()
+
     def make(self) -> None:
         """Create them as views of the buffers that all-gathers fill."""
         group = self._group

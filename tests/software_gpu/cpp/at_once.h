@@ -2,16 +2,23 @@
 #pragma once
 #include "arguments.h"
 #include "generators.h"
+#include "queued.h"
 
 struct Replacement {
   at::Tensor of_device, of_cpu;
   bool resized;  // written, without elements at first: the CPU's kernel resizes it
 };
 
+// Torch may have queued the filling of memory that it has just allocated: it comes before what is written here.
+inline void let_fills_end(c10::Device device) {
+  finish((void*)c10::cuda::getCurrentCUDAStream(device.index()).stream(), device.index());
+}
+
 inline at::Tensor copied_to(c10::Device device, const at::Tensor& of_cpu) {
   if (!of_cpu.defined() || of_cpu.is_cuda()) return of_cpu;
   auto result = at::empty_strided(of_cpu.sizes(), of_cpu.strides(), of_cpu.options().device(device));
   if (of_cpu.numel() == 0) return result;
+  let_fills_end(device);
   if (of_cpu.is_non_overlapping_and_dense())
     std::memcpy(result.data_ptr(), of_cpu.data_ptr(), of_cpu.numel() * of_cpu.element_size());
   else
@@ -53,6 +60,7 @@ inline void run_at_once(const c10::OperatorHandle& op, c10::Stack* stack, const 
   for (auto& each : replacements) {
     if (!each.resized || !each.of_cpu.numel()) continue;
     each.of_device.resize_(each.of_cpu.sizes());
+    let_fills_end(each.of_device.device());
     std::memcpy(each.of_device.data_ptr(), each.of_cpu.contiguous().data_ptr(),
                 each.of_cpu.numel() * each.of_cpu.element_size());
   }

@@ -22,14 +22,18 @@ static bool host_waits(const c10::OperatorHandle& op, const Facts& facts) {
 static void run(const c10::OperatorHandle& op, c10::Stack* stack) {
   Facts facts(op, *stack);
   auto stream = c10::cuda::getCurrentCUDAStream(facts.device.index());
-  if (is_late()) {
+  bool captured = is_capturing((void*)stream.stream(), facts.device.index());
+  if (is_late() || captured) {
     // A copy into a tensor without elements writes nothing.
     if (op.schema().name() == "aten::copy_" && facts.writes_empty) {
       torch::jit::drop(*stack, facts.arguments.size());
       torch::jit::push(*stack, facts.arguments[0]);
       return;
     }
-    if (!why_not_queued(op, facts) && queue_call(op, stack, facts)) return;
+    const char* why_not = captured && facts.draws ? "draws are not simulated" : why_not_queued(op, facts);
+    if (!why_not && queue_call(op, stack, facts)) return;
+    TORCH_CHECK(!captured, op.schema().name(),
+                " cannot be captured: ", why_not ? why_not : "its results cannot be foreseen");
     if (facts.devices.size() > 1)
       finish_all();
     else

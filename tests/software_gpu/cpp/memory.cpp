@@ -8,7 +8,7 @@
 #include <mutex>
 #include <vector>
 
-#include "streams.h"
+#include "graphs.h"
 
 enum Kind { OF_DEVICE, PINNED, REGISTERED };
 struct Range {
@@ -89,7 +89,10 @@ static cudaError_t copy(void* to, const void* from, size_t bytes, bool blocking,
     auto read = std::make_shared<std::vector<char>>((const char*)from, (const char*)from + bytes);
     enqueue(stream, "copy", [=] { return memcpy(to, read->data(), bytes), true; });
   }
-  if (blocking || !to_known) finish(stream);
+  if (blocking || !to_known) {
+    if (auto error = forbidden_for_captured(stream, "a copy that the host waits for")) return error;
+    finish(stream);
+  }
   return failure();
 }
 
@@ -101,11 +104,18 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   return cudaSuccess;
 }
 cudaError_t cudaMalloc(void** out, size_t bytes) {
+  if (auto error = forbidden_in_capture("cudaMalloc")) return error;
   count(ALLOCATIONS);
   return allocate(out, bytes, OF_DEVICE);
 }
-cudaError_t cudaFree(void* address) { return release(address); }
-cudaError_t cudaHostAlloc(void** out, size_t bytes, unsigned) { return allocate(out, bytes, PINNED); }
+cudaError_t cudaFree(void* address) {
+  if (auto error = forbidden_in_capture("cudaFree")) return error;
+  return release(address);
+}
+cudaError_t cudaHostAlloc(void** out, size_t bytes, unsigned) {
+  if (auto error = forbidden_in_capture("cudaHostAlloc")) return error;
+  return allocate(out, bytes, PINNED);
+}
 cudaError_t cudaMallocHost(void** out, size_t bytes) { return allocate(out, bytes, PINNED); }
 cudaError_t cudaFreeHost(void* address) { return release(address); }
 cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
@@ -129,6 +139,7 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
   return cudaSuccess;
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  if (auto error = forbidden_in_capture("cudaMemcpy")) return error;
   count(STREAM_WAITS);
   return copy(to, from, bytes, true, nullptr);
 }

@@ -19,7 +19,7 @@
 #include <mutex>
 
 #include "elements.h"
-#include "streams.h"
+#include "graphs.h"
 
 static const int MOST_RANKS = 64;
 static const size_t HEADER_BYTES = 65536, LETTER_BYTES = 1u << 20;
@@ -157,7 +157,7 @@ struct Launch {
   bool is_letter;
   Stream* stream;
   std::string what;
-  Step step;
+  std::function<Step()> make;  // anew for each launch of a captured one
 };
 static thread_local int depth = 0;
 static thread_local std::vector<Launch> launches;
@@ -166,8 +166,16 @@ static thread_local Stream* stream_of_pieces;
 
 static void launch(const Launch& launch) {
   auto* comm = launch.comm;
+  if (is_capturing(launch.stream)) {
+    capture(launch.stream, launch.what, [launch](Stream* into) {
+      auto again = launch;
+      again.stream = into;
+      ::launch(again);
+    });
+    return;
+  }
   auto* waiting = launch.is_letter ? &comm->letters : &comm->collectives;
-  auto step = launch.step;
+  auto step = launch.make();
   if (schedule() == AT_ONCE) {
     enqueue(launch.stream, launch.what, step);
     return;
@@ -215,10 +223,13 @@ static void end_of_group() {
   for (auto all = std::move(launches); auto& each : all) launch(each);
   launches.clear();
   if (pieces.empty()) return;
-  auto moved = std::make_shared<std::vector<Piece>>(std::move(pieces));
+  auto all = std::make_shared<std::vector<Piece>>(std::move(pieces));
   pieces.clear();
-  launch(
-      {moved->front().comm, true, stream_of_pieces, "messages between ranks", [moved] { return move_pieces(*moved); }});
+  auto make = [all]() -> Step {
+    auto moved = std::make_shared<std::vector<Piece>>(*all);
+    return [moved] { return move_pieces(*moved); };
+  };
+  launch({all->front().comm, true, stream_of_pieces, "messages between ranks", make});
 }
 
 static void check_device(ncclComm* comm) {
@@ -238,36 +249,38 @@ static ncclResult_t collective(ncclComm* comm, Call call, const void* in, size_t
     fprintf(stderr, "[nccl] %s has %zu bytes: set SOFTWARE_GPU_SLOT_MIB\n", call.words().c_str(), bytes);
     return ncclInvalidArgument;
   }
-  long long number = comm->launched++;
-  auto begun = std::make_shared<bool>(false);
-  Step step = [=] {
-    auto* shared = comm->shared;
-    if (comm->aborted) return true;
-    if (!*begun) {
-      for (int r = 0; r < comm->size; r++)
-        if (shared->left[r] < number) {
-          if (r == comm->rank) comm->held_up = true;
-          return false;
-        }
-      if (in) memcpy(comm->slot(comm->rank), in, bytes);
-      shared->call[comm->rank] = call;
-      shared->scale[comm->rank] = scale;
-      shared->came[comm->rank] = number + 1;
-      *begun = true;
-    }
-    for (int r = 0; r < comm->size; r++)
-      if (shared->came[r] <= number) return false;
-    for (int r = 0; r < comm->size; r++)
-      if (!(shared->call[r] == call)) {
-        fprintf(stderr, "[nccl] %s: ranks differ. Rank %d: %s. Rank %d: %s.\n", comm->name.c_str(), comm->rank,
-                call.words().c_str(), r, shared->call[r].words().c_str());
-        abort();
+  auto make = [=]() -> Step {
+    long long number = comm->launched++;
+    auto begun = std::make_shared<bool>(false);
+    return [=] {
+      auto* shared = comm->shared;
+      if (comm->aborted) return true;
+      if (!*begun) {
+        for (int r = 0; r < comm->size; r++)
+          if (shared->left[r] < number) {
+            if (r == comm->rank) comm->held_up = true;
+            return false;
+          }
+        if (in) memcpy(comm->slot(comm->rank), in, bytes);
+        shared->call[comm->rank] = call;
+        shared->scale[comm->rank] = scale;
+        shared->came[comm->rank] = number + 1;
+        *begun = true;
       }
-    take();
-    shared->left[comm->rank] = number + 1;
-    return true;
+      for (int r = 0; r < comm->size; r++)
+        if (shared->came[r] <= number) return false;
+      for (int r = 0; r < comm->size; r++)
+        if (!(shared->call[r] == call)) {
+          fprintf(stderr, "[nccl] %s: ranks differ. Rank %d: %s. Rank %d: %s.\n", comm->name.c_str(), comm->rank,
+                  call.words().c_str(), r, shared->call[r].words().c_str());
+          abort();
+        }
+      take();
+      shared->left[comm->rank] = number + 1;
+      return true;
+    };
   };
-  launches.push_back({comm, false, stream_of(stream, comm->device), comm->name + ": " + call.words(), step});
+  launches.push_back({comm, false, stream_of(stream, comm->device), comm->name + ": " + call.words(), make});
   if (!depth) end_of_group();
   return ncclSuccess;
 }

@@ -13,9 +13,10 @@ template <class Function>
 Function* of_runtime(const char* name) {
   return (Function*)dlsym(RTLD_DEFAULT, name);
 }
-inline auto* enqueue = of_runtime<void(void*, int, const char*, void (*)(void*), void*)>("software_gpu_enqueue");
+inline auto* enqueue = of_runtime<void(void*, int, const char*, std::function<void()>)>("software_gpu_enqueue");
 inline auto* finish = of_runtime<void(void*, int)>("software_gpu_finish");
 inline auto* finish_all = of_runtime<void()>("software_gpu_finish_all");
+inline auto* is_capturing = of_runtime<bool(void*, int)>("software_gpu_is_capturing");
 inline auto* work_failed = of_runtime<void(const char*)>("software_gpu_failed");
 
 struct Job {
@@ -24,16 +25,17 @@ struct Job {
   std::vector<at::Tensor> results;  // where they go; undefined: written into an argument
 };
 
-inline void run_job(void* argument) {
-  std::unique_ptr<Job> job((Job*)argument);
+// Does it without changing it: a captured job runs again.
+inline void run_job(const Job& job) {
   at::NoGradGuard no_grad;
-  auto name = toString(job->op.operator_name());
+  auto name = toString(job.op.operator_name());
   try {
-    call_on_cpu(job->op, &job->stack);
-    auto results = tensors_of(job->stack);
+    c10::Stack stack = job.stack;
+    call_on_cpu(job.op, &stack);
+    auto results = tensors_of(stack);
     c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset);
-    for (size_t i = 0; i < job->results.size(); i++)
-      if (job->results[i].defined() && job->results[i].numel()) job->results[i].copy_(results[i]);
+    for (size_t i = 0; i < job.results.size(); i++)
+      if (job.results[i].defined() && job.results[i].numel()) job.results[i].copy_(results[i]);
   } catch (const std::exception& error) {
     work_failed(("kernel " + name + " failed: " + error.what()).c_str());
   }
@@ -67,9 +69,35 @@ inline const char* why_not_queued(const c10::OperatorHandle& op, const Facts& fa
   if (is_copy && facts.of_host && (blocking || (facts.writes_host && facts.pinned.empty())))
     return "a copy that the host waits for";
   if (facts.writes_host && !is_copy) return "it writes memory of the host";
-  if (facts.writes_empty) return "it may resize";
   if (facts.draws && facts.generator < 0) return "it draws without a generator";
   return nullptr;
+}
+
+// Give arguments without elements that a call writes the shape that it would give them: kernels of CUDA take memory for
+// them when they are launched. False if that cannot be foreseen.
+inline bool resize_written(const c10::OperatorHandle& op, const Facts& facts) {
+  std::vector<std::pair<at::Tensor, at::Tensor>> written;
+  auto device = facts.has_integers ? c10::kMeta : c10::kCPU;
+  auto replace = [&](const at::Tensor& tensor, bool is_written) -> at::Tensor {
+    if (!tensor.is_cuda()) return tensor;
+    if (is_written && tensor.numel() == 0) {
+      written.emplace_back(tensor, at::empty(tensor.sizes(), tensor.options().device(device)));
+      return written.back().second;
+    }
+    return facts.has_integers ? at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(c10::kMeta))
+                              : over_same_memory(tensor).clone();
+  };
+  c10::Stack probe;
+  for (size_t i = 0; i < facts.arguments.size(); i++)
+    probe.push_back(replaced(facts.arguments[i], op.schema().arguments()[i], replace, device));
+  try {
+    call_on_cpu(op, &probe);
+  } catch (const std::exception&) {
+    return false;
+  }
+  for (auto& [of_device, like] : written)
+    if (of_device.sizes() != like.sizes()) of_device.resize_(like.sizes());
+  return true;
 }
 
 // Queue the call. False if its results cannot be foreseen.
@@ -77,9 +105,10 @@ inline bool queue_call(const c10::OperatorHandle& op, c10::Stack* stack, const F
   const auto& schema = op.schema();
   std::vector<int> found;
   if (!find_results(schema, facts.writes, &found)) return false;
+  if (facts.writes_empty && !facts.draws && !resize_written(op, facts)) return false;
   bool returns_new = std::find(found.begin(), found.end(), -1) != found.end();
 
-  auto job = std::make_unique<Job>(Job{op, {}, {}});
+  auto job = std::make_shared<Job>(Job{op, {}, {}});
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs;
   auto replace = [&](const at::Tensor& tensor, bool) -> at::Tensor {
     if (!tensor.is_cuda())
@@ -140,7 +169,7 @@ inline bool queue_call(const c10::OperatorHandle& op, c10::Stack* stack, const F
     call_on_cpu(op, &now);
     draws.move_on();
   }
-  enqueue((void*)stream.stream(), facts.device.index(), schema.name().c_str(), &run_job, job.release());
+  enqueue((void*)stream.stream(), facts.device.index(), schema.name().c_str(), [job] { run_job(*job); });
   // The host's allocator keeps pinned memory until the stream has used it.
   for (auto& pinned : facts.pinned)
     at::getHostAllocator(at::kCUDA)->record_event(pinned.data_ptr(), pinned.storage().data_ptr().get_context(),

@@ -1,4 +1,4 @@
-// Streams and events of the CUDA runtime. See streams.h for the schedules.
+// Streams and events of the CUDA runtime. See streams.h for the schedules, graphs.cpp for what is captured.
 #include "streams.h"
 
 #include <stdio.h>
@@ -15,6 +15,8 @@
 #include <mutex>
 #include <random>
 #include <thread>
+
+#include "graphs.h"
 
 struct Item {
   std::string what;
@@ -35,6 +37,7 @@ struct Event {
   bool recorded = false;
   double milliseconds = 0;
   Position at{};
+  Captured captured{};  // or where in a capture
   int queries = 0;
 };
 
@@ -87,7 +90,7 @@ class Worker {
     auto number = ++stream->launched;
     bool too_many = number - stream->done > bound();
     if (too_many) wanted_.push_back({stream, number - bound() / 2});
-    if (too_many || schedule() == DEFAULT_LATE || schedule() == SOON) has_work_.notify_all();
+    if (too_many || (schedule() >= DEFAULT_LATE && schedule() <= DEFAULT_SOON)) has_work_.notify_all();
     return number;
   }
 
@@ -132,7 +135,9 @@ class Worker {
     thread_->join();
   }
 
-  bool is_early(Stream* stream) { return schedule() == SOON || (schedule() == DEFAULT_LATE && !stream->is_default); }
+  bool is_early(Stream* stream) {
+    return schedule() == SOON || schedule() == (stream->is_default ? DEFAULT_SOON : DEFAULT_LATE);
+  }
 
   // All work that may be done early, until none is left that does not wait for late work.
   bool run_early(Lock& lock) {
@@ -163,7 +168,7 @@ class Worker {
     auto* stream = to.stream;
     bool moved = false;
     while (stream->done < to.number && !stopped_) {
-      if (pull && schedule() == DEFAULT_LATE && stream->is_default) moved |= run_early(lock);
+      if (pull && schedule() < DRAWN && !is_early(stream)) moved |= run_early(lock);
       if (pull && schedule() >= DRAWN) moved |= run_drawn(lock);
       if (stream->done >= to.number) break;
       Item& item = stream->queue.front();
@@ -245,6 +250,8 @@ class Worker {
   std::atomic<bool> started_{false}, stopped_{false};
 };
 
+static bool is_done(Position position) { return schedule() == AT_ONCE || position.stream->done >= position.number; }
+
 Stream* stream_of(void* handle, int device) {
   if ((size_t)handle >= 16) return (Stream*)handle;  // 0, 1 and 2 are names of the default stream
   if (device < 0) cudaGetDevice(&device);
@@ -252,10 +259,23 @@ Stream* stream_of(void* handle, int device) {
 }
 
 unsigned long long enqueue(Stream* stream, std::string what, Step step) {
+  if (is_capturing(stream)) {
+    capture(stream, what, [what, step](Stream* into) { enqueue(into, what, Step(step)); });
+    return 0;
+  }
+  note_missed(what);
   if (schedule() != AT_ONCE) return Worker::instance().put(stream, {std::move(what), std::move(step), {}});
   while (!step()) usleep(50);
   return 0;
 }
+
+Position position_of(Stream* stream) { return {stream, stream->launched}; }
+
+void wait_for(Stream* stream, Position until) {
+  if (until.stream != stream && !is_done(until)) Worker::instance().put(stream, {"", nullptr, until});
+}
+
+Stream* stream_like(Stream* other) { return Worker::instance().create(other->device, other->priority); }
 
 void finish(Stream* stream) { Worker::instance().reach({stream, stream->launched}, true); }
 
@@ -266,8 +286,6 @@ void finish_device(int device) {
 }
 
 void ask_often(std::function<void(std::vector<Position>&)> ask) { Worker::instance().ask_often(std::move(ask)); }
-
-static bool is_done(Position position) { return schedule() == AT_ONCE || position.stream->done >= position.number; }
 
 // Who only asks, again and again, gets the work done in the end: the host may be waiting in a loop.
 static cudaError_t answer_query(Position position, int queries) {
@@ -290,9 +308,9 @@ static cudaStream_t new_stream(int priority) {
 
 extern "C" {
 // For kernels.cpp, which is another library.
-void software_gpu_enqueue(void* stream, int device, const char* what, void (*run)(void*), void* argument) {
-  enqueue(stream_of(stream, device), what, [=] {
-    run(argument);
+void software_gpu_enqueue(void* stream, int device, const char* what, std::function<void()> run) {
+  enqueue(stream_of(stream, device), what, [run] {
+    run();
     return true;
   });
 }
@@ -304,6 +322,7 @@ void software_gpu_failed(const char* message) { work_failed(message); }
 cudaError_t cudaDeviceSynchronize() {
   int device;
   cudaGetDevice(&device);
+  if (auto error = forbidden_in_capture("cudaDeviceSynchronize")) return error;
   count(DEVICE_WAITS);
   finish_device(device);
   return failure();
@@ -328,9 +347,12 @@ cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
 cudaError_t cudaStreamQuery(cudaStream_t handle) {
   static std::atomic<int> queries;
   auto* stream = stream_of(handle);
+  if (auto error = forbidden_for_captured(stream, "cudaStreamQuery")) return error;
   return answer_query({stream, stream->launched}, ++queries);
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  if (auto error = forbidden_for_captured(stream_of(stream), "cudaStreamSynchronize")) return error;
+  if (auto error = forbidden_in_capture("cudaStreamSynchronize")) return error;
   count(STREAM_WAITS);
   finish(stream_of(stream));
   return failure();
@@ -338,23 +360,11 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned) {
   auto* at = (Event*)event;
   auto* stream = stream_of(handle);
-  if (at->recorded && at->at.stream != stream && !is_done(at->at))
-    Worker::instance().put(stream, {"", nullptr, at->at});
+  if (!at->recorded) return cudaSuccess;
+  if (at->captured.capture || is_capturing(stream)) return capture_wait(stream, at->captured);
+  wait_for(stream, at->at);
   return cudaSuccess;
 }
-// Graphs are never captured.
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
-  return cudaSuccess;
-}
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
-                                     cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t* edges) {
-  *status = cudaStreamCaptureStatusNone;
-  if (id) *id = 0;
-  if (edges) *edges = 0;
-  return cudaSuccess;
-}
-cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t call, void* data, unsigned) {
   enqueue(stream_of(stream), "callback", [=] {
     call(stream, cudaSuccess, data);
@@ -382,8 +392,8 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream) {
   auto* event = (Event*)handle;
   event->milliseconds = now_in_milliseconds();
-  event->at.stream = stream_of(stream);
-  event->at.number = event->at.stream->launched;
+  event->at = position_of(stream_of(stream));
+  event->captured = place_in_capture(stream_of(stream));
   event->recorded = true;
   return cudaSuccess;
 }
@@ -391,13 +401,18 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
   return cudaEventRecord(event, stream);
 }
 cudaError_t cudaEventQuery(cudaEvent_t handle) {
-  count(EVENT_QUERIES);
   auto* event = (Event*)handle;
+  if (event->captured.capture) return break_captures(cudaErrorCapturedEvent, "cudaEventQuery of a captured event");
+  if (auto error = forbidden_in_capture("cudaEventQuery")) return error;
+  count(EVENT_QUERIES);
   return event->recorded ? answer_query(event->at, ++event->queries) : cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
-  count(EVENT_WAITS);
   auto* event = (Event*)handle;
+  if (event->captured.capture)
+    return break_captures(cudaErrorCapturedEvent, "cudaEventSynchronize of a captured event");
+  if (auto error = forbidden_in_capture("cudaEventSynchronize")) return error;
+  count(EVENT_WAITS);
   if (event->recorded) Worker::instance().reach(event->at, true);
   return failure();
 }

@@ -18,13 +18,17 @@ enum Schedule {
   LATE = 1,          // nothing is done before somebody waits for it
   DEFAULT_LATE = 2,  // the same for the default stream; others run as early as they may
   SOON = 3,          // everything runs as early as it may, in a thread beside the host
+  DEFAULT_SOON = 4,  // the default stream as early as it may; nothing of others before somebody waits for it
   DRAWN = 10,        // LATE, but other streams get ahead by draws; the seed is what exceeds 10
 };
 int schedule();
 
 Stream* stream_of(void* handle,
                   int device = -1);  // a cudaStream_t; the default stream is of `device`, or of the current one
-unsigned long long enqueue(Stream*, std::string what, Step);
+unsigned long long enqueue(Stream*, std::string what, Step);  // a captured step is made again for each launch: a copy
+Position position_of(Stream*);                                // behind all that it was given
+void wait_for(Stream*, Position);
+Stream* stream_like(Stream*);    // another one of its device and priority
 void finish(Stream*);            // the host waits for all work of a stream
 void finish_device(int device);  // for all streams of a device; -1: of all devices
 // `ask` is called again and again by the thread that does the work; it names positions that other processes wait for.
