@@ -26,12 +26,13 @@ class AllGather:
         dtypes = {run.dtype for run in layout.segments}
         self._dtype: Any = dtypes.pop() if len(dtypes) == 1 else torch.uint8
         self._outputs = [buffer.slot(layout.slots[i]) for i in layout.direct]
-        if layout.packed_bytes:
+        self._packed_bytes = layout.packed_bytes
+        if self._packed_bytes:
             self._plan_unpacking(layout, buffer)
 
     def start(self, stream: CommStream, inputs: Sequence[Tensor]) -> Finish:
         """Fill the unsharded buffer from ``inputs``, which ``cut`` makes; returns the function that waits."""
-        if not self._layout.packed_bytes:
+        if not self._packed_bytes:
             return stream.issue(self._comm.all_gather, self._outputs, inputs)
         pool: BufferPool = self._comm.pool or stream
         scratch, staging = self._acquire_staging(pool)
@@ -40,7 +41,7 @@ class AllGather:
 
     def _acquire_staging(self, pool: BufferPool) -> "tuple[Scratch, Staging]":
         """A buffer for the packed pieces of all ranks, from ``pool``."""
-        num_bytes = self._world * self._layout.packed_bytes
+        num_bytes = self._world * self._packed_bytes
         scratch = pool.acquire(num_bytes, self._buffer.bytes.device, self._dtype)
         return scratch, scratch.view(self._staging_key, self._stage)
 

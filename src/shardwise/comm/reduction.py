@@ -52,7 +52,8 @@ class ReplicaReduction:
     @property
     def has_work(self) -> bool:
         """False if the sum over the shard axis is the result."""
-        return any(each is not None for each in (self.all_reduce, self.earlier, self.hook, self.agree))
+        is_plain = self.all_reduce is None and self.earlier is None and self.hook is None
+        return not is_plain or self.agree is not None
 
 
 NO_REPLICAS = ReplicaReduction()

@@ -48,7 +48,7 @@ class Memory:
         self.accumulates = False
         """Whether nothing has run since a backward without synchronisation."""
         self.awaits_backward = False
-        """Whether no backward has begun since the last forward, so that nobody has gradients to step with."""
+        """Whether no backward has begun since the last forward."""
         self._stepped: set[ParameterGroup] = set()  # since they were unsharded
         self._is_captured = False
         axes: list[Axis] = []
@@ -121,10 +121,11 @@ class Memory:
     def release_stale(self, groups: Sequence[ParameterGroup], optimizer: Any) -> None:
         """Of ``groups``, reshard those that were kept unsharded while shards were changed on any rank.
 
-        All ranks reshard a group or none, for they unshard it together. Three cases need no communication and
-        no answer of the device: the step of an optimizer, which changes all shards on all ranks; the next
-        microbatch of an accumulation without synchronisation, before which nothing may change them; and
-        another forward before a backward, before which only operations on DTensors may, on all ranks alike.
+        All ranks reshard a group or none, for they unshard it together. Two cases need no communication and
+        no answer of the device: the step of an optimizer, which changes all shards on all ranks, and the next
+        microbatch of an accumulation without synchronisation, before which nothing may change them. In
+        another forward before a backward, on a device, groups that nobody has asked to keep are resharded
+        unasked: to gather one again takes less than to wait for all that the device has been given.
 
         ``optimizer``: the event after which it has written the shards, if the caller has given one.
         """
@@ -132,19 +133,17 @@ class Memory:
         kept = [group for group in groups if group.unsharded.state is UNSHARDED]
         if not kept:
             return
-        for group in [group for group in kept if group in self._stepped]:
-            self.release(group)
-            kept.remove(group)
+        unasked = self.awaits_backward and not accumulates and kept[0].streams.are_device_streams
+        for group in list(kept):
+            if group in self._stepped or (unasked and group.settings.reshard_after_forward is None):
+                self.release(group)
+                kept.remove(group)
         if kept and optimizer is not None:
             kept[0].streams.make_compute_wait_for(optimizer)  # it is about to read the shards
-        if not kept:
-            return
-        if not (accumulates or self.awaits_backward) or any(group.shards.are_offloaded for group in kept):
-            self._release_changed(kept)
-        elif accumulates:
+        if kept and accumulates and not any(group.shards.are_offloaded for group in kept):
             self._refuse_changes(kept)
-        else:
-            self._release_changed_alike(kept)
+        elif kept:
+            self._release_changed(kept)
 
     def optimizer_stepped(self, buckets: Iterable[Bucket]) -> None:
         """An optimizer has stepped: if it has a parameter of a group in memory, all trainable ones are stale.
@@ -194,19 +193,6 @@ class Memory:
             else:
                 versions.follow()  # written with the same contents, as by a load
 
-    def _release_changed_alike(self, kept: Sequence[ParameterGroup]) -> None:
-        """Reshard what operations on DTensors have changed, which all ranks run; refuse any other change."""
-        for group in kept:
-            versions = group.unsharded.versions
-            if not group.shards.can_be_compared:
-                self.release(group)
-            elif not versions.shards_changed():
-                assert_later(~group.shards.differ(), _changed_unseen_message("its parameters were", group))
-            elif changed := versions.local_shards_changed():
-                raise RuntimeError(_changed_unseen_message(f"{listed(changed, 4)} was", group))
-            else:
-                self.release(group)
-
     def abandon(self) -> None:
         """After a failure: reshard everything, whatever state it is in."""
         self.awaits_backward = False
@@ -220,7 +206,6 @@ class Memory:
         for group, reason in self._reasons.items():
             if group.unsharded.state is UNSHARDED and reason not in (CALLER, INFERENCE):
                 group.unsharded.hide()
-                group.unsharded.versions.note_local_shards()
 
     def freed_by_exit(self, call: Call) -> Sequence[ParameterGroup]:
         """The groups whose unsharded parameters may go when ``call`` is over, or before the next one."""
@@ -236,14 +221,4 @@ def _changed_message(what: str, group: ParameterGroup) -> str:
         "with the old values, and it does not ask the other ranks whether theirs have changed as well. "
         "Change parameters after a backward with synchronisation, or have the group resharded after each "
         "backward: set_reshard_after_backward(True)."
-    )
-
-
-def _changed_unseen_message(what: str, group: ParameterGroup) -> str:
-    return (
-        f"{group.name}: {what} changed between two forwards, before a backward, through .data, a local shard "
-        "or a foreach operation, so that other ranks may not have changed theirs. The group was kept "
-        "unsharded, and the second forward would compute with the old values. Change the parameters by "
-        "operations on DTensors or load_state_dict, or inside shardwise.unsharded(...); or have the group "
-        "resharded after forward: set_reshard_after_forward(True)."
     )

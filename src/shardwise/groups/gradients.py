@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Hashable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from shardwise.groups.states import (
 from shardwise.layout.mesh import Axis
 from shardwise.ranks.failures import relay_of_job
 from shardwise.torch_compat import dtensor, dynamo
-from shardwise.torch_compat.functorch import outside_transforms
+from shardwise.torch_compat.functorch import is_in_transform, without_transforms
 
 if TYPE_CHECKING:
     from shardwise.groups.group import ParameterGroup
@@ -79,20 +79,23 @@ class Gradients:
         parts = [bucket.reduction.parts for bucket in buckets]
         return PartQueue(list(zip(firsts, parts, strict=False)), self._trainable)
 
-    def refuse_replaced(self, index: int, full: Tensor) -> None:
-        """Refuse a gradient of an unsharded parameter that forward has used, and that was made anew since."""
+    def _raise_replaced(self, index: int) -> NoReturn:
+        param = self._group.shards.params[index]
+        raise RuntimeError(
+            f"{param.fqn}: the group '{self._group.name}' was changed between the forward that used it "
+            "and this backward (its dtype, or how it communicates), so that its gradient would be lost. "
+            "Change it between steps."
+        )
+
+    def arrived(self, index: int, full: Tensor) -> None:
+        """Autograd has accumulated the gradient of ``full``, an unsharded parameter; not in a transform.
+
+        Raises:
+            RuntimeError: Forward has used it, and it was made anew since.
+        """
         fulls = self._group.unsharded.params
         if not fulls or fulls[index] is not full:
-            param = self._group.shards.params[index]
-            raise RuntimeError(
-                f"{param.fqn}: the group '{self._group.name}' was changed between the forward that used it "
-                "and this backward (its dtype, or how it communicates), so that its gradient would be lost. "
-                "Change it between steps."
-            )
-
-    @outside_transforms
-    def arrived(self, index: int) -> None:
-        """Autograd has accumulated the gradient of one unsharded parameter."""
+            self._raise_replaced(index)
         queue, listener, streams = self._part_queue, self._group.listener, self._group.streams
         if streams.are_device_streams:
             if self.state in (EMPTY, REDUCING):
@@ -142,7 +145,8 @@ class Gradients:
             queue.begin()
         part_reductions = self._group.reductions.send_rest(None if queue is None else queue.take_rest())
         self.state = state
-        self._group.tell("reduce")
+        if self._group.observer is not None:
+            self._group.observer("reduce", self._group.name)
         return part_reductions
 
     @torch.no_grad()
@@ -161,7 +165,8 @@ class Gradients:
         with without_graph():
             are_left = self._group.reductions.finish(without_hooks=self._are_added_plainly())
             self.state = self._next("defer") if are_left else finished
-            self._group.tell("reduced")
+            if self._group.observer is not None:
+                self._group.observer("reduced", self._group.name)
             params = self._group.shards.params
             self._has_deferred = self._has_deferred and any(p.gradient.is_deferred for p in params)
             if are_left:
@@ -296,7 +301,7 @@ class Gradients:
         return next_state(GRADIENT_STATES, self.state, event, self._group.name)
 
     def _step(self, event: str) -> None:
-        self.state = self._next(event)
+        self.state = next_state(GRADIENT_STATES, self.state, event, self._group.name)
 
 
 @torch.no_grad()
@@ -331,9 +336,13 @@ def _average(gradients: list[Tensor], axis: Axis) -> None:
 
 def _tell_arrival(gradients: "weakref.ref[Gradients]", index: int, full: Tensor) -> None:
     """A hook on an unsharded parameter. The reference is weak: Python's collector cannot see hooks in C++."""
-    if (alive := gradients()) is not None:
-        alive.refuse_replaced(index, full)
-        alive.arrived(index)
+    if (alive := gradients()) is None:
+        return
+    if is_in_transform():
+        with without_transforms():
+            alive.arrived(index, full)
+    else:
+        alive.arrived(index, full)
 
 
 dynamo.break_graphs(_tell_arrival)  # of compiled autograd

@@ -10,10 +10,9 @@
 The root decides *when* something happens to a group. The group knows *whether* that is allowed, and how.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -35,7 +34,9 @@ from shardwise.layout.mesh import Axis, ShardMesh
 from shardwise.params.parameter import Site
 from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.policies import CommPolicy
-from shardwise.torch_compat import autograd, c10d
+from shardwise.torch_compat import c10d
+
+_T = TypeVar("_T")
 
 
 class Observer(Protocol):
@@ -270,16 +271,14 @@ class ParameterGroup:
 
     # --- reporting --------------------------------------------------------------------------------
 
-    def profiler_range(self, what: str) -> AbstractContextManager[Any]:
-        """A profiler range for ``what``, a row of a trace, or no context if no profiler records."""
-        if not autograd.profiler_is_on():
-            return _NO_CONTEXT
-        return torch.autograd.profiler.record_function(f"shardwise.{what} {self.name}")
+    def labelled(self, what: str, work: Callable[[], _T]) -> Callable[[], _T]:
+        """``work`` in a profiler range for ``what``, a row of a trace. Asked for while a profiler records."""
 
-    def tell(self, event: str) -> None:
-        """Report ``event`` to the observer, if there is one."""
-        if self.observer is not None:
-            self.observer(event, self.name)
+        def run() -> _T:
+            with torch.autograd.profiler.record_function(f"shardwise.{what} {self.name}"):
+                return work()
+
+        return run
 
     def __del__(self) -> None:
         """Keep communication in flight alive: the back end still writes into its memory."""
@@ -288,9 +287,6 @@ class ParameterGroup:
             under_way = [self.unsharded.in_flight, *self.reductions.in_flight()]
             if any(each is not None for each in under_way):
                 c10d.keep_until_exit(under_way)
-
-
-_NO_CONTEXT = nullcontext()
 
 
 def open_tie_message(fqn: str, other: str) -> str:

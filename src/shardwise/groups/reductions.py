@@ -16,6 +16,7 @@ from shardwise.comm.reduction import PartReduction, Reduction
 from shardwise.groups.gradient_parts import QueuedPart
 from shardwise.params.changes import are_all_there, take_gradients
 from shardwise.params.parameter import Param
+from shardwise.torch_compat import autograd
 
 if TYPE_CHECKING:
     from shardwise.groups.group import ParameterGroup
@@ -42,18 +43,20 @@ class Reductions:
 
     def send(self, parts: Iterable[QueuedPart]) -> list[PartReduction]:
         """Begin to reduce some parts before the others."""
-        with without_graph(), self._group.profiler_range("reduce-scatter"):
+        with without_graph():
             return self._issue(partial(self._send, parts))
 
     def send_rest(self, parts: Iterable[QueuedPart] | None) -> list[PartReduction]:
         """Begin to reduce all that is left: ``parts``, or all gradients together if that is None."""
-        with without_graph(), self._group.profiler_range("reduce-scatter"):
+        with without_graph():
             sent = self._issue(self._send_all if parts is None else partial(self._send, parts))
             self.close()
         return sent
 
     def _issue(self, send: Callable[[], list[PartReduction]]) -> list[PartReduction]:
         waits = self._group.waits
+        if autograd.profiler_is_on():
+            send = self._group.labelled("reduce-scatter", send)
         return waits.issue(send, waits.for_reduction)
 
     def _send_all(self) -> list[PartReduction]:

@@ -19,7 +19,6 @@ from shardwise.params.changes import ShardSnapshot
 from shardwise.params.parameter import Param
 from shardwise.params.replaced_parameter import find_replacement
 from shardwise.torch_compat import dtensor
-from shardwise.torch_compat.nn_modules import refresh_flat_weights
 
 if TYPE_CHECKING:
     from shardwise.groups.group import ParameterGroup
@@ -34,7 +33,8 @@ class Shards:
         self._group = group
         self._snapshot: ShardSnapshot | None = None
         self.params: list[Param] = []
-        self._rnns: list[nn.RNNBase] = []
+        self.rnns: list[nn.RNNBase] = []
+        """Modules that keep a list of their own of the parameters that are shown."""
         self.is_tensor_parallel = False
         self.are_replicated = False
 
@@ -46,7 +46,7 @@ class Shards:
         self.is_tensor_parallel = any(param.original.is_tensor_parallel for param in self.params)
         self._snapshot = None  # made when the shards are first checked for changes
         modules = dict.fromkeys(site.module for param in self.params for site in param.sites)
-        self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
+        self.rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
         group.unsharded.forget()
         group.gradients.forget()
         group.reductions.forget()
@@ -218,11 +218,6 @@ class Shards:
         if not found:  # a group without parameters
             return torch.zeros((), dtype=torch.bool, device=self._group.device)
         return torch.stack(found).any()
-
-    def refresh_flat_weights(self) -> None:
-        """Let RNN modules see the parameters that are shown now; they keep a list of their own."""
-        if self._rnns:
-            refresh_flat_weights(self._rnns)
 
 
 def _refuse_new_ties(replacements: Sequence[tuple[Param, nn.Parameter | None]]) -> None:

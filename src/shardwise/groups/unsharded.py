@@ -3,7 +3,7 @@
 Owns the state of the parameters (states.py). The root decides *when*.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from operator import is_
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -28,6 +28,7 @@ from shardwise.params.changes import UnshardedView, Versions
 from shardwise.params.parameter import FREED, Param
 from shardwise.torch_compat import autograd, dtensor, tensor_impl
 from shardwise.torch_compat.functorch import innermost
+from shardwise.torch_compat.nn_modules import refresh_flat_weights
 
 if TYPE_CHECKING:
     from shardwise.groups.group import ParameterGroup
@@ -170,12 +171,16 @@ class Unsharded:
         group.refuse_if_summoned("unsharding for a forward, a backward or unshard()", _FOR_FORWARDS)
         if self.state is SHARDED:  # from PARTLY, contents and versions are those of the all-gather before
             self.versions.note(group.shards.snapshot())
-        group.tell("unshard")
-        with group.profiler_range("all-gather"):
-            stream = group.streams.all_gather
-            start = partial(stream.submit, partial(_start_all_gathers, stream, self.buckets))
-            self._work = group.waits.issue(start, group.waits.for_all_gather)
-        self._step("unshard")
+        if group.observer is not None:
+            group.observer("unshard", group.name)
+        stream, waits = group.streams.all_gather, group.waits
+        start: Callable[[], CommWork] = partial(
+            stream.submit, partial(_start_all_gathers, stream, self.buckets)
+        )
+        if autograd.profiler_is_on():
+            start = group.labelled("all-gather", start)
+        self._work = waits.issue(start, waits.for_all_gather)
+        self.state = next_state(UNSHARD_STATES, self.state, "unshard", group.name)
 
     def wait(self) -> None:
         """Wait for the all-gather and let the modules see the unsharded parameters."""
@@ -215,7 +220,8 @@ class Unsharded:
         if not self.is_shown:
             self.is_shown = True
             self._view.shadow()
-            self._group.shards.refresh_flat_weights()
+            if self._group.shards.rnns:
+                refresh_flat_weights(self._group.shards.rnns)
 
     def hide(self) -> None:
         """Let the modules see the shards, even if the unsharded parameters stay in memory.
@@ -225,7 +231,8 @@ class Unsharded:
         if self.is_shown:
             self.is_shown = False
             self._view.unshadow()
-            self._group.shards.refresh_flat_weights()
+            if self._group.shards.rnns:
+                refresh_flat_weights(self._group.shards.rnns)
 
     def summon(self) -> None:
         """Enter SUMMONED: the caller replaces the registered shards with full parameters."""
@@ -285,7 +292,8 @@ class Unsharded:
         self.hide()
         autograd.set_versions(self._freed, (FREED,) * len(self._freed))
         self._free_memory()
-        self._group.tell("free")
+        if self._group.observer is not None:
+            self._group.observer("free", self._group.name)
         self.state = state
 
     def _free_memory(self) -> None:
@@ -363,7 +371,7 @@ class Unsharded:
         return next_state(UNSHARD_STATES, self.state, event, self._group.name)
 
     def _step(self, event: str) -> None:
-        self.state = self._next(event)
+        self.state = next_state(UNSHARD_STATES, self.state, event, self._group.name)
 
 
 def _start_all_gathers(stream: CommStream, buckets: Sequence[UnshardedBucket]) -> Finish:

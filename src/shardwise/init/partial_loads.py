@@ -33,7 +33,7 @@ def note_complete_load(model: nn.Module) -> None:
         for param in group.shards.params:
             param.full_load = None
     for member in sharded_members(model):
-        member.root.memory.accumulates = member.root.memory.awaits_backward = False
+        member.root.memory.accumulates = False
     if _MARK in model.__dict__:
         model.__dict__.pop(_MARK).remove()
 

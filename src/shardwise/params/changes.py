@@ -100,7 +100,6 @@ class Versions:
         self._params = params
         self._unsharded = unsharded
         self._noted = [0] * len(params)
-        self._noted_of_locals: list[int] = []
 
     def note(self, snapshot: ShardSnapshot) -> None:
         """The shards, of which ``snapshot`` was taken, are about to be all-gathered."""
@@ -119,15 +118,6 @@ class Versions:
         """Names of parameters whose shards changed."""
         rows = zip(self._params, self._noted, strict=True)
         return [param.fqn for param, version in rows if param.version() != version]
-
-    def note_local_shards(self) -> None:
-        """Note what `local_shards_changed` is to compare with."""
-        self._noted_of_locals = [tensor_impl.version(param.local) for param in self._params]
-
-    def local_shards_changed(self) -> list[str]:
-        """Names of parameters whose local shards changed otherwise than by operations on their DTensors."""
-        rows = zip(self._params, self._noted_of_locals, strict=True)
-        return [param.fqn for param, version in rows if tensor_impl.version(param.local) != version]
 
     def unsharded_changed(self) -> list[Param]:
         """Those whose unsharded parameters changed."""

@@ -190,7 +190,7 @@ class SummonedGroup:
         }
         for summoned in self.summoned:
             _register(summoned.param, summoned.full)
-        group.shards.refresh_flat_weights()
+        nn_modules.refresh_flat_weights(group.shards.rnns)
 
     def _summon(self, bucket: Bucket) -> Iterator[_SummonedParam]:
         values = all_gather_tensors(bucket, bucket.flat_shard.bytes, bucket.stored)
@@ -233,7 +233,7 @@ class SummonedGroup:
             _register(summoned.param, summoned.param.sharded)
         for module, names in self._orders.items():
             nn_modules.reorder(nn_modules.parameters(module), names)
-        self._group.shards.refresh_flat_weights()
+        nn_modules.refresh_flat_weights(self._group.shards.rnns)
         self._group.unsharded.end_summon()
 
     def claims(self, checksums: Checksums) -> list[Claim]:

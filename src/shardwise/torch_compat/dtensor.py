@@ -1,7 +1,7 @@
 """DTensors made cheaply, and meshes beyond the public slicing. Seen on 2.11 to 2.13."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
@@ -60,6 +60,10 @@ def make_dtensor(local: Tensor, spec: DTensorSpec, cls: type[DTensor] = DTensor)
     Skips its ``__init__``, which only imports all of ``torch._dynamo``, and with it torch's FSDP.
     """
     return DTensor.__new__(cls, local, spec, requires_grad=False)
+
+
+wrapped: Callable[[Tensor, DTensorSpec], DTensor] = partial(DTensor.__new__, DTensor, requires_grad=False)
+"""As ``make_dtensor``, without a frame of Python's: a step makes one for each parameter."""
 
 
 def make_parameter(local: Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:

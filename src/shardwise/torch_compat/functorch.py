@@ -52,18 +52,14 @@ def innermost(tensor: Tensor) -> Tensor:
 # torch.func has no public way to tell whether a transform runs, to step out of it, or to look into what it
 # wraps. It keeps transforms on a stack, the innermost last.
 
-_transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+is_in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""True inside a transform of ``torch.func``."""
 
 is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 """True for a tensor that a transform has wrapped. It has no memory of its own."""
 
 unwrapped: Callable[[Tensor], Tensor] = _functorch.get_unwrapped
 """What such a tensor wraps; perhaps a tensor wrapped by an outer transform."""
-
-
-def is_in_transform() -> bool:
-    """True inside a transform of ``torch.func``."""
-    return _transforms_are_active()
 
 
 def is_in_forward_mode() -> bool:
@@ -73,7 +69,7 @@ def is_in_forward_mode() -> bool:
 
 def is_in_transform_or_forward_mode() -> bool:
     """True where a tensor may be wrapped by a transform or have a tangent."""
-    return _transforms_are_active() or forward_ad._current_level >= 0
+    return is_in_transform() or forward_ad._current_level >= 0
 
 
 without_transforms: Callable[[], AbstractContextManager[Any]] = (
@@ -87,7 +83,7 @@ def in_transform_of(tensor: Tensor) -> Iterator[None]:
     """Inside, the transform that has wrapped ``tensor`` is the innermost; none is active if none has."""
     level, inner = _functorch.maybe_get_level(tensor), []
     try:
-        while _transforms_are_active() and _functorch.current_level() > level:
+        while is_in_transform() and _functorch.current_level() > level:
             inner.append(pyfunctorch.pop_dynamic_layer_stack())
         yield
     finally:
