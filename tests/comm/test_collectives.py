@@ -145,6 +145,34 @@ def test_every_rank_reduces_its_rows(world: World, limit: int, missing: int | No
     world.run(reduce_everything, limit, missing, divisor)
 
 
+def test_gradients_with_padding_are_packed_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At large worlds most shards are of a row or less, and padded."""
+    world, shapes = 8, [(3, 5), (7,), (16, 2), (9, 3)]
+    layout = planned([(shape, torch.float32, 0) for shape in shapes], world, 1 << 20)
+    assert any(slot.padded_numel > slot.chunk_numel for slot in layout.slots)
+    gradients = [torch.rand(shape) + 1 for shape in shapes]
+    sent: list[Tensor] = []
+
+    class Sends(SingleRank):
+        def reduce_scatter(self, outputs: Any, inputs: Any, divisor: float) -> Any:
+            sent.extend(each.clone() for each in inputs)
+            return lambda: None
+
+    reduce = ReduceScatter(Sends(), layout, CPU)
+    (part,) = reduce.parts
+    monkeypatch.setattr(torch, "cat", None)
+    for _ in range(2):
+        reduce.start(HostStream(), part, gradients, torch.zeros(layout.shard_bytes, dtype=torch.uint8), 1.0)()
+    for flat in sent:
+        for rank, row in enumerate(flat.view(world, -1)):
+            for slot, gradient in zip(layout.slots, gradients, strict=True):
+                start, end = slot.index_range(rank)
+                found = row[slot.shard_offset // 4 :][: slot.padded_numel]
+                expected = torch.zeros(slot.padded_numel)
+                expected[: gradient[start:end].numel()] = gradient[start:end].flatten()
+                assert torch.equal(found, expected)
+
+
 def chosen_communicators() -> list[str]:
     pg = dist.group.WORLD
     return [type(make_communicator(pg, device)).__name__ for device in (CPU, torch.device("cuda"))]

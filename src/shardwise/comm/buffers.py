@@ -46,7 +46,7 @@ def buffer_for(layout: Layout, device: torch.device, *, is_filled: bool) -> Tens
 
 
 KEPT_ON_HOST_BYTES = 1 << 20
-"""An unsharded buffer in host memory up to this size is not freed between uses."""
+"""An unsharded buffer in host memory, of parameters up to this size, is not freed between uses."""
 
 
 class UnshardedBuffer:
@@ -56,7 +56,8 @@ class UnshardedBuffer:
         """``alias``: the flat shard, where it serves as it is."""
         self._num_bytes = layout.unsharded_bytes
         self.is_alias = alias is not None
-        self._always_keeps = self.is_alias or (device.type == "cpu" and self._num_bytes <= KEPT_ON_HOST_BYTES)
+        is_small = device.type == "cpu" and layout.content_bytes <= KEPT_ON_HOST_BYTES
+        self._always_keeps = self.is_alias or is_small
         self._keeps_memory = self._always_keeps
         if alias is not None:
             self.bytes = alias

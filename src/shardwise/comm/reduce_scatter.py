@@ -54,15 +54,29 @@ class ReduceScatter:
             least = part_bytes
         self.parts = self._plan_parts(least)
         self._chunked = {segment.start for segment in layout.packed_segments if self._is_chunked(segment)}
+        self._padded = {
+            segment.start
+            for segment in layout.packed_segments
+            if any(layout.slots[i].padded_numel > layout.slots[i].chunk_numel for i in segment.slots)
+        }
+        self._paddings: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def _is_chunked(self, segment: BufferSegment) -> bool:
-        """True if ``segment`` holds only chunks of rows, without padding."""
+        """True if ``segment`` holds only chunks of rows, and padding."""
         slots = [self._layout.slots[index] for index in segment.slots]
         return all(
-            slot.spec.dim == 0 and not slot.is_strided and not slot.is_replicated
-            and slot.chunk_numel == slot.padded_numel > 0
+            slot.spec.dim == 0 and not slot.is_strided and not slot.is_replicated and slot.chunk_numel > 0
             for slot in slots
-        )  # fmt: skip
+        )
+
+    def _padding(self, dtype: torch.dtype, numel: int) -> Tensor:
+        """Zeros behind each chunk of a parameter, one row for each rank; made once."""
+        found = self._paddings.get((dtype, numel))
+        if found is None:
+            with torch.inference_mode(False):
+                found = torch.zeros(self._layout.world, numel, dtype=dtype, device=self._device)
+            self._paddings[dtype, numel] = found
+        return found
 
     @property
     def reduce_memory_factor(self) -> float:
@@ -137,7 +151,7 @@ class ReduceScatter:
         if segment.start in self._chunked:
             own: list[Any] = [gradients[index] for index in segment.slots]
             if are_dense_of(dtype, own):
-                tensor_impl.chunk_cat(own, world, target)
+                tensor_impl.chunk_cat(self._with_paddings(segment, own, dtype), world, target)
                 return
         columns: list[Tensor] = []
         packed_numel = 0
@@ -158,6 +172,19 @@ class ReduceScatter:
         if columns:
             torch.cat(columns, dim=1, out=target[:, :packed_numel])
         self._pack_strided(segment, gradients, target, packed_numel)
+
+    def _with_paddings(
+        self, segment: BufferSegment, gradients: list[Tensor], dtype: torch.dtype
+    ) -> list[Tensor]:
+        if segment.start not in self._padded:
+            return gradients
+        columns = []
+        for index, gradient in zip(segment.slots, gradients, strict=True):
+            columns.append(gradient)
+            slot = self._layout.slots[index]
+            if padding := slot.padded_numel - slot.chunk_numel:
+                columns.append(self._padding(dtype, padding))
+        return columns
 
     def _pack_strided(
         self, segment: BufferSegment, gradients: Sequence[Tensor | None], target: Tensor, packed_numel: int

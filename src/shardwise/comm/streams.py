@@ -14,7 +14,7 @@ stream of ``torch.cuda`` waits for both kinds.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardwise.layout.slots import Layout
 from shardwise.torch_compat import autograd
 
 Finish = Callable[[], Any]
@@ -115,6 +116,11 @@ _NOWHERE = nullcontext()
 _size = attrgetter("num_bytes")
 
 
+KEPT_STAGING_BYTES = 1 << 20
+"""On the host, scratch buffers for parameters up to this size are kept. Above, memory matters more, and the
+transfer takes longer."""
+
+
 class HostStream:
     """Work of the back end's own threads. Only waiting orders it.
 
@@ -123,10 +129,16 @@ class HostStream:
     """
 
     _MOST_KEPT = 2  # one of a group, one of the next group
-    _LARGEST_KEPT_BYTES = 1 << 20  # above, memory matters more, and the transfer takes longer
 
     def __init__(self) -> None:
         self._kept: list[Scratch] = []  # by size
+        self._largest_kept_bytes = KEPT_STAGING_BYTES
+
+    def keep_staging_of(self, layouts: Iterable[Layout]) -> None:
+        """Keep buffers as large as these need them to be for small parameters and all padding."""
+        small = [each for each in layouts if each.content_bytes <= KEPT_STAGING_BYTES]
+        sizes = [each.world * each.packed_bytes for each in small]
+        self._largest_kept_bytes = max([KEPT_STAGING_BYTES, *sizes])
 
     def acquire(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
         """A buffer of at least ``num_bytes``, with undefined contents."""
@@ -139,7 +151,7 @@ class HostStream:
 
     def release(self, scratch: Scratch) -> None:
         """Return the buffer: everything issued with it has been waited for."""
-        if scratch.num_bytes <= self._LARGEST_KEPT_BYTES:
+        if scratch.num_bytes <= self._largest_kept_bytes:
             self._kept.append(scratch)
             if len(self._kept) > 1:
                 self._kept.sort(key=_size)
@@ -402,6 +414,12 @@ class CommStreams:
         if event is not None:
             self.reduce_scatter.wait_for_compute(event)
             self.all_reduce.wait_for_compute(event)
+
+    def keep_staging_of(self, layouts: Sequence[Layout]) -> None:
+        """On the host, keep scratch buffers for small parameters in these layouts between uses."""
+        for stream in (self.all_gather, self.reduce_scatter, self.all_reduce):
+            if isinstance(stream, HostStream):
+                stream.keep_staging_of(layouts)
 
     def make_compute_wait_for(self, event: Any) -> None:
         """Have the computing stream wait for ``event``."""

@@ -74,6 +74,8 @@ class Preparation:
                 if bucket.communication.would_change(choices):
                     group.shards.replan(partial(Bucket.communicate, **choices), bucket)
                 channel += 1
+        buckets = [bucket for group in self._root.groups for bucket in group.buckets]
+        self.streams.keep_staging_of([layout for b in buckets for layout in (b.computed, b.reduced)])
         self._root.reductions.room = room_for(self._root.groups)  # of the same queue: it may be at work
         self._is_complete = True
 

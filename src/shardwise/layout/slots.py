@@ -163,6 +163,11 @@ class Layout:
         return self.shard_bytes - self.packed_start
 
     @cached_property
+    def content_bytes(self) -> int:
+        """Bytes of the parameters themselves. At large worlds, padding may be several times as much."""
+        return sum(prod(slot.spec.shape) * slot.spec.itemsize for slot in self.slots)
+
+    @cached_property
     def has_padding(self) -> bool:
         """True if some elements of the flat shard belong to no parameter."""
         return any(not s.is_even or s.chunk_numel != s.padded_numel for s in self.slots)
