@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import check
+import host_instructions
 import pictures
 import pytest
 from check import Ratio
 
+import shardwise
+
 BENCH = Path(check.__file__).parent
+LIBRARY = Path(shardwise.__file__).parent
 ABOUT = {"torch": "2.13.0", "cpu": "one", "cores": 2, "date": "2026-01-01T00:00:00+00:00"}
 
 
@@ -98,6 +102,30 @@ def test_what_got_worse_is_measured_twice(
     recorded = {"a": 0.5 if second is not None else 0.7}
     assert check.measure("memory", recorded) == {"a": Ratio(kept, 0.1)}
     assert len(values) == 2 - runs
+
+
+def test_calls_of_a_step_are_counted_exactly() -> None:
+    """Of the library, a block and a step; plain modules have none."""
+    with host_instructions.fake_world(2) as mesh:
+        step = host_instructions.steady_step("ours", 8, 2, mesh)
+        first, second = (host_instructions.calls_of(step, str(LIBRARY)) for _ in range(2))
+        plain = host_instructions.calls_of(host_instructions.steady_step("plain", 8, 2, mesh), str(LIBRARY))
+    assert first == second
+    assert first["python"] > first["own"] > plain["own"] == 0
+
+
+def test_what_cannot_be_measured_here_fails_nobody(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Instructions, where valgrind is missing."""
+    path = tmp_path / "recorded.json"
+    ratios = {"host_instructions, width 32, added to peer": 0.3, "memory, a": 1.0}
+    path.write_text(json.dumps(ABOUT | {"ratios": ratios}))
+    answers = {"host_instructions": {}, "memory": {"memory, a": Ratio(1.0, 0.1)}}
+    monkeypatch.setattr(check, "run", answers.__getitem__)
+    monkeypatch.setattr(sys, "argv", ["check.py", "--only", *answers, "--recorded", str(path)])
+    check.main()
+    assert "gone" not in capsys.readouterr().out
 
 
 def test_recording_one_benchmark_keeps_the_others(tmp_path: Path) -> None:
