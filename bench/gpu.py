@@ -86,7 +86,7 @@ def _line(text: str, width: int = 110) -> str:
 def _cell(value: Any) -> Any:
     if isinstance(value, dict) and "median" not in value:
         return _line(", ".join(f"{key} {each}" for key, each in value.items()), 80)
-    return value
+    return _line(value, 80) if isinstance(value, str) else value
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -1,8 +1,9 @@
 """Compiled steps: a CUDA graph of a step, reduce-overhead for each block, Inductor over the whole model.
 
-Claim: a step is made of work that a CUDA graph can hold; blocks may be compiled with `mode="reduce-overhead"`
-where unsharded parameters keep their addresses (`set_keep_unsharded_storage`); a whole model becomes one
-graph. Losses and gradients are those of the eager step, to the rounding of the dtype.
+Claim: a step is made of work that a CUDA graph can hold, and so is a whole iteration with its optimizer;
+blocks may be compiled with `mode="reduce-overhead"` where unsharded parameters keep their addresses
+(`set_keep_unsharded_storage`); a whole model becomes one graph. Losses and gradients are those of the eager
+step, to the rounding of the dtype.
 
 How: the fake process group is of no use where values are compared, so the world is one of 8 clones
 (groups.py); for Inductor over the whole model it is the fake group, whose functional collectives Inductor may
@@ -24,11 +25,12 @@ from torch import Tensor
 
 import shardwise
 from gpu_parts.plan import Item, Options, Row, Skipped
-from gpu_parts.speed import WORLD, Case, Trainer, fake_world
+from gpu_parts.speed import WORLD, Case, Iterations, Trainer, fake_world, timed_act
 
 MODEL = "4 x 4096, 512 tokens"
 TOLERANCE = 2e-2
 """Of losses in bfloat16, relative."""
+WARM_UP, LAUNCHES = 3, 6
 
 
 def items(options: Options) -> Iterator[Item]:
@@ -36,6 +38,8 @@ def items(options: Options) -> Iterator[Item]:
     case = Case("tiny" if options.is_tiny else MODEL, WORLD, "bf16", options.device)
     yield "CUDA graph of a step", partial(graph_of_a_step, case, keeps=False)
     yield "CUDA graph of a step, kept addresses", partial(graph_of_a_step, case, keeps=True)
+    for name, keeps in (("CUDA graph of an iteration", False), ("the same, groups kept", True)):
+        yield name, partial(_in_clones, partial(iteration_in_a_graph, case, keeps))
     yield "reduce-overhead, each block", partial(_in_clones, partial(blocks, case, options))
     yield "Inductor, whole model", partial(whole_model, case, options, OURS)
     yield "Inductor, whole model, the peer", partial(whole_model, case, options, PEER)
@@ -84,17 +88,37 @@ def graph_of_a_step(case: Case, keeps: bool) -> Row:
         torch.cuda.synchronize()
         off = max((a - b).abs().max().item() for a, b in zip(_gradients(model), expected, strict=True))
         assert off == 0, f"gradients of a replayed step are off by {off}"
-        timed = alternate({"graph": lambda _: _timed(graph.replay)}, warmup=2, steps=10)
+        timed = alternate({"graph": lambda _: timed_act(graph.replay, case.device)}, warmup=2, steps=10)
         return {"step_ms": vars(Spread.of(timed["graph"]["step_ms"])), "off_by": off}
 
 
-def _timed(act: Callable[[], None]) -> dict[str, float]:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    act()
-    end.record()
+def iteration_in_a_graph(case: Case, keeps: bool) -> Row:
+    """Launch a captured iteration again and again, and compare with the same iterations one by one.
+
+    Losses are alike only if the optimizer's step is in the graph, and the all-gathers of what it changed.
+    """
+    if case.device != "cuda":
+        raise Skipped("there are no CUDA graphs on the host")
+    expected = torch.stack(Iterations(OURS, case, keeps, capturable=True).eager(range(WARM_UP + LAUNCHES)))
+    run = Iterations(OURS, case, keeps, capturable=True)
+    capturing = torch.cuda.Stream()
+    capturing.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(capturing):
+        losses = run.eager(range(WARM_UP))
     torch.cuda.synchronize()
-    return {"step_ms": begin.elapsed_time(end)}
+    gc.collect()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=capturing):
+        loss = run.take()
+    for index in range(WARM_UP, WARM_UP + LAUNCHES):
+        run.load(index)
+        graph.replay()
+        losses.append(loss.clone())
+    off = ((torch.stack(losses) - expected) / expected).abs().max().item()
+    changed = ((expected[-1] - expected[0]) / expected[0]).abs().item()
+    assert off <= TOLERANCE, f"losses of replayed iterations are off by {off}"
+    assert changed > 5 * TOLERANCE, f"losses only changed by {changed}: nothing would be noticed"
+    return {"off_by": off, "changed by": changed}
 
 
 def _local_gradients(model: Any) -> list[Tensor]:

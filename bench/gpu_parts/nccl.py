@@ -1,27 +1,20 @@
-"""NCCL itself, with as many ranks on this one GPU as its version allows.
+"""NCCL itself, with as many ranks as there are GPUs for, or as its version allows on one (worlds.py).
 
 Claim: what the library asks of NCCL gives what it gives elsewhere. Coalesced calls and averages give the same
 numbers as sums in float64; training with 1, 2 and 4 ranks is plain training; `device_id` changes nothing and
-hangs nobody; all-gathers may be in symmetric memory; a second communicator for reductions costs the memory
-that `mem_get_info` shows.
-
-From 2.30 on NCCL takes several ranks on one GPU (NCCL_MULTI_RANK_GPU_ENABLE=1); before, more than one is
-skipped. On the host gloo takes its place, to try out the logic.
+hangs nobody; all-gathers may be in symmetric memory; a whole iteration with its collectives is a CUDA graph;
+each further communicator, as one for reductions, costs the memory that `mem_get_info` shows. Both back ends
+that torch has for NCCL are known as NCCL to the library.
 
 Refuted by: any difference, or an error.
 
-What it cannot show: several GPUs, and wires between them.
+What it cannot show on one GPU: wires between several.
 """
 
-import json
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,67 +22,67 @@ from one_device.recipes import tower
 from one_device.side import Side, train
 from torch import Tensor
 
+from gpu_parts.compiled import iteration_in_a_graph
 from gpu_parts.correctness import PlainTraining, Trained, assert_close, parts_of, plain_training
 from gpu_parts.plan import Item, Options, Row, Skipped
+from gpu_parts.speed import Case
+from gpu_parts.worlds import Check, Start, on_ranks
 from shardwise.comm.communicators import BackendCollectives
+from shardwise.torch_compat import c10d
 
 SIZES = (4096, 3, 17, 1)
 """Of what is sent, in numbers: off 16 bytes as well."""
 TRAINED = ("full", "direct", "mixed", "bf16", "accumulation", "separate communicator", "zero1", "offload")
 TRAINED_BY_FOUR = ("hybrid", "tensor parallel", "kept by few")
-SEVERAL_RANKS_FROM = (2, 30)
+COMMUNICATORS = 4
 
 
 def items(options: Options) -> Iterator[Item]:
     """Checks by the number of ranks."""
+    start = Start(options.device)
+    bound, older = replace(start, binds=True), replace(start, older=True)
+    yield "back end", partial(first_of, back_end, 1, start)
+    yield "back end, TORCH_DIST_USE_NCCL2=0", partial(first_on_cuda, back_end, 1, older)
     for world in (1, 2) if options.is_tiny else (1, 2, 4):
         names = TRAINED + (TRAINED_BY_FOUR if world == 4 else ())
-        checks: dict[str, Callable[..., Row]] = {
-            "collectives": collectives,
-            "training": partial(training, names[: 2 if options.is_tiny else None]),
-            "device_id": bound_to_a_device,
-            "two communicators": memory_of_communicators,
-            "symmetric memory": in_symmetric_memory,
-        }
-        for name, check in checks.items():
-            yield f"{name}, {world} ranks", partial(on_ranks, check, world, options.device)
+        for name, check, how in (
+            ("collectives", collectives, start),
+            ("training", partial(training, names[: 2 if options.is_tiny else None]), start),
+            ("device_id", bound_to_a_device, bound),
+        ):
+            yield f"{name}, {world} ranks", partial(first_of, check, world, how)
+        for name, check, how in (
+            ("communicators", memory_of_communicators, start),
+            ("communicators, the older back end", memory_of_communicators, older),
+            ("symmetric memory", in_symmetric_memory, start),
+            ("CUDA graph of an iteration", in_a_graph, start),
+        ):
+            yield f"{name}, {world} ranks", partial(first_on_cuda, check, world, how)
 
 
-def on_ranks(check: Callable[..., Row], world: int, device: str) -> Row:
-    """Run ``check(rank, world, device)`` in a process for each rank; what rank 0 found."""
-    if device == "cuda" and world > 1:
-        version = torch.cuda.nccl.version()
-        if version[:2] < SEVERAL_RANKS_FROM:
-            raise Skipped(f"NCCL {'.'.join(map(str, version))} takes one rank a GPU")
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_be, (check, world, device, folder), nprocs=world)
-        return json.loads(Path(folder, "found.json").read_text())
+def first_of(check: Check, world: int, start: Start) -> Row:
+    """What rank 0 found."""
+    return on_ranks(check, world, start)[0]
 
 
-def _be(rank: int, check: Callable[..., Row], world: int, device: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    if world > 1:
-        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    if device == "cuda":
-        torch.cuda.set_device(0)
-        os.environ["LOCAL_RANK"] = "0"  # by which the back end of torch 2.15 chooses, where nothing is bound
-    options: dict[str, Any] = {
-        "init_method": f"file://{folder}/store",
-        "rank": rank,
-        "world_size": world,
-        "timeout": timedelta(seconds=60),
-    }
-    if check is bound_to_a_device and device == "cuda":
-        options["device_id"] = torch.device("cuda", 0)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)
-    found = check(rank, world, device)
-    if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+def first_on_cuda(check: Check, world: int, start: Start) -> Row:
+    """The same, of a check that says nothing on the host."""
+    if start.device != "cuda":
+        raise Skipped("asks about CUDA")
+    return first_of(check, world, start)
 
 
 # --- checks ---------------------------------------------------------------------------------------
+
+
+def back_end(rank: int, world: int, device: str) -> Row:
+    """What "nccl" stands for in this torch, and that the library knows it."""
+    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    pg = dist.group.WORLD
+    assert pg is not None
+    assert c10d.is_nccl(pg, where) == (device == "cuda"), f"taken for another: {c10d.backend_name(pg, where)}"
+    made: object = pg._get_backend(where)
+    return {"found": {"name": c10d.backend_name(pg, where), "type": type(made).__name__}}
 
 
 def collectives(rank: int, world: int, device: str) -> Row:
@@ -163,8 +156,6 @@ def bound_to_a_device(rank: int, world: int, device: str) -> Row:
 
 def in_symmetric_memory(rank: int, world: int, device: str) -> Row:
     """All-gathers in place, in memory that NCCL has registered."""
-    if device != "cuda":
-        return {"found": "no symmetric memory on the host"}
     plain = plain_training("full", device)
     side = Side(torch.device(device), rank, world, is_sharded=True)
     model = side.shard(side.build(tower))
@@ -174,28 +165,23 @@ def in_symmetric_memory(rank: int, world: int, device: str) -> Row:
     return {"found": {"off_by": f"{_off_plain(plain, side, f'rank {rank} of {world}'):.1e}"}}
 
 
+def in_a_graph(rank: int, world: int, device: str) -> Row:
+    """An iteration whose collectives are NCCL's own."""
+    return {"found": iteration_in_a_graph(Case("tiny", world, "bf16", device), keeps=False)}
+
+
 def memory_of_communicators(rank: int, world: int, device: str) -> Row:
-    """What the device holds before a communicator, with one, and with a second for reductions, in MB."""
-    if device != "cuda":
-        return {"found": "no device memory on the host"}
+    """What the device holds before a communicator, and with each that comes, in MB."""
     free = [_free_mb()]
     tensor = torch.ones(1 << 20, device=device)
     free.append(_free_mb())
-    dist.all_reduce(tensor)
-    free.append(_free_mb())
-    second = dist.new_group(backend="nccl")
-    dist.all_reduce(tensor, group=second)
-    free.append(_free_mb())
-    allocated = torch.cuda.memory_allocated() / 1e6
-    context, first, other = (before - after for before, after in pairwise(free))
-    return {
-        "found": {
-            "one MB": round(context, 1),
-            "first": round(first, 1),
-            "second": round(other, 1),
-            "torch says": round(allocated, 1),
-        }
-    }
+    for number in range(COMMUNICATORS):
+        pg = dist.group.WORLD if number == 0 else dist.new_group(backend="nccl")
+        dist.all_reduce(tensor, group=pg)
+        free.append(_free_mb())
+    context, *communicators = (round(before - after, 1) for before, after in pairwise(free))
+    allocated = round(torch.cuda.memory_allocated() / 1e6, 1)
+    return {"found": {"communicators": communicators, "tensor": context, "torch says": allocated}}
 
 
 def _free_mb() -> float:

@@ -62,6 +62,7 @@ def _written_late(record: Callable[[Any], Any], wait: Callable[[Any, Any], None]
     wait(second, event)
     with torch.cuda.stream(second):
         read.copy_(written)
+    second.synchronize()  # first, as it does not wait for the first stream by itself
     torch.cuda.synchronize()
     return bool(read.item())
 

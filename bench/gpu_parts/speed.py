@@ -41,7 +41,7 @@ import gc
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -68,6 +68,7 @@ from copies import Copies, count_copies
 from gpt import GPT, batch_of
 from one_device.groups import CloneWorld
 from one_device.lanes import Wire, cycles_per_ms
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -163,9 +164,11 @@ class Trainer:
         self.model = model
         self.batch = [tensor.to(case.device) for tensor in batch_of(0, case.sizes)]
 
-    def step(self) -> None:
-        """What is timed."""
-        self.model(*self.batch).backward()
+    def step(self) -> Tensor:
+        """What is timed; the loss."""
+        loss: Tensor = self.model(*self.batch)
+        loss.backward()
+        return loss.detach()
 
     def timed_step(self, _: int) -> Sample:
         """Time a step on the device and on the host, from an idle device on."""
@@ -210,6 +213,52 @@ class Trainer:
             path = Path(folder, "trace.json")
             seen.export_chrome_trace(str(path))
             return read_trace(json.loads(path.read_text())["traceEvents"])
+
+
+class Iterations:
+    """Whole iterations of one variant, each on tokens of its own: forward, backward, AdamW, zero_grad."""
+
+    def __init__(self, variant: str, case: Case, keeps: bool = False, **settings: Any) -> None:
+        self.trainer = Trainer(variant, case)
+        model: Any = self.trainer.model
+        if keeps:
+            model.set_reshard_after_forward(False)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **settings)
+
+    def load(self, index: int) -> None:
+        """The tokens of an iteration, into memory that stays where it is."""
+        for here, there in zip(self.trainer.batch, batch_of(index, self.trainer.case.sizes), strict=True):
+            here.copy_(there)
+
+    def take(self) -> Tensor:
+        """The loss."""
+        loss = self.trainer.step()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def eager(self, indices: Iterable[int]) -> list[Tensor]:
+        """Losses."""
+        losses = []
+        for index in indices:
+            self.load(index)
+            losses.append(self.take())
+        return losses
+
+
+def timed_act(act: Callable[[], Any], device: str) -> Sample:
+    """The time that something takes from an idle device on; on the device, if it is one."""
+    synchronize(device)
+    if device != "cuda":
+        start = time.perf_counter()
+        act()
+        return {"step_ms": (time.perf_counter() - start) * 1e3}
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    act()
+    end.record()
+    torch.cuda.synchronize()
+    return {"step_ms": begin.elapsed_time(end)}
 
 
 def synchronize(device: str) -> None:

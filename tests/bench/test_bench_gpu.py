@@ -9,10 +9,11 @@ from typing import Any
 import gpu
 import pytest
 import torch
-from gpu_parts import compiled, nccl, speed, tools
+from gpu_parts import compiled, nccl, ranks, speed, steady, tools
 from gpu_parts.plan import PARTS, Options, Part, Skipped
 from gpu_parts.processes import read_record, rows_of, run_items, run_part, write_record
 from gpu_parts.trace import COUNTED, read_trace
+from gpu_parts.worlds import Start
 from one_device.groups import IN_GROUP
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "gpu.py"
@@ -202,7 +203,7 @@ def test_the_plan_fits_into_its_time_and_runs_nothing(capsys: pytest.CaptureFixt
     gpu.main(["--plan"])
     said = capsys.readouterr().out
     assert all(name in said for name in PARTS)
-    assert sum(part.minutes for part in PARTS.values()) <= 30
+    assert sum(part.minutes for part in PARTS.values()) <= 35
     assert all(
         part.minutes <= part.limit_minutes < 10 for part in PARTS.values()
     )  # a command each, if need be
@@ -278,7 +279,50 @@ def test_compiled_steps_come_to_the_same_loss() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("check", [nccl.collectives, nccl.bound_to_a_device], ids=lambda each: each.__name__)
 def test_what_is_asked_of_nccl_holds_for_gloo(check: Any) -> None:
-    assert float(nccl.on_ranks(check, 2, "cpu")["found"]["off_by"]) < 2e-2
+    assert float(nccl.first_of(check, 2, Start("cpu"))["found"]["off_by"]) < 2e-2
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_rank_is_released_when_another_fails(where: str) -> None:
+    found = ranks.released(where, Start("cpu", fails=True))
+    assert found["found"].startswith("CommunicationError: ")
+    with pytest.raises(Skipped, match="one back end"):
+        ranks.released(where, Start("cpu", older=True, fails=True))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_coalesced_and_packed_all_gathers_are_timed_by_size() -> None:
+    rows = rows_of_part("ranks", "gathers, 2 ranks")
+    assert [row["chunk_kib"] for row in rows] == [64, 4096]
+    assert all(row["coalesced_ms"]["median"] > 0 < row["packed_ms"]["median"] for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_batches_of_changing_size_are_trained_on_in_a_process() -> None:
+    found = steady.memory_in_a_process("ours", "tiny", "cpu", "")
+    assert found["found"].startswith("ran 30 steps")
+    with pytest.raises(RuntimeError, match="KeyError: 'no such model'"):
+        steady.memory_in_a_process("ours", "no such model", "cpu", "")
+
+
+def test_what_only_a_device_can_show_is_skipped_on_the_host() -> None:
+    skipped = {
+        "nccl": (
+            "communicators, 2 ranks",
+            "CUDA graph of an iteration, 2 ranks",
+            "symmetric memory, 2 ranks",
+        ),
+        "ranks": ("devices in reverse order", "the same without device_id", "no set_device"),
+        "steady": ("ten steps, bf16", "a wait is noticed", "memory, ours, expandable_segments:True"),
+    }
+    for part, names in skipped.items():
+        for name in names:
+            with pytest.raises(Skipped):
+                rows_of_part(part, name)
 
 
 @pytest.mark.slow

@@ -1,11 +1,12 @@
-"""NCCL itself, in small: what `bench/gpu.py --only nccl` asks of it, with as many ranks as it takes on one GPU."""
+"""NCCL itself, in small: what `bench/gpu.py --only nccl ranks` asks of it, with as many ranks as there can be."""
 
 import pytest
 import torch
-from gpu_parts import nccl
+from gpu_parts import nccl, ranks
 from gpu_parts.plan import Options, Skipped
 
-ITEMS = dict(nccl.items(Options("cuda", is_tiny=True)))
+TINY = Options("cuda", is_tiny=True)
+ITEMS = {**dict(nccl.items(TINY)), **dict(ranks.items(TINY))}
 
 
 @pytest.mark.gpu

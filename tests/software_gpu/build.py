@@ -14,6 +14,8 @@ import torch
 
 SOURCES = Path(__file__).with_name("cpp")
 RUNTIME, DRIVER, KERNELS = "libsoftware_gpu.so", "libcuda.so.1", "kernels.so"
+# As if these had been included: nccl.h asks for them, does without, and they need a package that torch does not bring.
+UNUSED_HEADERS = ("-D__CUDA_FP16_H__", "-D__CUDA_BF16_H__", "-D__CUDA_FP8_H__")
 
 
 @functools.cache
@@ -52,7 +54,13 @@ def commands() -> dict[str, list[str]]:
         return [str(SOURCES / f"{name}.cpp") for name in names]
 
     return {
-        RUNTIME: [*common, *sources("device", "memory", "streams", "graphs", "nccl"), *include, "-lpthread"],
+        RUNTIME: [
+            *common,
+            *sources("device", "memory", "streams", "graphs", "nccl", "profiler"),
+            *UNUSED_HEADERS,
+            *include,
+            "-lpthread",
+        ],
         DRIVER: [*common, f"-Wl,-soname,{DRIVER}", *sources("driver")],
         KERNELS: [
             *common,

@@ -59,7 +59,7 @@ static cudaError_t refuse(const void* kernel) {
 static CUresult succeed() { return CUDA_SUCCESS; }
 static CUresult not_supported() { return CUDA_ERROR_NOT_SUPPORTED; }
 static CUresult describe(CUresult, const char** text) {
-  *text = "error of a software GPU's driver";
+  *text = "a software GPU has no virtual memory (expandable_segments) and no multicast";
   return CUDA_SUCCESS;
 }
 
