@@ -20,6 +20,7 @@ from races.scenarios import (
     DIRECT,
     LOW,
     MIXED,
+    PLACE,
     WIDTH,
     Recipe,
     Step,
@@ -124,7 +125,7 @@ def subclasses(kind: type[Wrapper]) -> Recipe:
         sharded = tower(model=SubclassStack(kind, 16, is_sharded=True), comm_policy=None)
 
         def step() -> nn.Module:
-            sharded(torch.randn(4, SMALL_WIDTH, dtype=torch.float64)).square().mean().backward()
+            sharded(PLACE.make_input(4, SMALL_WIDTH, dtype=torch.float64)).square().mean().backward()
             return sharded
 
         return step
@@ -220,12 +221,7 @@ scenario("offload, accumulation", event_synchronize=8)(offloaded(microbatches=2)
 scenario("offload to pageable memory", **OFFLOAD, copy_to_the_host=4)(offloaded(pin_memory=False))
 
 
-@scenario(
-    "offload, edits after a forward without backward",
-    event_synchronize=7,
-    copy_to_the_device=4,
-    copy_to_the_host=1,  # are the groups that are still unsharded stale?
-)
+@scenario("offload, edits after a forward without backward", event_synchronize=7)
 def offload_with_early_edits(_: Simulation) -> Step:
     model = tower(offload_policy=CPUOffloadPolicy())
     train = training(model)
@@ -368,6 +364,28 @@ def unshard_by_hand(_: Simulation) -> Step:
         return train()
 
     return step
+
+
+def two_forwards(keep: bool | None) -> Recipe:
+    def recipe(_: Simulation) -> Step:
+        model = tower(reshard_after_forward=keep)
+        optimizer = sgd(model)
+
+        def step() -> nn.Module:
+            losses = [model(batch()).square().mean() for _ in range(2)]
+            torch.stack(losses).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return model
+
+        return step
+
+    return recipe
+
+
+scenario("two forwards before a backward")(two_forwards(None))
+# Have the weights been changed between the two?
+scenario("two forwards before a backward, kept", copy_to_the_host=1)(two_forwards(False))
 
 
 @scenario("optimizer in backward")

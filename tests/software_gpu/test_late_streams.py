@@ -1,14 +1,14 @@
-"""Streams that run late find waits that are missing: in small programs, and in the library with a wait taken away."""
+"""Streams that run late find waits that are missing: in small programs, and in the library with a wait left out."""
 
-from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
+from races.device import Site
+from races.scenarios import SCENARIOS
 
-from shardwise.comm.streams import DeviceStream
-from shardwise.groups.unsharded import Unsharded
-from software_gpu import training
+from software_gpu import late_recipes, late_table
+from software_gpu.late_recipes import Case
 from software_gpu.launch import run_on_gpus
 
 
@@ -48,45 +48,75 @@ def test_memory_freed_too_early_gives_wrong_numbers() -> None:
     assert run_on_gpus(1, freed_too_early, late=1) == [[8.0] * 4]
 
 
-def nothing(*args: Any, **kwargs: Any) -> None:
-    """In place of a wait."""
+def wrong(world: int, late: int, cases: list[Case], folder: Path) -> list[str]:
+    """For each case what is wrong on some rank under a schedule; nothing if values are those of work done at once."""
+    names = list(dict.fromkeys(scenario for scenario, _ in cases))
+    unwritten = run_on_gpus(world, late_recipes.references, names, folder, timeout_s=400)
+    assert unwritten == [[]] * world, "memory is read that nobody has written"
+    ranks = run_on_gpus(world, late_recipes.differences, cases, folder, late=late, timeout_s=400)
+    return [next(filter(None, case), "") for case in zip(*ranks, strict=True)]
 
 
-def free_at_once(unsharded: Any) -> None:
-    """`Unsharded._free_memory` without the wait for compute."""
-    unsharded._users.freed()
-    with unsharded._group.streams.all_gather.allocation_scope():
-        for bucket in unsharded.buckets:
-            bucket.buffer.free()
+def told(case: Case) -> str:
+    return f"{case[1]} in '{case[0]}'"
 
 
-# What is taken away: the class and name of a method, and what stands in its place.
-MUTANTS: dict[str, tuple[Any, str, Callable[..., None]]] = {
-    "compute waits for collectives": (DeviceStream, "_let_compute_wait", nothing),
-    "collectives wait for compute": (DeviceStream, "wait_for_compute", nothing),
-    "memory is freed after compute": (Unsharded, "_free_memory", free_at_once),
-}
+def check_found(world: int, late: int, cases: list[Case], folder: Path) -> None:
+    """In one of three runs: what is wrong hangs on when the host's threads run as well."""
+    missed = cases
+    for _ in range(3):
+        found = wrong(world, late, missed, folder)
+        assert "NOT ASKED FOR" not in found, f"renamed? {dict(zip(map(told, missed), found, strict=True))}"
+        missed = [case for case, what in zip(missed, found, strict=True) if not what]
+        if not missed:
+            return
+    raise AssertionError("\n".join(map(told, missed)))
 
 
-def found_in(mutant: str, cases: list[str]) -> list[str]:
-    """Cases whose losses or weights are wrong without that wait."""
-    mesh = training.join()
-    where, name, replacement = MUTANTS[mutant]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(where, name, replacement)
-        return [case for case in cases if not training.difference(case, mesh) <= 2e-5]
+def test_waits_that_are_left_out_are_found(tmp_path: Path) -> None:
+    """Some of the most telling, beside a run without any."""
+    cases: list[Case] = [
+        ("direct", None),
+        ("custom collectives", Site("wait_stream", ("Unsharded._free_memory", "Unsharded._free"))),
+        ("checkpointing", Site("wait_stream", ("Reduction.send", "Reductions._send"))),
+        ("direct", "gradients are dropped before their reduction was waited for"),
+    ]
+    assert set(cases[1:]) <= set(late_table.mutants()), "renamed?"
+    unchanged, *mutants = wrong(2, 2, cases, tmp_path)
+    assert unchanged == ""
+    assert all(mutants), mutants
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mutant", "late", "expected"),
-    [
-        ("compute waits for collectives", 1, ["zero3", "zero2"]),
-        ("collectives wait for compute", 1, ["zero3", "zero2"]),
-        ("collectives wait for compute", 2, ["zero3", "zero2"]),
-        ("memory is freed after compute", 2, ["zero3"]),
-    ],
-)
-def test_a_wait_that_is_taken_away_is_found(mutant: str, late: int, expected: list[str]) -> None:
-    found = run_on_gpus(2, found_in, mutant, expected, late=late)
-    assert any(here == expected for here in found), found
+@pytest.mark.parametrize(("world", "late"), [(2, 1), (2, 2), (2, 3), (4, 2), (4, 3)])
+def test_each_wait_that_is_left_out_is_found_by_its_schedule(world: int, late: int, tmp_path: Path) -> None:
+    check_found(world, late, late_table.found_by(late, world), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [1, 2, 3, 4, 10, 11])
+def test_nothing_is_found_of_what_only_clocks_can_see(late: int, tmp_path: Path) -> None:
+    cases = late_table.unseen(2)
+    assert [
+        told(case) for case, what in zip(cases, wrong(2, late, cases, tmp_path), strict=True) if what
+    ] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [1, 2, 4, 10])
+@pytest.mark.parametrize("world", [2, 4])
+def test_nothing_is_found_of_what_is_harmless(world: int, late: int, tmp_path: Path) -> None:
+    cases = late_table.harmless(world)
+    assert [
+        told(case) for case, what in zip(cases, wrong(world, late, cases, tmp_path), strict=True) if what
+    ] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [1, 2, 3, 4, 10, 11])
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_scenario_gives_late_what_it_gives_at_once(world: int, late: int, tmp_path: Path) -> None:
+    cases: list[Case] = [(name, None) for name in SCENARIOS if late_table.world_of(name) == world]
+    assert [
+        told(case) for case, what in zip(cases, wrong(world, late, cases, tmp_path), strict=True) if what
+    ] == []
