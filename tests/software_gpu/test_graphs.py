@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise
 from shardwise import CPUOffloadPolicy, fully_shard
 from software_gpu import training
-from software_gpu.launch import run_on_gpus
+from software_gpu.launch import has_older_back_end, run_on_gpus
 
 WARM_UP, LAUNCHES, AFTER = 3, 4, 2
 
@@ -234,7 +234,7 @@ def test_captured_iterations_equal_plain_torch_in_any_order(late: int) -> None:
 
 @pytest.mark.slow
 def test_they_do_on_the_older_back_end() -> None:
-    if "nccl-legacy" not in dist.Backend.backend_list:
+    if not has_older_back_end():
         pytest.skip("this torch has one back end for NCCL")
     check(run_on_gpus(2, differences, list(CASES), (2,), "nccl-legacy", timeout_s=400))
 

@@ -4,11 +4,9 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from software_gpu import inside, training
-from software_gpu.launch import run_on_gpus
+from software_gpu import training
+from software_gpu.launch import has_older_back_end, run_on_gpus
 
 TOLERANCE = {"bfloat16": 0.1}
 
@@ -33,7 +31,7 @@ def test_training_equals_plain_torch_in_any_order(late: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [0, 2])
 def test_training_equals_plain_torch_on_the_older_back_end(late: int) -> None:
-    if "nccl-legacy" not in dist.Backend.backend_list:
+    if not has_older_back_end():
         pytest.skip("this torch has one back end for NCCL")
     check(run_on_gpus(2, training.differences, list(training.CASES), "nccl-legacy", late=late, timeout_s=300))
 
@@ -48,28 +46,6 @@ def strategies_and_checkpoint(folder: Path) -> dict[str, float]:
 @pytest.mark.parametrize("late", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_strategies_and_checkpoints(late: int, tmp_path: Path) -> None:
     check(run_on_gpus(2, strategies_and_checkpoint, tmp_path / "saved", late=late))
-
-
-def steady_steps() -> tuple[int, int]:
-    """Allocations of the device and waits of the host in the last of six steps."""
-    mesh = training.join()
-    _, model, optimizer = training.sharded(mesh, optimizer={"fused": True})
-    batches = [training.tokens(step, dist.get_rank()).cuda() for step in range(6)]
-    for number, batch in enumerate(batches):
-        if number == 3:
-            torch.cuda.synchronize()
-            allocations = inside.counts()["allocations"]
-            waits = inside.waits()
-            torch.cuda.set_sync_debug_mode("error")
-        model(batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.cuda.set_sync_debug_mode("default")
-    return inside.counts()["allocations"] - allocations, inside.waits() - waits
-
-
-def test_a_steady_step_takes_no_memory_and_waits_for_nothing() -> None:
-    assert run_on_gpus(2, steady_steps) == [(0, 0)] * 2
 
 
 def test_a_difference_that_is_not_a_number_is_one() -> None:

@@ -1,5 +1,6 @@
 """Training on software GPUs beside plain torch in one process: the same losses, and the same weights."""
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,12 @@ def join(backend: str = "nccl") -> DeviceMesh:
         torch.cuda.set_device(device)
         dist.init_process_group(backend, device_id=device)
     return init_device_mesh("cuda", (dist.get_world_size(),))
+
+
+@functools.cache
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """One for all cases of a process: each has process groups of its own."""
+    return init_device_mesh("cuda", shape, mesh_dim_names=names)
 
 
 Results = tuple[list[float], dict[str, Tensor]]

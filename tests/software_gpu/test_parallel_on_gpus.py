@@ -1,0 +1,24 @@
+"""Pipelines and tensor parallelism on software GPUs give the numbers of plain torch in one process."""
+
+import pytest
+
+from software_gpu import parallel_programs
+from software_gpu.launch import has_older_back_end, run_on_gpus
+
+# Partial sums over ranks are rounded to bfloat16 before they are added; plain torch adds in float32.
+TOLERANCE = {"tensor parallel, bfloat16": 2e-2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "late", "backend"),
+    [(2, 0, "nccl"), (2, 2, "nccl"), (4, 0, "nccl"), (4, 2, "nccl"), (4, 2, "nccl-legacy")],
+)
+def test_pipelines_and_tensor_parallelism(world: int, late: int, backend: str) -> None:
+    if backend == "nccl-legacy" and not has_older_back_end():
+        pytest.skip("this torch has one back end for NCCL")
+    for rank, found in enumerate(
+        run_on_gpus(world, parallel_programs.differences, backend, late=late, timeout_s=400)
+    ):
+        for name, off in found.items():
+            assert off <= TOLERANCE.get(name, 2e-6), f"rank {rank}, {name}: off by {off}"

@@ -1,0 +1,128 @@
+"""A steady step on software GPUs: no new memory, no waits, peaks as documented, collectives in their order."""
+
+from typing import Any
+
+import pytest
+from expecttest import assert_expected_inline
+
+from software_gpu import steady_programs
+from software_gpu.launch import has_older_back_end, run_on_gpus
+from software_gpu.steady_programs import STEADY
+
+STEPS, GROUPS = 3, 4
+# In each step, once for all copies from the host, in forward and in backward, and for each group's gradients.
+WAITS_WHEN_OFFLOADED = STEPS * (2 + GROUPS)
+
+
+def check_costs(found: list[dict[str, dict[str, int]]], names: list[str]) -> None:
+    expected = {
+        name: {"event waits": WAITS_WHEN_OFFLOADED} if name.startswith("offloaded") else {} for name in names
+    }
+    for costs in found:
+        assert costs == expected
+
+
+def test_steady_steps_take_no_memory_and_wait_for_nothing() -> None:
+    names = ["zero3", "zero2", "hybrid", "bfloat16", "offloaded"]
+    check_costs(run_on_gpus(2, steady_programs.steady, names), names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "late"), [(2, 0), (2, 1), (2, 2), (2, 11), (4, 0), (4, 2)])
+@pytest.mark.parametrize("backend", ["nccl", "nccl-legacy"])
+def test_all_steady_steps_take_no_memory_and_wait_for_nothing(world: int, late: int, backend: str) -> None:
+    """With late streams as well: memory is not taken anew because what used it is not done yet."""
+    if backend == "nccl-legacy" and not has_older_back_end():
+        pytest.skip("this torch has one back end for NCCL")
+    check_costs(run_on_gpus(world, steady_programs.steady, list(STEADY), backend, late=late), list(STEADY))
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "strategies"),
+    [(2, ["zero3", "zero2", "zero1", "ddp"]), (4, ["zero3", "hybrid", "hybrid_zero2"])],
+)
+def test_estimates_are_what_the_allocator_says(world: int, strategies: list[str]) -> None:
+    """To the tenth that estimate() asks to leave: a block of the allocator may have a rest of up to 1 MB."""
+    for found in run_on_gpus(world, steady_programs.peaks_against_estimates, strategies, timeout_s=400):
+        assert len(found) == 2 * len(strategies)
+        for name, phases in found.items():
+            for phase, part in phases.items():
+                assert 0.9 < part < 1.1, (name, phase, part)
+
+
+@pytest.mark.slow
+def test_a_step_takes_the_blocks_that_are_documented() -> None:
+    """docs/explain/memory.md, with the root's own parameters on top: a thirtieth of a block."""
+    documented = {"float32": {"forward": 2, "backward": 3}, "bf16": {"forward": 3.1, "backward": 4.5}}
+    for found in run_on_gpus(2, steady_programs.peaks_in_blocks):
+        for name, phases in documented.items():
+            for phase, blocks in phases.items():
+                assert blocks - 1.5 < found[name][phase] < blocks + 0.05, (name, phase, found)
+
+
+@pytest.mark.slow
+def test_expandable_segments_are_refused() -> None:
+    """There is no virtual memory: torch is told so, and does not go on without."""
+    with pytest.raises(RuntimeError, match="no virtual memory"):
+        run_on_gpus(1, steady_programs.one_tensor, env={"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
+# --- collectives ----------------------------------------------------------------------------------
+
+
+def collectives_of(world: int, settings: dict[str, Any], backend: str = "nccl") -> str:
+    """Of a step; all ranks ask for the same."""
+    first, *others = run_on_gpus(
+        world, steady_programs.collectives_of_a_step, settings, backend, env={"SOFTWARE_GPU_LOG": "1"}
+    )
+    assert all(lines == first for lines in others)
+    return "\n".join(first)
+
+
+def test_collectives_of_a_step() -> None:
+    assert_expected_inline(
+        collectives_of(2, {}),
+        """\
+all-gather                    3504 uint8     communicator A, stream A
+all-gather                   28544 uint8     communicator A, stream A
+all-gather                   28544 uint8     communicator A, stream A
+all-gather                   28544 uint8     communicator A, stream A
+all-gather                   28544 uint8     communicator A, stream A
+reduce-scatter (mean)         7136 float32   communicator B, stream B
+broadcast                        4 uint8     communicator B, stream B
+all-gather                   28544 uint8     communicator A, stream A
+reduce-scatter (mean)         7136 float32   communicator B, stream B
+broadcast                        4 uint8     communicator B, stream B
+reduce-scatter (mean)         7136 float32   communicator B, stream B
+broadcast                        4 uint8     communicator B, stream B
+reduce-scatter (mean)          876 float32   communicator B, stream B""",
+    )
+
+
+@pytest.mark.slow
+def test_collectives_of_a_step_with_replicas() -> None:
+    assert_expected_inline(
+        collectives_of(4, {"hybrid": True}),
+        """\
+all-gather                    3504 uint8     communicator A, stream A
+all-gather                   28544 uint8     communicator A, stream A
+all-gather                   28544 uint8     communicator A, stream A
+all-gather                   28544 uint8     communicator A, stream A
+all-gather                   28544 uint8     communicator A, stream A
+reduce-scatter (scaled sum)   7136 float32   communicator B, stream B
+all-reduce (sum)              7136 float32   communicator C, stream C
+broadcast                        4 uint8     communicator B, stream C
+all-gather                   28544 uint8     communicator A, stream A
+reduce-scatter (scaled sum)   7136 float32   communicator B, stream B
+all-reduce (sum)              7136 float32   communicator C, stream C
+broadcast                        4 uint8     communicator B, stream C
+reduce-scatter (scaled sum)   7136 float32   communicator B, stream B
+all-reduce (sum)              7136 float32   communicator C, stream C
+broadcast                        4 uint8     communicator B, stream C
+reduce-scatter (scaled sum)    876 float32   communicator B, stream B
+all-reduce (sum)               876 float32   communicator C, stream C""",
+    )
