@@ -21,6 +21,7 @@ from shardwise.features.standard import new_root
 from shardwise.fsdp_module.sharded_module import ShardedModule
 from shardwise.groups.casts import Casts, cast_around
 from shardwise.groups.group import ParameterGroup
+from shardwise.layout.fqns import listed
 from shardwise.layout.mesh import resolve_mesh
 from shardwise.layout.precision import PrecisionRule, precision_of
 from shardwise.params.initial_values import broadcast_initial_values, record_initial_values
@@ -274,10 +275,9 @@ def _attach_to_modules(group: ParameterGroup, modules: list[nn.Module], names: d
 
 def _message_about_ignored(group: ParameterGroup, found: Found) -> str:
     names = [found.ignored[p] for p in group.ignored if p.requires_grad]
-    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return (
-        f"{group.name}: ignored_params contains trainable parameters ({shown}). Their gradients are this "
-        "rank's own, so that the ranks will drift apart unless something else reduces them. "
+        f"{group.name}: ignored_params contains trainable parameters ({listed(names, 4)}). Their gradients "
+        "are this rank's own, so that the ranks will drift apart unless something else reduces them. "
         "model.set_reduce_ignored_params(True) averages them at the end of each backward."
     )
 

@@ -400,8 +400,8 @@ smaller batch lowers 0.27 kB of it. shardwise.estimate(...) tells how
 far each goes. tried  peak, kB  in                    exposed, kB
 sent, kB  fits
 ------------------------------------------------------------------ ddp
-26.04  backward of blocks.0         5.39      5.39  no zero2     33.02
-backward of blocks.0         5.47      5.47  no zero3     33.02
+26.04  backward of blocks.0         5.39      5.39  no zero2     33.03
+backward of blocks.0         5.47      5.47  no zero3     33.03
 backward of blocks.0         6.66      6.66  no Assumed: optimizer
 adamw, a batch of float64 (2, 8) on each rank.""",
     )

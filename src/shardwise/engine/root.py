@@ -30,6 +30,7 @@ from shardwise.engine.reduction_queue import ReductionQueue, room_for
 from shardwise.engine.requests import Requests
 from shardwise.groups.group import Observer, ParameterGroup
 from shardwise.groups.states import SHARDED
+from shardwise.layout.fqns import listed
 from shardwise.params.parameter import Param
 from shardwise.ranks.failures import relay_of_job
 from shardwise.torch_compat import autograd
@@ -206,7 +207,7 @@ class Root:
         """Refuse a pass while sums wait to be reduced that a failed backward has made incomplete."""
         self._incomplete = [param for param in self._incomplete if param.gradient.is_deferred]
         if self._incomplete:
-            names = ", ".join(param.fqn for param in self._incomplete[:4])
+            names = listed((param.fqn for param in self._incomplete), 4)
             raise RuntimeError(
                 f"{names}: a backward failed while gradients of earlier ones without synchronisation waited "
                 "to be reduced. Some parameters have lost these, others still have them, so that their sums "

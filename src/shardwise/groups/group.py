@@ -29,7 +29,7 @@ from shardwise.groups.side_tensors import SideTensors
 from shardwise.groups.states import SUMMONED
 from shardwise.groups.unsharded import Unsharded
 from shardwise.groups.waits import Waits
-from shardwise.layout.fqns import clean
+from shardwise.layout.fqns import clean, listed
 from shardwise.layout.mesh import Axis, ShardMesh
 from shardwise.params.parameter import Site
 from shardwise.params.replaced_parameter import name_of_replaced
@@ -236,11 +236,10 @@ class ParameterGroup:
                     "makes it a second parameter, and its memory is freed after forward. Keep a copy "
                     "(.clone())."
                 )
-        shown = ", ".join(where for where, _ in added[:4])
-        more = f" and {len(added) - 4} more" if len(added) > 4 else ""
+        shown = listed((where for where, _ in added), 4)
         were = "these parameters were" if len(added) > 1 else "this parameter was"
         raise RuntimeError(
-            f"{shown}{more}: {were} added after fully_shard (group '{self.name}'). No group reduces the "
+            f"{shown}: {were} added after fully_shard (group '{self.name}'). No group reduces the "
             "gradients, so they would stay this rank's own and the ranks would drift apart. Add parameters "
             "before fully_shard, call fully_shard on the new module, or freeze what is not to be trained."
         )

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.buckets.bucket import Bucket
 from shardwise.buckets.extension import check_before_training, is_extension, split_off
 from shardwise.groups.states import EMPTY, SHARDED
+from shardwise.layout.fqns import listed
 from shardwise.params.changes import ShardSnapshot
 from shardwise.params.parameter import Param
 from shardwise.params.replaced_parameter import find_replacement
@@ -234,9 +235,8 @@ def _refuse_new_ties(replacements: Sequence[tuple[Param, nn.Parameter | None]]) 
 
 def meta_message(names: Sequence[str]) -> str:
     """The error text for parameters on the meta device that are about to be used."""
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     are = "parameters are" if len(names) > 1 else "parameter is"
     return (
-        f"{len(names)} {are} still on the meta device: {shown}. Nothing has given them values. Call "
+        f"{len(names)} {are} still on the meta device: {listed(names)}. Nothing has given them values. Call "
         "shardwise.materialize(model), or load a checkpoint, first."
     )

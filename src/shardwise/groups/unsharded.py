@@ -24,6 +24,7 @@ from shardwise.groups.states import (
     UnshardState,
     next_state,
 )
+from shardwise.layout.fqns import listed
 from shardwise.params.changes import UnshardedView, Versions
 from shardwise.params.parameter import FREED, Param
 from shardwise.torch_compat import autograd, dtensor, tensor_impl
@@ -318,9 +319,8 @@ class Unsharded:
     def refuse_changed_shards(self) -> None:
         """Refuse a backward of weights that were changed since a forward has used them."""
         if changed := self.versions.shards_changed():
-            names = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
             raise RuntimeError(
-                f"{names}: changed in place between the forward that used it and this backward "
+                f"{listed(changed, 4)}: changed in place between the forward that used it and this backward "
                 f"(group '{self._group.name}'), so that the gradient would be that of other weights. Run "
                 "backward before the weights are changed, as by an optimizer's step."
             )

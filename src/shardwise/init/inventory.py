@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.groups.group import ParameterGroup
 from shardwise.init.placeholders import Placeholder, RefuseWrites, TensorSite, show_all
-from shardwise.layout.fqns import names_in
+from shardwise.layout.fqns import listed, names_in
 from shardwise.ranks.model_ranks import mesh_device
 from shardwise.setup.discovery import joined
 from shardwise.setup.validation import PLACE, class_name
@@ -221,12 +221,11 @@ def refuse_what_is_missing(inventory: Inventory) -> None:
         return
     shown = [
         f"{f.fqn} ({'buffer' if f.is_buffer else 'parameter'} of {class_name(f.sites[0].module)})"
-        for f in missing[:8]
+        for f in missing
     ]
-    more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
     raise RuntimeError(
         f"materialize: {len(missing)} tensor{'s' if len(missing) > 1 else ''} got no values, or not "
-        f"everywhere: {', '.join(shown)}{more}. Nothing initialises them: the class has no "
+        f"everywhere: {listed(shown)}. Nothing initialises them: the class has no "
         "reset_parameters(), or that, or init_fn, leaves them out. Give the class a reset_parameters() that "
         "writes to all of its tensors, or pass an init_fn that does. They are still on the meta device; the "
         "others have values."

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.layout.fqns import clean, names_in
+from shardwise.layout.fqns import clean, listed, names_in
 from shardwise.optim.norms import (
     Gradients,
     NormPlan,
@@ -221,9 +221,8 @@ def _message_about_nonfinite(
         for param, own in zip(gradients.params, norms, strict=True)
         if not all(norm.isfinite() for norm in own)
     ]
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     here = (
-        f"On this rank it comes from {', '.join(names[:4])}{more}."
+        f"On this rank it comes from {listed(names, 4)}."
         if names
         else "No gradient on this rank is to blame: other ranks name theirs."
     )

@@ -12,7 +12,7 @@ from shardwise.buckets.bucket import Bucket
 from shardwise.engine.members import sharded_members
 from shardwise.fsdp_module.identity import is_sharded
 from shardwise.groups.group import ParameterGroup
-from shardwise.layout.fqns import names_in
+from shardwise.layout.fqns import listed, names_in
 from shardwise.layout.mesh import ShardMesh
 from shardwise.layout.text_tables import aligned
 from shardwise.setup.validation import class_name, describe
@@ -225,11 +225,7 @@ def _not_managed(model: nn.Module, rows: list[_Row], megabytes: _Megabytes) -> l
     numel = sum(param.numel() for param in left)
     num_bytes = sum(param.numel() * param.element_size() for param in left)
     shown = f"{numel:,} parameter{'s' * (numel != 1)}, {megabytes(num_bytes)} MB"
-    return [f"not managed: {shown} ({_some(list(left.values()))})"]
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return [f"not managed: {shown} ({listed(left.values(), 4)})"]
 
 
 # --- what happened --------------------------------------------------------------------------------
