@@ -156,14 +156,14 @@ def estimated(strategy: str, **settings: Any) -> dict[str, int]:
     return {phase: peak.num_bytes for phase, peak in row.peaks.items()}
 
 
-def peaks_against_estimates(strategies: list[str]) -> dict[str, dict[str, float]]:
+def peaks_against_estimates(strategies: list[str], **more: Any) -> dict[str, dict[str, float]]:
     """What the allocator says of each phase, as a part of what the estimate said."""
     join()
     os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size() // 2)  # hosts that hybrid strategies see
     found = {}
     for name in strategies:
         for what, settings in (("", {}), (", bf16", {"mp_policy": "bf16"})):
-            (peaks, _), said = measured(name, **settings), estimated(name, **settings)
+            (peaks, _), said = measured(name, **settings, **more), estimated(name, **settings, **more)
             found[name + what] = {phase: peaks[phase] / said[phase] for phase in said}
     return found
 

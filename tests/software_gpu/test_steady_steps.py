@@ -54,6 +54,20 @@ def test_estimates_are_what_the_allocator_says(world: int, strategies: list[str]
                 assert 0.9 < part < 1.1, (name, phase, part)
 
 
+def offloaded_against_estimates(strategies: list[str]) -> dict[str, dict[str, float]]:
+    return steady_programs.peaks_against_estimates(strategies, offload_policy="cpu")
+
+
+@pytest.mark.slow
+def test_estimates_with_offload_are_close_to_what_the_allocator_says() -> None:
+    """How many copies lie beside each other hangs on when the host comes to them."""
+    for found in run_on_gpus(2, offloaded_against_estimates, ["zero3", "zero2", "zero1"], timeout_s=400):
+        assert len(found) == 6
+        for name, phases in found.items():
+            for phase in ("forward", "backward"):
+                assert 0.8 < phases[phase] < 1.1, (name, phase, phases)
+
+
 @pytest.mark.slow
 def test_a_step_takes_the_blocks_that_are_documented() -> None:
     """docs/explain/memory.md, with the root's own parameters on top: a thirtieth of a block."""

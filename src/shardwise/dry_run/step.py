@@ -69,12 +69,16 @@ class Step:
     """What a step has held on this rank and sent, in bytes.
 
     ``marks``: at which time what began; phases first, then groups. ``sent``: by mesh dimension.
+    ``largest_shards``: of the group that has most. ``shards_are_whole``: each rank keeps whole parameters,
+    and computes with them where they are.
     """
 
     timeline: list[Moment]
     marks: list[tuple[int, str]]
     sent: dict[str, int]
     groups: list[str] = field(default_factory=list)
+    largest_shards: int = 0
+    shards_are_whole: bool = False
 
     def phase(self, name: str) -> tuple[int, int]:
         """When a phase begins and ends."""
@@ -94,14 +98,17 @@ class Step:
     def with_host_shards(self) -> "Step":
         """The same step as its device sees it where shards, gradients and the optimizer are on the host.
 
-        The shards of two groups are on the device beside that: of the one that is unsharded, and the next.
+        The shards of two groups are on the device beside that, of the one that is unsharded and the next; and
+        reduced gradients of three, until they are copied. Whole parameters are taken to stay for the step.
         """
         begin, end = self.phase("forward")[0], self.phase("backward")[1]
-        copies = 2 * max(m.by_kind[PARAMETERS] for m in self.timeline) // max(1, len(self.groups))
         timeline = []
         for moment in self.timeline:
             by_kind = moment.by_kind | dict.fromkeys((PARAMETERS, GRADIENTS, STATE, TEMPORARY), 0)
-            by_kind[COMMUNICATION] += copies if begin <= moment.time <= end else 0
+            if begin <= moment.time < end:
+                by_kind[COMMUNICATION] += 2 * self.largest_shards
+                by_kind[GRADIENTS] = min(moment.by_kind[GRADIENTS], 3 * self.largest_shards)
+                by_kind[UNSHARDED] += moment.by_kind[PARAMETERS] if self.shards_are_whole else 0
             timeline.append(Moment(moment.time, by_kind))
         return replace(self, timeline=timeline)
 
@@ -137,7 +144,15 @@ def dry_run(model: nn.Module, plan: Plan) -> Step:
             log.look()
     begin = log.marks[0][0]
     timeline = list(moments(log.allocations, begin, log.now))
-    return Step(timeline, log.marks, dict(sent), [member.group.name for member in members])
+    groups = [member.group for member in members]
+    return Step(
+        timeline,
+        log.marks,
+        dict(sent),
+        [group.name for group in groups],
+        max(sum(bucket.flat_shard.bytes.nbytes for bucket in group.buckets) for group in groups),
+        any(unsharded.buffer.is_alias for group in groups for unsharded in group.unsharded.buckets),
+    )
 
 
 @contextmanager
