@@ -94,13 +94,13 @@ class Memory:
         for led in self.leads.get(group, ()):
             self.unshard(led)
 
-    def begin_captured(self, is_captured: bool) -> None:
+    def begin_captured(self, captured: bool) -> None:
         """A pass begins, whose work is captured into a CUDA graph, or is not.
 
         Neither kind may wait for streams and events of the other. Before a capture all work must be over.
         """
-        if is_captured is not self._is_captured:
-            self._is_captured = is_captured
+        if captured is not self._is_captured:
+            self._is_captured = captured
             for group in self:
                 group.unsharded.forget_streams()
 
