@@ -38,6 +38,7 @@ STEADY: dict[str, dict[str, Any]] = {
     "flat": {"is_flat": True},
     "accumulated without sync": {"accumulated": 2},
     "storage kept": {"keeps_storage": True},
+    "two forwards before a backward": {"forwards": 2},
 }
 
 
@@ -57,6 +58,7 @@ def costs(
     is_flat: bool = False,
     accumulated: int = 1,
     keeps_storage: bool = False,
+    forwards: int = 1,
     **settings: Any,
 ) -> dict[str, int]:
     """What three steps from the third on take and wait for. What torch itself calls a wait raises in them."""
@@ -74,7 +76,7 @@ def costs(
             torch.cuda.set_sync_debug_mode("default" if is_on_host and max_norm else "error")
         is_last = number % accumulated == accumulated - 1
         model.set_requires_gradient_sync(is_last)
-        model(batch).backward()
+        sum(model(batch) for _ in range(forwards)).backward()
         if is_last:
             if max_norm is not None:
                 shardwise.clip_grad_norm_(model.parameters(), max_norm)

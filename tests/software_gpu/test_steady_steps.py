@@ -23,7 +23,7 @@ def check_costs(found: list[dict[str, dict[str, int]]], names: list[str]) -> Non
 
 
 def test_steady_steps_take_no_memory_and_wait_for_nothing() -> None:
-    names = ["zero3", "zero2", "hybrid", "bfloat16", "offloaded"]
+    names = ["zero3", "zero2", "hybrid", "bfloat16", "offloaded", "two forwards before a backward"]
     check_costs(run_on_gpus(2, steady_programs.steady, names), names)
 
 
