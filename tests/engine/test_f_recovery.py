@@ -484,7 +484,7 @@ def test_f41_it_says_which_gradients_are_incomplete(world2: World) -> None:
     for told in world2.run(told_after_failed_backward, False):
         assert_expected_inline(
             told,
-            """RuntimeError: inlet.weight, inlet.bias, outlet.weight, outlet.bias: a backward failed while gradients of earlier ones without synchronisation waited to be reduced. Some parameters have lost these, others still have them, so that their sums would be of different microbatches. Call zero_grad(), and begin this step again.""",
+            """RuntimeError: inlet.weight, inlet.bias, outlet.weight, outlet.bias and 18 more: a backward failed while gradients of earlier ones without synchronisation waited to be reduced. Some parameters have lost these, others still have them, so that their sums would be of different microbatches. Call zero_grad(), and begin this step again.""",
         )
 
 

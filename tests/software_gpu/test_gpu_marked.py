@@ -30,7 +30,7 @@ def results_of(path: Path) -> tuple[set[str], dict[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("devices", "late"), [(1, 1), (2, 17)])
+@pytest.mark.parametrize(("devices", "late"), [(1, 17), (2, 17)])
 def test_what_needs_a_gpu_passes(devices: int, late: int, tmp_path: Path) -> None:
     """Late, as tests are among it that leave out waits, and ranks that fail: at once, collectives block the host."""
     report = tmp_path / "report.xml"
