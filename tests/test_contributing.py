@@ -14,7 +14,7 @@ from test_packages import ARROWS
 
 import shardwise
 from shardwise import fully_shard
-from shardwise.engine.memory import Reason
+from shardwise.engine.unsharded_groups import Reason
 from shardwise.groups.states import GRADIENT_STATES, UNSHARD_STATES
 
 ROOT = Path(__file__).parent.parent

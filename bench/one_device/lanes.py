@@ -110,11 +110,11 @@ def counted_copies(lanes: Lanes) -> Iterator[None]:
     def counted_in(copy_in: Callable[..., Any]) -> Callable[..., Any]:
         return lambda stream, copy: copy_in(stream, partial(through, "copy in", copy))
 
-    def counted_out(reduction: Reduction) -> None:
+    def counted_out(reduction: Reduction, *result: Any) -> None:
         if reduction.arrives_on_host:
-            through("copy out", partial(move, reduction))
+            through("copy out", partial(move, reduction, *result))
         else:
-            move(reduction)
+            move(reduction, *result)
 
     move = Reduction._move
     with ExitStack() as patches:

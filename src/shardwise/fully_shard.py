@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.buckets.optimizer_steps import install_step_hooks
 
 # Eager steps go through compile as well: one hook serves both, and asks at each call whether it is traced.
+from shardwise.compile import traced
 from shardwise.compile.hooks import install_hooks
-from shardwise.engine.members import Member, set_member, sharded_members
-from shardwise.features.outside_calls import explain_calls
-from shardwise.features.standard import new_root
+from shardwise.engine.members import Member, drive, set_member, sharded_members
+from shardwise.engine.root import Root
 from shardwise.fsdp_module.sharded_module import ShardedModule
 from shardwise.groups.casts import Casts, cast_around
 from shardwise.groups.group import ParameterGroup
@@ -43,6 +43,7 @@ from shardwise.setup.discovery import (
     modules_to_manage,
     names_below,
 )
+from shardwise.setup.outside_calls import explain_calls
 from shardwise.setup.sharded_class import original_class, sharded_class
 from shardwise.setup.shared_parameters import leave_ties, resolve_ties
 from shardwise.setup.validation import (
@@ -260,7 +261,7 @@ def fully_shard(
 
 def _attach_to_modules(group: ParameterGroup, modules: list[nn.Module], names: dict[nn.Module, str]) -> None:
     """Attach the group to its modules, register hooks, and join the trees of sharded modules inside."""
-    member = Member(group, new_root(group.device))
+    member = Member(group, Root(group.device), traced)
     for module in modules:
         set_member(module, member)
         nn_modules.register_api(module)
@@ -336,7 +337,7 @@ def _use_buffers(managed_modules: list[nn.Module], moved: dict[torch.Tensor, tor
 def _build_tree(modules: list[nn.Module], member: Member) -> None:
     """Let the new root drive all groups inside the newly sharded modules, and name them as it sees them."""
     members = {id(m): m for module in modules for m in sharded_members(module)}
-    member.root.adopt(list(members.values()), member)
+    drive(member.root, list(members.values()), member)
     for root in modules:
         names = {module: name for name, module in root.named_modules()}
         for inner in sharded_members(root):

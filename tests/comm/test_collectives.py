@@ -3,6 +3,7 @@
 The values are small integers, so that sums are exact in every dtype and in every order.
 """
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,7 +127,8 @@ def reduce_everything(limit: int, missing: int | None, divisor: float) -> None:
     for comm in communicators():
         output = torch.zeros(layout.shard_bytes, dtype=torch.uint8)
         reduce = ReduceScatter(comm, layout, CPU)
-        finishes = [reduce.start(HostStream(), part, gradients, output, divisor) for part in reduce.parts]
+        sums = partial(getattr, SimpleNamespace(output=output), "output")
+        finishes = [reduce.start(HostStream(), part, gradients, sums, divisor) for part in reduce.parts]
         for finish in finishes:
             finish()
         views = FlatShard(layout, rank, CPU)
@@ -162,7 +164,8 @@ def test_gradients_with_padding_are_packed_by_one_call(monkeypatch: pytest.Monke
     (part,) = reduce.parts
     monkeypatch.setattr(torch, "cat", None)
     for _ in range(2):
-        reduce.start(HostStream(), part, gradients, torch.zeros(layout.shard_bytes, dtype=torch.uint8), 1.0)()
+        sums = partial(torch.zeros, layout.shard_bytes, dtype=torch.uint8)
+        reduce.start(HostStream(), part, gradients, sums, 1.0)()
     for flat in sent:
         for rank, row in enumerate(flat.view(world, -1)):
             for slot, gradient in zip(layout.slots, gradients, strict=True):
@@ -189,15 +192,15 @@ def calls_of_a_sum(
     """What 8 ranks are asked to sum of the number 64 in each dtype, and what is done with a sum of 64."""
     told = []
 
-    def summed(_pg: Any, output: Tensor, source: Tensor, op: Any, _is_async: bool) -> None:
+    def summed(output: Tensor, source: Tensor, op: Any) -> None:
         by = f" of {source[0].item():g} times {op.factor:g}" if isinstance(op, c10d.PremultipliedSum) else ""
         name = by or f" {str(op).rsplit('.', 1)[-1].lower()} of {source[0].item():g}"
         told.append(f"{str(output.dtype).removeprefix('torch.')}:{name}")
         output.fill_(64)
 
     monkeypatch.setattr(c10d, "backend_name", lambda *_: backend)
-    monkeypatch.setattr(c10d, "reduce_scatter", summed)
-    pg: Any = SimpleNamespace(size=lambda: 8)
+    monkeypatch.setattr(c10d, "reduce_options", lambda op, is_async: op)
+    pg: Any = SimpleNamespace(size=lambda: 8, **{c10d.ALL_GATHER: None, c10d.REDUCE_SCATTER: summed})
     comm = BackendCollectives(pg, CPU)
     comm.force_sum = force_sum
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
@@ -249,9 +252,9 @@ def test_each_factor_is_an_operation_of_its_own(monkeypatch: pytest.MonkeyPatch)
     made: list[float] = []
     make = dist._make_nccl_premul_sum  # torch has it everywhere, also without NCCL
     monkeypatch.setattr(dist, "_make_nccl_premul_sum", lambda factor: (made.append(factor), make(factor))[1])
-    c10d._reduce_options.cache_clear()
-    options = [c10d._reduce_options(c10d.PremultipliedSum(factor), True) for factor in (0.5, 0.25, 0.5)]
-    c10d._reduce_options.cache_clear()
+    c10d.reduce_options.cache_clear()
+    options = [c10d.reduce_options(c10d.PremultipliedSum(factor), True) for factor in (0.5, 0.25, 0.5)]
+    c10d.reduce_options.cache_clear()
     assert made == [0.5, 0.25]
     assert [each.reduceOp.op for each in options] == [dist.ReduceOp.PREMUL_SUM] * 3
 

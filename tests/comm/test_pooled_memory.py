@@ -21,8 +21,8 @@ from scenario import Side, assert_same
 from torch import Tensor
 
 from shardwise import fully_shard
-from shardwise.comm import communicators, custom
-from shardwise.comm.custom import SymmetricMemoryPool
+from shardwise.comm import custom
+from shardwise.comm.custom import PooledCollectives, SymmetricMemoryPool
 from shardwise.fsdp_module.comm_choices import use_symmetric_memory
 from shardwise.torch_compat import c10d
 
@@ -86,17 +86,18 @@ def symmetric_memory(others_backend: str | None = None) -> Iterator[Symmetric]:
 def all_gathers_checked(holds: Any) -> Iterator[list[str]]:
     """Inside, each all-gather of the back end is checked: in place, and in memory that it knows."""
     found: list[str] = []
-    gather = c10d.all_gather
+    gather = PooledCollectives.all_gather
 
-    def checked(pg: Any, output: Tensor, source: Tensor, is_async: bool) -> Any:
-        start = output.data_ptr() + pg.rank() * source.numel() * source.itemsize
+    def checked(comm: PooledCollectives, outputs: Any, inputs: Any) -> Any:
+        (output,), (source,) = outputs, inputs
+        start = output.data_ptr() + comm._pg.rank() * source.numel() * source.itemsize
         found.append("in place" if source.data_ptr() == start else "from elsewhere")
         if not (holds(output) and holds(source)):
             found.append("memory that the back end does not know")
-        return gather(pg, output, source, is_async)
+        return gather(comm, outputs, inputs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(communicators.c10d, "all_gather", checked)
+        patch.setattr(PooledCollectives, "all_gather", checked)
         yield found
 
 

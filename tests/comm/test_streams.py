@@ -5,6 +5,7 @@ is checked where there is a GPU."""
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from shardwise.comm import buffers
 from shardwise.comm.buffers import buffer_for, typed_range
 from shardwise.comm.communicators import SingleRank
 from shardwise.comm.reduce_scatter import GradientPart, ReduceScatter
-from shardwise.comm.reduction import Destination, Reduction, ReplicaReduction
+from shardwise.comm.reduction import Reduction, SecondStage
 from shardwise.comm.streams import CommStreams, CommWork, DeviceStream, HostStream, in_stream, is_of_device
 from shardwise.layout.slots import Layout, SlotSpec, plan_layout
 
@@ -278,8 +279,9 @@ class LoggedReduce:
         self.log, self.name = log, name
 
     def start(
-        self, stream: Any, part: GradientPart, gradients: Sequence[Any], output: torch.Tensor, divisor: float
+        self, stream: Any, part: GradientPart, gradients: Sequence[Any], sums: Any, divisor: float
     ) -> Any:
+        output = sums()
         self.log.append(f"sum over shards{self.name} starts")
         tell(self.log, f"sums{self.name}", output)
         output.view(torch.float64).fill_(len(gradients) / divisor)
@@ -300,7 +302,7 @@ def tell(log: list[str], what: str, thing: Any) -> None:
 
 
 @pytest.fixture
-def replicas(log: list[str]) -> ReplicaReduction:
+def replicas(log: list[str]) -> SecondStage:
     """Others to sum over: the sums double."""
 
     def sum_up(tensors: Sequence[torch.Tensor], is_async: bool) -> Callable[[], None]:
@@ -309,7 +311,7 @@ def replicas(log: list[str]) -> ReplicaReduction:
             tensor.mul_(2)
         return lambda: log.append("sum over replicas ends")
 
-    return ReplicaReduction(frozenset({0}), sum_up, hook=lambda _: log.append("hook"))
+    return SecondStage(NARROW, CPU, summed=frozenset({0}), all_reduce=sum_up, hook=lambda _: log.append("hook"))
 
 
 def allocator(log: list[str], name: str = "") -> Callable[[], torch.Tensor]:
@@ -325,7 +327,7 @@ def allocator(log: list[str], name: str = "") -> Callable[[], torch.Tensor]:
 def reduction_of(
     log: list[str],
     streams: CommStreams,
-    replicas: ReplicaReduction,
+    replicas: SecondStage,
     where: torch.device = CPU,
     name: str = "",
 ) -> Reduction:
@@ -335,12 +337,12 @@ def reduction_of(
     reduce: Any = LoggedReduce(log, name)
     made = Reduction(reduce, WIDE, 2.0, streams, allocator(log, name), is_filled=True)
     made.send(WHOLE, gradients)
-    made.close(replicas, Destination(NARROW, where, is_pinned=False))
+    made.close(replace(replicas, device=where))
     return made
 
 
 def test_on_a_device_both_stages_are_queued_at_once_and_nothing_is_freed_before_the_computation_waits(
-    log: list[str], replicas: ReplicaReduction
+    log: list[str], replicas: SecondStage
 ) -> None:
     made = reduction_of(log, named_streams(), replicas)
     log.append("-- computing goes on")
@@ -371,7 +373,7 @@ sums are freed""",
 
 
 def test_a_result_for_host_memory_holds_up_the_host_at_its_end_only(
-    log: list[str], replicas: ReplicaReduction
+    log: list[str], replicas: SecondStage
 ) -> None:
     elsewhere = torch.device("meta")  # a device other than the computing one, without bytes to compare
     made = reduction_of(log, named_streams(), replicas, elsewhere)
@@ -394,7 +396,7 @@ the host waits for the event of all_reduce""",
 
 
 def test_gradients_are_freed_once_they_are_summed_over_the_shards(
-    log: list[str], replicas: ReplicaReduction
+    log: list[str], replicas: SecondStage
 ) -> None:
     """Not once the sums have gone over the replicas, and into host memory."""
     made = reduction_of(log, named_streams(), replicas, torch.device("meta"))
@@ -420,7 +422,7 @@ def test_without_a_second_stage_the_third_stream_stays_idle(log: list[str]) -> N
     reduce: Any = LoggedReduce(log)
     made = Reduction(reduce, WIDE, 2.0, named_streams(), allocator(log), is_filled=True)
     made.send(WHOLE, gradients)
-    made.close(ReplicaReduction(None, None, None), Destination(WIDE, CPU, is_pinned=False))
+    made.close(SecondStage(WIDE, CPU))
     del gradients
     output = made.output
     log.append("-- computing goes on")
@@ -443,7 +445,7 @@ gradients are freed""",
 
 
 def test_on_the_host_one_group_goes_over_the_replicas_while_the_next_goes_over_the_shards(
-    log: list[str], replicas: ReplicaReduction
+    log: list[str], replicas: SecondStage
 ) -> None:
     streams = CommStreams(CPU)
     first = reduction_of(log, streams, replicas, name=" 1")
@@ -477,7 +479,7 @@ sums 2 are freed""",
 
 
 def test_earlier_sums_join_before_the_replicas_and_the_hook_sees_what_comes_out(
-    log: list[str], replicas: ReplicaReduction
+    log: list[str], replicas: SecondStage
 ) -> None:
     seen: list[float] = []
     earlier = torch.full((4,), 3.0, dtype=torch.float64).view(torch.uint8)
@@ -487,7 +489,7 @@ def test_earlier_sums_join_before_the_replicas_and_the_hook_sees_what_comes_out(
         part.add_(1)
 
     made = reduction_of(
-        log, CommStreams(CPU), ReplicaReduction(replicas.summed, replicas.all_reduce, earlier, hook)
+        log, CommStreams(CPU), replace(replicas, earlier=earlier, hook=hook)
     )
     made.finish()
     assert seen == [2 * (0.5 + 3)]
@@ -505,7 +507,7 @@ def test_what_no_gradient_fills_is_zero(has_gradient: bool, monkeypatch: pytest.
     made = Reduction(reduce, padded, 1.0, CommStreams(CPU), allocate, is_filled=has_gradient)
     for part in reduce.parts:
         made.send(part, gradients)
-    made.close(ReplicaReduction(None, None, None), Destination(padded, CPU, is_pinned=False))
+    made.close(SecondStage(padded, CPU))
     made.finish()
     value = 1.0 if has_gradient else 0.0
     assert made.output.view(torch.float64).tolist() == [value] * 3 + [0.0]

@@ -148,7 +148,7 @@ def sent_at_completion(order: str) -> list[str]:
 
     def tell(gradients: Gradients) -> Any:
         queue = gradients._part_queue
-        told.append(f"{gradients._group.name} {sorted(queue.sent) if queue else 'all together'}")
+        told.append(f"{gradients._shards.name} {sorted(queue.sent) if queue else 'all together'}")
         return reduce(gradients)
 
     loss = model(torch.randn(2, 8)).sum()
@@ -198,7 +198,7 @@ def most_parts_in_flight(rows: int, precision: MixedPrecisionPolicy) -> int:
 
     def counted(queue: ReductionQueue, *args: Any) -> None:
         limit(queue, *args)
-        most.append(len(queue._parts))
+        most.append(queue.num_parts)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ReductionQueue, "_limit", counted)

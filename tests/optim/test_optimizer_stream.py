@@ -139,16 +139,16 @@ def answers_on_a_device(device: str) -> list[str]:
     """What the root says to things that may be meant as events and streams, and what it waits for after."""
     model = sharded_tower()
     model._shardwise_member.group.device = torch.device(device)
-    requests = model._shardwise_member.root.requests
+    root = model._shardwise_member.root
     answers = []
     for thing in (None, torch.Event("cpu"), torch.cpu.Event(), threading.Event(), "now"):
         try:
             model.set_post_optim_event(thing)
             answers.append("accepted")
         except TypeError as error:
-            assert requests.post_optim_event is None
+            assert root.post_optim_event is None
             answers.append(re.sub(r" is (<.* at 0x.*?>|torch.Event .*?) \(", " is ... (", str(error)))
-        requests.post_optim_event = None
+        root.post_optim_event = None
     for thing in (torch.cpu.Stream(), "side"):
         try:
             model.set_all_reduce_hook(print, stream=thing)

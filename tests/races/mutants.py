@@ -38,15 +38,17 @@ def _mutants(operation: str, *rows: tuple[str, str, str]) -> list[Mutant]:
 
 
 _ADVANCE = ("Reduction.advance", "Reduction.close")
-_HOOK = ("Reduction._start_replicas.<locals>.finish", "Reduction.advance")
-_SEND = ("Reduction.send", "Reductions._send")
-_SEND_ALL = ("Reduction.send", "Reductions._send_all.<locals>.<listcomp>")
-_GATHER = ("Waits.issue", "Unsharded._begin")
-_FREE = ("Unsharded._free_memory", "Unsharded._free")
-_KEEP_PART = ("Unsharded.keep_part", "KeptParts.instead_of_reshard")
+_HOOK = ("Reduction._start_stage.<locals>.finish", "Reduction.advance")
+_SEND = ("Reduction.send", "Gradients._send")
+_SEND_ALL = ("Reduction.send", "Gradients.reduce")
+_GATHER = ("Unsharded._start", "Unsharded.unshard")
+_GATHER_AGAIN = ("Unsharded._start", "Unsharded.unshard_again")
+_GATHER_AHEAD = ("Unsharded._start", "Unsharded.unshard_ahead")
+_FREE = ("Unsharded._free_on_device", "Unsharded._free")
+_KEEP_PART = ("Unsharded.keep_part", "ForwardPass._reshard")
 _COPY_IN = ("UnshardedBucket._on_device", "UnshardedBucket.start_all_gather")
-_HOST_WRITES = ("Requests.let_host_write", "Root.finish_reductions")
-_HOST_WRITES_SOON = ("Requests.let_host_write", "ForwardPass.end")
+_HOST_WRITES = ("Root.let_host_write", "Root.finish_reductions")
+_HOST_WRITES_SOON = ("Root.let_host_write", "ForwardPass.end")
 
 MUTANTS = [
     *_mutants(
@@ -54,8 +56,10 @@ MUTANTS = [
         (*_ADVANCE, "offload"),
         (*_SEND, "offload"),
         (*_SEND_ALL, "int8 reduction, hybrid"),
-        (*_GATHER, "parts kept until backward"),
-        ("Unsharded.make", "Unsharded.unshard", "parts kept until backward"),
+        (*_GATHER, "offload"),
+        (*_GATHER_AGAIN, "parts kept until backward"),
+        (*_GATHER_AHEAD, "parts kept until backward"),
+        ("Unsharded.make", "ParameterGroup._adopt_before_unshard", "parts kept until backward"),
     ),
     *_mutants(
         "record_event",
@@ -63,37 +67,39 @@ MUTANTS = [
         (*_SEND, "checkpointing"),
         (*_SEND_ALL, "extension: bytes and scales"),
         (*_GATHER, "extension: bytes and scales"),
+        (*_GATHER_AGAIN, "prefetch 0"),
+        (*_GATHER_AHEAD, "extension: bytes and scales"),
     ),
     *_mutants(
         "wait_event",
-        ("ForwardPass.begin", "Root.enter_forward", "optimizer on a side stream"),
+        ("ForwardPass.begin", "_pass_of_call", "optimizer on a side stream"),
         (
-            "Memory.release_stale",
+            "UnshardedGroups.reshard_stale",
             "ForwardPass.begin",
             "optimizer of nobody's on a side stream, kept after backward",
         ),
-        ("Requests.hand_over", "unsharded", "optimizer on a side stream, summon"),
+        ("Root.hand_over", "unsharded", "optimizer on a side stream, summon"),
         ("begin_inference", "inference", "optimizer on a side stream, inference"),
-        ("PartReduction.release", "Reduction.release_parts", "extension: bytes and scales"),
-        ("PartReduction.release", "Waits.finish", "checkpointing"),
+        ("Reduction.release_part", "Reduction.release_parts", "extension: bytes and scales"),
+        ("Reduction.release_part", "ReductionQueue._limit", "checkpointing"),
         ("Reduction.release", "Reduction.finish", "hook on its own stream"),
-        ("Reduction.release", "Waits.finish", "offload"),
-        ("Waits.finish", "Unsharded._finish_all_gather", "extension: bytes and scales"),
+        ("Reduction.release", "Gradients.release", "offload"),
+        ("Unsharded._finish_all_gather", "Unsharded.wait", "extension: bytes and scales"),
     ),
     *_mutants(
         "wait_stream",
-        ("BackwardPass.begin", "Root.find_or_begin_session", "edits between forward and backward"),
-        ("ForwardPass.begin", "Root.enter_forward", "custom collectives"),
+        ("BackwardPass.begin", "graph_task", "edits between forward and backward"),
+        ("ForwardPass.begin", "_pass_of_call", "custom collectives"),
         (*_HOOK, "hook on its own stream"),
         (*_ADVANCE, "offload"),
         (*_SEND, "checkpointing"),
         (*_SEND_ALL, "extension: bytes and scales"),
-        ("Requests.unshard", "FSDPModule.unshard", "unshard by hand"),
+        ("Root.unshard", "FSDPModule.unshard", "unshard by hand"),
         (*_FREE, "custom collectives"),
-        ("Unsharded.unshard", "Memory.unshard", "shards assigned anew"),
+        ("ParameterGroup._adopt_before_unshard", "Unsharded.unshard", "shards assigned anew"),
         ("begin_inference", "inference", "inference"),
     ),
-    *_mutants("event.synchronize", ("Reduction.finish", "Waits.finish", "offload")),
+    *_mutants("event.synchronize", ("Reduction.finish", "BucketReduction.accumulate", "offload")),
     *_mutants(
         "event.synchronize",
         (*_HOST_WRITES_SOON, "offload, edits between passes"),
@@ -123,7 +129,7 @@ HARMLESS = {
         "the part then belongs to the computing stream, which waits for each all-gather from it before it is dropped"
     ),
     **{
-        Site("wait_stream", ("Requests.hand_over", caller)): (
+        Site("wait_stream", ("Root.hand_over", caller)): (
             "to free memory waits by itself, and full tensors are gathered on the computing stream"
         )
         for caller in ("register_comm_hook", "unsharded")
@@ -144,11 +150,11 @@ HARMLESS = {
 
 
 def _drops_gradients_unwaited(self: Any) -> None:
-    self.drop_gradients()
+    self._drop_part()
 
 
-def _drops_sums_at_once(self: Any) -> None:
-    _MOVE(self)
+def _drops_sums_at_once(self: Any, *result: Any) -> None:
+    _MOVE(self, *result)
     self._scratch.clear()
 
 
@@ -175,7 +181,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 PATCHES: dict[str, tuple[str, Patch]] = {
     "gradients are dropped before their reduction was waited for": (
         "direct",
-        lambda patch: patch.setattr(reduction.PartReduction, "release", _drops_gradients_unwaited),
+        lambda patch: patch.setattr(reduction.Reduction, "release_part", _drops_gradients_unwaited),
     ),
     "sums are dropped before the copy to the host was waited for": (
         "offload, low precision",

@@ -16,7 +16,7 @@ from refusals import wrapped
 from torch import nn
 
 from shardwise import CommPolicy, MixedPrecisionPolicy, fully_shard, no_sync, shard_model
-from shardwise.features import plan_check
+from shardwise.engine import plan_check
 from shardwise.ranks.comparison import OwnDevice, first_difference, wrong_device
 
 

@@ -11,28 +11,28 @@ from software_gpu.late_recipes import Case
 
 # By the text of a mutant's place, or the name of a patch. All that are not named: LATE (1) finds them.
 FOUND_BY = {
-    "enter < Unsharded.make < Unsharded.unshard": 2,
-    "enter < Reduction.send < Reductions._send_all.<locals>.<listcomp>": 2,
-    "enter < Waits.issue < Unsharded._begin": 3,
-    "wait_event < ForwardPass.begin < Root.enter_forward": 2,
+    "enter < Unsharded.make < ParameterGroup._adopt_before_unshard": 2,
+    "enter < Reduction.send < Gradients.reduce": 2,
+    "enter < Unsharded._start < Unsharded.unshard": 3,
+    "wait_event < ForwardPass.begin < _pass_of_call": 2,
     # The copying stream must get ahead of the all-gather that has not used what was copied: where all is late, the host
     # has the copies done in order.
-    "wait_event < Requests.let_host_write < ForwardPass.end": 2,
+    "wait_event < Root.let_host_write < ForwardPass.end": 2,
     # Events that are recorded too early, and memory that is given out again beside a collective: all must run at once.
-    "record_event < Waits.issue < Unsharded._begin": 3,
-    "wait_event < Waits.finish < Unsharded._finish_all_gather": 3,
-    "record_event < Reduction.send < Reductions._send": 3,
-    "wait_event < PartReduction.release < Waits.finish": 3,
+    "record_event < Unsharded._start < Unsharded.unshard": 3,
+    "wait_event < Unsharded._finish_all_gather < Unsharded.wait": 3,
+    "record_event < Reduction.send < Gradients._send": 3,
+    "wait_event < Reduction.release_part < ReductionQueue._limit": 3,
     "sums are dropped before the copy to the host was waited for": 3,
     # Collectives must begin before what they read is written: where all is late, whoever waits for them has run first
     # what was launched first.
-    "wait_stream < Reduction.send < Reductions._send_all.<locals>.<listcomp>": 2,
+    "wait_stream < Reduction.send < Gradients.reduce": 2,
 }
 
 # Where values of the scenario in `races/mutants.py` stay right, and those of another one do not.
 OTHER_SCENARIO = {
     # With sums in float32, nothing but the copy to the host reads the memory that is given out again.
-    "wait_event < Reduction.release < Waits.finish": "offload, low precision",
+    "wait_event < Reduction.release < Gradients.release": "offload, low precision",
 }
 
 # Told by how torch's engine works; no run has shown it by itself.
@@ -41,9 +41,9 @@ _HANDED_OVER = (
     "reductions that it waits for; in `races` it waits for what has made this gradient"
 )
 UNSEEN = {
-    "wait_stream < Requests.unshard < FSDPModule.unshard": (
+    "wait_stream < Root.unshard < FSDPModule.unshard": (
         "the forward that follows compares what was gathered with the shards, and gathers again: without this "
-        "comparison (`Memory._release_changed`) its output is wrong under schedules 1 and 2"
+        "comparison (`UnshardedGroups._reshard_changed`) its output is wrong under schedules 1 and 2"
     ),
     "wait_stream < begin_inference < inference": (
         "the host has waited for the stream of the optimizer: ranks agree to enter by a collective whose answer it reads "
@@ -56,7 +56,7 @@ UNSEEN = {
 
 # Values are wrong in some runs only: it hangs on when the threads of ranks and devices run.
 SOMETIMES = {
-    "wait_event < Reduction.release < Waits.finish": (
+    "wait_event < Reduction.release < Gradients.release": (
         "under schedule 4, where the stream of reductions must get ahead of the one that copies what it has summed"
     ),
 }
@@ -101,11 +101,11 @@ def unseen(world: int) -> list[Case]:
 
 # Scenarios in which the harmless ones of `races/mutants.py` are asked for.
 _HARMLESS_IN = {
-    "Reduction._start_replicas.<locals>.finish": "hook on its own stream",
-    "Unsharded._free_memory": "direct",
+    "Reduction._start_stage.<locals>.finish": "hook on its own stream",
+    "Unsharded._free_on_device": "direct",
     "Unsharded.keep_part": "parts kept until backward",
     "UnshardedBucket._on_device": "offload",
-    "Requests.let_host_write": "offload, edits after a backward that did not reach all",
+    "Root.let_host_write": "offload, edits after a backward that did not reach all",
 }
 _HANDED_IN = {"register_comm_hook": "comm hook", "unsharded": "summon"}
 

@@ -78,7 +78,7 @@ def test_waits_that_are_left_out_are_found(tmp_path: Path) -> None:
     cases: list[Case] = [
         ("direct", None),
         ("custom collectives", Site("wait_stream", ("Unsharded._free_memory", "Unsharded._free"))),
-        ("checkpointing", Site("wait_stream", ("Reduction.send", "Reductions._send"))),
+        ("checkpointing", Site("wait_stream", ("Reduction.send", "Gradients._send"))),
         ("direct", "gradients are dropped before their reduction was waited for"),
     ]
     assert set(cases[1:]) <= set(late_table.mutants()), "renamed?"

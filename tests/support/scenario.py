@@ -159,7 +159,7 @@ class Side:
             assert held == 0, f"'{found.name}' holds {held} bytes of full gradients"
         for group in [member.group for member in members]:
             for bucket in group.unsharded.buckets if self.world > 1 else ():
-                left = 0 if bucket.buffer._keeps_memory else bucket.buffer._storage.nbytes()
+                left = 0 if bucket.buffer.keeps_memory else bucket.buffer._storage.nbytes()
                 assert left == 0, f"'{group.name}' holds {left} bytes of full parameters"
         for name, param in model.named_parameters():
             assert isinstance(param, DTensor), f"{name} is no DTensor"

@@ -126,7 +126,7 @@ def purposes_of_what_a_failure_ends() -> list[str]:
     model.set_separate_reduce_scatter_group(True)
     model(random_batch(0, 4))
     (member,) = sharded_members(model)
-    names = [axis.pg.group_name.split("_") for axis in member.group.waits.for_reduction.axes()]
+    names = [axis.pg.group_name.split("_") for axis in member.group.gradients.awaited.axes()]
     return sorted(name[1] if name[0] == "shardwise" else "mesh" for name in names)
 
 

@@ -284,7 +284,7 @@ def state_of(model: nn.Module) -> list[object]:
     root = members[0].root
     return [
         root.observer,
-        root.features.find(TracedRoot),
+        root.find(TracedRoot),
         *(isinstance(getattr(member.group, "streams", None), TracedStreams) for member in members),
     ]
 

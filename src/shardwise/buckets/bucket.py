@@ -24,7 +24,6 @@ from shardwise.buckets.flat_slot import FLAT_SLOT, FlatSlot
 from shardwise.buckets.sharded_gradients import ShardedGradients
 from shardwise.buckets.unsharded_bucket import UnshardedBucket
 from shardwise.comm.buffers import FlatShard
-from shardwise.comm.reduction import Destination
 from shardwise.layout.chunks import shard_of
 from shardwise.layout.mesh import Axis, ShardMesh
 from shardwise.layout.packing import choose_direct
@@ -94,7 +93,8 @@ class Bucket:
             self.reduced,
             self.policy.part_bytes,
             self.sharded_gradients,
-            Destination(self.kept, self.storage.device, self.storage.is_pinned),
+            self.storage.device,
+            self.storage.is_pinned,
         )
         if before is not None:
             self.reduction.carry_earlier(before)

@@ -4,6 +4,7 @@ Sums that are not to go on to the replicas yet stay here, and are added to the n
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from operator import or_
 
@@ -16,13 +17,17 @@ from shardwise.buckets.sharded_gradients import ShardedGradients
 from shardwise.comm.buffers import buffer_for, local_views
 from shardwise.comm.quantized import QuantizedExchange, QuantizedSum
 from shardwise.comm.reduce_scatter import ReduceScatter
-from shardwise.comm.reduction import NO_REPLICAS, Destination, Hook, Reduction, ReplicaReduction
+from shardwise.comm.reduction import Hook, Reduction, SecondStage
 from shardwise.comm.streams import CommStreams
 from shardwise.layout.slots import Layout
+from shardwise.ranks.position import Wait
 
 
 class BucketReduction:
-    """The reductions of a bucket's gradients, one after the other. ``layout``: of the sums."""
+    """The reductions of a bucket's gradients, one after the other.
+
+    ``layout``: of the sums. Results go to ``device``, where the shards are, perhaps to pinned memory.
+    """
 
     def __init__(
         self,
@@ -30,7 +35,8 @@ class BucketReduction:
         layout: Layout,
         part_bytes: float | None,
         gradients: ShardedGradients,
-        destination: Destination,
+        device: torch.device,
+        is_pinned: bool,
     ) -> None:
         self._params = gradients.params
         self._communication = communication
@@ -43,11 +49,11 @@ class BucketReduction:
             if isinstance(each, (QuantizedExchange, QuantizedSum)):
                 each.plan_for(layout)
         self._gradients = gradients
-        self._destination = destination
         # Copies are made equal behind the last sum: over the shards, or over replicas.
         can_differ, has_replicas = self._can_copies_differ(), not mesh.replicate_axis.is_alone
         self._differ_over_shards = can_differ and not has_replicas
         self._differ_over_replicas = can_differ and has_replicas
+        self._to_gradients = SecondStage(gradients.layout, device, is_pinned)
         self.earlier: Tensor | None = None
         """Sums that have yet to be summed over replicas."""
         # Set by close for accumulate: which parameters have a gradient in the reduction or in the earlier
@@ -55,18 +61,25 @@ class BucketReduction:
         self._has_sum: list[bool] = [False] * len(gradients.params)
         self._covers_replicas = True
 
-    def open(self, streams: CommStreams, divisor: float, *, is_filled: bool) -> Reduction:
-        """A reduction with nothing sent yet. ``is_filled``: every parameter will have a gradient."""
-        allocate = partial(buffer_for, self._layout, self._mesh.device, is_filled=is_filled)
-        divisor = 1.0 if self._communication.averages_itself else divisor
+    def open(
+        self, streams: CommStreams, divisor: float | None, awaited: Wait, *, is_filled: bool
+    ) -> Reduction:
+        """A reduction with nothing sent yet.
+
+        ``divisor``: of the sums over all ranks; None: their number. ``is_filled``: every parameter will have
+        a gradient.
+        """
+        if self._communication.averages_itself:
+            divisor = 1.0
         return Reduction(
             self._reduce_scatter,
             self._layout,
-            divisor,
+            divisor or float(self._mesh.num_ranks),
             streams,
-            allocate,
+            partial(buffer_for, self._layout, self._mesh.device, is_filled=is_filled),
             is_filled=is_filled,
             agree=self._broadcast_copies if self._differ_over_shards else None,
+            awaited=awaited,
         )
 
     def close(self, reduction: Reduction, all_reduces: bool, hook: Hook | None) -> None:
@@ -74,21 +87,27 @@ class BucketReduction:
         self._covers_replicas = all_reduces or self._mesh.replicate_axis.is_alone
         self._has_sum = list(map(or_, self._has_sum, reduction.present))
         earlier, self.earlier = self.earlier, None
-        replica_sum = self._communication.sum_over_replicas if self._covers_replicas else None
-        destination = (
-            self._destination if self._covers_replicas else Destination(self._layout, self._mesh.device)
-        )
+        replica_sum, stage = None, self._to_gradients
+        if self._covers_replicas:
+            replica_sum = self._communication.sum_over_replicas
+        else:
+            stage = SecondStage(self._layout, self._mesh.device)
         agree = self._broadcast_copies if self._differ_over_replicas else None
-        replicas = NO_REPLICAS
         if replica_sum is not None or earlier is not None or hook is not None or agree is not None:
             summed = [
                 index
                 for index, (param, has_sum) in enumerate(zip(self._params, self._has_sum, strict=True))
                 if has_sum or param.sharded.requires_grad
             ]
-            own_hook = hook if self._covers_replicas else None
-            replicas = ReplicaReduction(frozenset(summed), replica_sum, earlier, own_hook, agree)
-        reduction.close(replicas, destination)
+            stage = replace(
+                stage,
+                summed=frozenset(summed),
+                all_reduce=replica_sum,
+                earlier=earlier,
+                hook=hook if self._covers_replicas else None,
+                agree=agree,
+            )
+        reduction.close(stage)
 
     def _can_copies_differ(self) -> bool:
         """True if ranks keep the same scalar, but may get different bits for its gradient."""
@@ -114,16 +133,17 @@ class BucketReduction:
             copy.copy_(agreed)
 
     def accumulate(self, reduction: Reduction, *, without_hooks: bool) -> bool:
-        """Add reduced gradients to ``.grad`` of the sharded parameters; True: they wait for the replicas.
+        """Wait for the result and add it to ``.grad`` of the sharded parameters; True: it waits for replicas.
 
         ``without_hooks``: no sharded parameter has gradient hooks or a deferred gradient.
         """
+        output = reduction.finish()
         if not self._covers_replicas:
-            self.earlier = reduction.output
+            self.earlier = output
             return True
         has_sum, self._has_sum = self._has_sum, [False] * len(self._params)
-        if not (without_hooks and all(has_sum) and self._gradients.accumulate_all(reduction.output)):
-            self._gradients.accumulate(reduction.output, has_sum)
+        if not (without_hooks and all(has_sum) and self._gradients.accumulate_all(output)):
+            self._gradients.accumulate(output, has_sum)
         return False
 
     # --- sums that wait for the replicas ----------------------------------------------------------

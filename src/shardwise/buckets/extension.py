@@ -18,7 +18,7 @@ Both may get them until the first forward.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -118,10 +118,6 @@ def _as_values() -> Iterator[None]:
         yield
 
 
-def _at_once(call: Callable[..., Finish], *args: Any) -> Finish:
-    return call(*args)
-
-
 class _ExtensionBuffer:
     """The memory of an unsharded parameter that its protocol has made, with the interface of UnshardedBuffer.
 
@@ -133,7 +129,7 @@ class _ExtensionBuffer:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Manage the memory of ``tensors``, which are in use."""
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
-        self._keeps_memory = False
+        self.keeps_memory = False
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._storages.setdefault(tensor_impl.storage_key(storage), (storage, storage.nbytes()))
@@ -146,11 +142,11 @@ class _ExtensionBuffer:
 
     def keep_memory(self, keep: bool) -> None:
         """Whether ``free`` keeps the memory."""
-        self._keeps_memory = keep
+        self.keeps_memory = keep
 
     def free(self) -> None:
         """Free the memory."""
-        for storage, _ in () if self._keeps_memory else self._storages.values():
+        for storage, _ in () if self.keeps_memory else self._storages.values():
             storage.resize_(0)
 
     @property
@@ -338,7 +334,7 @@ class _UnshardedExtension(UnshardedBucket):
         self.buffer.allocate()
         with _as_values():
             inputs, metadata = self._inputs(stream)
-            wait = self._start(inputs, self._outputs, stream.issue)
+            wait = self._start(inputs, self._outputs)
 
         def finish() -> None:
             with _as_values():
@@ -369,9 +365,7 @@ class _UnshardedExtension(UnshardedBucket):
         dist.all_gather_object(found, own, group=axis.pg)
         return found
 
-    def _start(
-        self, inputs: list[Tensor], outputs: list[Tensor], issue: Callable[..., Finish] = _at_once
-    ) -> Finish:
+    def _start(self, inputs: list[Tensor], outputs: list[Tensor]) -> Finish:
         """All-gather each input into its output, padded in transit if ranks have different sizes."""
         if self._bucket.mesh.shard_axis.is_alone:
             for output, source in zip(outputs, inputs, strict=True):
@@ -397,7 +391,7 @@ class _UnshardedExtension(UnshardedBucket):
         # One after the other: messages are told apart by their place in a shard buffer (see
         # comm/gloo.py), which these do not have.
         comm = self._bucket.communication.all_gather
-        waits = [issue(comm.all_gather, [receives[i]], [sends[i]]) for i in some]
+        waits = [comm.all_gather([receives[i]], [sends[i]]) for i in some]
 
         def finish() -> None:
             for wait in waits:

@@ -40,7 +40,7 @@ class ShardedGradients:
 
     def __init__(self, params: Sequence[Param], layout: Layout, rank: int) -> None:
         self.params = params
-        self._layout = layout
+        self.layout = layout
         self._views = LocalViews(layout, rank)
         # Whether all gradients form one tensor: one dtype, equal placements, no padding in between.
         dtypes = {run.dtype for run in layout.segments}
@@ -123,7 +123,7 @@ class ShardedGradients:
 
     def gradient_offset(self, index: int) -> int:
         """Where the gradient of a parameter starts in the buffer, counted in its elements."""
-        slot = self._layout.slots[index]
+        slot = self.layout.slots[index]
         return slot.shard_offset // slot.spec.itemsize
 
 

@@ -1,6 +1,7 @@
 """The unsharded parameters of a bucket: their memory, and the all-gather that fills it."""
 
 from functools import partial
+from operator import sub
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,6 @@ from shardwise.comm.quantized import Int8AllGather
 from shardwise.comm.streams import CommStream, Finish, nothing
 from shardwise.layout.chunks import shard_of
 from shardwise.layout.slots import Layout
-from shardwise.params.changes import all_start_at
 
 if TYPE_CHECKING:
     from shardwise.buckets.bucket import Bucket
@@ -55,6 +55,7 @@ class UnshardedBucket:
         self._placed = [param for param, slot in zip(bucket.params, slots, strict=True) if slot.slot_bytes]
         self._contents = [param.unsharded_data() for param in self._placed]
         self._offsets = [slot.slot_offset for slot in slots if slot.slot_bytes]
+        self._choose_start()
         return buffer
 
     def _make_all_gather(self, buffer: UnshardedBuffer) -> AllGather:
@@ -66,12 +67,11 @@ class UnshardedBucket:
         return Int8AllGather(comm, layout, buffer, quantized.block_size)
 
     def start_all_gather(self, stream: CommStream) -> Finish:
-        """Allocate the buffer and start to fill it; returns the function that waits."""
+        """Allocate the buffer and start to fill it; returns the function that waits.
+
+        What goes on in every step, ``_choose_start`` puts in the place of this method.
+        """
         self.buffer.allocate()
-        if self._post_forward is not None and self._post_forward.has_contents:
-            return self._post_forward.start_all_gather(stream)
-        if self._all_gather is not None and self._pieces is not None:
-            return self._all_gather.start(stream, self._pieces)
         flat = self._on_device(stream)
         if self._all_gather is None:  # a single rank
             if not self._sends_flat_shard:
@@ -93,6 +93,15 @@ class UnshardedBucket:
 
         return finish
 
+    def _choose_start(self) -> None:
+        """Begin from the post-forward shard while there is one; else from the flat shard, if it can be sent
+        as it is."""
+        vars(self).pop("start_all_gather", None)
+        if self._post_forward is not None and self._post_forward.has_contents:
+            self.start_all_gather = self._post_forward.start_all_gather  # type: ignore[method-assign]
+        elif self._all_gather is not None and self._pieces is not None:
+            self.start_all_gather = partial(self._all_gather.start, inputs=self._pieces)  # type: ignore[method-assign]
+
     def _on_device(self, stream: CommStream) -> Tensor:
         """The flat shard on the computing device, in the dtypes that are stored."""
         flat = self._bucket.flat_shard.bytes
@@ -110,11 +119,13 @@ class UnshardedBucket:
         """Keep this rank's post-forward shard, if there is a post-forward axis."""
         if self._post_forward is not None:
             self._post_forward.keep()
+            self._choose_start()
 
     def drop_post_forward_shard(self) -> None:
         """Free the post-forward shard."""
         if self._post_forward is not None:
             self._post_forward.drop()
+            self._choose_start()
 
     # --- questions --------------------------------------------------------------------------------
 
@@ -144,7 +155,7 @@ class UnshardedBucket:
     def relocated_params(self) -> list[str]:
         """Names of unsharded parameters that were given other memory (``param.data = ...``)."""
         start = self.buffer.bytes.data_ptr()
-        if all_start_at(self._contents, self._offsets, start):
+        if set(map(sub, map(Tensor.data_ptr, self._contents), self._offsets)) <= {start}:
             return []
         rows = zip(self._placed, self._contents, self._offsets, strict=True)
         return [param.fqn for param, content, offset in rows if content.data_ptr() != start + offset]

@@ -27,27 +27,31 @@ class AllGather:
         self._dtype: Any = dtypes.pop() if len(dtypes) == 1 else torch.uint8
         self._outputs = [buffer.slot(layout.slots[i]) for i in layout.direct]
         self._packed_bytes = layout.packed_bytes
+        self._staging_bytes = self._world * self._packed_bytes
+        self._device = buffer.bytes.device
+        self._on_host = self._device.type == "cpu"
         if self._packed_bytes:
             self._plan_unpacking(layout, buffer)
 
     def start(self, stream: CommStream, inputs: Sequence[Tensor]) -> Finish:
         """Fill the unsharded buffer from ``inputs``, which ``cut`` makes; returns the function that waits."""
+        if not self._buffer.keeps_memory:
+            self._buffer.allocate()
         if not self._packed_bytes:
-            return stream.issue(self._comm.all_gather, self._outputs, inputs)
+            return self._comm.all_gather(self._outputs, inputs)
         pool: BufferPool = self._comm.pool or stream
-        scratch, staging = self._acquire_staging(pool)
-        wait = stream.issue(self._comm.all_gather, [*self._outputs, staging.flat], inputs)
+        scratch = pool.acquire(self._staging_bytes, self._device, self._dtype)
+        key = self._staging_key
+        staging: Staging = scratch.views.get(key) or scratch.view(key, self._stage)
+        wait = self._comm.all_gather([*self._outputs, staging.flat], inputs)
         return partial(self._end, wait, staging, pool, scratch)
 
-    def _acquire_staging(self, pool: BufferPool) -> "tuple[Scratch, Staging]":
-        """A buffer for the packed pieces of all ranks, from ``pool``."""
-        num_bytes = self._world * self._packed_bytes
-        scratch = pool.acquire(num_bytes, self._buffer.bytes.device, self._dtype)
-        return scratch, scratch.view(self._staging_key, self._stage)
-
-    def _end(self, wait: Finish, staging: "Staging", pool: BufferPool, scratch: Scratch) -> None:
+    def _end(self, wait: Finish, staging: Staging, pool: BufferPool, scratch: Scratch) -> None:
         wait()
-        self._unpack(staging)
+        if self._on_host and not self._strided:
+            foreach.copy_(self._homes, staging.ranges)
+        else:
+            self._unpack(staging)
         pool.release(scratch)
 
     def cut(self, send: Tensor) -> list[Tensor]:
@@ -63,7 +67,7 @@ class AllGather:
 
         On the host, one copy unpacks all parameters of one size; on a device one kernel unpacks all.
         """
-        self._ranges = packed_ranges(layout) if buffer.bytes.device.type == "cpu" else []
+        self._ranges = packed_ranges(layout) if self._on_host else []
         self._homes = [
             buffer.bytes.as_strided(
                 (s.length, self._world, s.num_bytes), (s.slot_pitch, s.num_bytes, 1), s.slot_start
@@ -86,7 +90,7 @@ class AllGather:
             "gather", self._world, layout.packed_bytes, sum(self._sizes), tuple(self._ranges)
         )  # fmt: skip
 
-    def _stage(self, buffer: Tensor) -> "Staging":
+    def _stage(self, buffer: Tensor) -> Staging:
         """The views of a staging buffer into which and from which bytes are copied."""
         flat = buffer[: self._world * self._layout.packed_bytes]
         rows = flat.view(self._world, -1)
@@ -96,9 +100,10 @@ class AllGather:
         ]
         return Staging(flat, rows, rows[:, : sum(self._sizes)], ranges)
 
-    def _unpack(self, staging: "Staging") -> None:
-        if self._sizes and staging.flat.device.type == "cpu":
-            foreach.copy_(self._homes, staging.ranges)
+    def _unpack(self, staging: Staging) -> None:
+        if self._on_host:
+            if self._homes:
+                foreach.copy_(self._homes, staging.ranges)
         elif self._sizes:  # one kernel
             torch.split_with_sizes_copy(staging.packed, self._sizes, dim=1, out=self._targets)
         for slot, full in self._strided:
@@ -125,15 +130,18 @@ class InPlaceAllGather(AllGather):
     def start(self, stream: CommStream, inputs: Sequence[Tensor]) -> Finish:
         """As ``AllGather.start``: copies its one input first."""
         if not inputs:
+            self._buffer.allocate()
             return nothing
         (flat,) = inputs
         return self.start_from(stream, lambda own: own.copy_(flat))
 
     def start_from(self, stream: CommStream, fill: Callable[[Tensor], Any]) -> Finish:
         """The all-gather of what ``fill`` writes to a buffer that is laid out as a flat shard."""
+        self._buffer.allocate()
         pool: BufferPool = self._comm.pool
-        scratch, staging = self._acquire_staging(pool)
+        scratch = pool.acquire(self._staging_bytes, self._device, self._dtype)
+        staging: Staging = scratch.view(self._staging_key, self._stage)
         own = staging.rows[self._rank]
         fill(own)
-        wait = stream.issue(self._comm.all_gather, [staging.flat], [own])
+        wait = self._comm.all_gather([staging.flat], [own])
         return partial(self._end, wait, staging, pool, scratch)

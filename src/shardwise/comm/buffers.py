@@ -58,7 +58,8 @@ class UnshardedBuffer:
         self.is_alias = alias is not None
         is_small = device.type == "cpu" and layout.content_bytes <= KEPT_ON_HOST_BYTES
         self._always_keeps = self.is_alias or is_small
-        self._keeps_memory = self._always_keeps
+        self.keeps_memory = self._always_keeps
+        """Whether ``free`` does nothing."""
         if alias is not None:
             self.bytes = alias
         else:
@@ -67,16 +68,16 @@ class UnshardedBuffer:
 
     def allocate(self) -> None:
         """Allocate memory; its contents are undefined until the all-gather."""
-        if not self._keeps_memory and self._storage.nbytes() == 0:
+        if not self.keeps_memory and self._storage.nbytes() == 0:
             self._storage.resize_(self._num_bytes)
 
     def keep_memory(self, keep: bool) -> None:
         """Whether ``free`` keeps the memory, and with it the addresses of all tensors in it."""
-        self._keeps_memory = keep or self._always_keeps
+        self.keeps_memory = keep or self._always_keeps
 
     def free(self) -> None:
         """Free the memory. The tensors over it stay, without contents."""
-        if not self._keeps_memory:
+        if not self.keeps_memory:
             self._storage.resize_(0)
 
     def holds(self, address: int) -> bool:

@@ -162,6 +162,9 @@ class BackendCollectives:
             self.smallest_part_bytes, float(self._world * self.packing_limit_bytes)
         )
         self._is_async = device.type == "cpu"
+        # The calls themselves: a function of ours around each would take as long as its arguments do.
+        self._gather, self._scatter = getattr(pg, c10d.ALL_GATHER), getattr(pg, c10d.REDUCE_SCATTER)
+        self._gather_options = c10d.all_gather_options(self._is_async)
         self._can_coalesce = True
         # The fake back end moves nothing, and counts as one that divides.
         self._divides = c10d.is_nccl(pg, device) or c10d.backend_name(pg, device) == "fake"
@@ -169,43 +172,49 @@ class BackendCollectives:
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
         """One coalesced call, or one call an output."""
+        options = self._gather_options
         if len(outputs) == 1:
-            return waiting_for([c10d.all_gather(self._pg, outputs[0], inputs[0], self._is_async)])
+            work = self._gather(outputs[0], inputs[0], options)
+            return nothing if work is None else work.wait  # type: ignore[no-any-return]
         works = self._coalesced(c10d.all_gather_coalesced, outputs, inputs)
         if works is None:
-            works = [
-                c10d.all_gather(self._pg, output, source, self._is_async)
-                for output, source in zip(outputs, inputs, strict=True)
-            ]
+            works = [self._gather(o, i, options) for o, i in zip(outputs, inputs, strict=True)]
         return waiting_for(works)
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
-        """Sum and divide, in the back end as far as it can."""
+        """Sum and divide, in the back end as far as it can. Sums of several dtypes go one after the other."""
+        if not outputs:
+            return nothing
+        dtype = outputs[0].dtype
+        if len(outputs) > 1 and any(output.dtype != dtype for output in outputs):
+            return self._reduce_scatter_by_dtype(outputs, inputs, divisor)
+        op, before, after = self._division(dtype, divisor)
+        if before != 1:
+            inputs = [source / before for source in inputs]
+        options = c10d.reduce_options(op, self._is_async)
         if len(outputs) == 1:
-            return self._reduce_scatter(outputs, inputs, divisor)
+            work = self._scatter(outputs[0], inputs[0], options)
+            wait = nothing if work is None else work.wait
+        else:
+            works = self._coalesced(c10d.reduce_scatter_coalesced, outputs, inputs, op)
+            if works is None:
+                works = [self._scatter(o, i, options) for o, i in zip(outputs, inputs, strict=True)]
+            wait = waiting_for(works)
+        return wait if after == 1 else WaitThen(wait, partial(foreach.div_, list(outputs), after))
+
+    def _reduce_scatter_by_dtype(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float
+    ) -> Finish:
         finishes = []
         for dtype in dict.fromkeys(output.dtype for output in outputs):
             pairs = [(o, i) for o, i in zip(outputs, inputs, strict=True) if o.dtype == dtype]
-            outs, ins = [o for o, _ in pairs], [i for _, i in pairs]
-            finishes.append(self._reduce_scatter(outs, ins, divisor))
+            finishes.append(self.reduce_scatter([o for o, _ in pairs], [i for _, i in pairs], divisor))
 
         def finish() -> None:
             for each in finishes:
                 each()
 
         return finish
-
-    def _reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
-        """The same for tensors of one dtype."""
-        op, before, after = self._division(outputs[0].dtype, divisor)
-        if before != 1:
-            inputs = [source / before for source in inputs]
-        works = self._coalesced(c10d.reduce_scatter_coalesced, outputs, inputs, op) or [
-            c10d.reduce_scatter(self._pg, output, source, op, self._is_async)
-            for output, source in zip(outputs, inputs, strict=True)
-        ]
-        wait = waiting_for(works)
-        return wait if after == 1 else WaitThen(wait, partial(foreach.div_, list(outputs), after))
 
     def _division(self, dtype: torch.dtype, divisor: float) -> tuple[Any, float, float]:
         """How to divide a sum: the operation of the back end, and what is left before and after it.
@@ -225,8 +234,8 @@ class BackendCollectives:
         return dist.ReduceOp.SUM, before, divisor / before
 
     def _coalesced(self, call: Any, outputs: Any, inputs: Any, *more: Any) -> list[Any] | None:
-        """One call for all pairs; None where there is only one pair, or the back end cannot."""
-        if len(outputs) < 2 or not self._can_coalesce:
+        """One call for all pairs; None where the back end cannot, or there are none."""
+        if not self._can_coalesce or not outputs:
             return None
         try:
             return [call(self._pg, outputs, inputs, *more, self._is_async)]

@@ -319,13 +319,14 @@ class Int8AllGather(AllGather):
 
     def start(self, stream: CommStream, inputs: Sequence[Tensor]) -> Finish:
         """Fill the unsharded buffer from ``inputs``, which ``cut`` makes; returns the function that waits."""
+        self._buffer.allocate()
         messages = [
             codec.encode(inputs[0][start:end].view(dtype).view(1, -1)).view(-1)
             for start, end, dtype, codec in self._segments
         ]
         message = torch.cat(messages)
         received = message.new_empty(self._world * self._message_bytes)
-        wait = stream.issue(self._comm.all_gather, [received], [message])
+        wait = self._comm.all_gather([received], [message])
         return partial(self._finish, wait, received, stream)
 
     def _finish(self, wait: Finish, received: Tensor, stream: CommStream) -> None:

@@ -1,9 +1,11 @@
 """The reduce-scatter of a layout."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 import torch
@@ -54,11 +56,6 @@ class ReduceScatter:
             least = part_bytes
         self.parts = self._plan_parts(least)
         self._chunked = {segment.start for segment in layout.packed_segments if self._is_chunked(segment)}
-        self._padded = {
-            segment.start
-            for segment in layout.packed_segments
-            if any(layout.slots[i].padded_numel > layout.slots[i].chunk_numel for i in segment.slots)
-        }
         self._paddings: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def _is_chunked(self, segment: BufferSegment) -> bool:
@@ -105,18 +102,19 @@ class ReduceScatter:
         stream: CommStream,
         part: GradientPart,
         gradients: Sequence[Tensor | None],
-        output: Tensor,
+        sums: Callable[[], Tensor],
         divisor: float,
     ) -> Finish:
-        """Issue the reduction of ``part`` into ``output``; a gradient of None is None on all ranks.
+        """Issue the reduction of ``part``; a gradient of None is None on all ranks.
 
-        ``gradients`` has one item for every parameter; ``output`` is laid out as the flat shard. Gradients
-        must stay untouched until the returned function has waited.
+        ``gradients`` has one item for every parameter. ``sums`` returns the output, which is laid out as the
+        flat shard. Gradients must stay untouched until the returned function has waited.
         """
         outputs: list[Tensor] = []
         inputs: list[Tensor] = []
         borrowed: list[Scratch] = []
         pool: BufferPool = self._comm.pool or stream
+        output = sums()
         for index in part.direct:
             gradient = gradients[index]
             if gradient is not None:
@@ -126,72 +124,60 @@ class ReduceScatter:
                 end = slot.shard_offset + slot.chunk_bytes
                 outputs.append(typed_range(output, slot.shard_offset, end, dtype))
         for segment in part.packed_segments:
-            if segment.end > segment.start and any(gradients[index] is not None for index in segment.slots):
+            own = [gradients[index] for index in segment.slots]
+            if segment.end > segment.start and not all(map(is_, own, repeat(None))):
                 assert isinstance(segment.dtype, torch.dtype)
                 num_bytes = self._layout.world * (segment.end - segment.start)
                 scratch = pool.acquire(num_bytes, self._device, segment.dtype)
                 key = ("reduce", self._layout.world, num_bytes, segment.dtype)
-                flat, rows = scratch.view(key, partial(typed_rows, key))
-                self._pack(segment, gradients, rows)
+                flat, rows = scratch.views.get(key) or scratch.view(key, partial(typed_rows, key))
+                self._pack(segment, own, rows)
                 borrowed.append(scratch)
                 inputs.append(flat)
                 outputs.append(typed_range(output, segment.start, segment.end, segment.dtype))
-        wait = stream.issue(self._comm.reduce_scatter, outputs, inputs, divisor)
+        wait = self._comm.reduce_scatter(outputs, inputs, divisor)
+        return partial(_end, wait, pool, borrowed) if borrowed else wait
 
-        def finish() -> None:
-            wait()
-            for scratch in borrowed:
-                pool.release(scratch)
-
-        return finish
-
-    def _pack(self, segment: BufferSegment, gradients: Sequence[Tensor | None], target: Tensor) -> None:
-        """Pack small gradients: row r of ``target`` holds the shards of rank r."""
+    def _pack(self, segment: BufferSegment, own: Sequence[Tensor | None], target: Tensor) -> None:
+        """Pack the small gradients ``own``: row r of ``target`` holds the shards of rank r."""
         world, dtype = self._layout.world, target.dtype
-        if segment.start in self._chunked:
-            own: list[Any] = [gradients[index] for index in segment.slots]
-            if are_dense_of(dtype, own):
-                tensor_impl.chunk_cat(self._with_paddings(segment, own, dtype), world, target)
-                return
-        columns: list[Tensor] = []
+        is_chunked = segment.start in self._chunked and are_dense_of(dtype, own)
+        columns: list[Any] = []
         packed_numel = 0
-        for index in segment.slots:
-            slot, gradient = self._layout.slots[index], gradients[index]
+        for index, gradient in zip(segment.slots, own, strict=True):
+            slot = self._layout.slots[index]
             if slot.is_strided:
                 continue
-            if gradient is None:
-                gradient = torch.zeros(slot.spec.shape, dtype=dtype, device=self._device)
-            if slot.chunk_bytes:
+            if is_chunked:
+                columns.append(gradient)
+            elif slot.chunk_bytes:
+                if gradient is None:
+                    gradient = torch.zeros(slot.spec.shape, dtype=dtype, device=self._device)
                 columns.append(whole_slot(gradient, slot).view(world, -1))
             if padding := slot.padded_numel - slot.chunk_numel:
-                columns.append(gradient.new_zeros(world, padding))
-            packed_numel += slot.padded_numel
-        if packed_numel == target.shape[1]:
-            torch.cat(columns, dim=1, out=target)
-            return
-        if columns:
-            torch.cat(columns, dim=1, out=target[:, :packed_numel])
-        self._pack_strided(segment, gradients, target, packed_numel)
-
-    def _with_paddings(
-        self, segment: BufferSegment, gradients: list[Tensor], dtype: torch.dtype
-    ) -> list[Tensor]:
-        if segment.start not in self._padded:
-            return gradients
-        columns = []
-        for index, gradient in zip(segment.slots, gradients, strict=True):
-            columns.append(gradient)
-            slot = self._layout.slots[index]
-            if padding := slot.padded_numel - slot.chunk_numel:
                 columns.append(self._padding(dtype, padding))
-        return columns
+            packed_numel += slot.padded_numel
+        if is_chunked:
+            tensor_impl.chunk_cat(columns, world, target)
+        elif packed_numel == target.shape[1]:
+            torch.cat(columns, dim=1, out=target)
+        else:
+            if columns:
+                torch.cat(columns, dim=1, out=target[:, :packed_numel])
+            self._pack_strided(segment, own, target, packed_numel)
 
     def _pack_strided(
-        self, segment: BufferSegment, gradients: Sequence[Tensor | None], target: Tensor, packed_numel: int
+        self, segment: BufferSegment, own: Sequence[Tensor | None], target: Tensor, packed_numel: int
     ) -> None:
         target[:, packed_numel:].zero_()
-        for index in segment.slots:
-            slot, gradient = self._layout.slots[index], gradients[index]
+        for index, gradient in zip(segment.slots, own, strict=True):
+            slot = self._layout.slots[index]
             if slot.is_strided and gradient is not None:
                 for piece, part in strided_pieces(slot, target.view(torch.uint8), segment.start, gradient):
                     piece.copy_(part)
+
+
+def _end(wait: Finish, pool: BufferPool, borrowed: Sequence[Scratch]) -> None:
+    wait()
+    for scratch in borrowed:
+        pool.release(scratch)

@@ -1,4 +1,4 @@
-"""The reduction of one bucket's gradients: reduce-scatter over the shard axis, then all-reduce over replicas.
+"""One reduction in flight: reduce-scatter over the shard axis, then all-reduce over replicas.
 
 Large gradients are reduced as soon as they are complete, and freed as soon as they are reduced.
 
@@ -7,6 +7,7 @@ first has been waited for, which ``advance`` does: while the reduction of one gr
 that of the next group goes over the shards.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,62 +21,36 @@ from shardwise.comm.reduce_scatter import GradientPart, ReduceScatter
 from shardwise.comm.reducers import AllReduce
 from shardwise.comm.streams import CommStreams, CommWork, Finish
 from shardwise.layout.slots import Layout
+from shardwise.ranks.position import Wait
 
 Hook = Callable[[Tensor], None]
 Agree = Callable[[Tensor, Sequence[int]], None]
 
 
 @dataclass(frozen=True)
-class Destination:
-    """Where reduced gradients go: in which layout, on which device, in pinned memory or not."""
+class SecondStage:
+    """What is done with the sums over the shard axis, and where the result goes.
+
+    ``layout``, ``device``, ``is_pinned``: of the result. ``summed``: indices of the parameters that may have
+    gradients on some rank. ``all_reduce`` sums over replicas in place; None where there are no replicas, or
+    not now. ``earlier``: sums of earlier backwards that have yet to be summed over replicas. ``agree``: see
+    ``Reduction``; here for sums over replicas.
+    """
 
     layout: Layout
     device: torch.device
     is_pinned: bool = False
-
-
-@dataclass(frozen=True)
-class ReplicaReduction:
-    """What happens to the sums over the shard axis.
-
-    ``summed``: indices of the parameters that may have gradients on some rank. ``all_reduce`` sums over
-    replicas in place; None where there are no replicas, or not now. ``earlier``: sums of earlier backwards
-    that have yet to be summed over replicas. ``agree``: see ``Reduction``; here for sums over replicas.
-    """
-
     summed: frozenset[int] = frozenset()
     all_reduce: AllReduce | None = None
     earlier: Tensor | None = None
     hook: Hook | None = None
     agree: Agree | None = None
 
-    @property
-    def has_work(self) -> bool:
-        """False if the sum over the shard axis is the result."""
-        is_plain = self.all_reduce is None and self.earlier is None and self.hook is None
-        return not is_plain or self.agree is not None
-
-
-NO_REPLICAS = ReplicaReduction()
-
-
-class PartReduction:
-    """The reduction of one part's unsharded gradients, which must stay untouched until ``release``."""
-
-    def __init__(self, gradients: Sequence[Tensor | None], num_bytes: float, work: CommWork) -> None:
-        self.gradients: Sequence[Tensor | None] = gradients
-        self.num_bytes = num_bytes  # freed by ``release``
-        self.work = work
-
-    def release(self) -> None:
-        """Wait for the reduction, and drop the gradients."""
-        self.work.wait()
-        self.drop_gradients()
-
-    def drop_gradients(self) -> None:
-        """Drop the gradients, which are reduced by now."""
-        self.gradients = ()
-        self.num_bytes = 0
+    def has_work(self, layout: Layout, device: torch.device) -> bool:
+        """False if the sums in ``layout`` on ``device`` are the result."""
+        is_there = self.layout is layout and self.device == device
+        does_nothing = self.all_reduce is None and self.earlier is None and self.hook is None
+        return not (is_there and does_nothing and self.agree is None)
 
 
 class Reduction:
@@ -87,6 +62,7 @@ class Reduction:
     of an optimizer that runs on a stream of its own. ``is_filled``: every parameter will have a gradient.
     ``agree`` gives scalars, which all ranks keep, the same bits on all of them: those among the parameters of
     these indices, in a buffer of sums. It communicates as the reduce-scatter does, and so on its stream.
+    ``awaited``: what this rank waits for when it waits for this (see ``ranks``).
     """
 
     def __init__(
@@ -99,6 +75,7 @@ class Reduction:
         *,
         is_filled: bool,
         agree: Agree | None = None,
+        awaited: Wait | None = None,
     ) -> None:
         self._reduce = reduce
         self._agree = agree
@@ -106,22 +83,30 @@ class Reduction:
         self._divisor = divisor
         self._streams = streams
         self._allocate = allocate
-        self.output: Tensor  # allocated when the first part is sent
-        self.part_reductions: list[PartReduction] = []
+        self._awaited = awaited
+        self.output: Tensor | None = None  # allocated when the first part is sent
         self._is_filled = is_filled
         self.present = [is_filled] * len(layout.slots)
         """For each parameter, whether a gradient was or will be sent."""
-        self._replica_work: CommWork | None = None  # of the second stage
-        self._scratch: list[Tensor] = []  # freed only once the computation has waited
-        self._made_on: Sequence[Any] = ()  # the streams on which its gradients were made
-        self._is_advanced = self._is_closed = self._needs_move = False
+        self._works: list[CommWork] = []  # of the parts
+        self._unreduced: deque[Sequence[Tensor | None]] = deque()  # gradients of parts not waited for
+        self.held_bytes: deque[float] = deque()
+        """For each of these parts the memory that ``release_part`` will free."""
+        self._stage: SecondStage | None = None  # once it is closed
+        self._stage_work: CommWork | None = None
+        self._is_advanced = False
         self.arrives_on_host = False
         """Whether the result is copied from a device to the host: waiting for it blocks the host."""
+        self._scratch: list[Tensor] = []  # freed only once the computation has waited
+        self._made_on: Sequence[Any] = ()  # the streams on which its gradients were made
+
+    # --- the first stage --------------------------------------------------------------------------
 
     def send(
         self, part: GradientPart, gradients: Sequence[Tensor | None], made_on: Sequence[Any] = ()
-    ) -> PartReduction:
-        """Start the reduction of ``part``; ``gradients`` has one item for every parameter.
+    ) -> None:
+        """Start the reduction of ``part``; ``gradients``, which has one item for every parameter, must stay
+        untouched until it is released.
 
         ``made_on``: the streams on which they were made, if not all on the computing one.
         """
@@ -131,34 +116,51 @@ class Reduction:
         if not self._is_filled:
             for index in part.indices:
                 self.present[index] = self.present[index] or gradients[index] is not None
-        num_bytes = part.num_bytes * self._reduce.reduce_memory_factor
-        part_reduction = PartReduction(
-            gradients, num_bytes, stream.submit(partial(self._start, part, gradients), made_on)
+        start: Callable[[], Finish] = partial(
+            self._reduce.start, stream, part, gradients, self._sums, self._divisor
         )
-        self.part_reductions.append(part_reduction)
-        return part_reduction
+        if self._agree is not None:
+            start = partial(self._start_alike, start, self._agree, part.indices)
+        self._works.append(stream.submit(start, made_on, self._awaited))
+        self._unreduced.append(gradients)
+        self.held_bytes.append(part.num_bytes * self._reduce.reduce_memory_factor)
 
-    def _start(self, part: GradientPart, gradients: Sequence[Tensor | None]) -> Finish:
-        if not self.part_reductions:
+    def _sums(self) -> Tensor:
+        """The memory for this rank's sums; allocated for the first part."""
+        if self.output is None:
             self.output = self._allocate()
-        finish = self._reduce.start(self._streams.reduce_scatter, part, gradients, self.output, self._divisor)
-        if self._agree is None:
-            return finish
-        agree = partial(self._agree, self.output, part.indices)
+        return self.output
+
+    def _start_alike(self, start: Callable[[], Finish], agree: Agree, indices: Sequence[int]) -> Finish:
+        finish = start()
 
         def finish_alike() -> None:
             finish()
-            agree()
+            agree(self._sums(), indices)
 
         return finish_alike
 
-    def close(self, replicas: ReplicaReduction, destination: Destination) -> None:
+    def release_part(self) -> None:
+        """Wait for the oldest part that was not waited for, and drop its gradients."""
+        self._works[len(self._works) - len(self._unreduced)].wait()
+        self._drop_part()
+
+    def _drop_part(self) -> None:
+        self._unreduced.popleft()
+        self.held_bytes.popleft()
+
+    def release_parts(self) -> None:
+        """Wait for the sums over the shard axis, which the second stage works on; drop the gradients."""
+        while self._unreduced:
+            self.release_part()
+
+    # --- the second stage -------------------------------------------------------------------------
+
+    def close(self, stage: SecondStage) -> None:
         """All parts are sent; say what happens to the sums."""
-        self._replicas = replicas
-        self._destination = destination
-        self._is_closed = True
-        self.arrives_on_host = destination.device != self.output.device
-        self._needs_move = destination.layout is not self._layout or self.arrives_on_host
+        self._stage = stage
+        assert self.output is not None  # a part was sent
+        self.arrives_on_host = stage.device != self.output.device
         if self._streams.are_device_streams:
             self.advance()
 
@@ -167,30 +169,89 @@ class Reduction:
         if self._is_advanced:
             return
         self._is_advanced = True
-        if self._replicas.has_work or self._needs_move:
-            for part_reduction in self.part_reductions:
-                self._streams.all_reduce.wait_for(self._streams.reduce_scatter, part_reduction.work)
-            self._replica_work = self._streams.all_reduce.submit(self._start_replicas, self._made_on)
+        stage, sums = self._stage, self.output
+        assert stage is not None
+        assert sums is not None
+        if stage.has_work(self._layout, sums.device):
+            for work in self._works:
+                self._streams.all_reduce.wait_for(self._streams.reduce_scatter, work)
+            start = partial(self._start_stage, stage, sums)
+            self._stage_work = self._streams.all_reduce.submit(start, self._made_on)
+            self._stage_work.awaited = self._awaited
 
-    def release_parts(self) -> None:
-        """Wait for the sums over the shard axis, which the second stage works on; drop the gradients."""
-        for part_reduction in self.part_reductions:
-            part_reduction.release()
+    def _start_stage(self, stage: SecondStage, sums: Tensor) -> Finish:
+        parts = self._segments_with_gradients(stage, sums)
+        if stage.earlier is not None:
+            earlier = self._segments_with_gradients(stage, stage.earlier)
+            for part, before in zip(parts, earlier, strict=True):
+                part.add_(before)
+        wait: Finish | None = None
+        if stage.all_reduce is not None:
+            wait = stage.all_reduce(parts, not self._streams.are_device_streams)
+
+        def finish() -> None:
+            if wait is not None:
+                wait()
+            if stage.agree is not None:
+                stage.agree(sums, range(len(self._layout.slots)))
+            if stage.hook is not None:
+                for part in parts:
+                    stage.hook(part)
+            self._move(stage, sums)
+
+        return finish
+
+    def _segments_with_gradients(self, stage: SecondStage, buffer: Tensor) -> list[Tensor]:
+        """The segments that may hold gradients, typed."""
+        return [
+            typed_range(buffer, segment.start, segment.end, segment.dtype)
+            for segment in self._layout.segments
+            if segment.end > segment.start
+            and isinstance(segment.dtype, torch.dtype)
+            and not stage.summed.isdisjoint(segment.slots)
+        ]
+
+    def _move(self, stage: SecondStage, source: Tensor) -> None:
+        """Cast to the dtype of ``.grad`` on the device of the sums, then copy to the device of the shards."""
+        if stage.layout is not self._layout:
+            cast = buffer_for(stage.layout, source.device, is_filled=True)
+            cast_buffer(source, self._layout, cast, stage.layout)
+            self._scratch.append(source)
+            source = cast
+        if stage.device != source.device:
+            there = torch.empty(
+                source.numel(), dtype=torch.uint8, device=stage.device, pin_memory=stage.is_pinned
+            )
+            there.copy_(source, non_blocking=stage.is_pinned)
+            self._scratch.append(source)
+            source = there
+        self.output = source
+
+    # --- the end ----------------------------------------------------------------------------------
 
     def release(self) -> None:
         """Wait for both stages, then drop the gradients and the buffers that the device worked with."""
-        self.advance()
-        if self._replica_work is not None:  # which ends after the parts
-            self._replica_work.wait()
-            for part_reduction in self.part_reductions:
-                part_reduction.drop_gradients()
+        if not self._is_advanced:
+            self.advance()
+        if self._stage_work is not None:  # which ends after the parts
+            self._stage_work.wait()
+            while self._unreduced:
+                self._drop_part()
         else:
             self.release_parts()
         self._scratch.clear()
 
+    def finish(self) -> Tensor:
+        """Wait until the result is there; returns it, in the layout of the second stage."""
+        self.release()
+        if self.arrives_on_host and self._stage_work is not None:
+            self._stage_work.synchronize()
+        assert self.output is not None
+        return self.output
+
     def drop(self) -> None:
         """Wait for what was started and discard it. A closed one finishes: the replicas wait for it."""
-        if self._is_closed:
+        if self._stage is not None:
             self.finish()
         else:
             self.release_parts()
@@ -198,67 +259,9 @@ class Reduction:
     @property
     def gradients(self) -> list[Tensor]:
         """The unsharded gradients that have not been dropped yet."""
-        every = [gradient for part_reduction in self.part_reductions for gradient in part_reduction.gradients]
-        return [gradient for gradient in every if gradient is not None]
+        return [gradient for part in self._unreduced for gradient in part if gradient is not None]
 
     @property
-    def sums(self) -> list[Tensor]:
+    def buffers(self) -> list[Tensor]:
         """The buffers of this rank's sums: the result, and those that it is cast or copied from."""
-        return [*([self.output] if self.part_reductions else ()), *self._scratch]
-
-    def finish(self) -> None:
-        """Wait until ``output`` holds the result in the layout of the destination."""
-        self.release()
-        if self.arrives_on_host and self._replica_work is not None:
-            self._replica_work.synchronize()
-
-    def _start_replicas(self) -> Finish:
-        replicas = self._replicas
-        parts = self._segments_with_gradients(self.output)
-        if replicas.earlier is not None:
-            for part, earlier in zip(parts, self._segments_with_gradients(replicas.earlier), strict=True):
-                part.add_(earlier)
-        wait: Finish | None = None
-        if replicas.all_reduce is not None:
-            streams = self._streams
-            wait = streams.all_reduce.issue(replicas.all_reduce, parts, not streams.are_device_streams)
-
-        def finish() -> None:
-            if wait is not None:
-                wait()
-            if replicas.agree is not None:
-                replicas.agree(self.output, range(len(self._layout.slots)))
-            if replicas.hook is not None:
-                for part in parts:
-                    replicas.hook(part)
-            if self._needs_move:
-                self._move()
-
-        return finish
-
-    def _segments_with_gradients(self, buffer: Tensor) -> list[Tensor]:
-        """The segments that may hold gradients, typed."""
-        return [
-            typed_range(buffer, segment.start, segment.end, segment.dtype)
-            for segment in self._layout.segments
-            if segment.end > segment.start
-            and isinstance(segment.dtype, torch.dtype)
-            and not self._replicas.summed.isdisjoint(segment.slots)
-        ]
-
-    def _move(self) -> None:
-        """Cast to the dtype of ``.grad`` on the device of the sums, then copy to the device of the shards."""
-        target, source = self._destination, self.output
-        if target.layout is not self._layout:
-            cast = buffer_for(target.layout, source.device, is_filled=True)
-            cast_buffer(source, self._layout, cast, target.layout)
-            self._scratch.append(source)
-            source = cast
-        if target.device != source.device:
-            on_target = torch.empty(
-                source.numel(), dtype=torch.uint8, device=target.device, pin_memory=target.is_pinned
-            )
-            on_target.copy_(source, non_blocking=target.is_pinned)
-            self._scratch.append(source)
-            source = on_target
-        self.output = source
+        return [*([] if self.output is None else [self.output]), *self._scratch]

@@ -18,12 +18,13 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from shardwise.layout.slots import Layout
-from shardwise.torch_compat import autograd
+from shardwise.ranks.position import Wait
+from shardwise.torch_compat import autograd, c10d
 
 Finish = Callable[[], Any]
 StartWork = Callable[[], Finish]
@@ -53,9 +54,9 @@ class WaitThen:
 
 def waiting_for(works: Sequence[Any]) -> Finish:
     """The ``finish`` of ``works``, handles of a process group or None."""
+    if len(works) == 1:
+        return nothing if works[0] is None else works[0].wait  # type: ignore[no-any-return]
     under_way = [work for work in works if work is not None]
-    if len(under_way) < 2:
-        return WaitThen(under_way[0].wait) if under_way else nothing
 
     def wait() -> None:
         for work in under_way:
@@ -64,29 +65,76 @@ def waiting_for(works: Sequence[Any]) -> Finish:
     return WaitThen(wait)
 
 
+def in_two_steps(finish: Finish) -> tuple[Finish, Finish] | None:
+    """How ``finish`` waits for other ranks, and what it does then; None if it does both together."""
+    if isinstance(finish, WaitThen):
+        return finish.wait, finish.then
+    is_of_work = getattr(finish, "__name__", "") == "wait"  # see ``waiting_for``
+    return (finish, nothing) if is_of_work else None
+
+
 class CommWork:
     """Communication in flight.
 
     ``wait`` lets the computation use the result and acts once only; ``synchronize`` lets the host use it.
+    While the host waits in either, the monitor of ``awaited`` knows for what (see ``ranks``).
     """
 
-    def __init__(self, complete: Finish, synchronize: Finish | None = None, end: Any = None) -> None:
+    def __init__(
+        self,
+        complete: Finish,
+        synchronize: Finish | None = None,
+        end: Any = None,
+        awaited: Wait | None = None,
+    ) -> None:
         self._complete: Finish | None = complete
         self._synchronize = synchronize
         self.end = end
         """The event behind it, on a device."""
+        self.awaited = awaited
 
     def wait(self) -> None:
-        """Have the computation continue only when the result is in place."""
+        """Have the computation continue only when the result is in place.
+
+        Raises:
+            CommunicationError: another rank has failed.
+        """
         complete, self._complete = self._complete, None
-        if complete is not None:
+        if complete is None:
+            return
+        if (awaited := self.awaited) is None:
             complete()
+            return
+        monitor = awaited.monitor
+        around, monitor.waiting = monitor.waiting, awaited
+        try:
+            complete()
+        except RuntimeError as error:
+            _raise_explained(error, awaited)
+        finally:
+            monitor.waiting = around
 
     def synchronize(self) -> None:
         """Block the host until the result is in place in host memory."""
         self.wait()
         if self._synchronize is not None:
-            self._synchronize()
+            self._complete = self._synchronize
+            self.wait()
+
+
+def _raise_explained(error: RuntimeError, awaited: Wait) -> NoReturn:
+    """Raise the failure behind ``error`` if communication failed, or ``error`` itself."""
+    if not c10d.is_communication_error(error):
+        raise error
+    raise awaited.monitor.explained(error, awaited.event, awaited.name, awaited.axes()) from error
+
+
+def _refuse_to_start(error: BaseException, awaited: Wait) -> NoReturn:
+    """Raise ``error``, or the failure behind it: work for which ``awaited`` was to wait has not begun."""
+    awaited.monitor.issuing = None
+    if isinstance(error, RuntimeError):
+        _raise_explained(error, awaited)
+    raise error
 
 
 _V = TypeVar("_V")
@@ -100,15 +148,15 @@ class Scratch:
     def __init__(self, whole: torch.Tensor) -> None:
         self.bytes = whole
         self.num_bytes = whole.numel()
-        self._views: dict[Hashable, Any] = {}
+        self.views: dict[Hashable, Any] = {}
 
     def view(self, key: Hashable, make: Callable[[torch.Tensor], _V]) -> _V:
-        """The result of ``make`` on the bytes, cached under ``key``."""
-        found = self._views.get(key)
+        """The result of ``make`` on the bytes, cached under ``key`` in ``views``."""
+        found = self.views.get(key)
         if found is None:
-            if len(self._views) == self._MOST_VIEWS:
-                self._views.clear()
-            found = self._views[key] = make(self.bytes)
+            if len(self.views) == self._MOST_VIEWS:
+                self.views.clear()
+            found = self.views[key] = make(self.bytes)
         return found
 
 
@@ -157,13 +205,18 @@ class HostStream:
                 self._kept.sort(key=_size)
                 del self._kept[: -self._MOST_KEPT]
 
-    def submit(self, start: StartWork, users: Sequence[Any] = ()) -> CommWork:
+    def submit(self, start: StartWork, users: Sequence[Any] = (), awaited: Wait | None = None) -> CommWork:
         """Issue the work now; its ``wait`` finishes it."""
-        return CommWork(start())
-
-    def issue(self, call: Callable[..., Finish], *args: Any) -> Finish:
-        """``call(*args)``, which issues a collective of the submitted work; tracing times it here."""
-        return call(*args)
+        if awaited is None:
+            return CommWork(start())
+        monitor = awaited.monitor
+        monitor.issuing = awaited  # a back end may block: while it connects, or until all ranks have come
+        try:
+            finish = start()
+        except BaseException as error:
+            _refuse_to_start(error, awaited)
+        monitor.issue(awaited)
+        return CommWork(finish, awaited=awaited)
 
     def wait_for(self, other: "CommStream", work: CommWork) -> None:
         """Have work submitted from now on begin after ``work``: on the host, wait for it."""
@@ -253,14 +306,23 @@ class DeviceStream:
         self.last_event: Any = None
         """At the end of what was submitted last."""
 
-    def submit(self, start: StartWork, users: Sequence[Any] = ()) -> CommWork:
+    def submit(self, start: StartWork, users: Sequence[Any] = (), awaited: Wait | None = None) -> CommWork:
         """Queue the work on the stream; its ``wait`` makes the computing stream and ``users`` wait for it."""
-        with self._stream:
-            start()()
-            self.last_event = done = self._stream.record_event()
+        if awaited is not None:
+            awaited.monitor.issuing = awaited
+        try:
+            with self._stream:
+                start()()
+                self.last_event = done = self._stream.record_event()
+        except BaseException as error:
+            if awaited is None:
+                raise
+            _refuse_to_start(error, awaited)
+        if awaited is not None:
+            awaited.monitor.issue(awaited)
         if self._host_copies is not None:
             self._host_copies.were_used(done)
-        return CommWork(partial(self._let_compute_wait, done, users), done.synchronize, done)
+        return CommWork(partial(self._let_compute_wait, done, users), done.synchronize, done, awaited)
 
     def _let_compute_wait(self, done: Any, users: Sequence[Any]) -> None:
         current = self._current()
@@ -268,10 +330,6 @@ class DeviceStream:
         for user in users:
             if user != current:
                 user.wait_event(done)
-
-    def issue(self, call: Callable[..., Finish], *args: Any) -> Finish:
-        """``call(*args)``, which issues a collective of the submitted work; tracing times it here."""
-        return call(*args)
 
     def copy_in(self, copy: Callable[[], _V]) -> _V:
         """The result of ``copy``, which reads memory of the host, for the work that is being submitted.
@@ -395,6 +453,8 @@ class CommStreams:
             self.all_gather = DeviceStream(device, priority=-1)
             self.reduce_scatter = DeviceStream(device, priority=-1)
             self.all_reduce = DeviceStream(device, priority=-1)
+        self.are_labelled = False
+        """Whether what is submitted is named in profiler ranges: set by each pass, if a profiler records."""
         self._number_of_current = autograd.number_of_stream(device) or partial(current_stream, device)
 
     def note_current(self, seen: dict[Hashable, Any]) -> None:

@@ -4,10 +4,8 @@ from functools import partial, wraps
 from typing import Any
 
 from torch import nn
-from torch.compiler import is_dynamo_compiling
 
-from shardwise.compile import traced
-from shardwise.engine import hooks
+from shardwise.engine.forward import after_forward, before_forward
 from shardwise.engine.members import Member
 from shardwise.groups.states import SUMMONED
 from shardwise.params.initial_values import record_full_load
@@ -25,9 +23,9 @@ def install_hooks(member: Member) -> None:
     """
     for module in member.group.modules:
         after = module.register_forward_hook(
-            partial(_after_forward, member), with_kwargs=True, always_call=True
+            partial(after_forward, member), with_kwargs=True, always_call=True
         )
-        before = partial(_before_forward, member, after.id)
+        before = partial(before_forward, member, after.id)
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_load_state_dict_pre_hook(partial(_before_load, member))
         module.register_load_state_dict_post_hook(partial(_after_load, member))
@@ -46,12 +44,12 @@ def _before_load(member: Member, module: nn.Module, state: dict[str, Any], prefi
                 record_full_load(param, state[key] if is_full else None)
                 if is_full:
                     state[key] = param.as_shard(state[key])
-                    member.group.listener.plan_changed()
+                    member.group.plan_changed()
 
 
 def _after_load(member: Member, module: nn.Module, incompatible_keys: Any) -> None:
     """Shards that ``load_state_dict(assign=True)`` put in place move into the buffer at once."""
-    member.group.shards.follow_as_soon_as_here()
+    member.group.adopt_when_moved()
     if not incompatible_keys.missing_keys:
         member.group.partly_loaded = None
 
@@ -62,13 +60,13 @@ def wrap_method(module: nn.Module, name: str, member: Member) -> None:
 
     @wraps(method)
     def unsharding_call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _before_forward(member, None, module, args, kwargs) or (args, kwargs)
+        args, kwargs = before_forward(member, None, module, args, kwargs) or (args, kwargs)
         try:
             output = method(*args, **kwargs)
         except Exception:
-            _after_forward(member, module, args, kwargs, None)
+            after_forward(member, module, args, kwargs, None)
             raise
-        changed = _after_forward(member, module, args, kwargs, output)
+        changed = after_forward(member, module, args, kwargs, output)
         return output if changed is None else changed
 
     # Compiled by itself, it would have one hook inside of a graph and one outside.
@@ -80,21 +78,3 @@ def wrap_method(module: nn.Module, name: str, member: Member) -> None:
 def wrapped_methods(module: nn.Module) -> set[str]:
     """Names of the methods of ``module`` that were wrapped so."""
     return module.__dict__.get(_WRAPPED, set())
-
-
-def _before_forward(
-    member: Member, after_hook_id: int | None, module: nn.Module, args: Any, kwargs: Any
-) -> tuple[Any, Any] | None:
-    if is_dynamo_compiling():
-        return traced.before_forward(member, module, args, kwargs)
-    return hooks.before_forward(member, after_hook_id, module, args, kwargs)
-
-
-def _after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    if is_dynamo_compiling():
-        return traced.after_forward(member, module, output)
-    return hooks.after_forward(member, module, args, kwargs, output)
-
-
-for _hook in (_before_forward, _after_forward):
-    dynamo.run_outside_graphs(_hook)

@@ -164,7 +164,7 @@ def _about_model(member: Member) -> str:
     try:
         group.refuse_partly_loaded()
         if not group.added.is_untouched_in_graph():
-            group.refuse_added(member.root.module_names())
+            group.refuse_added(member.root.lazy_init.module_names())
     except RuntimeError as error:
         return str(error)
     # As the modules have them: of tensors that it meets elsewhere first, dynamo takes the sizes for dynamic.
@@ -175,9 +175,9 @@ def _about_model(member: Member) -> str:
 
 
 def _about_weights(member: Member) -> str:
-    if not member.root.features.ranks_run_alike:
+    if not member.root.ranks_run_alike:
         return "inference() keeps parameters unsharded, but a graph unshards by itself. Leave the context"
-    if member.root.requests.post_optim_event is not None:
+    if member.root.post_optim_event is not None:
         return (
             "set_post_optim_event() was called, but a graph unshards without waiting for it. Let the "
             "computing stream wait for the event instead: "

@@ -171,7 +171,7 @@ def _use_gloo(groups: Sequence[ParameterGroup]) -> None:
     for group in groups:
         for bucket in group.buckets:
             bucket.communicate(make_all_gather=make, make_reduce_scatter=make)
-        group.shards.take_stock()
+        group.take_stock()
 
 
 def _change_forwards(model: nn.Module, members: Sequence[Member], plan: Plan) -> None:
@@ -246,9 +246,8 @@ class _Rehearsal:
                 self._watched.add(key)
                 self._log.watch(whole)
                 self._log.set_kind([whole], UNSHARDED)
-        for reduction in group.reductions.in_flight():
-            for part in reduction.part_reductions:
-                self._log.set_kind(part.gradients, FULL_GRADIENTS)
+        for reduction in group.gradients.in_flight():
+            self._log.set_kind(reduction.gradients, FULL_GRADIENTS)
         self._log.set_kind((full.grad for full in group.unsharded.params), FULL_GRADIENTS)
         if event in ("forward", "backward"):
             self._log.mark(f"{event} {name}")

@@ -13,36 +13,33 @@ Gradients. A group reduces as soon as the gradients of all its trainable paramet
 ``ParameterGroup.max_in_flight`` says how many reductions may be in flight beside the group in backward. A
 group with unused parameters reduces when backward has passed its first call, or at the end of backward.
 
-Sessions. A session is one running graph task of autograd; reentrant checkpointing nests them. Autograd holds
-a callback with a token until the task ends. If the task fails, autograd drops both without calling the
-callback, and this shows that the backward failed.
+Graph tasks. Reentrant checkpointing nests backwards: each is a graph task of autograd, which holds a callback
+with a guard until the task ends. If the task fails, autograd drops both without calling the callback, and
+this shows that the backward failed.
 """
 
 import math
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
-from shardwise.engine.calls import Call
-from shardwise.engine.memory import AHEAD, CALLER, FOR_BACKWARD, FOR_EARLIER_BACKWARD, IN_USE
-from shardwise.groups.gradients import average_ignored
+from shardwise.engine.calls import Call, Outcome
+from shardwise.engine.double_backward import CreatedNodes, Mark
+from shardwise.engine.root import Root
+from shardwise.engine.unsharded_groups import AHEAD, CALLER, FOR_BACKWARD, FOR_EARLIER_BACKWARD, IN_USE
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import DEFERRED, EMPTY, PENDING, REDUCING, UNSHARDED
 from shardwise.ranks.failures import relay_of_job
-from shardwise.torch_compat import autograd
-from shardwise.torch_compat.functorch import outside_transforms
-
-if TYPE_CHECKING:
-    from shardwise.engine.root import Root
+from shardwise.torch_compat import autograd, functorch
 
 RUNNING = -1.0  # clock of a module whose forward is being recomputed: it is not over
 RECOMPUTED = math.inf  # clock of a module whose forward was recomputed: it is over when another begins
 
 
-class Token:
+class Guard:
     """Owned by autograd only, through the callback at the end of a backward.
 
     If it dies before that callback has run, the backward has failed, and it calls ``on_failure``.
@@ -58,43 +55,44 @@ class Token:
             self.on_failure()
 
 
-class Session:
+class GraphTask:
     """One graph task of autograd.
 
-    ``active``: the groups that it uses, each with the clock at which its call was entered. ``notes``: what
-    features remember until it ends.
+    ``active``: the groups that it uses, each with the clock at which its call was entered. ``made``: the mark
+    of the nodes that it creates. ``reached``: the mark of the created node that it has reached last.
     """
 
-    def __init__(self, graph_task_id: int, token: Token) -> None:
-        self.graph_task_id = graph_task_id
+    def __init__(self, number: int, guard: Guard) -> None:
+        self.number = number
         self.active: dict[ParameterGroup, float] = {}
-        self.notes: dict[Any, Any] = {}
-        self._token = weakref.ref(token)
+        self.made: Mark | None = None
+        self.reached: Mark | None = None
+        self._guard = weakref.ref(guard)
 
     @property
     def is_running(self) -> bool:
         """False once autograd has dropped this graph task, whether it ended or failed.
 
-        Asks whether the token is alive, not the session: a traceback may keep a session alive.
+        Asks whether the guard is alive, not the task: a traceback may keep that alive.
         """
-        return self._token() is not None
+        return self._guard() is not None
 
 
 class BackwardPass:
-    """A backward of ``root``, from the beginning of its outermost session to its end."""
+    """A backward of ``root``, from the beginning of its outermost graph task to its end."""
 
-    def __init__(self, root: "Root") -> None:
+    def __init__(self, root: Root) -> None:
         self._root = root
-        self.sessions: list[Session] = []
-        self._reduced: set[ParameterGroup] = set()
+        self.tasks: list[GraphTask] = []
+        self.reduced: set[ParameterGroup] = set()
 
-    # --- sessions ---------------------------------------------------------------------------------
+    # --- graph tasks ------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Check and prepare everything before the first group is unsharded."""
-        root, relay = self._root, relay_of_job()
-        relay.begin()
-        relay.enter_backward()
+        root, monitor = self._root, relay_of_job()
+        monitor.begin()
+        monitor.enter_backward()
         if autograd.is_autograd_compiled():
             raise RuntimeError(
                 f"{root.name}: compiled autograd runs its backward and does not say when that ends, so that "
@@ -102,132 +100,175 @@ class BackwardPass:
                 "(torch.compile(lambda x: model(x))), not the model: its hooks are then in the graph, and "
                 "none are left for autograd to run."
             )
-        for begins in root.features.backward_begins:
-            begins()
-        for pass_begins in root.features.pass_begins:
-            pass_begins("a backward")
-        root.preparation.complete()
-        root.preparation.process_groups.connect()
-        for group in root.groups:
-            group.gradients.drop_cleared()
-        root.refuse_incomplete()
-        root.memory.awaits_backward = False
-        root.preparation.streams.all_gather.wait_for_compute()
+        for feature in root.features:
+            feature.backward_begins()
+        root.finalization.refuse_pending(root.name, "a backward")
+        root.complete()
+        streams = root.lazy_init.streams
+        streams.are_labelled = autograd.profiler_is_on()
+        root.lazy_init.process_groups.connect()
+        root.drop_cleared_gradients()
+        root.unsharded_groups.awaits_backward = False
+        streams.all_gather.wait_for_compute()
         root.prefetch.backward_order.rewind()
 
-    def session_of(self, graph_task_id: int) -> Session:
-        """The session of a graph task; creates it at the task's first event."""
-        for session in self.sessions:
-            if session.graph_task_id == graph_task_id:
-                return session
-        token = Token(self._root.tell_failed_backward)
-        session = Session(graph_task_id, token)
-        self.sessions.append(session)
-        autograd.queue_end_of_backward(partial(self._end_session, session, token))
-        return session
+    def task_of(self, number: int) -> GraphTask:
+        """The graph task of a number; begins it at its first event."""
+        for task in self.tasks:
+            if task.number == number:
+                return task
+        guard = Guard(self._root.tell_failed_backward)
+        task = GraphTask(number, guard)
+        self.tasks.append(task)
+        autograd.queue_end_of_backward(partial(self._end_task, task, guard))
+        return task
 
     @property
     def is_running(self) -> bool:
-        """False once autograd has dropped all its sessions."""
-        return any(session.is_running for session in self.sessions)
+        """False once autograd has dropped all its graph tasks."""
+        return any(task.is_running for task in self.tasks)
 
     def has_gradients(self) -> bool:
         """True once there are gradients of some group."""
-        return bool(self._reduced) or any(g.gradients.state in (PENDING, REDUCING) for g in self._root.groups)
+        return bool(self.reduced) or any(g.gradients.state in (PENDING, REDUCING) for g in self._root.groups)
 
-    def forget_failed(self) -> None:
-        """Forget nested sessions that failed."""
-        self.sessions = [session for session in self.sessions if session.is_running]
+    def drop_failed(self) -> None:
+        """Drop nested graph tasks that failed."""
+        self.tasks = [task for task in self.tasks if task.is_running]
 
-    @outside_transforms
-    def _end_session(self, session: Session, token: Token) -> None:
-        session.notes.clear()
-        if len(self.sessions) > 1:  # a nested backward: the outer one expects more gradients
-            for group in list(session.active):
-                if group not in self._root.memory.led:
-                    self._free(group)
-            self.sessions.remove(session)
+    def _end_task(self, task: GraphTask, guard: Guard) -> None:
+        if functorch.is_in_transform():
+            with functorch.without_transforms():
+                return self._end_task(task, guard)
+        task.made = task.reached = None
+        if len(self.tasks) > 1:  # a nested backward: the outer one expects more gradients
+            for group in list(task.active):
+                if group not in self._root.unsharded_groups.accompanying:
+                    self._reshard(group)
+            self.tasks.remove(task)
         else:
             self._end()
-            self._root.backward = None  # last: if the end fails, the session must still show it
-        token.on_failure = None
+            self._root.backward = None  # last: if the end fails, the task must still show it
+        guard.on_failure = None
 
     def _end(self) -> None:
         """End the outermost backward: reduce what is left, and reshard."""
-        root = self._root
+        root, held = self._root, self._root.unsharded_groups
         for group in root.groups:
             self._settle(group)
-        for group in self._reduced:
+        for group in self.reduced:
             group.gradients.were_reduced = True
         root.finish_reductions()
-        if not root.ends_by_hand:
-            average_ignored(root.groups)
-        for ended in root.features.backward_ended:
-            ended()
-        running = root.calls.groups()  # a forward may run a backward inside
-        for group in root.memory:
-            if root.memory.reason(group) is not CALLER and group not in running:
-                self._free(group)
-        if not running:
-            root.memory.hide_kept()
-            root.memory.accumulates = not any(group.settings.requires_gradient_sync for group in root.groups)
+        if not root.finalization.by_hand:
+            for group in root.groups:
+                if group.settings.averages_ignored:
+                    group.average_ignored()
+        root.finalization.is_due = root.finalization.by_hand
+        for feature in root.features:
+            feature.backward_ended()
+        self._refuse_half()
+        for group in held:  # a forward may run a backward inside
+            if held.reason(group) is not CALLER and not root.calls.runs(group):
+                self._reshard(group)
+        is_inside = bool(root.calls.running)
+        if not is_inside:
+            held.hide_kept()
+            held.is_mid_accumulation = not any(g.settings.requires_gradient_sync for g in root.groups)
         root.calls.first_entries.clear()
-        relay_of_job().leave("forward" if running else "")
+        relay_of_job().leave("forward" if is_inside else "")
+
+    def _refuse_half(self) -> None:
+        """Refuse the first half of a split backward where nobody would see the second.
+
+        Zero-bubble schedules of torch's pipelines compute the gradients of a stage's inputs first, and those
+        of its weights later. A stage of torch's looks for the weights among ``module.parameters()``, which
+        are the shards. No graph has these: it finds none, and ``.grad`` would stay None without a word. Our
+        own stage has its weights computed by microbatches.py. The first half keeps its graph; few backwards
+        do.
+        """
+        root = self._root
+        if not autograd.keeps_graph() or not autograd.backward_of_inputs_runs():
+            return
+        if any(feature.computes_weights for feature in root.features):
+            return
+        if any(group.gradients.are_wanted for group in root.groups):
+            raise RuntimeError(
+                f"{root.label}: a pipeline schedule computes the gradients of this stage's inputs apart "
+                "from those of its weights, as zero-bubble schedules do. torch's PipelineStage would look "
+                "for the weights among the shards, which are in no graph, and leave .grad None. Build the "
+                "stage as shardwise.interop.PipelineStage, which takes the same arguments."
+            )
 
     # --- unshard and reshard ----------------------------------------------------------------------
 
-    def enter(self, session: Session, call: Call) -> None:
+    def enter(self, task: GraphTask, call: Call) -> None:
         """Backward has reached the outputs of ``call``: have the parameters of its group unsharded."""
         root, group = self._root, call.group
-        for reached in root.features.node_reached:
-            reached(session)
-        if session.active.get(group) == call.enter and group.unsharded.state is UNSHARDED:
+        if torch.is_grad_enabled():  # create_graph=True
+            created_nodes(root).follow(autograd.current_node())
+        active = task.active
+        if active.get(group) == call.enter and group.unsharded.state is UNSHARDED:
             return  # another output of the same call
-        self._leave_those_over(session, call.exit, group)
-        session.active[group] = call.enter
+        if len(active) > (group in active):
+            self._leave_those_over(task, call.exit, group)
+        active[group] = call.enter
         self._unshard(group)
-        root.tell("backward", group)
+        if root.observer is not None:
+            root.observer("backward", group.name)
         around = call.parent
-        while around is not None and session.active.get(around.group) is None:
+        while around is not None and active.get(around.group) is None:
             # Its outputs are not part of this backward, but what it ran before this call may be.
-            session.active[around.group] = around.enter
-            self._begin_to_unshard(around.group)
-            self._wait_for(around.group)
+            active[around.group] = around.enter
+            self._unshard_around(around.group)
             around = around.parent
 
-    def enter_recomputation(self, session: Session, group: ParameterGroup, module: nn.Module) -> Call:
+    def enter_recomputation(self, task: GraphTask, group: ParameterGroup, module: nn.Module) -> Call:
         """Activation checkpointing runs a module again inside backward."""
         call = self._root.calls.open(group, module)
-        for other in [g for g, clock in session.active.items() if clock == RECOMPUTED and g is not group]:
-            self._leave(session, other, call.enter)
-        if session.active.get(group, RECOMPUTED) == RECOMPUTED:
-            session.active[group] = RUNNING
+        for other in [g for g, clock in task.active.items() if clock == RECOMPUTED and g is not group]:
+            self._leave(task, other, call.enter)
+        if task.active.get(group, RECOMPUTED) == RECOMPUTED:
+            task.active[group] = RUNNING
         self._unshard(group)
-        self._root.tell("recompute", group)
+        if self._root.observer is not None:
+            self._root.observer("recompute", group.name)
         return call
 
-    def exit_recomputation(self, session: Session, group: ParameterGroup) -> None:
+    def exit_recomputation(self, task: GraphTask, group: ParameterGroup) -> None:
         """The recomputed module has run."""
-        if session.active.get(group) == RUNNING:
-            session.active[group] = RECOMPUTED
+        if task.active.get(group) == RUNNING:
+            task.active[group] = RECOMPUTED
 
     def _unshard(self, group: ParameterGroup) -> None:
-        memory, prefetch, settings = self._root.memory, self._root.prefetch, group.settings
-        if group not in memory.led:
-            prefetch.backward_order.enter(group)
-            prefetch.backward_order.resume_at(group)
-        self._begin_to_unshard(group)
-        memory.unshard_led(group)
-        if settings.backward_prefetch is not None or group.policy.backward_prefetch == "before":
-            prefetch.in_backward(group, settings.backward_prefetch)
-        self._wait_for(group)
-
-    def _begin_to_unshard(self, group: ParameterGroup) -> None:
-        if group.settings.unshard_in_backward:
-            self._root.memory.unshard_again(group)
+        held, prefetch, chosen = self._root.unsharded_groups, self._root.prefetch, group.settings
+        order = prefetch.backward_order
+        if group not in held.accompanying:
+            order.enter(group)
+            if not order.is_followed:
+                order.resume_at(group)
+        if chosen.unshard_in_backward:
+            held.unshard_again(group)
         self.take_kept(group)
+        for other in held.unsharded_with.get(group, ()):
+            held.unshard(other, held.reason(other) or IN_USE)
+        if chosen.backward_prefetch is not None or group.policy.backward_prefetch == "before":
+            for ahead in prefetch.coming(group, chosen.backward_prefetch, order):
+                if ahead.settings.unshard_in_backward:
+                    ahead.unsharded.unshard_ahead()
+                    held.hold(ahead, AHEAD)
+        if chosen.unshard_in_backward or group.unsharded.state is UNSHARDED:
+            group.unsharded.wait()
 
-    def _wait_for(self, group: ParameterGroup) -> None:
+    def unshard_ahead(self, group: ParameterGroup) -> None:
+        """Begin to unshard what comes next."""
+        if group.settings.unshard_in_backward:
+            group.unsharded.unshard_ahead()
+            self._root.unsharded_groups.hold(group, AHEAD)
+
+    def _unshard_around(self, group: ParameterGroup) -> None:
+        if group.settings.unshard_in_backward:
+            self._root.unsharded_groups.unshard_again(group)
+        self.take_kept(group)
         if group.settings.unshard_in_backward or group.unsharded.state is UNSHARDED:
             group.unsharded.wait()
 
@@ -236,98 +277,187 @@ class BackwardPass:
 
         Where groups are unsharded again, autograd detects this by the versions, and names no parameter.
         """
-        memory, unsharded = self._root.memory, group.unsharded
-        reason = memory.reason(group)
-        if reason in (FOR_BACKWARD, FOR_EARLIER_BACKWARD):
+        held, unsharded = self._root.unsharded_groups, group.unsharded
+        reason = held.reason(group)
+        if reason is FOR_BACKWARD or reason is FOR_EARLIER_BACKWARD:
             unsharded.refuse_changed_shards()
-            memory.hold(group, IN_USE)
-        elif unsharded.are_shards and unsharded.state is UNSHARDED:
+            held.hold(group, IN_USE)
+        elif unsharded.state is UNSHARDED and unsharded.are_shards:
             unsharded.refuse_changed_shards()
         if reason is AHEAD:
-            memory.hold(group, IN_USE)
+            held.hold(group, IN_USE)
 
-    def _leave_those_over(self, session: Session, exit_clock: int, current: ParameterGroup) -> None:
+    def _leave_those_over(self, task: GraphTask, exit_clock: int, current: ParameterGroup) -> None:
         """Leave the groups whose calls are over, as backward has reached a call that exited at that clock."""
-        over = [g for g, clock in session.active.items() if clock > exit_clock and g is not current]
+        over = [g for g, clock in task.active.items() if clock > exit_clock and g is not current]
         for group in over:
-            self._leave(session, group, exit_clock)
+            self._leave(task, group, exit_clock)
 
-    def _leave(self, session: Session, group: ParameterGroup, clock: int) -> None:
+    def _leave(self, task: GraphTask, group: ParameterGroup, clock: int) -> None:
         root, settings = self._root, group.settings
-        del session.active[group]
-        if group in root.memory.led:
+        del task.active[group]
+        if group in root.unsharded_groups.accompanying:
             return  # it is resharded with the group around it
         # Groups that take part with zeros do so at the end of backward, in an order common to all ranks.
-        has_gradients = group.gradients.state is PENDING and not settings.ranks_may_differ
-        if has_gradients and settings.requires_gradient_sync and group.gradients.are_wanted:
+        if group.gradients.state is PENDING and settings.requires_gradient_sync:
             first = root.calls.first_entries.get(group)
-            if first is not None and first > clock:
+            is_over = first is not None and first > clock
+            if is_over and not settings.ranks_may_differ and group.gradients.are_wanted:
                 self.reduce(group)  # some parameters were not used
-        self._free(group)
-        for led in root.memory.leads.get(group, ()):
-            self._free(led)
+        self._reshard(group)
+        for other in root.unsharded_groups.unsharded_with.get(group, ()):
+            self._reshard(other)
 
-    def _free(self, group: ParameterGroup) -> None:
-        if not group.settings.reshard_after_backward or self._is_used_around(group):
+    def _reshard(self, group: ParameterGroup) -> None:
+        """Reshard ``group``, unless it is kept, or used around the running graph task, or needed later."""
+        root = self._root
+        if not group.settings.reshard_after_backward:
             return
-        if not any(needs(group) for needs in self._root.features.is_needed_later):
-            self._root.memory.release(group)
-
-    def _is_used_around(self, group: ParameterGroup) -> bool:
-        """True if a running forward, or a session around the innermost one, may still use ``group``.
-
-        A forward may run a backward inside, also when it is recomputed, and a backward a nested one.
-        """
-        outer = self.sessions[:-1]
-        return any(group in s.active for s in outer) or group in self._root.calls.groups()
+        # A forward may run a backward inside, also when it is recomputed, and a backward a nested one.
+        if root.calls.running and root.calls.runs(group):
+            return
+        for task in self.tasks:
+            is_around = task is not self.tasks[-1] and group in task.active
+            # Autograd has a thread for each device: where nodes run that an earlier backward created, their
+            # order does not tell when a group is over.
+            if is_around or task.reached is not None:
+                return
+        for feature in root.features:
+            if feature.is_needed_later(group):
+                return
+        root.unsharded_groups.reshard(group)
 
     # --- gradients --------------------------------------------------------------------------------
 
-    def gradient_arrived(self, group: ParameterGroup) -> None:
-        """A gradient of ``group`` has arrived."""
-        if len(self.sessions) > 1:
-            group.gradients.come_nested = True
-
-    def gradients_complete(self, group: ParameterGroup) -> None:
-        """The gradients of all trainable parameters of ``group`` have arrived."""
-        settings = group.settings
-        # Ranks that use different parameters reduce at a point common to all of them: the end of backward.
-        if settings.requires_gradient_sync and not settings.ranks_may_differ:
-            self.reduce(group)
-        if settings.backward_prefetch is None and group.policy.backward_prefetch == "after":
-            if self._is_over_once_complete(group):
-                self._free(group)
-            self._root.prefetch.in_backward(group, None)
-
-    def _is_over_once_complete(self, group: ParameterGroup) -> bool:
+    def is_over_once_complete(self, group: ParameterGroup) -> bool:
         """True if nothing in this backward will use ``group`` again once its gradients are complete.
 
         Nested backwards that recompute parts of a group add to gradients that were complete. Nothing
         announces them, so the group's first backward has to show whether there are any.
         """
         root, gradients = self._root, group.gradients
-        is_plain = gradients.are_all_wanted and group is not root.group and group not in root.memory.led
-        return is_plain and gradients.were_reduced and not gradients.come_nested
+        is_inner = group is not root.group and group not in root.unsharded_groups.accompanying
+        return is_inner and gradients.are_all_wanted and gradients.were_reduced and not gradients.come_nested
+
+    def complete(self, group: ParameterGroup) -> None:
+        """Where the gradients of ``group`` being complete is when to prefetch: reshard it and do so."""
+        if self.is_over_once_complete(group):
+            self._reshard(group)
+        prefetch = self._root.prefetch
+        for ahead in prefetch.coming(group, None, prefetch.backward_order):
+            self.unshard_ahead(ahead)
 
     def reduce(self, group: ParameterGroup) -> None:
         """Begin to reduce the gradients of ``group`` that are there."""
         self._root.reductions.reduce(group)
-        self._reduced.add(group)
+        self.reduced.add(group)
 
     def _settle(self, group: ParameterGroup) -> None:
         """Reduce the gradients of ``group`` that are left, or defer them to a later backward or a call."""
-        gradients = group.gradients
-        if not group.settings.requires_gradient_sync or self._root.joins_by_hand(group):
+        gradients, settings = group.gradients, group.settings
+        if not settings.requires_gradient_sync or self._root.joins_by_hand(group):
             if gradients.state is PENDING:
                 gradients.defer()
-        elif gradients.state is PENDING or self._joins_anyway(group) or gradients.have_sums_to_reduce:
+        elif (
+            gradients.state is PENDING
+            or gradients.have_sums_to_reduce
+            or (settings.ranks_may_differ and self._joins_anyway(group))
+        ):
             self.reduce(group)
 
     def _joins_anyway(self, group: ParameterGroup) -> bool:
         """True if ``group`` has no gradients on this rank, but other ranks may have some."""
-        return (
-            group.settings.ranks_may_differ
-            and group.gradients.are_wanted
-            and group not in self._reduced
-            and group.gradients.state in (EMPTY, DEFERRED)
-        )
+        state = group.gradients.state
+        return group.gradients.are_wanted and group not in self.reduced and state in (EMPTY, DEFERRED)
+
+
+# --- what autograd tells ------------------------------------------------------------------------------
+
+
+def graph_task(root: Root) -> GraphTask:
+    """The running graph task; at its first event a new one, perhaps of a new backward of ``root``."""
+    number, backward = autograd.current_graph_task_id(), root.backward
+    if backward is not None and backward.tasks[-1].number == number:
+        return backward.tasks[-1]  # type: ignore[no-any-return]
+    root.recover()
+    if root.backward is None:
+        backward = BackwardPass(root)
+        backward.begin()
+        task = backward.task_of(number)
+        root.backward = backward
+        return task
+    root.backward.drop_failed()
+    return root.backward.task_of(number)  # type: ignore[no-any-return]
+
+
+def gradient_arrived(root: Root, group: ParameterGroup) -> None:
+    """A gradient of ``group`` has arrived; it may be the first of a backward that nothing has announced."""
+    graph_task(root)
+    if len(root.backward.tasks) > 1:
+        group.gradients.come_nested = True
+
+
+def gradients_complete(root: Root, group: ParameterGroup) -> None:
+    """The gradients of all trainable parameters of ``group`` have arrived."""
+    settings = group.settings
+    # Ranks that use different parameters reduce at a point common to all of them: the end of backward.
+    if settings.requires_gradient_sync and not settings.ranks_may_differ:
+        root.reductions.reduce(group)
+        root.backward.reduced.add(group)
+    if settings.backward_prefetch is None and group.policy.backward_prefetch == "after":
+        root.backward.complete(group)
+
+
+class Recomputation:
+    """The calls of modules that run again inside of a graph task, for activation checkpointing."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+        self._task = graph_task(root)
+
+    def enter(self, group: ParameterGroup, module: nn.Module) -> Call:
+        """``module`` is about to run again."""
+        return self._root.backward.enter_recomputation(self._task, group, module)  # type: ignore[no-any-return]
+
+    def exit(self, call: Call, outcome: Outcome) -> None:
+        """It has run."""
+        self._root.backward.exit_recomputation(self._task, call.group)
+
+
+# --- nodes that a backward creates --------------------------------------------------------------------
+
+
+def created_nodes(root: Root) -> CreatedNodes:
+    """Those that backwards of ``root`` create, with ``create_graph=True``."""
+    if root.created_nodes is None:
+        root.created_nodes = CreatedNodes(partial(_mark_created, root), partial(_enter_created, root))
+    return root.created_nodes  # type: ignore[no-any-return]
+
+
+def _mark_created(root: Root) -> Mark:
+    task, held = graph_task(root), root.unsharded_groups
+    groups = tuple(g for g in held if g.unsharded.state is UNSHARDED and held.reason(g) is not AHEAD)
+    if task.made is None or task.made.groups != groups:
+        task.made = Mark(groups, task.made)
+    return task.made
+
+
+def _enter_created(root: Root, mark: Mark) -> None:
+    """Unshard the groups of a node that an earlier backward created, until this backward ends."""
+    task = graph_task(root)
+    if torch.is_grad_enabled():
+        created_nodes(root).follow(autograd.current_node())
+    if mark is task.reached:
+        return
+    task.reached = mark
+    for group in mark.groups:
+        root.unsharded_groups.unshard_again(group)
+        root.backward.take_kept(group)
+    if mark.next is not None and mark.groups and mark.groups[-1].policy.backward_prefetch is not None:
+        last = mark.groups[-1]
+        coming = [group for group in mark.next.groups if group not in mark.groups]
+        order = root.prefetch.backward_order
+        for ahead in root.prefetch.coming(last, coming[: last.policy.prefetch], order):
+            root.backward.unshard_ahead(ahead)
+    for group in mark.groups:
+        group.unsharded.wait()

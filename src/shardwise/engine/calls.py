@@ -1,9 +1,9 @@
 """The calls of sharded modules that are running, and the clock that orders them."""
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -11,6 +11,8 @@ from torch import nn
 
 from shardwise.groups.group import ParameterGroup
 from shardwise.torch_compat import interpreter
+
+_group_of = attrgetter("group")
 
 
 @dataclass(eq=False, slots=True)
@@ -80,12 +82,12 @@ class CallStack:
                 return call
         return None
 
-    def forget_interrupted(self) -> None:
-        """Forget a forward whose frame no longer runs: an interrupt ended it, without running hooks."""
+    def drop_interrupted(self) -> None:
+        """Drop a forward whose frame no longer runs: an interrupt ended it, without running hooks."""
         frame = self.running[0].frame if self.running else None
         if frame is not None and not interpreter.is_running(frame):
             self.running.clear()
 
-    def groups(self) -> Sequence[ParameterGroup]:
-        """The groups whose modules are running."""
-        return [call.group for call in self.running]
+    def runs(self, group: ParameterGroup) -> bool:
+        """Whether a module of ``group`` is running."""
+        return group in map(_group_of, self.running)

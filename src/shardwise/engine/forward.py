@@ -1,32 +1,56 @@
-"""One forward of the outermost module: which groups are unsharded and resharded as modules run.
+"""One forward of the outermost module: what the hooks around each sharded module do.
 
-The order is recorded, then replayed: a forward records the groups that it enters. In the next forward, each
-group that is entered first prefetches the one that came after it, whose all-gather overlaps with the
-computation. Every step checks the record. Where a forward skips some groups, prefetch resumes behind them; if
-the order differs otherwise, prefetch stops until the next forward, which follows the new order.
+Before a module runs, its group is unsharded. The order is recorded, then replayed: a forward records the
+groups that it enters. In the next forward, each group that is entered first prefetches the one that came
+after it, whose all-gather overlaps with the computation. Every step checks the record. Where a forward skips
+some groups, prefetch resumes behind them; if the order differs otherwise, prefetch stops until the next
+forward, which follows the new order.
+
+After a module has run, its outputs are hooked, and its group is resharded. The backward of a call begins when
+autograd reaches a graph node that made one of its outputs, so these nodes get hooks. Unlike hooks on tensors,
+they survive operations in place on the output. If an output is a view, the node of its base gets a hook as
+well: an operation in place on the view replaces the view's node, and the graph then goes through the node of
+the base.
 """
 
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from shardwise.comm.streams import is_captured
+from shardwise.engine.backward import Recomputation, graph_task
 from shardwise.engine.calls import ANNOUNCED, FAILED, NO_BACKWARD, UNANNOUNCED, Call, Outcome
-from shardwise.engine.memory import AHEAD, CALLER, FOR_EARLIER_BACKWARD, IN_USE, INFERENCE
+from shardwise.engine.members import Member
+from shardwise.engine.root import Root
+from shardwise.engine.unsharded_groups import (
+    AHEAD,
+    CALLER,
+    FOR_BACKWARD,
+    FOR_EARLIER_BACKWARD,
+    IN_USE,
+)
 from shardwise.groups.group import ParameterGroup
-from shardwise.groups.states import UNSHARDING
+from shardwise.groups.states import PARTLY, UNSHARDED, UNSHARDING
+from shardwise.layout.nested import NotAContainer, find_tensors, map_tensors, replace_tensors
+from shardwise.params.changes import is_something
 from shardwise.ranks.failures import relay_of_job
-from shardwise.torch_compat import functorch
+from shardwise.torch_compat import autograd, dynamo, functorch, nn_modules, tensor_impl
+from shardwise.torch_compat.functorch import with_layers
 
-if TYPE_CHECKING:
-    from shardwise.engine.root import Root
+# --- the pass -----------------------------------------------------------------------------------------
 
 
 class ForwardPass:
     """A forward of ``root``; lives as long as the outermost module runs."""
 
-    def __init__(self, root: "Root") -> None:
+    def __init__(self, root: Root) -> None:
         self._root = root
         self._entered: list[ParameterGroup] = []
         self._exited: list[ParameterGroup] = []
@@ -34,111 +58,153 @@ class ForwardPass:
 
     def begin(self) -> None:
         """Check and prepare everything before the first group is unsharded. Collective."""
-        root = self._root
-        relay = relay_of_job()
-        relay.begin()
-        relay.enter_forward()
+        root, held = self._root, self._root.unsharded_groups
+        monitor = relay_of_job()
+        monitor.begin()
+        monitor.enter_forward()
         if functorch.is_recorded():
             raise RuntimeError(
                 f"{root.name}: make_fx, which torch.func.linearize uses, records what forward computes, "
                 "with the full parameters as constants. They are freed after forward, so that the program "
                 "would read memory that is gone. Use torch.func.jvp or vjp, which compute anew."
             )
-        root.preparation.refuse_unfit()
-        for agree in root.features.agree:
-            agree()
-        for begins in root.features.pass_begins:
-            begins("a forward")
-        root.preparation.complete()
+        root.refuse_unfit()
+        root.plan_check.agree()
+        root.finalization.refuse_pending(root.name, "a forward")
+        root.complete()
         if captured := is_captured(root.device):
-            root.preparation.refuse_capture()
-        root.memory.begin_captured(captured)
+            root.lazy_init.refuse_capture()
+        held.begin_captured(captured)
+        streams = root.lazy_init.streams
+        streams.are_labelled = autograd.profiler_is_on()
         if torch.is_grad_enabled():
-            root.preparation.process_groups.connect()
-        for connected in root.features.connected:
-            connected()
+            root.lazy_init.process_groups.connect()
+            if not root.plan_check.has_compared:
+                root.plan_check.compare_initial_values()
         if root.backward is not None:  # no backward is running now, even if one was never ended
-            root.abandon()
-        for group in root.groups:
-            group.gradients.drop_cleared()
-        root.refuse_incomplete()
+            root.drop_passes()
+        root.drop_cleared_gradients()
         for group in root.groups:
             if group.unsharded.state is UNSHARDING:  # unsharded and not used, perhaps on some ranks only
                 group.unsharded.wait()
-        for forward_begins in root.features.forward_begins:
-            forward_begins()
-        if root.features.ranks_run_alike:
-            kept = [g for g in root.groups if root.memory.reason(g) is not FOR_EARLIER_BACKWARD]
-            root.memory.release_stale(kept, root.requests.post_optim_event)
-        root.memory.awaits_backward = True
-        root.preparation.streams.wait_for_optimizer(root.requests.take_post_optim_event())
+        for feature in root.features:
+            feature.forward_begins()
+        for group in held:
+            if group.unsharded.state is PARTLY:  # kept by an earlier forward, and not needed any more
+                held.reshard(group)
+            elif held.reason(group) is FOR_BACKWARD:  # the same, and stale in this one
+                held.hold(group, FOR_EARLIER_BACKWARD)
+        if root.ranks_run_alike:
+            kept = [g for g in root.groups if held.reason(g) is not FOR_EARLIER_BACKWARD]
+            held.reshard_stale(kept, root.post_optim_event)
+        held.awaits_backward = True
+        streams.wait_for_optimizer(root.take_post_optim_event())
         root.prefetch.forward_order.rewind()
 
-    def enter(self, call: Call) -> None:
-        """The module of ``call`` is about to run: have the parameters of its group unsharded."""
-        root, group, memory = self._root, call.group, self._root.memory
-        if group not in memory.led:
-            root.prefetch.enter_in_forward(group)
+    def enter(self, group: ParameterGroup, module: nn.Module) -> Call:
+        """``module`` is about to run: have the parameters of its group unsharded."""
+        root, held, prefetch = self._root, self._root.unsharded_groups, self._root.prefetch
+        call = root.calls.open(group, module)
+        if group not in held.accompanying:
+            for skipped in prefetch.given_way(group):
+                held.reshard(skipped)
             self._entered.append(group)
-        memory.unshard(group)
-        if memory.reason(group) is not INFERENCE:
-            memory.hold(group, IN_USE)
-        memory.unshard_led(group)
-        root.prefetch.in_forward(group)
+        held.claim(group, IN_USE)
+        group.unsharded.unshard()
+        for other in held.unsharded_with.get(group, ()):
+            held.unshard(other, held.reason(other) or IN_USE)
+        for ahead in prefetch.coming(group, group.settings.forward_prefetch, prefetch.forward_order):
+            held.claim(ahead, AHEAD)
+            ahead.unsharded.unshard()
         group.unsharded.wait()
-        root.tell("forward", group)
+        if root.observer is not None:
+            root.observer("forward", group.name)
+        return call
 
     def exit(self, call: Call, outcome: Outcome) -> None:
         """The module of ``call`` has run: reshard its group, unless it is kept."""
-        root, group, memory = self._root, call.group, self._root.memory
-        is_led = group in memory.led
-        # Without grad mode this may be the first forward of a reentrant checkpoint, whose backward will come.
-        if not is_led and (outcome is not NO_BACKWARD or not torch.is_grad_enabled()):
-            self._exited.append(group)
+        root, group = self._root, call.group
+        if group not in root.unsharded_groups.accompanying:
+            # Without grad mode this may be the first forward of a reentrant checkpoint, whose backward will
+            # come.
+            if outcome is not NO_BACKWARD or not torch.is_grad_enabled():
+                self._exited.append(group)
+            if self._is_over(call, outcome):
+                self._reshard(group, outcome)
         if outcome is ANNOUNCED:
             root.calls.first_entries.setdefault(group, call.enter)
-        if not is_led and self._is_over(call, outcome):
-            if outcome is FAILED or not any(
-                keeps(group, outcome) for keeps in root.features.instead_of_reshard
-            ):
-                memory.release(group)
-            for led in memory.leads.get(group, ()):
-                memory.release(led)
+        if not root.calls.running:
+            self.end(outcome)
+            root.forward = None
 
     def _is_over(self, call: Call, outcome: Outcome) -> bool:
         """Whether the group is to be resharded now that ``call`` is over."""
         group = call.group
-        if outcome is FAILED:  # the module around may catch the error, and go on
-            return group not in self._root.calls.groups()
-        has_run = self._has_run.setdefault(group, set())
-        has_run.add(call.module)
-        if len(has_run) < len(group.modules) or outcome is UNANNOUNCED:
+        if outcome is not FAILED:  # else the module around may catch the error, and go on
+            if outcome is UNANNOUNCED or not self._root.reshards_after_forward(group):
+                return False
+            if len(group.modules) > 1:
+                has_run = self._has_run.setdefault(group, set())
+                has_run.add(call.module)
+                if len(has_run) < len(group.modules):
+                    return False
+        return not self._root.calls.runs(group)
+
+    def _reshard(self, group: ParameterGroup, outcome: Outcome) -> None:
+        """Reshard ``group`` and those that go with it, or keep it for the backward that will come."""
+        held = self._root.unsharded_groups
+        if outcome is ANNOUNCED and self._keeps_part(group):
+            group.unsharded.keep_part()
+        elif outcome is ANNOUNCED and group is self._root.last and self._keeps_last(group):
+            group.unsharded.hide()
+            held.hold(group, FOR_BACKWARD)
+        else:
+            held.reshard(group)
+        for other in held.unsharded_with.get(group, ()):
+            held.reshard(other)
+
+    def _keeps_part(self, group: ParameterGroup) -> bool:
+        """True if a few ranks keep ``group`` together, as ``reshard_after_forward=n`` asks for."""
+        if group.settings.ranks_that_keep is None or group.unsharded.state is not UNSHARDED:
             return False
-        if group in self._root.calls.groups():
-            return False
-        return self._root.reshards_after_forward(group)
+        return self._root.unsharded_groups.reason(group) is not CALLER
+
+    def _keeps_last(self, group: ParameterGroup) -> bool:
+        """True if the caller has left it to us to keep the last group. If it were resharded, it would be
+        unsharded again at once.
+
+        Nothing is kept if the caller chooses what backward prefetches: all ranks unshard that, even if
+        gradients flow differently in them.
+        """
+        return (
+            group.settings.reshard_after_forward is None
+            and group.settings.unshard_in_backward
+            and all(each.settings.backward_prefetch is None for each in self._root.groups)
+            and self._root.ranks_run_alike
+            and not group.unsharded.changed_in_place()
+        )
 
     def end(self, outcome: Outcome) -> None:
         """The outermost module has run: record the order, and reshard what no backward will use."""
-        root = self._root
+        root, held = self._root, self._root.unsharded_groups
         relay_of_job().leave()
         if outcome is not FAILED:
             root.prefetch.forward_order.plan(self._entered)
-        for ended in root.features.forward_ended:
-            ended(outcome)
+        for feature in root.features:
+            feature.forward_ended(outcome)
         if torch.is_grad_enabled():
             root.prefetch.backward_order.plan(self._exited[::-1])
         if outcome in (ANNOUNCED, UNANNOUNCED) and torch.is_grad_enabled():
-            unneeded = [*root.memory.held_for(AHEAD), *self._partly_run()]
+            unneeded = [*held.held_for(AHEAD), *self._partly_run()]
         else:
             # No backward will come, so no group need be kept for it.
-            unneeded = [g for g in root.memory if root.memory.reason(g) not in (CALLER, FOR_EARLIER_BACKWARD)]
+            unneeded = [g for g in held if held.reason(g) not in (CALLER, FOR_EARLIER_BACKWARD)]
         for group in unneeded:
-            root.memory.release(group)
-        root.memory.hide_kept()
+            held.reshard(group)
+        held.hide_kept()
         if outcome is FAILED:
-            root.memory.awaits_backward = False
-        root.requests.let_host_write()
+            held.awaits_backward = False
+        root.let_host_write()
 
     def _partly_run(self) -> list[ParameterGroup]:
         """Groups of several modules, of which only some have run, that are to be resharded after forward."""
@@ -147,3 +213,204 @@ class ForwardPass:
             for group, modules in self._has_run.items()
             if len(modules) < len(group.modules) and group.settings.reshard_after_forward
         ]
+
+
+def _pass_of_call(root: Root) -> "ForwardPass | Recomputation":
+    """The pass in which a module of ``root`` is called: begins a forward, if none is running."""
+    if autograd.current_graph_task_id() != -1:
+        return Recomputation(root)
+    root.calls.drop_interrupted()
+    if not root.calls.running:
+        forward = ForwardPass(root)
+        forward.begin()
+        root.forward = forward
+    return root.forward  # type: ignore[no-any-return]
+
+
+# --- the hooks of modules -----------------------------------------------------------------------------
+
+
+def before_forward(
+    member: Member, after_hook_id: int | None, module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any] | None:
+    """Unshard, and move and cast inputs for the computation; None if the inputs stay as they are.
+
+    ``after_hook_id``: the id of our hook after forward; None for a method that the caller registered.
+    """
+    if is_dynamo_compiling():
+        return member.in_graphs.before_forward(member, module, args, kwargs)  # type: ignore[no-any-return]
+    if after_hook_id is not None:
+        nn_modules.put_last(module, after_hook_id)
+    group, root = member.group, member.root
+    if functorch.is_in_transform():
+        with functorch.without_transforms():
+            call = _pass_of_call(root).enter(group, module)
+    else:
+        call = _pass_of_call(root).enter(group, module)
+    is_moved = call.parent is None and group.device.type != "cpu"
+    if is_moved:
+        args, kwargs = map_tensors((args, kwargs), lambda t: t.to(group.device, non_blocking=True))
+    cast = group.casts.inputs(args, kwargs) if group.casts.casts_inputs else None
+    if cast is not None:
+        args, kwargs = cast
+    if torch.is_grad_enabled():
+        given = list(filter(is_something, (*args, *kwargs.values())))
+        call.input_nodes = _nodes_of((*given, *_inside(given)))
+    return (args, kwargs) if is_moved else cast
+
+
+def after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """Hook the outputs, which will announce their backward, then reshard."""
+    if is_dynamo_compiling():
+        return member.in_graphs.after_forward(member, module, output)
+    call = member.root.calls.innermost(module)
+    if call is None:
+        member.root.tell_failed_forward()
+        return None  # our hook before forward failed
+    outcome = FAILED
+    try:
+        if sys.exc_info()[1] not in (None, call.handled):
+            return None  # called while a new exception is handled: forward raised, or a hook behind it
+        output, outcome = _announce(member, call, (*args, *kwargs.values()), output)
+        return output
+    finally:
+        if functorch.is_in_transform():
+            with functorch.without_transforms():
+                _exit(member.root, call, outcome)
+        else:
+            _exit(member.root, call, outcome)
+        if outcome is FAILED:
+            member.root.tell_failed_forward()
+
+
+def _exit(root: Root, call: Call, outcome: Outcome) -> None:
+    root.calls.close(call)
+    for feature in root.features:
+        feature.call_ended(call)
+    if autograd.current_graph_task_id() != -1:
+        Recomputation(root).exit(call, outcome)
+    else:
+        root.forward.exit(call, outcome)
+
+
+def _announce(member: Member, call: Call, inputs: Any, output: Any) -> tuple[Any, Outcome]:
+    """Hook the outputs' nodes; return the output, with copies in place of full parameters, and the outcome.
+
+    Tensors that forward puts into its inputs (a list to append to, a cache) are outputs as well.
+    """
+    group = call.group
+    if not group.added.is_untouched():
+        group.refuse_added(member.root.lazy_init.module_names())
+    if group.casts.casts_output:
+        output = group.casts.output(output)
+    tensors = [output] if isinstance(output, Tensor) else find_tensors(output)
+    given = list(filter(is_something, inputs))
+    inside = _inside(given)
+    if inside and _may_be_unsharded(inside):
+        _refuse_hidden_parameters(group, inside)
+    if _may_be_unsharded(tensors):
+        groups = member.root.unsharded_groups.freed_by_exit(call)
+        unsharded_outputs = [t for t in tensors if any(each.unsharded.owns(t) for each in groups)]
+        if unsharded_outputs:
+            copies = {id(t): t.clone() for t in unsharded_outputs}
+            output = _replace(output, copies, group.name)
+            tensors = [copies.get(id(t), t) for t in tensors]
+    if not torch.is_grad_enabled():
+        return output, NO_BACKWARD
+    # Inputs once more: one that was changed in place has another node now.
+    nodes = _nodes_of((*tensors, *group.side_tensors.find(), *given, *inside))
+    for node in call.input_nodes:  # nodes of the inputs belong to earlier calls
+        nodes.pop(node, None)
+    if nodes:
+        announce = partial(_before_backward, member, call)
+        for node in nodes.values():
+            node.register_prehook(announce)
+        return output, ANNOUNCED
+    if tensors or not group.gradients.are_wanted:
+        return output, NO_BACKWARD
+    return output, UNANNOUNCED
+
+
+def _before_backward(member: Member, call: Call, gradients: Any) -> None:
+    """Gradients of the outputs of ``call`` are there: its group is needed."""
+    root = member.root
+    if functorch.is_in_transform():
+        with functorch.without_transforms():
+            task = graph_task(root)
+            root.backward.enter(task, call)
+    else:
+        task = graph_task(root)
+        root.backward.enter(task, call)
+
+
+dynamo.break_graphs(_before_backward)  # of compiled autograd
+for _hook in (before_forward, after_forward):
+    dynamo.run_outside_graphs(_hook)
+
+
+# --- tensors and their nodes --------------------------------------------------------------------------
+
+
+_ONLY_TENSORS = {Tensor}
+
+
+def _inside(values: Sequence[Any]) -> list[Tensor]:
+    """The tensors inside of containers among ``values``."""
+    if set(map(type, values)) == _ONLY_TENSORS:
+        return []
+    found: list[Tensor] = []
+    for value in values:
+        if not isinstance(value, Tensor):
+            found += find_tensors(value)
+    return found
+
+
+_grad_fn = attrgetter("grad_fn")
+
+
+def _may_be_unsharded(tensors: Sequence[Tensor]) -> bool:
+    """False if operations made all of ``tensors``, so that they have memory of their own."""
+    return any(map(is_, map(_grad_fn, tensors), repeat(None))) or any(map(tensor_impl.is_view, tensors))
+
+
+def _refuse_hidden_parameters(group: ParameterGroup, inside: Iterable[Tensor]) -> None:
+    """Refuse a parameter of ``group`` inside a container of the caller's: no copy can take its place."""
+    if len(group.modules) > 1:
+        return  # another module of the group may have passed it
+    for tensor in inside:
+        if group.unsharded.owns(tensor):
+            raise TypeError(
+                f"{group.name}: forward has put one of its own parameters, of shape {tuple(tensor.shape)}, "
+                "into a container that it was given. The parameter's memory is freed after forward. Put "
+                "parameter.clone() there."
+            )
+
+
+def _nodes_of(values: Iterable[Any]) -> dict[int, Any]:
+    """The graph nodes of the tensors among ``values``, by id, which is unique as long as the node is held."""
+    nodes: dict[int, Any] = {}
+    if functorch.is_in_transform_or_forward_mode():
+        values = with_layers([value for value in values if isinstance(value, Tensor)])
+    for tensor in values:
+        if not isinstance(tensor, Tensor) or not tensor.requires_grad:
+            continue
+        node = tensor.grad_fn
+        if node is not None:
+            nodes[id(node)] = node
+        if tensor_impl.is_view(tensor):
+            base = tensor_impl.base_of(tensor)
+            node = None if base is None else base.grad_fn
+            if node is not None:
+                nodes[id(node)] = node
+    return nodes
+
+
+def _replace(output: Any, copies: dict[int, Tensor], name: str) -> Any:
+    try:
+        return replace_tensors(output, copies)
+    except NotAContainer as error:
+        raise TypeError(
+            f"{name}: forward returned one of its own parameters inside a {error}. The parameter's "
+            "memory is freed after forward, so a copy must be returned, but this library does not know "
+            "how to put one there. Return parameter.clone()."
+        ) from None

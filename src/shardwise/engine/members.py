@@ -1,25 +1,33 @@
 """What a sharded module knows: its parameter group, and the root that drives it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from torch import nn
 
-from shardwise.groups.group import Listener, ParameterGroup
+from shardwise.engine.backward import gradient_arrived, gradients_complete
+from shardwise.engine.root import Root
+from shardwise.engine.unsharded_groups import IN_USE
+from shardwise.groups.gradients import Listener
+from shardwise.groups.group import ParameterGroup
+from shardwise.groups.states import SHARDED
 from shardwise.torch_compat import dynamo
-
-if TYPE_CHECKING:
-    from shardwise.engine.root import Root
 
 _MEMBER = "_shardwise_member"
 
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """A group and the root that drives it now: what a sharded module knows."""
+    """A group and the root that drives it now: what a sharded module knows.
+
+    ``in_graphs``: what its hooks do while ``torch.compile`` traces them (``compile/traced.py``).
+    """
 
     group: ParameterGroup
-    root: "Root"
+    root: Root
+    in_graphs: Any
 
     @dynamo.call_while_tracing
     def names_of_reduce_groups(self) -> str:
@@ -27,9 +35,9 @@ class Member:
 
         For graphs that are compiled before any eager forward has made the process groups.
         """
-        preparation = self.root.preparation
+        process_groups = self.root.lazy_init.process_groups
         groups = [
-            preparation.process_groups.for_reductions(self.group, bucket.mesh.shard_axis.pg)
+            process_groups.for_reductions(self.group, bucket.mesh.shard_axis.pg)
             for bucket in self.group.buckets
         ]
         return "".join("\n" if pg is None else f"{pg.group_name}\n" for pg in groups)
@@ -56,33 +64,33 @@ def member_of(module: Any) -> Member:
     return module.__dict__[_MEMBER]
 
 
-@dataclass(eq=False, slots=True)
-class GroupListener(Listener):
-    """Tells a root what happens to one of its groups."""
+def drive(root: Root, members: Sequence[Member], own: Member) -> None:
+    """Let ``root`` drive all groups of a newly sharded module's tree; ``own`` is the module's."""
+    root.group = own.group
+    root.groups[:] = [member.group for member in members]
+    for member in members:
+        _take_over(root, member)
+    root.tree_changed()
+    root.plan_check.plan_changed()
+    root.observe(root.observer)
 
-    root: "Root"
-    group: ParameterGroup
 
-    def gradient_arrived(self) -> None:
-        """A gradient has arrived; it may be the first of a backward that nothing has announced."""
-        self.root.find_or_begin_session()
-        self.root.running_backward.gradient_arrived(self.group)
+def _take_over(root: Root, member: Member) -> None:
+    group, other = member.group, member.root
+    member.root = root
+    if other is not root:
+        root.finalization.by_hand |= other.finalization.by_hand
+        root.lazy_init.process_groups.take_over(other.lazy_init.process_groups)
+    group.plan_changed = root.plan_check.plan_changed
+    group.changes_adopted = root.plan_check.changes_adopted
+    group.gradients.listener = Listener(
+        arrived=partial(gradient_arrived, root, group),
+        part_complete=partial(_send_ready, root, group),
+        complete=partial(gradients_complete, root, group),
+    )
+    if group.unsharded.state is not SHARDED:
+        root.unsharded_groups.hold(group, other.unsharded_groups.reason(group) or IN_USE)
 
-    def part_complete(self) -> None:
-        """All gradients of a part are there: it may be reduced."""
-        settings = self.group.settings
-        if settings.requires_gradient_sync and not settings.ranks_may_differ:
-            self.root.reductions.send_ready(self.group)
 
-    def gradients_complete(self) -> None:
-        """All gradients are there."""
-        self.root.running_backward.gradients_complete(self.group)
-
-    def plan_changed(self) -> None:
-        """Ranks have to compare their plans again."""
-        self.root.preparation.plan_changed()
-
-    def changes_followed(self) -> None:
-        """Changes of the caller, to shards or settings, have been followed."""
-        for followed in self.root.features.changes_followed:
-            followed()
+def _send_ready(root: Root, group: ParameterGroup) -> None:
+    root.reductions.send_ready(group)

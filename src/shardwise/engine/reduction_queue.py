@@ -9,9 +9,10 @@ A reduction ends in stages, and each stage frees its own memory. With replicas, 
 """
 
 from collections import deque
+from collections.abc import Iterable
 from itertools import islice
 
-from shardwise.comm.reduction import PartReduction
+from shardwise.comm.reduction import Reduction
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import REDUCING
 
@@ -23,49 +24,59 @@ class ReductionQueue:
         """``room``: the most bytes that gradients reduced in parts may hold."""
         self.room = room
         self._reducing: deque[ParameterGroup] = deque()
-        self._parts: deque[tuple[ParameterGroup, PartReduction]] = deque()
+        self._in_parts: deque[Reduction] = deque()
         self._copying_to_host: list[ParameterGroup] = []  # groups whose results are being copied to the host
 
     def reduce(self, group: ParameterGroup) -> None:
         """Begin to reduce all gradients of ``group`` that are left."""
-        if group.gradients.state is REDUCING:
-            group.gradients.finish()
-        part_reductions = group.gradients.reduce()
-        if group.gradients.are_reduced_in_parts:
-            self._limit(group, part_reductions)
-        for earlier in self._reducing:
+        gradients, reducing = group.gradients, self._reducing
+        if gradients.state is REDUCING:
+            gradients.finish()
+        gradients.reduce()
+        if gradients.are_reduced_in_parts:
+            self._limit(gradients.in_flight())
+        for earlier in reducing:
             if earlier.gradients.state is REDUCING:  # otherwise a nested backward has already added to it
-                earlier.reductions.advance()
-        self._reducing.append(group)
-        while len(self._reducing) > group.max_in_flight:
+                earlier.gradients.advance()
+        reducing.append(group)
+        most = group.max_in_flight
+        while len(reducing) > most:
             self._finish_oldest()
-        over_replicas = max(0, len(self._reducing) - group.settings.max_reductions)
-        for earlier in islice(self._reducing, over_replicas):
-            if earlier.gradients.state is REDUCING:
-                earlier.reductions.release_unsharded()
+        over_replicas = len(reducing) - group.settings.max_reductions
+        if over_replicas > 0:
+            for earlier in islice(reducing, over_replicas):
+                if earlier.gradients.state is REDUCING:
+                    earlier.gradients.release_unsharded()
 
     def send_ready(self, group: ParameterGroup) -> None:
         """Begin to reduce the parts of ``group`` that need not wait for the rest."""
-        self._limit(group, group.gradients.send_ready())
+        group.gradients.send_ready()
+        self._limit(group.gradients.in_flight())
 
-    def _limit(self, group: ParameterGroup, new: list[PartReduction]) -> None:
-        """Add the ``new`` parts of ``group``; wait for the oldest while all of them hold too much memory."""
-        self._parts += [(group, part_reduction) for part_reduction in new]
-        held = sum(part_reduction.num_bytes for _, part_reduction in self._parts)
-        while held > self.room and len(self._parts) > 1:
-            oldest_group, oldest = self._parts.popleft()
-            held -= oldest.num_bytes
-            oldest_group.reductions.release_part(oldest)
+    def _limit(self, reductions: Iterable[Reduction]) -> None:
+        """Parts of ``reductions`` were sent; wait for the oldest while all of them hold too much memory."""
+        self._in_parts += [each for each in reductions if each not in self._in_parts]
+        while self._in_parts and not self._in_parts[0].held_bytes:  # waited for meanwhile
+            self._in_parts.popleft()
+        while self.num_parts > 1 and sum(sum(each.held_bytes) for each in self._in_parts) > self.room:
+            self._in_parts[0].release_part()
+            if not self._in_parts[0].held_bytes:
+                self._in_parts.popleft()
+
+    @property
+    def num_parts(self) -> int:
+        """How many parts, of groups that are reduced in parts, hold gradients."""
+        return sum(len(each.held_bytes) for each in self._in_parts)
 
     def _finish_oldest(self) -> None:
         group = self._reducing.popleft()
         if group.gradients.state is not REDUCING:
             return
-        if group.reductions.arrive_on_host:
-            group.reductions.release_unsharded()
+        if group.gradients.arrive_on_host:
+            group.gradients.release_unsharded()
             for earlier in self._copying_to_host[-1:]:
                 if earlier.gradients.state is REDUCING:
-                    earlier.reductions.release()  # the copy has had the time of a group's backward
+                    earlier.gradients.release()  # the copy has had the time of a group's backward
             self._copying_to_host.append(group)
         else:
             group.gradients.finish()
@@ -74,7 +85,7 @@ class ReductionQueue:
         """Wait for all reductions in flight."""
         while self._reducing:
             self._finish_oldest()
-        self._parts.clear()
+        self._in_parts.clear()
         for group in self._copying_to_host:
             if group.gradients.state is REDUCING:
                 group.gradients.finish()

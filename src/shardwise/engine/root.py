@@ -2,88 +2,118 @@
 
 Root
   groups, group         all of the tree, and the root module's own
-  features              optional parts, each at named points (feature.py)
-  preparation           what is made once, before anything runs
+  lazy_init             what is made once, before anything runs
+  plan_check            whether all ranks have the same plan
   calls                 which sharded modules are running
-  memory                which groups are unsharded, and why
+  unsharded_groups      which groups are unsharded, and why
   prefetch              what the next pass unshards ahead
   reductions            those in flight
+  finalization          who ends a backward
   forward, backward     the passes that run now; dropped when they are over, or have failed
-  requests              what the caller asks outside of passes
+  features              what most users never turn on, called at the points of Feature
+
+Knows of the passes only whether they run: forward.py and backward.py know the root.
 """
 
 import sys
-from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
-from shardwise.engine.backward import BackwardPass, Session
+from shardwise.comm.streams import nothing
 from shardwise.engine.calls import Call, CallStack, Outcome
-from shardwise.engine.feature import Feature, Features
-from shardwise.engine.forward import ForwardPass
-from shardwise.engine.members import GroupListener, Member
-from shardwise.engine.memory import IN_USE, Memory
+from shardwise.engine.finalization import Finalization, GradientReductionHandle
+from shardwise.engine.lazy_init import LazyInit
+from shardwise.engine.optional_blocks import refuse_alone
+from shardwise.engine.plan_check import PlanCheck
 from shardwise.engine.prefetch import Prefetch
-from shardwise.engine.preparation import Preparation
 from shardwise.engine.reduction_queue import ReductionQueue, room_for
-from shardwise.engine.requests import Requests
-from shardwise.groups.group import Observer, ParameterGroup
-from shardwise.groups.states import SHARDED
+from shardwise.engine.unsharded_groups import CALLER, INFERENCE, UnshardedGroups
+from shardwise.groups.group import ParameterGroup
+from shardwise.groups.states import DEFERRED, PARTLY
+from shardwise.groups.unsharded import Observer
 from shardwise.layout.fqns import listed
 from shardwise.params.parameter import Param
 from shardwise.ranks.failures import relay_of_job
 from shardwise.torch_compat import autograd
-from shardwise.torch_compat.functorch import outside_transforms
+
+
+class Feature:
+    """What most users never turn on: an optional part of one root. Subclasses override what they need."""
+
+    def __init__(self, root: "Root") -> None:
+        self.root = root
+
+    def forward_begins(self) -> None:
+        """The outermost forward begins: process groups and streams exist, and nothing is unsharded yet."""
+
+    def call_ended(self, call: Call) -> None:
+        """The module of ``call`` has run, or has failed to; in a recomputation too."""
+
+    def forward_ended(self, outcome: Outcome) -> None:
+        """The outermost forward has ended."""
+
+    def backward_begins(self) -> None:
+        """The outermost backward begins."""
+
+    def is_needed_later(self, group: ParameterGroup) -> bool:
+        """Whether ``group`` has to stay unsharded when the running backward is done with it."""
+        return False
+
+    def backward_ended(self) -> None:
+        """The outermost backward and its reductions have ended."""
+
+    def reset(self) -> None:
+        """All gradients are about to be dropped."""
+
+    computes_weights = False
+    """Whether it computes the gradients of weights after a backward of inputs alone."""
+
+
+_F = TypeVar("_F", bound=Feature)
 
 
 class Root:
     """Drives the groups of one module tree. Replaced by its parent's when that is sharded."""
 
-    def __init__(self, device: torch.device, features: Sequence[type[Feature]] = ()) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
         self.groups: list[ParameterGroup] = []
         self.group: ParameterGroup | None = None
+        self.last: ParameterGroup | None = None
+        """The last group of the tree. It stays unsharded from forward to backward, which probably begins with
+        it. Read from the tree, not observed in a forward: what ranks unshard in backward must not depend on
+        what each of them has run."""
         self.observer: Observer | None = None
-        self.features = Features()
-        self.preparation = Preparation(self)
+        self.features: tuple[Feature, ...] = ()
+        self.ranks_run_alike = True
+        """False while ranks may run different numbers of forwards: inside of ``inference()``."""
+        self.lazy_init = LazyInit(device, self.groups)
+        self.plan_check = PlanCheck(device, self.groups)
         self.calls = CallStack()
-        self.memory = Memory(self.features)
-        self.prefetch = Prefetch(self)
+        self.unsharded_groups = UnshardedGroups()
+        self.prefetch = Prefetch(self.unsharded_groups, self.groups)
         self.reductions = ReductionQueue(0.0)
-        self.forward: ForwardPass | None = None
-        self.backward: BackwardPass | None = None
-        self.requests = Requests(self)
+        self.finalization = Finalization()
+        self.forward: Any = None
+        self.backward: Any = None
+        self.created_nodes: Any = None  # by backwards with create_graph=True; see backward.py
+        self.post_optim_event: Any = None  # of the device's own module
         self._incomplete: list[Param] = []  # whose unreduced sums lack microbatches: a backward failed
-        self.ends_by_hand = False  # who ends a backward: the caller; see finalization.py
-        for feature in features:
-            self.features.add(feature(self))
 
     # --- the tree ---------------------------------------------------------------------------------
 
-    def adopt(self, members: Sequence[Member], own: Member) -> None:
-        """Take over all groups of a newly sharded module's tree; ``own`` is the module's."""
-        self.group = own.group
-        self.groups = [member.group for member in members]
-        for member in members:
-            self._take_from(member)
-            member.root = self
-        self.tree_changed()
-        self.observe(self.observer)
-
-    def _take_from(self, member: Member) -> None:
-        group, other = member.group, member.root
-        if other is not self:
-            self.ends_by_hand |= other.ends_by_hand
-            self.preparation.process_groups.take_over(other.preparation.process_groups)
-        group.listener = GroupListener(self, group)
-        if group.unsharded.state is not SHARDED:
-            self.memory.hold(group, other.memory.reason(group) or IN_USE)
-
     def tree_changed(self) -> None:
         """Groups were added, or the caller has configured some."""
-        for changed in self.features.tree_changed:
-            changed()
+        inner = [g for g in self.groups if g is not self.group and not g.settings.may_be_unused]
+        self.last = inner[-1] if inner else None
+        self.unsharded_groups.arrange(self.groups, self.group)
+
+    def start_over(self) -> None:
+        """Look again at what the caller has chosen for the groups, before the next forward."""
+        self.lazy_init.is_complete = False
+        self.tree_changed()
+        self.plan_check.plan_changed()
 
     @property
     def name(self) -> str:
@@ -95,87 +125,62 @@ class Root:
         """The same, quoted where it is a name."""
         return "the model" if self.name == "the model" else f"'{self.name}'"
 
-    def module_names(self) -> dict[nn.Module, str]:
-        """All modules of the tree, and their names in it."""
-        modules = () if self.group is None else self.group.modules
-        return {inner: name for module in modules for name, inner in module.named_modules()}
-
     def observe(self, observer: Observer | None) -> None:
         """Report every event of every group to ``observer``, as (event, name)."""
         self.observer = observer
         for group in self.groups:
-            group.observer = observer
+            group.observe(observer)
 
-    def tell(self, event: str, group: ParameterGroup) -> None:
-        """Report an event that is not the group's own."""
-        if self.observer is not None:
-            self.observer(event, group.name)
+    def find(self, kind: type[_F]) -> _F | None:
+        """The feature of class ``kind``, if there is one."""
+        return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
-    # --- passes -----------------------------------------------------------------------------------
+    def add(self, feature: Feature) -> None:
+        """Let ``feature`` take part."""
+        self.features = (*self.features, feature)
 
-    @outside_transforms
-    def enter_forward(self, group: ParameterGroup, module: nn.Module) -> Call:
-        """``module`` is about to run: have the parameters of its group unsharded."""
-        if autograd.is_in_backward():
-            session = self.find_or_begin_session()
-            return self.running_backward.enter_recomputation(session, group, module)
-        self.calls.forget_interrupted()
-        if not self.calls.running:
-            forward = ForwardPass(self)
-            forward.begin()
-            self.forward = forward
-        assert self.forward is not None
-        call = self.calls.open(group, module)
-        self.forward.enter(call)
-        return call
+    def remove(self, feature: Feature) -> None:
+        """Leave it out again."""
+        self.features = tuple(each for each in self.features if each is not feature)
 
-    @outside_transforms
-    def exit_forward(self, call: Call, outcome: Outcome) -> None:
-        """The module of ``call`` has run."""
-        self.calls.close(call)
-        for ended in self.features.call_ended:
-            ended(call)
-        if autograd.is_in_backward():
-            session = self.find_or_begin_session()
-            self.running_backward.exit_recomputation(session, call.group)
-            return
-        assert self.forward is not None
-        self.forward.exit(call, outcome)
-        if not self.calls.running:
-            self.forward.end(outcome)
-            self.forward = None
+    # --- before a pass ----------------------------------------------------------------------------
 
-    @outside_transforms
-    def enter_backward(self, call: Call) -> None:
-        """Gradients of the outputs of ``call`` are there: its group is needed."""
-        session = self.find_or_begin_session()
-        self.running_backward.enter(session, call)
+    def refuse_unfit(self) -> None:
+        """Once: check that the model can run as it is. No communication."""
+        if not self.lazy_init.is_complete:
+            self.lazy_init.refuse_unfit()
+            refuse_alone(self.groups, self.unsharded_groups.unsharded_with)
 
-    @property
-    def running_backward(self) -> BackwardPass:
-        """The backward that ``find_or_begin_session`` has found or begun."""
-        assert self.backward is not None
-        return self.backward
+    def complete(self) -> None:
+        """Once: check the model, make streams and process groups."""
+        if not self.lazy_init.is_complete:
+            self.refuse_unfit()
+            self.lazy_init.complete()
+            self.reductions.room = room_for(self.groups)
 
-    def find_or_begin_session(self) -> Session:
-        """The session of the running graph task; at its first event a new one, perhaps of a new backward."""
-        task, backward = autograd.current_graph_task_id(), self.backward
-        if backward is not None and backward.sessions[-1].graph_task_id == task:
-            return backward.sessions[-1]
-        self.recover()
-        if self.backward is None:
-            backward = BackwardPass(self)
-            backward.begin()
-            session = backward.session_of(task)
-            self.backward = backward
-            return session
-        self.backward.forget_failed()
-        return self.backward.session_of(task)
+    def drop_cleared_gradients(self) -> None:
+        """Drop deferred gradients whose ``.grad`` the caller has cleared; refuse sums that are incomplete."""
+        for group in self.groups:
+            if group.gradients.state is DEFERRED:
+                group.gradients.drop_cleared()
+        if self._incomplete:
+            self._refuse_incomplete()
+
+    def _refuse_incomplete(self) -> None:
+        """Refuse a pass while sums wait to be reduced that a failed backward has made incomplete."""
+        self._incomplete = [param for param in self._incomplete if param.gradient.is_deferred]
+        if self._incomplete:
+            names = listed((param.fqn for param in self._incomplete), 4)
+            raise RuntimeError(
+                f"{names}: a backward failed while gradients of earlier ones without synchronisation waited "
+                "to be reduced. Some parameters have lost these, others still have them, so that their sums "
+                "would be of different microbatches. Call zero_grad(), and begin this step again."
+            )
 
     def reshards_after_forward(self, group: ParameterGroup) -> bool:
         """What the caller has chosen for ``group``; by default all are freed but the root's.
 
-        Eager runs keep one more in memory: see last_block.py.
+        Eager runs keep one more in memory: ``last``.
         """
         chosen = group.settings.reshard_after_forward
         return group is not self.group if chosen is None else bool(chosen)
@@ -188,37 +193,27 @@ class Root:
         A failed forward leaves nothing: its hooks ran.
         """
         if self.backward is not None and not self.backward.is_running:
-            self.abandon()
+            self.drop_passes()
 
-    def abandon(self) -> None:
+    def drop_passes(self) -> None:
         """Drop the passes that run, and all that they have come to."""
         if self.backward is not None and self.backward.has_gradients():
             params = [param for group in self.groups for param in group.shards.params]
             self._incomplete = [param for param in params if param.gradient.is_deferred]
         self.forward = self.backward = None
         self.calls.running.clear()
-        self.memory.abandon()
+        self.unsharded_groups.reshard_after_failure()
         self.calls.first_entries.clear()
         self.reductions = ReductionQueue(room_for(self.groups))
         for group in self.groups:
             group.gradients.drop_of_backward()
 
-    def refuse_incomplete(self) -> None:
-        """Refuse a pass while sums wait to be reduced that a failed backward has made incomplete."""
-        self._incomplete = [param for param in self._incomplete if param.gradient.is_deferred]
-        if self._incomplete:
-            names = listed((param.fqn for param in self._incomplete), 4)
-            raise RuntimeError(
-                f"{names}: a backward failed while gradients of earlier ones without synchronisation waited "
-                "to be reduced. Some parameters have lost these, others still have them, so that their sums "
-                "would be of different microbatches. Call zero_grad(), and begin this step again."
-            )
-
     def reset(self) -> None:
-        """Forget the running iteration, whatever it has come to, and all gradients that wait."""
-        for reset in self.features.reset:
-            reset()
-        self.abandon()
+        """Drop the running iteration, whatever it has come to, and all gradients that wait."""
+        self.finalization.drop()
+        for feature in self.features:
+            feature.reset()
+        self.drop_passes()
         for group in self.groups:
             group.gradients.drop()
 
@@ -229,7 +224,7 @@ class Root:
         ``inference()`` takes part in what it has missed when the context ends.
         """
         error = sys.exc_info()[1]
-        if error is None or self.calls.running or not self.features.ranks_run_alike:
+        if error is None or self.calls.running or not self.ranks_run_alike:
             return
         if not autograd.is_in_backward():
             relay_of_job().report(error, f"the forward of {self.label}")
@@ -244,9 +239,103 @@ class Root:
     def finish_reductions(self) -> None:
         """Wait for all that are in flight."""
         self.reductions.finish()
-        self.requests.let_host_write()
+        self.let_host_write()
 
     def joins_by_hand(self, group: ParameterGroup) -> bool:
         """True if ranks that use different parameters reduce them where the caller ends the backward: once,
         however many backwards each of them has run."""
-        return self.ends_by_hand and group.settings.ranks_may_differ and group.gradients.are_wanted
+        by_hand = self.finalization.by_hand
+        return by_hand and group.settings.ranks_may_differ and group.gradients.are_wanted
+
+    # --- what the caller asks outside of passes ---------------------------------------------------
+
+    def unshard(self, group: ParameterGroup) -> None:
+        """Begin to unshard ``group`` until forward has used it, or ``reshard``."""
+        held = self.unsharded_groups
+        self.complete()
+        # The next forward waits for the event as well.
+        self.lazy_init.streams.wait_for_optimizer(self.post_optim_event)
+        if group.unsharded.state is PARTLY:
+            held.reshard(group)
+        held.reshard_stale([group], self.post_optim_event)
+        held.unshard(group, CALLER)
+
+    def reshard(self, group: ParameterGroup) -> None:
+        """Free it now."""
+        if self.unsharded_groups.reason(group) is INFERENCE:
+            raise RuntimeError(f"reshard: {group.name} is kept unsharded by inference(). Leave that first.")
+        self.unsharded_groups.reshard(group)
+
+    def refuse_at_work(self, caller: str, group: ParameterGroup, when: str = "before") -> None:
+        """``caller`` is for between passes only; ``when`` to call it instead."""
+        self.calls.drop_interrupted()
+        is_in_backward = autograd.is_in_backward() or (self.backward is not None and self.backward.is_running)
+        if self.calls.running or is_in_backward:
+            raise RuntimeError(
+                f"{caller}: {group.name} is part of a model whose "
+                f"{'backward' if is_in_backward else 'forward'} is running, and that needs its parameters "
+                f"and gradients as they are. Call it {when}."
+            )
+        self.recover()
+        for each in self.groups:
+            each.gradients.drop_cleared()
+
+    def hand_over(self, group: ParameterGroup, caller: str) -> None:
+        """Have nothing of ``group`` unsharded, for ``caller`` to change it."""
+        if not self.ranks_run_alike:
+            raise RuntimeError(f"{caller}: {group.name} is kept unsharded by inference(). Leave that first.")
+        self.complete()
+        streams = self.lazy_init.streams
+        if (event := self.take_post_optim_event()) is not None:
+            streams.make_compute_wait_for(event)  # and what comes after it is the caller's own work
+        streams.all_gather.wait_for_compute()
+        self.unsharded_groups.reshard(group)
+
+    def let_host_write(self) -> None:
+        """Wait for copies out of shards in host memory, which the caller may change from now on."""
+        self.lazy_init.streams.all_gather.wait_until_host_was_read()
+
+    def take_post_optim_event(self) -> Any:
+        """The event of ``set_post_optim_event``, for the caller, who must wait for it; it is cleared."""
+        event, self.post_optim_event = self.post_optim_event, None
+        return event
+
+    # --- finalize_backward ------------------------------------------------------------------------
+
+    def end_by_hand(self, group: ParameterGroup, by_hand: bool) -> None:
+        """Choose whether the caller ends backwards from now on."""
+        caller, finalization = "set_manual_backward_finalization", self.finalization
+        if by_hand == finalization.by_hand:
+            return
+        self.refuse_at_work(caller, group)
+        finalization.refuse_pending(self.name, f"{caller}()")
+        if finalization.is_due:
+            raise RuntimeError(
+                f"{caller}: {self.name} has run a backward that was not finalized. Call "
+                "finalize_backward(), or reset_iter_state() to drop its gradients, before changing who ends "
+                "a backward."
+            )
+        finalization.by_hand = by_hand
+
+    def finalize(self, group: ParameterGroup) -> GradientReductionHandle:
+        """Begin to reduce the gradients that earlier backwards left to the caller."""
+        self.finalization.refuse_pending(self.name, "finalize_backward()")
+        if not self.calls.clock:  # before the first forward
+            return GradientReductionHandle(nothing)
+        if not self.finalization.by_hand:
+            raise RuntimeError(
+                f"finalize_backward: {self.name} ends its backwards by itself, and their gradients are "
+                "complete. Call set_manual_backward_finalization(True) before forward, or leave this call "
+                "out."
+            )
+        self.refuse_at_work("finalize_backward", group, "afterwards")
+        for each in self.groups:
+            wants = each.gradients.have_sums_to_reduce or self.joins_by_hand(each)
+            if each.settings.requires_gradient_sync and wants:
+                self.reductions.reduce(each)
+        return self.finalization.begin(self._finish_by_hand)
+
+    def _finish_by_hand(self) -> None:
+        self.finish_reductions()
+        for group in self.groups:
+            group.average_ignored()

@@ -18,10 +18,9 @@ from contextlib import ExitStack
 import torch
 
 from shardwise.engine.calls import FAILED, Outcome
-from shardwise.engine.feature import Feature
-from shardwise.engine.memory import IN_USE, INFERENCE
 from shardwise.engine.prefetch import Order
-from shardwise.engine.root import Root
+from shardwise.engine.root import Feature, Root
+from shardwise.engine.unsharded_groups import IN_USE, INFERENCE
 from shardwise.groups.group import ParameterGroup, axes_of
 from shardwise.groups.states import SHARDED
 from shardwise.layout.mesh import all_reduce_max
@@ -31,8 +30,6 @@ from shardwise.ranks.position import Wait
 
 class Inference(Feature):
     """One ``inference()`` of some groups of a root (``entered``), of which ``kept`` stay unsharded."""
-
-    ranks_run_alike = False
 
     def __init__(self, root: Root, entered: Sequence[ParameterGroup], kept: set[ParameterGroup]) -> None:
         super().__init__(root)
@@ -46,6 +43,8 @@ class Inference(Feature):
         self._refusal: str | None = None  # why the unsharded parameters can no longer be used
         # Ranks may run different numbers of forwards, so the order recorded in them is dropped afterwards.
         self._order_outside, root.prefetch.forward_order = root.prefetch.forward_order, Order()
+        root.ranks_run_alike = False
+        root.unsharded_groups.announce = self._unsharding
 
     def backward_begins(self) -> None:
         """Refuse a backward."""
@@ -62,7 +61,7 @@ class Inference(Feature):
         if self._communicates:
             _, self._announces = self._tell(runs=True)
 
-    def unsharding(self, group: ParameterGroup) -> None:
+    def _unsharding(self, group: ParameterGroup) -> None:
         """Announce the all-gather, if other ranks may not run this forward."""
         if group.unsharded.state is SHARDED and self._issued is not None and group not in self.kept:
             self._issued.append(group)
@@ -82,20 +81,25 @@ class Inference(Feature):
         with ExitStack() as stack:
             for group in self.kept:
                 stack.callback(self._release, group)
-            stack.callback(root.features.remove, self)
+            stack.callback(self._leave)
             stack.callback(setattr, root.prefetch, "forward_order", self._order_outside)
             self._make_good()
             self._serve()
 
     def _release(self, group: ParameterGroup) -> None:
-        self.root.memory.hold(group, IN_USE)
-        self.root.memory.release(group)
+        self.root.unsharded_groups.hold(group, IN_USE)
+        self.root.unsharded_groups.reshard(group)
+
+    def _leave(self) -> None:
+        self.root.remove(self)
+        self.root.ranks_run_alike = True
+        self.root.unsharded_groups.announce = None
 
     def _check_weights(self) -> None:
         """Refuse to go on if shards or full parameters were changed, by their versions."""
         for group in self.kept if self._refusal is None else ():
-            if changed := group.unsharded.versions.shards_changed() or group.unsharded.changed_in_place():
-                group.unsharded.versions.follow()  # raised here, and not again when the group is resharded
+            if changed := group.unsharded.shards_changed() or group.unsharded.changed_in_place():
+                group.unsharded.sync_versions()  # raised here, and not again when the group is resharded
                 self._refusal = (
                     f"{changed[0]}: changed inside inference(), where the parameters that were unsharded "
                     "before are used. Leave the context, change weights, and enter it again."
@@ -142,34 +146,34 @@ class Inference(Feature):
 
 def begin_inference(root: Root, groups: Sequence[ParameterGroup], budget: float) -> int:
     """Keep as many groups unsharded as fit into ``budget`` bytes; returns the bytes they take."""
-    if root.features.find(Inference) is not None:
+    if root.find(Inference) is not None:
         raise RuntimeError(
             f"inference: {groups[0].name} is in another inference() already, which would end with this "
             "one. Leave it first."
         )
-    root.preparation.complete()
+    root.complete()
     kept: list[ParameterGroup] = []
     taken = 0
     for group in groups:
         if taken + group.unsharded.num_bytes <= budget:
             kept.append(group)
             taken += group.unsharded.num_bytes
-    root.preparation.streams.wait_for_optimizer(root.requests.post_optim_event)
+    root.lazy_init.streams.wait_for_optimizer(root.post_optim_event)
     for group in root.groups:
-        root.memory.release(group)  # what was kept from before may be stale
+        root.unsharded_groups.reshard(group)  # what was kept from before may be stale
     for group in kept:
-        root.memory.unshard(group)
+        root.unsharded_groups.unshard(group, IN_USE)
     for group in kept:
         group.unsharded.wait()
     for group in kept:
-        root.memory.hold(group, INFERENCE)
-    root.features.add(Inference(root, groups, set(kept)))
+        root.unsharded_groups.hold(group, INFERENCE)
+    root.add(Inference(root, groups, set(kept)))
     return taken
 
 
 def end_inference(root: Root) -> None:
     """Leave the ``inference()`` of ``root``."""
-    inference = root.features.find(Inference)
+    inference = root.find(Inference)
     assert inference is not None
     inference.end()
 

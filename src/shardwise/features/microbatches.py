@@ -25,12 +25,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from shardwise.comm.streams import nothing
-from shardwise.engine.backward import BackwardPass, Session, Token
+from shardwise.engine.backward import BackwardPass, GraphTask, Guard
 from shardwise.engine.calls import Call, Outcome
-from shardwise.engine.feature import Feature
-from shardwise.engine.memory import CALLER, IN_USE
-from shardwise.engine.root import Root
-from shardwise.groups.gradients import average_ignored
+from shardwise.engine.root import Feature, Root
+from shardwise.engine.unsharded_groups import CALLER, IN_USE
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import SHARDED
 from shardwise.ranks.failures import relay_of_job
@@ -60,14 +58,14 @@ class Microbatches(Feature):
         ``others``: parameters that microbatches use and no group has; their gradients are divided as well.
         """
         root = self.root
-        root.requests.refuse_at_work("a step of microbatches", root.groups[0], "afterwards")
+        root.refuse_at_work("a step of microbatches", root.groups[0], "afterwards")
         if self.is_under_way and any(group.gradients.have_sums_to_reduce for group in root.groups):
             raise RuntimeError(
                 f"{root.label}: the last step of microbatches was not ended, so its gradients are neither "
                 "reduced nor divided. If it failed, call zero_grad(). If the schedule was loaded from a "
                 "file, it needs a REDUCE_GRAD action for each stage."
             )
-        root.memory.accumulates = False
+        root.unsharded_groups.is_mid_accumulation = False
         self.is_under_way, self._others = True, others
         waiting = self._gradients()
         self._adds_to_earlier = bool(waiting)
@@ -80,7 +78,7 @@ class Microbatches(Feature):
         Groups that do not synchronise gradients now keep theirs, divided, for a later step or backward.
         """
         root = self.root
-        root.requests.refuse_at_work("the reduction of a step", root.groups[0], "afterwards")
+        root.refuse_at_work("the reduction of a step", root.groups[0], "afterwards")
         if self._adds_to_earlier and divisor != self._divisor:
             raise RuntimeError(
                 f"{root.label}: gradients of earlier steps were divided by {self._divisor} microbatches, "
@@ -97,22 +95,28 @@ class Microbatches(Feature):
             if settings.requires_gradient_sync and (gradients.have_sums_to_reduce or joins):
                 root.reductions.reduce(group)
         root.finish_reductions()
-        average_ignored(root.groups)
-        self.is_under_way = root.memory.accumulates = False
-        for group in root.memory:
-            if root.memory.reason(group) is not CALLER and group.settings.reshard_after_backward:
-                root.memory.release(group)
+        for group in root.groups:
+            group.average_ignored()
+        self.is_under_way = root.unsharded_groups.is_mid_accumulation = False
+        for group in root.unsharded_groups:
+            if root.unsharded_groups.reason(group) is not CALLER and group.settings.reshard_after_backward:
+                root.unsharded_groups.reshard(group)
 
     def _gradients(self) -> list[Tensor]:
         """What waits to be reduced, and what nobody reduces."""
         fulls = [full for group in self.root.groups for full in group.unsharded.params]
         return [dtensor.plain(p.grad) for p in (*fulls, *self._others) if p.grad is not None]
 
+    @property
+    def computes_weights(self) -> bool:  # type: ignore[override]
+        """In a step, ``compute_weights`` follows each backward of inputs alone."""
+        return self.is_under_way
+
     # --- what the root asks -----------------------------------------------------------------------
 
     def forward_ended(self, outcome: Outcome) -> None:
         """Let the next forward trust what is kept, without asking the other ranks: no step changes shards."""
-        self.root.memory.accumulates = self.is_under_way
+        self.root.unsharded_groups.is_mid_accumulation = self.is_under_way
 
     def is_needed_later(self, group: ParameterGroup) -> bool:
         """Whether the next microbatch finds ``group`` unsharded."""
@@ -149,20 +153,20 @@ class Microbatches(Feature):
 
     def unshard(self) -> None:
         """Begin to unshard what then stays so until ``reshard`` or the end of the step."""
-        root, memory = self.root, self.root.memory
-        if not memory.accumulates:  # nothing has run in this step
-            memory.release_stale(root.groups, root.requests.post_optim_event)
+        root, memory = self.root, self.root.unsharded_groups
+        if not memory.is_mid_accumulation:  # nothing has run in this step
+            memory.reshard_stale(root.groups, root.post_optim_event)
         for group in root.groups:
             if not root.reshards_after_forward(group) and group.unsharded.state is SHARDED:
-                root.requests.unshard(group)
+                root.unshard(group)
                 memory.hold(group, IN_USE)
-        memory.accumulates = True
+        memory.is_mid_accumulation = True
 
     def reshard(self) -> None:
         """Reshard all groups, whose sums of gradients stay; what uses them next unshards them again."""
-        for group in self.root.memory:
-            if self.root.memory.reason(group) is not CALLER:
-                self.root.memory.release(group)
+        for group in self.root.unsharded_groups:
+            if self.root.unsharded_groups.reason(group) is not CALLER:
+                self.root.unsharded_groups.reshard(group)
 
 
 class WeightPass(BackwardPass):
@@ -174,8 +178,8 @@ class WeightPass(BackwardPass):
 
     def __init__(self, root: Root) -> None:
         super().__init__(root)
-        self._token = Token(nothing)
-        self.sessions = [Session(-1, self._token)]
+        self._guard = Guard(nothing)
+        self.tasks = [GraphTask(-1, self._guard)]
 
     is_running = True
 
@@ -187,15 +191,15 @@ class WeightPass(BackwardPass):
         try:
             self._run(parts, others)
         except BaseException:
-            root.abandon()
+            root.drop_passes()
             root.tell_failed_backward()
             raise
         finally:
             root.backward = None
             for group in root.groups:
                 group.gradients.defer_written()
-        root.memory.hide_kept()
-        root.memory.accumulates = True
+        root.unsharded_groups.hide_kept()
+        root.unsharded_groups.is_mid_accumulation = True
         relay_of_job().leave()
 
     def _run(self, parts: list[dict[str, Any]], others: Sequence[Tensor]) -> None:
@@ -209,7 +213,7 @@ class WeightPass(BackwardPass):
         for place, group in enumerate(groups):
             self._have(group)
             for ahead in groups[place + 1 : place + 1 + min(1, group.policy.prefetch)]:
-                self._root.memory.unshard_again(ahead)
+                self._root.unsharded_groups.unshard_again(ahead)
             own = [i for i, of in enumerate(owners) if group in of and i not in done]
             done.update(own)
             together = {each for i in own for each in owners[i] if each is not None} | {group}
@@ -219,36 +223,36 @@ class WeightPass(BackwardPass):
             autograd.run_backward_of_weights(
                 [*used, *others], [parts[i] for i in own], keeps_graph=keeps_graph
             )
-            self._free(group)
+            self._reshard(group)
         for group in groups:
             if group.unsharded.state is not SHARDED:
-                self._free(group)
+                self._reshard(group)
         left = [part for i, part in enumerate(parts) if i not in done]
         autograd.run_backward_of_weights(others, left, keeps_graph=keeps_graph)
 
     def _have(self, group: ParameterGroup) -> None:
-        self._root.memory.unshard_again(group)
+        self._root.unsharded_groups.unshard_again(group)
         self.take_kept(group)
         group.unsharded.wait()
 
     # --- what hooks tell --------------------------------------------------------------------------
 
-    def session_of(self, graph_task_id: int) -> Session:
+    def task_of(self, number: int) -> GraphTask:
         """One for all its graph tasks."""
-        return self.sessions[0]
+        return self.tasks[0]
 
-    def forget_failed(self) -> None:
+    def drop_failed(self) -> None:
         """No task has failed: ``run`` would have ended."""
 
-    def enter(self, session: Session, call: Call) -> None:
+    def enter(self, task: GraphTask, call: Call) -> None:
         """One of the first nodes has made an output of ``call``."""
         self._have(call.group)
 
-    def enter_recomputation(self, session: Session, group: ParameterGroup, module: nn.Module) -> Call:
+    def enter_recomputation(self, task: GraphTask, group: ParameterGroup, module: nn.Module) -> Call:
         """Activation checkpointing runs a module again, for what its nodes have saved."""
         call = self._root.calls.open(group, module)
         self._have(group)
         return call
 
-    def exit_recomputation(self, session: Session, group: ParameterGroup) -> None:
+    def exit_recomputation(self, task: GraphTask, group: ParameterGroup) -> None:
         """The group may be freed with the others."""

@@ -6,7 +6,6 @@ from typing import Any
 from torch import nn
 
 from shardwise.engine.members import Member, member_of, sharded_members
-from shardwise.features.finalization import ManualFinalization
 from shardwise.fsdp_module.identity import is_sharded, under_compile
 from shardwise.groups.group import ParameterGroup
 
@@ -25,7 +24,7 @@ def groups_to_configure(module: Any, recurse: bool, caller: str) -> Iterator[Par
     check_bool(caller, "recurse", recurse)
     members = sharded_members(module) if recurse else [member_of(module)]
     for member in members if caller not in _OF_MICROBATCH else ():
-        member.root.preparation.plan_changed()
+        member.root.plan_check.plan_changed()
     return (member.group for member in members)
 
 
@@ -51,10 +50,3 @@ def root_member(module: Any, caller: str) -> Member:
             "Call it on the outermost sharded module."
         )
     return member
-
-
-def finalization_of(member: Member) -> ManualFinalization:
-    """The feature of the member's root that lets the caller end backwards."""
-    found = member.root.features.find(ManualFinalization)
-    assert found is not None
-    return found

@@ -29,9 +29,9 @@ def check_choice(module: Any, method: str, others: Sequence[str]) -> None:
 def communicate(module: Any, method: str, **choices: Any) -> None:
     """Give all buckets of a module's own group these ``choices``, fields of CommOptions."""
     member = member_of(module)
-    member.group.shards.replan(lambda bucket: bucket.communicate(**choices))
+    member.group.replan(lambda bucket: bucket.communicate(**choices))
     member.group.choices.add(method)
-    member.root.preparation.start_over()
+    member.root.start_over()
 
 
 def allocate_from_process_group(module: Any, method: str, enable: bool) -> None:

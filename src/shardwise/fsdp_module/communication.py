@@ -114,7 +114,7 @@ class CommunicationSetters:
             if has_streams(group.device):
                 hook = in_stream(hook, stream)
         group.configure(all_reduce_hook=hook)
-        member_of(self).root.preparation.plan_changed()
+        member_of(self).root.plan_check.plan_changed()
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Choose whether the back end only sums the gradients of this module's own group.
@@ -304,7 +304,7 @@ class CommunicationSetters:
         check_bool("set_separate_reduce_scatter_group", "enable", enable)
         for group in groups_to_configure(self, recurse, "set_separate_reduce_scatter_group"):
             group.configure(separate_reduce_group=enable)
-        member_of(self).root.preparation.start_over()
+        member_of(self).root.start_over()
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Limit how many groups' full gradients may be in flight, beside those of the group in backward.
@@ -337,7 +337,7 @@ class CommunicationSetters:
             raise ValueError(f"{caller}: max_input_buffers is {max_input_buffers}; it must be 1 or more.")
         for group in groups_to_configure(self, recurse, caller):
             group.configure(max_reductions=max_input_buffers)
-        member_of(self).root.preparation.start_over()
+        member_of(self).root.start_over()
 
     def set_post_optim_event(self, event: Any) -> None:
         """Have the all-gathers of the next forward wait only for ``event``, not for the whole compute stream.
@@ -364,4 +364,4 @@ class CommunicationSetters:
         if event is not None or has_streams(device):
             why = "all-gathers would not wait for the optimizer"
             check_of_device("set_post_optim_event", "Event", event, device, why)
-        member.root.requests.post_optim_event = event
+        member.root.post_optim_event = event

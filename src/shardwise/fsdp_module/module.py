@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
+from shardwise.engine.finalization import GradientReductionHandle
 from shardwise.engine.members import member_of
-from shardwise.features.finalization import GradientReductionHandle
 from shardwise.fsdp_module.arguments import (
     check_bool,
-    finalization_of,
     groups_to_configure,
     groups_to_prefetch,
     root_member,
@@ -89,7 +88,7 @@ class FSDPModule(CommunicationSetters):
         """
         check_bool("unshard", "async_op", async_op)
         member = member_of(self)
-        member.root.requests.unshard(member.group)
+        member.root.unshard(member.group)
         handle = UnshardHandle(member.group)
         if not async_op:
             handle.wait()
@@ -111,7 +110,7 @@ class FSDPModule(CommunicationSetters):
             model.blocks[0].reshard()
         """
         member = member_of(self)
-        member.root.requests.reshard(member.group)
+        member.root.reshard(member.group)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Choose whether parameters are resharded after forward, in place of what ``fully_shard`` was told.
@@ -186,7 +185,7 @@ class FSDPModule(CommunicationSetters):
         """
         check_bool("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
         member_of(self).group.configure(unshard_in_backward=unshard_in_backward)
-        member_of(self).root.preparation.plan_changed()
+        member_of(self).root.plan_check.plan_changed()
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Choose whether full parameters keep their memory while they are resharded (by default they do not).
@@ -209,7 +208,6 @@ class FSDPModule(CommunicationSetters):
         """
         check_bool("set_keep_unsharded_storage", "keep", keep)
         for group in groups_to_configure(self, recurse, "set_keep_unsharded_storage"):
-            group.configure(keeps_unsharded_storage=keep)
             group.unsharded.keep_storage(keep)
 
     # --- prefetch ---------------------------------------------------------------------------------
@@ -236,7 +234,7 @@ class FSDPModule(CommunicationSetters):
         """
         chosen = groups_to_prefetch(modules, "set_modules_to_forward_prefetch")
         member_of(self).group.configure(forward_prefetch=chosen)
-        member_of(self).root.preparation.plan_changed()
+        member_of(self).root.plan_check.plan_changed()
 
     def set_modules_to_backward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
         """Choose what this module's backward prefetches, in place of the recorded order.
@@ -260,7 +258,7 @@ class FSDPModule(CommunicationSetters):
         """
         chosen = groups_to_prefetch(modules, "set_modules_to_backward_prefetch")
         member_of(self).group.configure(backward_prefetch=chosen)
-        member_of(self).root.preparation.plan_changed()
+        member_of(self).root.plan_check.plan_changed()
 
     # --- gradients --------------------------------------------------------------------------------
 
@@ -365,7 +363,7 @@ class FSDPModule(CommunicationSetters):
         check_bool("set_may_be_unused", "may_be_unused", may_be_unused)
         for group in groups_to_configure(self, True, "set_may_be_unused"):
             group.configure(may_be_unused=may_be_unused)
-        member_of(self).root.preparation.start_over()
+        member_of(self).root.start_over()
 
     def set_reduce_ignored_params(self, reduce_ignored_params: bool, *, recurse: bool = True) -> None:
         """Choose whether the gradients of ``ignored_params`` are averaged over the ranks (by default not).
@@ -437,7 +435,7 @@ class FSDPModule(CommunicationSetters):
         """
         check_bool("set_manual_backward_finalization", "enabled", enabled)
         member = root_member(self, "set_manual_backward_finalization")
-        finalization_of(member).end_by_hand(member.group, enabled)
+        member.root.end_by_hand(member.group, enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce the gradients that earlier backwards left, in groups that synchronise gradients now.
@@ -469,7 +467,7 @@ class FSDPModule(CommunicationSetters):
         """
         check_bool("finalize_backward", "async_op", async_op)
         member = root_member(self, "finalize_backward")
-        handle = finalization_of(member).finalize(member.group)
+        handle = member.root.finalize(member.group)
         if async_op:
             return handle
         handle.wait()

@@ -32,16 +32,18 @@ class ModuleWatch:
 
     def _take_stock(self, modules: Sequence[nn.Module]) -> None:
         self._modules = tuple(modules)
-        self._num_parameters = self._count_parameters()
+        self._num_parameters = sum(len(_names_of(module)) for module in modules)
         self._leaves = [module for module in modules if not nn_modules.children(module)]
         self._parents = [module for module in modules if nn_modules.children(module)]
-        self._inside = self._find_children()
+        self._inside = [child for parent in self._parents for child in nn_modules.children(parent).values()]
 
     def is_untouched(self) -> bool:
         """True if no parameter or module was added or replaced, and no frozen addition was unfrozen."""
-        if self._count_parameters() != self._num_parameters or any(map(nn_modules.children, self._leaves)):
+        values = chain.from_iterable(map(dict.values, map(nn_modules.parameters, self._modules)))
+        num_parameters = len(list(filter(is_something, values)))
+        if num_parameters != self._num_parameters or any(map(nn_modules.children, self._leaves)):
             return False
-        inside = self._find_children()
+        inside = list(chain.from_iterable(map(dict.values, map(nn_modules.children, self._parents))))
         if len(inside) != len(self._inside) or not all(map(is_, inside, self._inside)):
             return False
         return not any(map(_wants_gradient, self._frozen))
@@ -113,13 +115,6 @@ class ModuleWatch:
             for name, param in nn_modules.parameters_in_graph(module).items()
             if param in trained
         ]
-
-    def _count_parameters(self) -> int:
-        values = chain.from_iterable(map(dict.values, map(nn_modules.parameters, self._modules)))
-        return len(list(filter(is_something, values)))
-
-    def _find_children(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(map(dict.values, map(nn_modules.children, self._parents))))
 
 
 def _names_of(module: nn.Module) -> list[str]:

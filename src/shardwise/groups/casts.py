@@ -16,6 +16,8 @@ class Casts:
         casts_inputs = getattr(policy, "cast_forward_inputs", True)
         self._input = policy.param_dtype if policy is not None and casts_inputs else None
         self._output = getattr(policy, "output_dtype", None)
+        self.casts_inputs = self._input is not None
+        self.casts_output = self._output is not None
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """The inputs, cast for forward; None if they stay as they are."""

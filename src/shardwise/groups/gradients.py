@@ -1,52 +1,80 @@
 """The gradients of a group: counted as they arrive, reduced, deferred, dropped.
 
-Owns the state of the gradients (states.py). It tells the listener what has arrived; the root decides *when*
-to reduce.
+Owns the state of the gradients (states.py) and the reductions in flight, one for each bucket. It tells the
+listener what has arrived; the root decides *when* to reduce.
 """
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NoReturn
+from operator import attrgetter
+from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardwise.comm.reduction import PartReduction
-from shardwise.groups.gradient_parts import PartQueue
-from shardwise.groups.reductions import without_graph
+from shardwise.comm.reduction import Reduction
+from shardwise.comm.streams import CommStreams, Finish, nothing
+from shardwise.groups.gradient_parts import PartQueue, QueuedPart
+from shardwise.groups.settings import Settings
+from shardwise.groups.shards import Shards
 from shardwise.groups.states import (
     DEFERRED,
     EMPTY,
     GRADIENT_STATES,
     PENDING,
     REDUCING,
-    GradientState,
-    next_state,
+    refuse_step,
 )
-from shardwise.layout.mesh import Axis
-from shardwise.ranks.failures import relay_of_job
-from shardwise.torch_compat import dtensor, dynamo
-from shardwise.torch_compat.functorch import is_in_transform, without_transforms
+from shardwise.groups.unsharded import Observer, Unsharded
+from shardwise.params.changes import are_all_there, take_gradients
+from shardwise.params.parameter import Param
+from shardwise.ranks.position import Wait
+from shardwise.torch_compat import dynamo, functorch
 
-if TYPE_CHECKING:
-    from shardwise.groups.group import ParameterGroup
+_arrives_on_host = attrgetter("arrives_on_host")
+
+
+class Listener:
+    """Functions that are called with what happens to the gradients of one group, to decide what to do when.
+
+    ``arrived``: the first of a backward has arrived, or any where each is asked for. ``part_complete``: some
+    may be reduced before the others. ``complete``: those of all trainable parameters have arrived.
+    """
+
+    def __init__(
+        self, arrived: Finish = nothing, part_complete: Finish = nothing, complete: Finish = nothing
+    ) -> None:
+        self.arrived = arrived
+        self.part_complete = part_complete
+        self.complete = complete
 
 
 class Gradients:
-    """The unsharded gradients of ``group`` and those deferred to a later backward."""
+    """The unsharded gradients of a group, those deferred to a later backward, and their reductions.
 
-    def __init__(self, group: "ParameterGroup") -> None:
-        self._group = group
+    ``tells_each``: the listener wants to hear of each that arrives.
+    """
+
+    streams: CommStreams
+    settings: Settings
+
+    def __init__(self, shards: Shards, unsharded: Unsharded, *, tells_each: bool) -> None:
+        self._shards = shards
+        self._unsharded = unsharded
+        self._tells_each = tells_each
         self.state = EMPTY
+        self.listener = Listener()
+        self.observer: Observer | None = None
+        self.awaited = Wait("reduction", shards.name, list)
         # What earlier backwards have shown: whether gradients were reduced, and arrived in nested backwards.
         self.were_reduced = False
         self.come_nested = False
-        self.forget()
+        self.start_over()
 
-    def forget(self) -> None:
+    def start_over(self) -> None:
         """Start over, as the parameters were replaced."""
         self._has_deferred = self._stands_for_any()
         self._part_queue: PartQueue | None = None  # None: all gradients are reduced together
@@ -54,17 +82,18 @@ class Gradients:
         self._trainable: frozenset[int] = frozenset()
         self._awaited: set[int] = set()
         self._made_on: dict[Hashable, Any] = {}
+        self._reductions: list[Reduction | None] = [None] * len(self._shards.buckets)
 
     # --- arrival ----------------------------------------------------------------------------------
 
     def attach_hooks(self) -> None:
         """Hook the trainable unsharded parameters, to be told when their gradients arrive."""
-        own, fulls = weakref.ref(self), self._group.unsharded.params
+        own, fulls = weakref.ref(self), self._unsharded.params
         trainable = [i for i, full in enumerate(fulls) if full.requires_grad]
         for index in trainable:
             if index not in self._hooked:
-                self._group.shards.params[index].original.attach_hooks(fulls[index])
-                fulls[index].register_post_accumulate_grad_hook(partial(_tell_arrival, own, index))
+                self._shards.params[index].original.attach_hooks(fulls[index])
+                fulls[index].register_post_accumulate_grad_hook(partial(_arrived, own, index))
                 self._hooked.add(index)
         self._trainable = frozenset(trainable)
         self._awaited = set(self._trainable)
@@ -72,7 +101,7 @@ class Gradients:
 
     def _plan_parts(self) -> PartQueue | None:
         """The parts in which gradients are reduced; None if they are reduced together."""
-        buckets = self._group.buckets
+        buckets = self._shards.buckets
         if all(len(bucket.reduction.parts) == 1 for bucket in buckets):
             return None
         firsts = accumulate([len(bucket.params) for bucket in buckets], initial=0)
@@ -80,47 +109,41 @@ class Gradients:
         return PartQueue(list(zip(firsts, parts, strict=False)), self._trainable)
 
     def _raise_replaced(self, index: int) -> NoReturn:
-        param = self._group.shards.params[index]
+        param = self._shards.params[index]
         raise RuntimeError(
-            f"{param.fqn}: the group '{self._group.name}' was changed between the forward that used it "
+            f"{param.fqn}: the group '{self._shards.name}' was changed between the forward that used it "
             "and this backward (its dtype, or how it communicates), so that its gradient would be lost. "
             "Change it between steps."
         )
 
-    def arrived(self, index: int, full: Tensor) -> None:
-        """Autograd has accumulated the gradient of ``full``, an unsharded parameter; not in a transform.
+    def _tell(self) -> None:
+        if functorch.is_in_transform():
+            with functorch.without_transforms():
+                return self.listener.arrived()
+        self.listener.arrived()
 
-        Raises:
-            RuntimeError: Forward has used it, and it was made anew since.
-        """
-        fulls = self._group.unsharded.params
-        if not fulls or fulls[index] is not full:
-            self._raise_replaced(index)
-        queue, listener, streams = self._part_queue, self._group.listener, self._group.streams
-        if streams.are_device_streams:
-            if self.state in (EMPTY, REDUCING):
-                self._made_on.clear()
-            streams.note_current(self._made_on)
-        if self.state is not PENDING:
-            if self._group.unsharded.are_shards:
-                self._group.unsharded.refuse_changed_shards()  # no hook before backward has
-            listener.gradient_arrived()
-            if self.state is REDUCING:
-                self.finish()
-            self._step("accumulate")
-            self._awaited = set(self._trainable)
-            if queue is not None:
-                queue.begin()
-        elif queue is not None and index in queue.sent:
-            self._finish_sent()  # this gradient is of another nested backward, and part of another sum
-        elif self._group.policy.backward_prefetch == "after":
-            listener.gradient_arrived()  # if of a nested backward, the group is resharded later
-        self._awaited.discard(index)
-        if not self._awaited:
-            self._awaited = set(self._trainable)  # for another call, which a nested backward may reach
-            listener.gradients_complete()
-        elif queue is not None and queue.arrive(index):
-            listener.part_complete()
+    def _first_arrived(self) -> None:
+        """The first gradient of a backward is there: begin to count."""
+        if functorch.is_in_transform():
+            with functorch.without_transforms():
+                return self._first_arrived()
+        if self._unsharded.are_shards:
+            self._unsharded.refuse_changed_shards()  # no hook before backward has
+        self.listener.arrived()
+        if self.state is REDUCING:
+            self.finish()
+        self._step("accumulate")
+        self._awaited = set(self._trainable)
+        if self._part_queue is not None:
+            self._part_queue.begin()
+
+    def _part_arrived(self) -> None:
+        """The last one of a part is there, and all parts before it were sent."""
+        if functorch.is_in_transform():
+            with functorch.without_transforms():
+                return self._part_arrived()
+        if self.settings.requires_gradient_sync and not self.settings.ranks_may_differ:
+            self.listener.part_complete()
 
     # --- reduction --------------------------------------------------------------------------------
 
@@ -129,58 +152,181 @@ class Gradients:
         """True if some gradients may be reduced before all have arrived."""
         return self._part_queue is not None
 
-    def send_ready(self) -> list[PartReduction]:
+    def send_ready(self) -> None:
         """Begin to reduce the parts that are complete and need not wait for the others."""
         assert self._part_queue is not None
-        return self._group.reductions.send(self._part_queue.take_ready())
+        with without_graph():
+            self._send(self._part_queue.take_ready())
 
-    def reduce(self) -> list[PartReduction]:
-        """Begin to reduce the unsharded gradients that are left; return the reductions begun."""
-        joins = self._group.settings.ranks_may_differ and self.state is EMPTY
-        state = self._next("join" if joins else "reduce")
-        if not self._group.unsharded.params:  # it has not run on this rank
+    def reduce(self) -> None:
+        """Begin to reduce the unsharded gradients that are left."""
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            with without_graph():
+                return self.reduce()
+        event = "join" if self.state is EMPTY and self.settings.ranks_may_differ else "reduce"
+        state = GRADIENT_STATES.get((self.state, event)) or self._refuse(event)
+        if not self._unsharded.params:  # it has not run on this rank
             self._part_queue = self._plan_parts()
         queue = self._part_queue
-        if queue is not None and self.state is not PENDING:
-            queue.begin()
-        part_reductions = self._group.reductions.send_rest(None if queue is None else queue.take_rest())
+        if queue is not None:
+            if self.state is not PENDING:
+                queue.begin()
+            self._send(queue.take_rest())
+        else:
+            gradients = self._take(self._shards.params, self._unsharded.params)
+            for number, bucket in enumerate(self._shards.buckets):
+                own = gradients
+                if len(self._reductions) > 1:
+                    own, gradients = gradients[: len(bucket.params)], gradients[len(bucket.params) :]
+                reduction = self._open(number, is_filled=are_all_there(own))
+                reduction.send(bucket.reduction.parts[0], own, self.made_on)
+        self._close()
         self.state = state
-        if self._group.observer is not None:
-            self._group.observer("reduce", self._group.name)
-        return part_reductions
+        if self.observer is not None:
+            self.observer("reduce", self._shards.name)
+
+    def _send(self, parts: Iterable[QueuedPart]) -> None:
+        all_params, all_fulls = self._shards.params, self._unsharded.params
+        for queued in parts:
+            reduction = self._reductions[queued.bucket] or self._open(queued.bucket, is_filled=False)
+            params = [all_params[index] for index in queued.indices]
+            fulls = [all_fulls[index] for index in queued.indices] if all_fulls else ()
+            gradients: list[Tensor | None] = [None] * len(self._shards.buckets[queued.bucket].params)
+            taken = self._take(params, fulls)
+            for index, gradient in zip(queued.part.indices, taken, strict=True):
+                gradients[index] = gradient
+            reduction.send(queued.part, gradients, self.made_on)
+
+    def _open(self, number: int, *, is_filled: bool) -> Reduction:
+        made = self._shards.buckets[number].reduction.open(
+            self.streams, self.settings.divide_factor, self.awaited, is_filled=is_filled
+        )
+        self._reductions[number] = made
+        return made
+
+    def _close(self) -> None:
+        """All that will be reduced is sent: let the sums go on to the replicas."""
+        settings = self.settings
+        for bucket, reduction in zip(self._shards.buckets, self._reductions, strict=True):
+            if reduction is not None:
+                bucket.reduction.close(reduction, settings.requires_all_reduce, settings.all_reduce_hook)
+
+    # --- what is sent -----------------------------------------------------------------------------
+
+    def _take(self, params: Sequence[Param], fulls: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
+        """Take the unsharded gradients of ``params``, which belong to the reduction from now on."""
+        if not fulls:
+            return [self._zeros_for(param) if param.sharded.requires_grad else None for param in params]
+        if not (self.settings.ranks_may_differ or self._shards.is_tensor_parallel):
+            plain = take_gradients(fulls)
+            if plain is not None:
+                return plain
+        gradients: list[Tensor | None] = []
+        for param, full in zip(params, fulls, strict=True):
+            gradient = full.grad
+            if gradient is not None:
+                full.grad = None
+                if gradient.layout is not torch.strided:
+                    raise RuntimeError(
+                        f"{param.fqn}: its gradient has layout {gradient.layout}; only dense gradients "
+                        "can be reduce-scattered. Build the module without sparse gradients "
+                        "(nn.Embedding(sparse=False))."
+                    )
+                if param.original.is_tensor_parallel:
+                    gradient = param.original.content_of(gradient, param.mesh)
+            elif full.requires_grad:
+                gradient = self._zeros_for(param)
+            gradients.append(gradient)
+        return gradients
+
+    def _zeros_for(self, param: Param) -> Tensor | None:
+        """Zeros in place of a gradient that has not arrived; None unless unused parameters take part."""
+        if not self.settings.ranks_may_differ:
+            return None
+        return torch.zeros(param.shape, dtype=param.precision.reduced, device=self._shards.device)
+
+    @property
+    def made_on(self) -> Sequence[Any]:
+        """The streams on which they were made, which are those of forward: a module may run a branch beside
+        the rest, on a stream of its own. Such a stream has to be waited for, and memory goes back to it.
+        """
+        return tuple(self._made_on.values()) if self._made_on else ()
+
+    # --- in flight --------------------------------------------------------------------------------
+
+    def in_flight(self) -> list[Reduction]:
+        """The reductions that nobody has waited for."""
+        return [reduction for reduction in self._reductions if reduction is not None]
+
+    def advance(self) -> None:
+        """Let the reductions proceed to the all-reduce over replicas."""
+        for reduction in self._reductions:
+            if reduction is not None:
+                reduction.advance()
+
+    @property
+    def arrive_on_host(self) -> bool:
+        """True if a reduction copies its result to host memory: wait for it as late as possible."""
+        return self._shards.are_offloaded and any(map(_arrives_on_host, self.in_flight()))
+
+    def release_unsharded(self) -> None:
+        """Wait for the sums over the shard axis, and free the unsharded gradients; replicas may follow."""
+        for reduction in self.in_flight():
+            reduction.release_parts()
+
+    def release(self) -> None:
+        """Wait for the results, and free what the device made them of."""
+        for reduction in self.in_flight():
+            reduction.release()
+
+    def finish(self) -> None:
+        """Wait for the reductions and add their results to ``.grad`` of the shards."""
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            with without_graph():
+                return self.finish()
+        finished = GRADIENT_STATES.get((self.state, "finish")) or self._refuse("finish")
+        are_left = self._accumulate()
+        if are_left:
+            self._step("defer")
+        else:
+            self.state = finished
+        if self.observer is not None:
+            self.observer("reduced", self._shards.name)
+        if self._has_deferred:
+            self._has_deferred = self._stands_for_any()
+        if are_left:
+            self._mark_deferred()
+
+    def _accumulate(self) -> bool:
+        """Add all results to ``.grad``; True if some wait for a sum over replicas."""
+        is_some_left = False
+        # Added plainly if shards have no hooks on gradients, and no ``.grad`` stands for deferred ones.
+        without_hooks = not self._has_deferred and self._shards.snapshot.has_no_gradient_hooks()
+        for number, reduction in enumerate(self._reductions):
+            if reduction is not None:
+                bucket = self._shards.buckets[number]
+                is_some_left |= bucket.reduction.accumulate(reduction, without_hooks=without_hooks)
+                self._reductions[number] = None
+        return is_some_left
 
     @torch.no_grad()
     def _finish_sent(self) -> None:
         """Finish the reductions of parts that began before the group's other gradients arrived."""
-        self._group.reductions.close()
-        self._group.reductions.finish(without_hooks=self._are_added_plainly())
-        there = [i for i in self._trainable if self._group.unsharded.params[i].grad is not None]
+        if functorch.is_in_transform():
+            with functorch.without_transforms():
+                return self._finish_sent()
+        self._close()
+        self._accumulate()
+        there = [i for i in self._trainable if self._unsharded.params[i].grad is not None]
         self._awaited = set(self._trainable.difference(there))
         if self._part_queue is not None:
             self._part_queue.begin(there)
-
-    def finish(self) -> None:
-        """Wait for the reduction and add its result to ``.grad`` of the shards."""
-        finished = self._next("finish")
-        with without_graph():
-            are_left = self._group.reductions.finish(without_hooks=self._are_added_plainly())
-            self.state = self._next("defer") if are_left else finished
-            if self._group.observer is not None:
-                self._group.observer("reduced", self._group.name)
-            params = self._group.shards.params
-            self._has_deferred = self._has_deferred and any(p.gradient.is_deferred for p in params)
-            if are_left:
-                self._mark_deferred()
-
-    def _are_added_plainly(self) -> bool:
-        """True if the shards have no hooks on gradients, and no ``.grad`` that stands for deferred ones."""
-        return not self._has_deferred and self._group.shards.snapshot().has_no_gradient_hooks()
 
     # --- deferred ---------------------------------------------------------------------------------
 
     def defer(self) -> None:
         """Leave the unsharded gradients unreduced until a later backward."""
-        if self._group.reductions.in_flight():
+        if self.in_flight():
             self._finish_sent()  # synchronisation was switched off during this backward
         self._step("defer")
         with without_graph():
@@ -191,29 +337,28 @@ class Gradients:
 
         No hook has told of them, since ``torch.autograd.grad`` returns gradients and accumulates none.
         """
-        if all(full.grad is None for full in self._group.unsharded.params):
+        if all(full.grad is None for full in self._unsharded.params):
             return
-        streams = self._group.streams
-        if streams.are_device_streams:
+        if self.streams.are_device_streams:
             if self.state is EMPTY:
                 self._made_on.clear()
-            streams.note_current(self._made_on)
+            self.streams.note_current(self._made_on)
         if self.state is not PENDING:
             self._step("accumulate")
         self.defer()
 
     def _mark_deferred(self) -> None:
         self._has_deferred = True
-        for param, is_left_for_later in zip(self._group.shards.params, self._left_for_later(), strict=True):
+        for param, is_left_for_later in zip(self._shards.params, self._left_for_later(), strict=True):
             if is_left_for_later:
                 param.gradient.defer()
 
     def _left_for_later(self) -> list[bool]:
         """For each parameter, whether it has a deferred gradient, unsharded or reduce-scattered."""
-        fulls = self._group.unsharded.params
+        fulls = self._unsharded.params
         sums = [
             bucket.reduction.has_earlier_for(i)
-            for bucket in self._group.buckets
+            for bucket in self._shards.buckets
             for i in range(len(bucket.params))
         ]
         if not fulls:
@@ -225,23 +370,22 @@ class Gradients:
         """True if a reduction now would reduce deferred gradients."""
         if self.state is not DEFERRED:
             return False
-        if any(full.grad is not None for full in self._group.unsharded.params):
+        if any(full.grad is not None for full in self._unsharded.params):
             return True
-        settings = self._group.settings
-        return settings.requires_all_reduce and any(
-            bucket.reduction.earlier is not None for bucket in self._group.buckets
+        return self.settings.requires_all_reduce and any(
+            bucket.reduction.earlier is not None for bucket in self._shards.buckets
         )
 
     def _stands_for_any(self) -> bool:
         """True if ``.grad`` of some shards may stand for unreduced gradients."""
-        return any(param.gradient.is_deferred for param in self._group.shards.params)
+        return any(param.gradient.is_deferred for param in self._shards.params)
 
     def drop_cleared(self) -> None:
         """Drop deferred gradients of parameters whose ``.grad`` the caller has cleared since."""
         if self.state is not DEFERRED:
             return
-        fulls, index = self._group.unsharded.params, 0
-        for bucket in self._group.buckets:
+        fulls, index = self._unsharded.params, 0
+        for bucket in self._shards.buckets:
             for own, param in enumerate(bucket.params):
                 if param.gradient.was_cleared():
                     if fulls:
@@ -253,15 +397,15 @@ class Gradients:
             self._step("drop")
 
     def drop(self) -> None:
-        """Forget unsharded gradients, in flight or not."""
+        """Drop unsharded gradients, in flight or not."""
         self._free()
-        for param in self._group.shards.params:
+        for param in self._shards.params:
             param.gradient.show_reduced()
         if self.state is not EMPTY:
             self._step("drop")
 
     def drop_of_backward(self) -> None:
-        """Forget the gradients of a backward that failed, and those of earlier ones to which it has added.
+        """Drop the gradients of a backward that failed, and those of earlier ones to which it has added.
 
         ``.grad`` goes on to stand for the latter, until the caller clears it.
         """
@@ -270,79 +414,86 @@ class Gradients:
             self._step("defer" if self._stands_for_any() else "drop")
 
     def _free(self) -> None:
-        self._group.reductions.drop()
-        for full in self._group.unsharded.params:
+        """Free them, once what other ranks take part in is over."""
+        for reduction in self.in_flight():
+            reduction.drop()
+        self._reductions = [None] * len(self._shards.buckets)
+        for full in self._unsharded.params:
             full.grad = None
-        for bucket in self._group.buckets:
+        for bucket in self._shards.buckets:
             bucket.reduction.drop_all_earlier()
 
     # --- questions --------------------------------------------------------------------------------
 
     @property
-    def made_on(self) -> Sequence[Any]:
-        """The streams on which they were made, which are those of forward: a module may run a branch beside
-        the rest, on a stream of its own. Such a stream has to be waited for, and memory goes back to it.
-        """
-        return tuple(self._made_on.values())
-
-    @property
     def are_wanted(self) -> bool:
         """True if any parameter of the group is trainable."""
-        if self._group.unsharded.params:
+        if self._unsharded.params:
             return bool(self._trainable)
-        return any(param.sharded.requires_grad for param in self._group.shards.params)
+        return any(param.sharded.requires_grad for param in self._shards.params)
 
     @property
     def are_all_wanted(self) -> bool:
         """True if all parameters of the group are trainable."""
-        return len(self._trainable) == len(self._group.shards.params)
-
-    def _next(self, event: str) -> GradientState:
-        return next_state(GRADIENT_STATES, self.state, event, self._group.name)
+        return len(self._trainable) == len(self._shards.params)
 
     def _step(self, event: str) -> None:
-        self.state = next_state(GRADIENT_STATES, self.state, event, self._group.name)
+        self.state = GRADIENT_STATES.get((self.state, event)) or self._refuse(event)
+
+    def _refuse(self, event: str) -> NoReturn:
+        refuse_step(GRADIENT_STATES, self.state, event, self._shards.name)
 
 
-@torch.no_grad()
-def average_ignored(groups: "Sequence[ParameterGroup]") -> None:
-    """Average the gradients of parameters that ``groups`` ignore over all ranks, where the caller wants that.
+def _arrived(own: "weakref.ref[Gradients]", index: int, full: Tensor) -> None:
+    """A hook on an unsharded parameter: autograd has accumulated its gradient.
 
-    Every trainable one takes part on every rank, with zeros if it has no gradient, so all ranks send the same
-    number of bytes.
+    The reference is weak: Python's collector cannot see hooks in C++.
+
+    Raises:
+        RuntimeError: Forward has used it, and it was made anew since.
     """
-    for group in groups:
-        trainable = [param for param in group.ignored if param.requires_grad]
-        if not (group.settings.averages_ignored and group.settings.requires_gradient_sync and trainable):
-            continue
-        for param in trainable:
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-        gradients = [dtensor.plain(param.grad) for param in trainable if param.grad is not None]
-        with relay_of_job().collective(group.waits.for_ignored):
-            for axis in group.mesh.axes():
-                _average(gradients, axis)
-
-
-def _average(gradients: list[Tensor], axis: Axis) -> None:
-    """Average tensors over the ranks of ``axis``, in place, with one all-reduce for each dtype."""
-    for dtype in dict.fromkeys(g.dtype for g in gradients):
-        same = [g for g in gradients if g.dtype == dtype]
-        flat = torch.cat([g.reshape(-1) for g in same]).div_(axis.world)
-        dist.all_reduce(flat, group=axis.pg)
-        for gradient, part in zip(same, flat.split([g.numel() for g in same]), strict=True):
-            gradient.copy_(part.view_as(gradient))
-
-
-def _tell_arrival(gradients: "weakref.ref[Gradients]", index: int, full: Tensor) -> None:
-    """A hook on an unsharded parameter. The reference is weak: Python's collector cannot see hooks in C++."""
-    if (alive := gradients()) is None:
+    gradients = own()
+    if gradients is None:
         return
-    if is_in_transform():
-        with without_transforms():
-            alive.arrived(index, full)
-    else:
-        alive.arrived(index, full)
+    fulls = gradients._unsharded.params
+    if not fulls or fulls[index] is not full:
+        gradients._raise_replaced(index)
+    queue, streams = gradients._part_queue, gradients.streams
+    if streams.are_device_streams:
+        if gradients.state is not PENDING and gradients.state is not DEFERRED:
+            gradients._made_on.clear()
+        streams.note_current(gradients._made_on)
+    if gradients.state is not PENDING:
+        gradients._first_arrived()
+    elif queue is not None and index in queue.sent:
+        gradients._finish_sent()  # this gradient is of another nested backward, and part of another sum
+    elif gradients._tells_each:
+        gradients._tell()  # if of a nested backward, the group is resharded later
+    awaited = gradients._awaited
+    awaited.discard(index)
+    if not awaited:
+        gradients._awaited = set(gradients._trainable)  # for another call, which a nested backward may reach
+        if functorch.is_in_transform():
+            with functorch.without_transforms():
+                gradients.listener.complete()
+        else:
+            gradients.listener.complete()
+    elif queue is not None and queue.arrive(index):
+        gradients._part_arrived()
 
 
-dynamo.break_graphs(_tell_arrival)  # of compiled autograd
+dynamo.break_graphs(_arrived)  # of compiled autograd
+
+_NO_CONTEXT = nullcontext()
+
+
+@contextmanager
+def _neither_graph_nor_inference() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def without_graph() -> AbstractContextManager[Any]:
+    """A context without grad mode or inference mode; most backwards run without both already."""
+    is_needed = torch.is_grad_enabled() or torch.is_inference_mode_enabled()
+    return _neither_graph_nor_inference() if is_needed else _NO_CONTEXT

@@ -2,67 +2,41 @@
 
     ParameterGroup
       settings      what the caller has chosen
-      shards        the registered parameters, and what the caller does to them
+      shards        the registered parameters, and what the caller has done to them
       unsharded     the full parameters: SHARDED -> UNSHARDING -> UNSHARDED -> SHARDED
-      gradients     EMPTY -> PENDING -> REDUCING -> EMPTY
-      reductions    those of its gradients that are in flight
+      gradients     EMPTY -> PENDING -> REDUCING -> EMPTY, and their reductions
 
-The root decides *when* something happens to a group. The group knows *whether* that is allowed, and how.
+``unsharded`` knows ``shards``, and ``gradients`` knows both; what concerns all three is done here. The root
+decides *when* something happens to a group. The group knows *whether* that is allowed, and how.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from shardwise.buckets.bucket import Bucket
-from shardwise.comm.streams import CommStreams
+from shardwise.buckets.extension import check_before_training, is_extension, split_off
+from shardwise.comm.streams import CommStreams, nothing
 from shardwise.groups.added_parameters import ModuleWatch
 from shardwise.groups.casts import Casts
 from shardwise.groups.gradients import Gradients
-from shardwise.groups.reductions import Reductions
 from shardwise.groups.settings import Settings
 from shardwise.groups.shards import Shards
 from shardwise.groups.side_tensors import SideTensors
-from shardwise.groups.states import SUMMONED
-from shardwise.groups.unsharded import Unsharded
-from shardwise.groups.waits import Waits
-from shardwise.layout.fqns import clean, listed
+from shardwise.groups.states import EMPTY, PENDING, SHARDED, SUMMONED
+from shardwise.groups.unsharded import Observer, Unsharded, refuse_summoned
+from shardwise.layout.fqns import listed
 from shardwise.layout.mesh import Axis, ShardMesh
-from shardwise.params.parameter import Site
+from shardwise.params.parameter import Param, Site
 from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.policies import CommPolicy
-from shardwise.torch_compat import c10d
-
-_T = TypeVar("_T")
-
-
-class Observer(Protocol):
-    """Called with every event and the name of its group."""
-
-    def __call__(self, event: str, name: str, /) -> None:
-        """``event`` has happened to the group of this name."""
-
-
-class Listener:
-    """Called with what happens to one group, to decide what to do when. This one does nothing."""
-
-    def gradient_arrived(self) -> None:
-        """An unsharded gradient has arrived: the first of a backward, or any where each is asked for."""
-
-    def part_complete(self) -> None:
-        """Some gradients may be reduced before the others."""
-
-    def gradients_complete(self) -> None:
-        """The gradients of all trainable parameters have arrived."""
-
-    def plan_changed(self) -> None:
-        """Parameters were replaced, frozen or unfrozen."""
-
-    def changes_followed(self) -> None:
-        """In a pass, the group has adopted changes of the caller, and has not communicated yet."""
+from shardwise.ranks.failures import relay_of_job
+from shardwise.ranks.position import Wait
+from shardwise.torch_compat import c10d, dtensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,59 +47,16 @@ class Tie:
     original: nn.Parameter
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Transfers of one group.
-
-    Attributes:
-        num_bytes: what they sent.
-        ns: how long they took, together.
-        waited_ns: how long the computation waited for them.
-    """
-
-    num_bytes: int
-    ns: int
-    waited_ns: int
-
-    @property
-    def uncovered(self) -> float:
-        """The share of them that no computation covers; 0 where nothing was sent."""
-        return min(1.0, self.waited_ns / self.ns) if self.ns else 0.0
-
-
-@dataclass(frozen=True)
-class TracedWork:
-    """What one group did while a trace recorded.
-
-    Attributes:
-        name: of the group.
-        unshards: how often it was all-gathered.
-        reductions: how often its gradients were reduced.
-        all_gather: its all-gathers.
-        reduction: its reduce-scatters and all-reduces.
-        computed_ns: how long its modules computed, forward and backward.
-    """
-
-    name: str
-    unshards: int
-    reductions: int
-    all_gather: Traffic
-    reduction: Traffic
-    computed_ns: int
-
-    @property
-    def both(self) -> Traffic:
-        """All its transfers."""
-        one, two = self.all_gather, self.reduction
-        return Traffic(one.num_bytes + two.num_bytes, one.ns + two.ns, one.waited_ns + two.waited_ns)
-
-
 class ParameterGroup:
     """The parameters of one ``fully_shard`` call, in buckets by mesh.
 
     ``modules`` are those of the call. ``managed_modules`` are these and all inside, but for those that other
-    calls have sharded: every module that registers a parameter of the group.
+    calls have sharded: every module that registers a parameter of the group. ``plan_changed`` is called when
+    parameters were replaced, frozen or unfrozen; ``changes_adopted`` when the group has adopted changes of
+    the caller in a pass, and has not communicated yet.
     """
+
+    streams: CommStreams
 
     def __init__(
         self,
@@ -137,15 +68,12 @@ class ParameterGroup:
         policy: CommPolicy,
         casts: Casts,
     ) -> None:
-        self.name = name
         self.modules = tuple(modules)
         self.managed_modules = tuple(managed_modules)
-        self.buckets = buckets
         self.mesh = mesh  # of the fully_shard call; shard_placement_fn may give a parameter another
         self.device = mesh.device
         self.policy = policy
         self.casts = casts
-        self.settings = Settings()
         self.ties: list[Tie] = []
         self.ignored: list[nn.Parameter] = []
         self.choices: set[str] = set()  # which setters have chosen how to communicate
@@ -153,25 +81,69 @@ class ParameterGroup:
         self.added = ModuleWatch(managed_modules)
         self.side_tensors = SideTensors(managed_modules)
         self.observer: Observer | None = None
-        self.traced: TracedWork | None = None  # what the last trace saw
-        self.listener = Listener()
-        self.streams: CommStreams
-        self.waits = Waits(name)
-        self.shards = Shards(self)
-        self.unsharded = Unsharded(self)
-        self.gradients = Gradients(self)
-        self.reductions = Reductions(self)
-        self.shards.take_stock()
+        self.traced: Any = None  # what the last trace saw
+        self.plan_changed: Callable[[], None] = nothing
+        self.changes_adopted: Callable[[], None] = nothing
+        self.shards = Shards(name, buckets, mesh.device)
+        self.unsharded = Unsharded(self.shards, self._adopt_before_unshard, self._adopt_freezing)
+        self.gradients = Gradients(
+            self.shards, self.unsharded, tells_each=policy.backward_prefetch == "after"
+        )
+        self._ignored_awaited = Wait("average of ignored_params' gradients", name, list)
+        self.configure()
+
+    @property
+    def name(self) -> str:
+        """The name of its modules, as seen from the outermost sharded module."""
+        return self.shards.name
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Its parameters by mesh."""
+        return self.shards.buckets
+
+    # --- what it is told --------------------------------------------------------------------------
+
+    settings = Settings()
 
     def configure(self, **changes: Any) -> None:
         """Change settings."""
-        self.settings = replace(self.settings, **changes)
+        self.settings = self.gradients.settings = replace(self.settings, **changes)
 
     def take_settings(self, other: "ParameterGroup") -> None:
         """Take over the settings of ``other``, except the modules to prefetch."""
-        self.settings = replace(other.settings, forward_prefetch=None, backward_prefetch=None)
+        self.settings = other.settings
+        self.configure(forward_prefetch=None, backward_prefetch=None)
+        self.unsharded.keeps_storage = other.unsharded.keeps_storage
         self.choices = set(other.choices)
         self.partly_loaded = other.partly_loaded
+
+    def observe(self, observer: Observer | None) -> None:
+        """Report every event to ``observer`` from now on."""
+        self.observer = self.unsharded.observer = self.gradients.observer = observer
+
+    def attach(self, streams: CommStreams) -> None:
+        """Give the group the streams on which it communicates, and let other ranks hear of its failures."""
+        self.use_streams(streams)
+        monitor = relay_of_job()
+        for awaited, stream in (
+            (self.unsharded.awaited, streams.all_gather),
+            (self.gradients.awaited, streams.reduce_scatter),
+        ):
+            awaited.name, awaited.axes, awaited.monitor = self.name, self.all_axes, monitor
+            awaited.stream = stream if streams.are_device_streams else None
+            monitor.note_wait(awaited)
+        self._ignored_awaited.name, self._ignored_awaited.axes = self.name, self.all_axes
+
+    def use_streams(self, streams: CommStreams) -> None:
+        """Communicate on ``streams`` from now on."""
+        self.streams = self.unsharded.streams = self.gradients.streams = streams
+
+    def rename(self, names: Mapping[nn.Module, str]) -> None:
+        """Take over the names that an outer module has for our modules, as far as ``names`` has them."""
+        self.shards.rename(names, self.modules)
+
+    # --- its parameters ---------------------------------------------------------------------------
 
     @torch.no_grad()
     def make_shards(self) -> list[nn.Parameter]:
@@ -184,17 +156,127 @@ class ParameterGroup:
         for param, sharded in zip(self.shards.params, shards, strict=True):
             param.install_shard(sharded)
 
-    def attach(self, streams: CommStreams) -> None:
-        """Give the group the streams on which it communicates."""
-        self.streams = streams
-        self.waits.attach(self.name, self.all_axes, streams)
+    def take_stock(self) -> None:
+        """Start over with the parameters that the buckets have now, while none is unsharded."""
+        self.shards.take_stock()
+        self.unsharded.drop()
+        self.gradients.start_over()
+        self.plan_changed()
 
-    def rename(self, names: Mapping[nn.Module, str]) -> None:
-        """Take over the names that an outer module has for our modules, as far as ``names`` has them."""
-        found = [clean(names[module]) for module in self.modules if module in names]
-        if len(found) == len(self.modules):
-            self.name = ", ".join(found)
-        self.shards.rename(names)
+    def replan(self, change: Callable[[Bucket], None], only: Bucket | None = None) -> None:
+        """Let ``change`` lay out the buckets again, while nothing is unsharded or unreduced."""
+        self._refuse_replan()
+        for bucket in self.buckets if only is None else [only]:
+            change(bucket)
+        self.take_stock()
+
+    def _refuse_replan(self) -> None:
+        if self.unsharded.state is not SHARDED or self.gradients.state is not EMPTY:
+            raise RuntimeError(
+                f"{self.name}: its communication cannot be changed while its parameters are "
+                f"{self.unsharded.state.value} and its gradients {self.gradients.state.value}. Change it "
+                "between steps, after a backward with gradient synchronisation."
+            )
+
+    def adopt_protocols(self) -> None:
+        """Give a bucket of its own to each shard that has gained a protocol to all-gather itself."""
+        for bucket in self.buckets:
+            check_before_training(bucket)
+        if not any(is_extension(p.local) for b in self.buckets if b.takes_more for p in b.params):
+            return
+        self._refuse_replan()
+        with torch.inference_mode(False), torch.no_grad():
+            split = [split_off(bucket, self.casts.policy) for bucket in self.buckets]
+        self.shards.buckets = [bucket for buckets in split for bucket in buckets]
+        self.take_stock()
+
+    def give_up(self, param: Param) -> None:
+        """Give up a parameter, which another group is about to take."""
+        owner = next(bucket for bucket in self.buckets if param in bucket.params)
+        owner.params.remove(param)
+        if owner.params:
+            owner.rebuild_flat_shard()
+        else:
+            self.buckets.remove(owner)
+        self.take_stock()
+
+    def take_in(self, param: Param, bucket_for: Callable[[Param], Bucket]) -> None:
+        """Take a parameter that another group has given up, into the bucket of its mesh."""
+        for bucket in self.buckets:
+            if bucket.mesh is param.mesh and bucket.takes_more:
+                bucket.params.append(param)
+                break
+        else:
+            bucket = bucket_for(param)
+            self.buckets.append(bucket)
+        bucket.rebuild_flat_shard()
+        self.take_stock()
+
+    # --- adopting the caller's changes ------------------------------------------------------------
+
+    def adopt_replaced(self) -> None:
+        """Adopt parameters that the caller has registered in place of ours, while nothing is unsharded."""
+        if self.unsharded.state is SHARDED:
+            self.shards.adopt_replaced()
+
+    def adopt_changes(self) -> bool:
+        """Adopt what was assigned, moved, cast, frozen or unfrozen since the last call; True if any was."""
+        if self.shards.are_untouched(self.unsharded.params):
+            return False
+        self.adopt_replaced()
+        if self.shards.are_elsewhere():
+            self._move_in()
+        self._sync_requires_grad()
+        return True
+
+    def adopt_when_moved(self) -> None:
+        """Adopt shards that were just moved, cast or assigned, once all are on the group's devices."""
+        if not self.shards.are_all_here():
+            return
+        if self.unsharded.state is SHARDED:
+            self.adopt_changes()
+        for param in self.shards.params:
+            param.describe_itself()
+
+    def _adopt_before_unshard(self) -> None:
+        if self.adopt_changes():
+            self.changes_adopted()
+            self.streams.all_gather.wait_for_compute()  # the compute stream has just moved the shards
+        if len(self.unsharded.params) != len(self.shards.params):
+            self.unsharded.make()
+            self.gradients.attach_hooks()
+
+    def _adopt_freezing(self) -> None:
+        if self.gradients.state is not PENDING:
+            self._sync_requires_grad()
+            self.changes_adopted()
+
+    def _sync_requires_grad(self) -> None:
+        """Copy ``requires_grad`` of the shards to the unsharded parameters, and hook these."""
+        for param in self.shards.params:
+            if param.unsharded is not None and param.unsharded.requires_grad != param.sharded.requires_grad:
+                param.unsharded.requires_grad_(param.sharded.requires_grad)
+                self.plan_changed()
+        # Before the first unshard there are no unsharded parameters to hook.
+        self.gradients.attach_hooks()
+        self.shards.look()
+
+    def _move_in(self) -> None:
+        """Copy shards that are stored elsewhere into new flat shards."""
+        self.shards.refuse_meta()
+        unsharded = self.unsharded
+        carried = [full.grad for full in unsharded.params]
+        is_planned_anew = [bucket.sync_flat_shard() for bucket in self.buckets]
+        if not any(is_planned_anew):
+            return
+        self.take_stock()
+        if any(gradient is not None for gradient in carried):
+            unsharded.make()
+            self.gradients.attach_hooks()
+            for bucket in unsharded.buckets:
+                bucket.buffer.free()
+            for full, gradient, param in zip(unsharded.params, carried, self.shards.params, strict=True):
+                full.grad = None if gradient is None else gradient.to(param.precision.accumulated)
 
     # --- what is refused --------------------------------------------------------------------------
 
@@ -212,13 +294,10 @@ class ParameterGroup:
                 f"({self.partly_loaded}). Load a complete checkpoint before the next forward."
             )
 
-    def refuse_if_summoned(self, what: str, instead: str = "Leave the context first.") -> None:
+    def refuse_if_summoned(self, what: str) -> None:
         """Refuse ``what`` inside ``unsharded()``, where the caller has the parameters."""
         if self.unsharded.state is SUMMONED:
-            raise RuntimeError(
-                f"{self.name}: {what} is not possible inside unsharded(), which has put full parameters in "
-                f"place of the shards that its group works with. {instead}"
-            )
+            refuse_summoned(self.name, what)
 
     def refuse_added(self, names: Mapping[nn.Module, str]) -> None:
         """Refuse parameters that were added after sharding: no group would reduce their gradients.
@@ -244,6 +323,28 @@ class ParameterGroup:
             "before fully_shard, call fully_shard on the new module, or freeze what is not to be trained."
         )
 
+    # --- ignored parameters -----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def average_ignored(self) -> None:
+        """Average the gradients of parameters that the group ignores over all ranks, if the caller wants it.
+
+        Every trainable one takes part on every rank, with zeros if it has no gradient, so all ranks send the
+        same number of bytes.
+        """
+        settings = self.settings
+        if not (settings.averages_ignored and settings.requires_gradient_sync):
+            return
+        trainable = [param for param in self.ignored if param.requires_grad]
+        for param in trainable:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        gradients = [dtensor.plain(param.grad) for param in trainable if param.grad is not None]
+        if gradients:
+            with relay_of_job().collective(self._ignored_awaited):
+                for axis in self.mesh.axes():
+                    _average(gradients, axis)
+
     # --- questions --------------------------------------------------------------------------------
 
     @property
@@ -254,7 +355,7 @@ class ParameterGroup:
     @property
     def max_in_flight(self) -> int:
         """How many reductions may be in flight at once: more overlap, for more memory."""
-        return self.settings.max_reductions + (1 if self.replicates else 0)
+        return self.settings.max_reductions + self.shards.are_replicated
 
     def axes(self) -> list[Axis]:
         """The axes over which its parameters are sharded, the longest first."""
@@ -268,24 +369,23 @@ class ParameterGroup:
         axes = {id(axis.pg): axis for bucket in self.buckets for axis in bucket.communication.axes()}
         return sorted(axes.values(), key=lambda axis: -axis.world)
 
-    # --- reporting --------------------------------------------------------------------------------
-
-    def labelled(self, what: str, work: Callable[[], _T]) -> Callable[[], _T]:
-        """``work`` in a profiler range for ``what``, a row of a trace. Asked for while a profiler records."""
-
-        def run() -> _T:
-            with torch.autograd.profiler.record_function(f"shardwise.{what} {self.name}"):
-                return work()
-
-        return run
-
     def __del__(self) -> None:
         """Keep communication in flight alive: the back end still writes into its memory."""
         own = vars(self)  # incomplete in a copy that failed
-        if "reductions" in own:
-            under_way = [self.unsharded.in_flight, *self.reductions.in_flight()]
+        if "gradients" in own:
+            under_way = [self.unsharded.in_flight, *self.gradients.in_flight()]
             if any(each is not None for each in under_way):
                 c10d.keep_until_exit(under_way)
+
+
+def _average(gradients: list[Tensor], axis: Axis) -> None:
+    """Average tensors over the ranks of ``axis``, in place, with one all-reduce for each dtype."""
+    for dtype in dict.fromkeys(g.dtype for g in gradients):
+        same = [g for g in gradients if g.dtype == dtype]
+        flat = torch.cat([g.reshape(-1) for g in same]).div_(axis.world)
+        dist.all_reduce(flat, group=axis.pg)
+        for gradient, part in zip(same, flat.split([g.numel() for g in same]), strict=True):
+            gradient.copy_(part.view_as(gradient))
 
 
 def open_tie_message(fqn: str, other: str) -> str:

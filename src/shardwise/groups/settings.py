@@ -29,7 +29,6 @@ class Settings:
     requires_gradient_sync: bool = _of_microbatch(True)
     requires_all_reduce: bool = _of_microbatch(True)
     unshard_in_backward: bool = _shared(True)
-    keeps_unsharded_storage: bool = False
     zeros_for_unused: bool = _shared(False)
     """Parameters without a gradient take part in the reduction with zeros."""
     may_be_unused: bool = _shared(False)
@@ -44,16 +43,17 @@ class Settings:
     """Which groups to unshard ahead, in place of the recorded order."""
     backward_prefetch: "tuple[ParameterGroup, ...] | None" = None
 
-    @property
-    def ranks_that_keep(self) -> int | None:
-        """How many ranks keep the unsharded parameters together after forward; None: the caller set none."""
-        asked = self.reshard_after_forward
-        return asked if isinstance(asked, int) and not isinstance(asked, bool) else None
+    ranks_that_keep: int | None = field(init=False)
+    """How many ranks keep the unsharded parameters together after forward; None: the caller set none."""
+    ranks_may_differ: bool = field(init=False)
+    """Whether ranks may use different parameters."""
 
-    @property
-    def ranks_may_differ(self) -> bool:
-        """True if ranks may use different parameters."""
-        return self.zeros_for_unused or self.may_be_unused
+    def __post_init__(self) -> None:
+        """Work out what every step asks."""
+        asked = self.reshard_after_forward
+        keep = asked if isinstance(asked, int) and not isinstance(asked, bool) else None
+        object.__setattr__(self, "ranks_that_keep", keep)
+        object.__setattr__(self, "ranks_may_differ", self.zeros_for_unused or self.may_be_unused)
 
 
 def shared_settings(settings: Settings, *, with_those_of_microbatch: bool) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The states of a parameter group, and the steps that lead from one to another. Any other step is a bug."""
 
 from enum import Enum
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 
 class UnshardState(Enum):
@@ -60,13 +60,10 @@ GRADIENT_STATES: dict[tuple[GradientState, str], GradientState] = {
 _S = TypeVar("_S", bound=Enum)
 
 
-def next_state(table: dict[tuple[_S, str], _S], state: _S, event: str, name: str) -> _S:
-    """The state of group ``name`` after ``event``."""
-    try:
-        return table[state, event]
-    except KeyError:
-        allowed = [f"{e}()" for s, e in table if s is state]
-        raise RuntimeError(
-            f"{name}: cannot {event}() while {state.value}; from here only {' or '.join(allowed)} "
-            "is possible. Did a hook call into the group out of turn?"
-        ) from None
+def refuse_step(table: dict[tuple[_S, str], _S], state: _S, event: str, name: str) -> NoReturn:
+    """Refuse ``event``, which ``table`` does not allow for the group ``name`` in ``state``."""
+    allowed = [f"{e}()" for s, e in table if s is state]
+    raise RuntimeError(
+        f"{name}: cannot {event}() while {state.value}; from here only {' or '.join(allowed)} "
+        "is possible. Did a hook call into the group out of turn?"
+    )

@@ -6,7 +6,7 @@ Owns the state of the parameters (states.py). The root decides *when*.
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from operator import is_
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,31 +14,30 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.buckets.unsharded_bucket import UnshardedBucket
 from shardwise.comm.streams import CommStream, CommStreams, CommWork, Finish
+from shardwise.groups.shards import Shards
 from shardwise.groups.states import (
     PARTLY,
-    PENDING,
     SHARDED,
+    SUMMONED,
     UNSHARD_STATES,
     UNSHARDED,
     UNSHARDING,
     UnshardState,
-    next_state,
+    refuse_step,
 )
 from shardwise.layout.fqns import listed
-from shardwise.params.changes import UnshardedView, Versions
 from shardwise.params.parameter import FREED, Param
+from shardwise.ranks.position import Wait
 from shardwise.torch_compat import autograd, dtensor, tensor_impl
 from shardwise.torch_compat.functorch import innermost
 from shardwise.torch_compat.nn_modules import refresh_flat_weights
 
-if TYPE_CHECKING:
-    from shardwise.groups.group import ParameterGroup
 
+class Observer(Protocol):
+    """Called with every event and the name of its group."""
 
-_FOR_FORWARDS = (
-    "Leave the context first. To run forwards with parameters that stay unsharded, as generation does, use "
-    "inference()."
-)
+    def __call__(self, event: str, name: str, /) -> None:
+        """``event`` has happened to the group of this name."""
 
 
 class StreamUsers:
@@ -59,8 +58,6 @@ class StreamUsers:
 
     def note_current(self, streams: CommStreams) -> None:
         """The current stream is about to use them: it waits for them if it is new."""
-        if not streams.are_device_streams:
-            return
         known = len(self._streams)
         streams.note_current(self._streams)
         if self._ready is not None and len(self._streams) > known:
@@ -80,10 +77,6 @@ class StreamUsers:
         """They are no longer in memory."""
         self._ready = None
 
-    def forget(self) -> None:
-        """A forward begins anew."""
-        self._streams.clear()
-
     @property
     def streams(self) -> tuple[Any, ...]:
         """What must be finished before they are freed."""
@@ -91,57 +84,72 @@ class StreamUsers:
 
 
 class Unsharded:
-    """The unsharded parameters of ``group``: the same objects from the first unshard on."""
+    """The unsharded parameters of a group: the same objects from the first unshard on.
 
-    def __init__(self, group: "ParameterGroup") -> None:
-        self._group = group
+    ``adopt_changes`` and ``adopt_freezing`` are called where the caller has changed ``shards``, or only
+    ``requires_grad`` of some, so that the group follows before it communicates.
+    """
+
+    streams: CommStreams
+
+    def __init__(
+        self, shards: Shards, adopt_changes: Callable[[], None], adopt_freezing: Callable[[], None]
+    ) -> None:
+        self._shards = shards
+        self._adopt_changes = adopt_changes
+        self._adopt_freezing = adopt_freezing
         self.state = SHARDED
         self.is_shown = False
+        self.observer: Observer | None = None
+        self.awaited = Wait("all-gather", shards.name, list)
+        self.keeps_storage = False
         self._work: CommWork | None = None
         self._users = StreamUsers()
-        self.forget()
+        self._keeps_parts = False  # of what a few ranks keep together
+        self.drop()
 
-    def forget(self) -> None:
+    def drop(self) -> None:
         """Drop them; the next unshard makes new ones."""
         self.buckets: list[UnshardedBucket] = []
         self.params: tuple[nn.Parameter, ...] = ()
         self._freed: tuple[nn.Parameter, ...] = ()  # those whose memory is freed by a reshard
-        self._view = UnshardedView((), ())
-        self.versions = Versions(self._group.shards.params, ())
-        for param in self._group.shards.params:
+        self._places: list[tuple[dict[str, Any], str, nn.Parameter]] = []  # where modules see them
+        self._versions: list[int] = [0] * len(self._shards.params)  # of the shards that were all-gathered
+        for param in self._shards.params:
             param.unsharded = None
 
-    def forget_streams(self) -> None:
+    def drop_streams(self) -> None:
         """Let no wait be for streams and events from before now."""
         self._users = StreamUsers()
 
     def make(self) -> None:
         """Create them as views of the buffers that all-gathers fill."""
-        group = self._group
-        group.shards.refuse_meta()
-        with group.streams.all_gather.allocation_scope(), torch.inference_mode(False), torch.no_grad():
-            self.buckets = [bucket.make_unsharded() for bucket in group.buckets]
+        shards = self._shards
+        shards.refuse_meta()
+        with self.streams.all_gather.allocation_scope(), torch.inference_mode(False), torch.no_grad():
+            self.buckets = [bucket.make_unsharded() for bucket in shards.buckets]
         for bucket in self.buckets:
-            bucket.buffer.keep_memory(group.settings.keeps_unsharded_storage)
+            bucket.buffer.keep_memory(self.keeps_storage)
         self.params = tuple(full for bucket in self.buckets for full in bucket.params)
         self._freed = tuple(full for b in self.buckets if not b.buffer.is_alias for full in b.params)
-        self._view = UnshardedView(group.shards.params, self.params)
-        self.versions = Versions(group.shards.params, self.params)
-        group.gradients.attach_hooks()
+        self._places = [
+            (site.module.__dict__, site.name, full)
+            for param, full in zip(shards.params, self.params, strict=True)
+            for site in param.sites
+        ]
 
     # --- unshard ----------------------------------------------------------------------------------
 
     def unshard(self) -> None:
         """Begin to unshard, unless that is done or in progress."""
-        group = self._group
+        if self.state is UNSHARDED or self.state is UNSHARDING:
+            return
         if self.state is SHARDED:
-            self._users.forget()
-            if group.shards.follow():
-                group.listener.changes_followed()
-                group.streams.all_gather.wait_for_compute()  # the compute stream has just moved the shards
-            if len(self.params) != len(group.shards.params):
-                self.make()
-        self._begin()
+            if self.streams.are_device_streams:
+                self._users = StreamUsers()
+            if not self._shards.are_untouched(self.params) or len(self.params) != len(self._shards.params):
+                self._adopt_changes()
+        self._start()
 
     def unshard_again(self) -> None:
         """As ``unshard``, for the backward of a forward that has used them.
@@ -149,60 +157,65 @@ class Unsharded:
         Uses the shards that forward used, even if others were assigned to the modules since. Autograd detects
         changes in place by their versions. Changes of ``requires_grad`` are followed.
         """
-        group = self._group
-        if not group.shards.were_looked_at or not self.params:
+        if not self.params:
             self.unshard()
             return
-        if not group.shards.snapshot().is_as_trainable() and group.gradients.state is not PENDING:
-            group.shards.follow_freezing()
-            group.listener.changes_followed()
-        self._begin()
+        if not self._shards.snapshot.is_as_trainable():
+            self._adopt_freezing()
+        self._start()
 
     def unshard_ahead(self) -> None:
         """As ``unshard_again``, for a prefetch in backward: ``requires_grad`` is followed when it is used."""
-        if not self._group.shards.were_looked_at or not self.params:
+        if not self.params:
             self.unshard()
         else:
-            self._begin()
+            self._start()
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         if self.state is UNSHARDED or self.state is UNSHARDING:
             return
-        group = self._group
-        group.refuse_if_summoned("unsharding for a forward, a backward or unshard()", _FOR_FORWARDS)
+        state = UNSHARD_STATES.get((self.state, "unshard")) or self._refuse("unshard")
         if self.state is SHARDED:  # from PARTLY, contents and versions are those of the all-gather before
-            self.versions.note(group.shards.snapshot())
-        if group.observer is not None:
-            group.observer("unshard", group.name)
-        stream, waits = group.streams.all_gather, group.waits
-        start: Callable[[], CommWork] = partial(
-            stream.submit, partial(_start_all_gathers, stream, self.buckets)
-        )
-        if autograd.profiler_is_on():
-            start = group.labelled("all-gather", start)
-        self._work = waits.issue(start, waits.for_all_gather)
-        self.state = next_state(UNSHARD_STATES, self.state, "unshard", group.name)
+            self._versions = self._shards.snapshot.versions()
+        if self.observer is not None:
+            self.observer("unshard", self._shards.name)
+        stream, buckets = self.streams.all_gather, self.buckets
+        start: Callable[[], Finish]
+        if len(buckets) == 1:
+            start = partial(buckets[0].start_all_gather, stream)
+        else:
+            start = partial(_start_all_gathers, stream, buckets)
+        if self.streams.are_labelled:
+            start = autograd.labelled(f"shardwise.all-gather {self._shards.name}", start)
+        self._work = stream.submit(start, awaited=self.awaited)
+        self.state = state
 
     def wait(self) -> None:
         """Wait for the all-gather and let the modules see the unsharded parameters."""
         if self.state is UNSHARDED:
-            self._users.note_current(self._group.streams)
-            self.show()
+            if self.streams.are_device_streams:
+                self._users.note_current(self.streams)
+            if not self.is_shown:
+                self.show()
             return
-        state = self._next("wait")
-        self._users.note_current(self._group.streams)
+        state = UNSHARD_STATES.get((self.state, "wait")) or self._refuse("wait")
+        if self.streams.are_device_streams:
+            self._users.note_current(self.streams)
         self._finish_all_gather()
-        for bucket in self.buckets:
-            bucket.drop_post_forward_shard()
-        self.versions.restore()
+        if self._keeps_parts:
+            self._free_parts()
+        autograd.set_versions(self.params, self._versions)  # their contents are those of the shards
         self.show()
         self.state = state
 
     def _finish_all_gather(self) -> None:
         assert self._work is not None
-        self._group.waits.finish(self._work.wait, self._group.waits.for_all_gather)
-        self._users.gathered(self._work.end)
-        self._work = None
+        self._work.wait()
+        if self.streams.are_device_streams:
+            self._users.gathered(self._work.end)
+        self._work = (
+            None  # after a failure it stays: the next wait for it, which does nothing, ends the state
+        )
 
     def wait_if_on_the_way(self) -> None:
         """As ``wait``, unless they were resharded meanwhile."""
@@ -220,9 +233,10 @@ class Unsharded:
         """Let the modules see the full parameters."""
         if not self.is_shown:
             self.is_shown = True
-            self._view.shadow()
-            if self._group.shards.rnns:
-                refresh_flat_weights(self._group.shards.rnns)
+            for attributes, name, full in self._places:
+                attributes[name] = full
+            if self._shards.rnns:
+                refresh_flat_weights(self._shards.rnns)
 
     def hide(self) -> None:
         """Let the modules see the shards, even if the unsharded parameters stay in memory.
@@ -231,13 +245,13 @@ class Unsharded:
         """
         if self.is_shown:
             self.is_shown = False
-            self._view.unshadow()
-            if self._group.shards.rnns:
-                refresh_flat_weights(self._group.shards.rnns)
+            for attributes, name, _ in self._places:
+                attributes.pop(name, None)
+            if self._shards.rnns:
+                refresh_flat_weights(self._shards.rnns)
 
     def summon(self) -> None:
         """Enter SUMMONED: the caller replaces the registered shards with full parameters."""
-        self._group.shards.follow()
         self._step("summon")
 
     def end_summon(self) -> None:
@@ -255,27 +269,28 @@ class Unsharded:
         if self.state is PARTLY:
             self._drop_parts()
             return
-        state = self._next("reshard")
+        state = UNSHARD_STATES.get((self.state, "reshard")) or self._refuse("reshard")
         changed = self.changed_in_place()
         self._free(state)
         if changed:
-            _refuse_changes(self._group, changed)
+            _refuse_changes(self._shards, changed)
 
     def keep_part(self) -> None:
         """Free them, except this rank's part of what a few ranks keep together until backward."""
-        state = self._next("keep_part")
+        state = UNSHARD_STATES.get((self.state, "keep_part")) or self._refuse("keep_part")
         changed = self.changed_in_place()
-        stream = self._group.streams.all_gather
+        stream = self.streams.all_gather
         stream.wait_for_compute()
         with stream.allocation_scope(), torch.inference_mode(False), torch.no_grad():
             for bucket in self.buckets:
                 bucket.keep_post_forward_shard()
+        self._keeps_parts = True
         self._free(state)
         if changed:
-            _refuse_changes(self._group, changed)
+            _refuse_changes(self._shards, changed)
 
-    def abandon(self) -> None:
-        """Return to SHARDED from any state, after a failed iteration."""
+    def reshard_after_failure(self) -> None:
+        """Return to SHARDED from any state."""
         if self.state is UNSHARDING:
             self._finish_all_gather()
         if self.state is PARTLY:
@@ -285,20 +300,33 @@ class Unsharded:
 
     def _drop_parts(self) -> None:
         self._step("reshard")
-        with self._group.streams.all_gather.allocation_scope():
-            for bucket in self.buckets:
-                bucket.drop_post_forward_shard()
+        with self.streams.all_gather.allocation_scope():
+            self._free_parts()
+
+    def _free_parts(self) -> None:
+        self._keeps_parts = False
+        for bucket in self.buckets:
+            bucket.drop_post_forward_shard()
+
+    # ``wait``, ``reshard`` and ``keep_part`` look up the next state first and set it last: an event that is
+    # refused does nothing, and after a failure ``reshard_after_failure`` finds the state in which it began.
 
     def _free(self, state: UnshardState) -> None:
-        self.hide()
+        if self.is_shown:
+            self.hide()
         autograd.set_versions(self._freed, (FREED,) * len(self._freed))
-        self._free_memory()
-        if self._group.observer is not None:
-            self._group.observer("free", self._group.name)
+        if self.streams.are_device_streams:
+            self._free_on_device()
+        else:
+            for bucket in self.buckets:
+                if not bucket.buffer.keeps_memory:
+                    bucket.buffer.free()
+        if self.observer is not None:
+            self.observer("free", self._shards.name)
         self.state = state
 
-    def _free_memory(self) -> None:
-        stream = self._group.streams.all_gather
+    def _free_on_device(self) -> None:
+        stream = self.streams.all_gather
         stream.wait_for_compute(users=self._users.streams)
         self._users.freed()
         with stream.allocation_scope():
@@ -307,21 +335,34 @@ class Unsharded:
 
     def keep_storage(self, keep: bool) -> None:
         """Choose whether they keep their memory while they are resharded."""
+        self.keeps_storage = keep
         if not self.params:
             return
         for bucket in self.buckets:
             bucket.buffer.keep_memory(keep)
         if self.state is not UNSHARDED and self.state is not UNSHARDING:
-            self._free_memory()
+            self._free_on_device()
 
     # --- changes ----------------------------------------------------------------------------------
+    #
+    # By PyTorch's version counters: an unsharded parameter carries the version of its shard.
+
+    def sync_versions(self) -> None:
+        """Take over the versions of the shards, whose contents are the same."""
+        self._versions = [param.version() for param in self._shards.params]
+        autograd.set_versions(self.params, self._versions)
+
+    def shards_changed(self) -> list[str]:
+        """Names of parameters whose shards have changed since the all-gather."""
+        rows = zip(self._shards.params, self._versions, strict=True)
+        return [param.fqn for param, version in rows if param.version() != version]
 
     def refuse_changed_shards(self) -> None:
         """Refuse a backward of weights that were changed since a forward has used them."""
-        if changed := self.versions.shards_changed():
+        if changed := self.shards_changed():
             raise RuntimeError(
                 f"{listed(changed, 4)}: changed in place between the forward that used it and this backward "
-                f"(group '{self._group.name}'), so that the gradient would be that of other weights. Run "
+                f"(group '{self._shards.name}'), so that the gradient would be that of other weights. Run "
                 "backward before the weights are changed, as by an optimizer's step."
             )
 
@@ -330,11 +371,28 @@ class Unsharded:
         changed: list[str] = []
         for bucket in self.buckets:
             changed += bucket.relocated_params()
-        for param in self.versions.unsharded_changed():
+        versions = list(map(tensor_impl.version, self.params))
+        if versions == self._versions:
+            return changed
+        for param, now, before in zip(self._shards.params, versions, self._versions, strict=True):
             # Each forward renormalises a frozen embedding again, with the same result as doing it once.
-            if param.sharded.requires_grad or not _is_renormalised(param):
+            if now != before and (param.sharded.requires_grad or not _is_renormalised(param)):
                 changed.append(param.fqn)
         return changed
+
+    @property
+    def can_be_compared(self) -> bool:
+        """False if they have to be unsharded again, whether or not the contents of the shards changed."""
+        return all(bucket.can_be_compared for bucket in self.buckets)
+
+    def differ(self) -> Tensor:
+        """Whether this rank's shards changed since the all-gather, as a bool on the device."""
+        if not self.can_be_compared:
+            return torch.ones((), dtype=torch.bool, device=self._shards.device)
+        found = [bucket.differs() for bucket in self.buckets]
+        if not found:  # a group without parameters
+            return torch.zeros((), dtype=torch.bool, device=self._shards.device)
+        return torch.stack(found).any()
 
     # --- questions --------------------------------------------------------------------------------
 
@@ -346,7 +404,7 @@ class Unsharded:
     @property
     def num_bytes(self) -> int:
         """The memory of all of them, in their compute dtype."""
-        return sum(bucket.computed.unsharded_bytes for bucket in self._group.buckets)
+        return sum(bucket.computed.unsharded_bytes for bucket in self._shards.buckets)
 
     def owns(self, tensor: Tensor) -> bool:
         """True if they are in memory, and ``tensor`` is one of them or shares memory with one.
@@ -364,19 +422,29 @@ class Unsharded:
         address = innermost(tensor).data_ptr()
         return any(bucket.buffer.holds(address) for bucket in self.buckets)
 
-    # ``wait``, ``reshard`` and ``keep_part`` ask for the next state first and set it last: an event that is
-    # refused does nothing, and if the work fails, ``abandon`` finds the state in which it began.
-
-    def _next(self, event: str) -> UnshardState:
-        return next_state(UNSHARD_STATES, self.state, event, self._group.name)
-
     def _step(self, event: str) -> None:
-        self.state = next_state(UNSHARD_STATES, self.state, event, self._group.name)
+        self.state = UNSHARD_STATES.get((self.state, event)) or self._refuse(event)
+
+    def _refuse(self, event: str) -> NoReturn:
+        if self.state is SUMMONED and event == "unshard":
+            refuse_summoned(
+                self._shards.name,
+                "unsharding for a forward, a backward or unshard()",
+                "Leave the context first. To run forwards with parameters that stay unsharded, as generation "
+                "does, use inference().",
+            )
+        refuse_step(UNSHARD_STATES, self.state, event, self._shards.name)
+
+
+def refuse_summoned(name: str, what: str, instead: str = "Leave the context first.") -> NoReturn:
+    """Refuse ``what`` inside ``unsharded()``, where the caller has the parameters of the group ``name``."""
+    raise RuntimeError(
+        f"{name}: {what} is not possible inside unsharded(), which has put full parameters in place of the "
+        f"shards that its group works with. {instead}"
+    )
 
 
 def _start_all_gathers(stream: CommStream, buckets: Sequence[UnshardedBucket]) -> Finish:
-    if len(buckets) == 1:
-        return buckets[0].start_all_gather(stream)
     finishes: list[Finish] = []
 
     def finish() -> None:
@@ -400,19 +468,18 @@ def _is_renormalised(param: Param) -> bool:
     )
 
 
-def _refuse_changes(group: "ParameterGroup", changed: list[str]) -> NoReturn:
-    name, params = group.name, group.shards.params
-    renormalised = [p.fqn for p in params if p.fqn in changed and _is_renormalised(p)]
+def _refuse_changes(shards: Shards, changed: list[str]) -> NoReturn:
+    renormalised = [p.fqn for p in shards.params if p.fqn in changed and _is_renormalised(p)]
     if renormalised:
         raise RuntimeError(
             f"{', '.join(renormalised)}: nn.Embedding(max_norm=...) renormalises rows of its weight in "
-            f"place in each forward, here those of an unsharded copy (group '{name}'). The shard "
+            f"place in each forward, here those of an unsharded copy (group '{shards.name}'). The shard "
             "would keep the rows as they were, and training would go another way than in plain PyTorch. "
             "Set max_norm to None and renormalise the shard after each optimizer step, under "
             "torch.no_grad(). A frozen weight is allowed: requires_grad_(False)."
         )
     raise RuntimeError(
-        f"{', '.join(changed)}: changed in place while unsharded (group '{name}'). Inside "
+        f"{', '.join(changed)}: changed in place while unsharded (group '{shards.name}'). Inside "
         "forward a module sees an unsharded copy, which is now freed, so the change would be "
         "lost. Change the sharded parameter outside of forward, under torch.no_grad()."
     )

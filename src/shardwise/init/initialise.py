@@ -305,7 +305,7 @@ def _check_syncable(model: nn.Module, src: Any) -> None:
         raise TypeError(f"sync_module_states: src is {src!r}, a {type(src).__name__}; pass a global rank.")
     for member in _members_at_rest(model, "sync_module_states"):
         if member.group.unsharded.state is not SHARDED:
-            member.root.requests.hand_over(member.group, "sync_module_states")
+            member.root.hand_over(member.group, "sync_module_states")
     for name, tensor in named_tensors(model):
         kind = type(dtensor.plain(tensor))
         if kind not in (Tensor, nn.Parameter):
@@ -344,7 +344,7 @@ def _members_at_rest(model: Any, caller: str) -> list[Member]:
     """The groups in ``model``, which need not have any, none of them at work."""
     members = sharded_members(model)
     for member in members:
-        member.root.requests.refuse_at_work(caller, member.group)
+        member.root.refuse_at_work(caller, member.group)
         member.group.refuse_if_summoned(f"{caller}()")
     return members
 

@@ -146,7 +146,7 @@ class Visit:
             for module, names in orders.items():
                 nn_modules.reorder(nn_modules.parameters(module), names)
             for each in self._groups_of(placeholders):
-                each.shards.follow_as_soon_as_here()
+                each.adopt_when_moved()
         if problems:
             more = f" And {len(problems) - 4} more." if len(problems) > 4 else ""
             raise RuntimeError(f"materialize: {' '.join(problems[:4])}{more}")

@@ -20,7 +20,7 @@ def mark_partly_loaded(model: nn.Module, why: str) -> None:
     groups = groups_in(model)
     for group in groups:
         group.partly_loaded = why
-        sharded_members(group.modules[0])[0].root.preparation.start_over()
+        sharded_members(group.modules[0])[0].root.start_over()
     if not groups and _MARK not in model.__dict__:
         model.__dict__[_MARK] = _PartialLoadHooks(model, why)
 
@@ -33,7 +33,7 @@ def note_complete_load(model: nn.Module) -> None:
         for param in group.shards.params:
             param.full_load = None
     for member in sharded_members(model):
-        member.root.memory.accumulates = False
+        member.root.unsharded_groups.is_mid_accumulation = False
     if _MARK in model.__dict__:
         model.__dict__.pop(_MARK).remove()
 

@@ -192,10 +192,10 @@ def microbatches_of(module: nn.Module, stage_index: int) -> Microbatches:
             f"sharded as one model ({root.label}) are not the same, so that its steps would not be theirs. "
             "Call fully_shard on the module of each stage itself, and on no module around several stages."
         )
-    microbatches = root.features.find(Microbatches)
+    microbatches = root.find(Microbatches)
     if microbatches is None:
         microbatches = Microbatches(root)
-        root.features.add(microbatches)
+        root.add(microbatches)
     return microbatches
 
 

@@ -13,7 +13,8 @@ from functools import partial
 from torch import nn
 
 from shardwise.engine.root import Root
-from shardwise.groups.group import Observer, ParameterGroup
+from shardwise.groups.group import ParameterGroup
+from shardwise.groups.unsharded import Observer
 from shardwise.observe.sharded import members_to_observe
 
 

@@ -170,7 +170,7 @@ def memory_snapshot(model: nn.Module) -> MemorySnapshot:
 
 def _snapshot_of(member: Member) -> GroupSnapshot:
     group, storages = member.group, _Storages()
-    state, reason = group.unsharded.state, member.root.memory.reason(group)
+    state, reason = group.unsharded.state, member.root.unsharded_groups.reason(group)
     here, kept = bytes_of_unsharded(group)
     summoned = _summoned_params(group)
     return GroupSnapshot(
@@ -237,15 +237,15 @@ def _summoned_params(group: ParameterGroup) -> list[Tensor]:
 def _full_gradients(group: ParameterGroup, summoned: list[Tensor]) -> Iterator[Tensor | None]:
     for full in (*group.unsharded.params, *summoned):
         yield full.grad
-    for reduction in group.reductions.in_flight():
+    for reduction in group.gradients.in_flight():
         yield from reduction.gradients
 
 
 def _reduced_gradients(group: ParameterGroup) -> Iterator[Tensor | None]:
     for param in group.shards.params:
         yield param.gradient.reduced
-    for reduction in group.reductions.in_flight():
-        yield from reduction.sums
+    for reduction in group.gradients.in_flight():
+        yield from reduction.buffers
     for bucket in group.buckets:
         yield bucket.reduction.earlier
 

@@ -90,65 +90,6 @@ def take_gradients(unsharded: Sequence[nn.Parameter]) -> list[Tensor | None] | N
     return gradients
 
 
-class Versions:
-    """Whether the shards or the unsharded parameters of a group changed since the all-gather.
-
-    By PyTorch's version counters: an unsharded parameter carries the version of its shard.
-    """
-
-    def __init__(self, params: Sequence[Param], unsharded: Sequence[nn.Parameter]) -> None:
-        self._params = params
-        self._unsharded = unsharded
-        self._noted = [0] * len(params)
-
-    def note(self, snapshot: ShardSnapshot) -> None:
-        """The shards, of which ``snapshot`` was taken, are about to be all-gathered."""
-        self._noted = snapshot.versions()
-
-    def follow(self) -> None:
-        """Take over the versions of the shards, whose contents are the same."""
-        self._noted = [param.version() for param in self._params]
-        self.restore()
-
-    def restore(self) -> None:
-        """Give the unsharded parameters those versions: their contents are those of the all-gather."""
-        autograd.set_versions(self._unsharded, self._noted)
-
-    def shards_changed(self) -> list[str]:
-        """Names of parameters whose shards changed."""
-        rows = zip(self._params, self._noted, strict=True)
-        return [param.fqn for param, version in rows if param.version() != version]
-
-    def unsharded_changed(self) -> list[Param]:
-        """Those whose unsharded parameters changed."""
-        versions = list(map(tensor_impl.version, self._unsharded))
-        if versions == self._noted:
-            return []
-        rows = zip(self._params, versions, self._noted, strict=True)
-        return [param for param, now, before in rows if now != before]
-
-
-class UnshardedView:
-    """The unsharded parameters of a group, and where modules see them."""
-
-    def __init__(self, params: Sequence[Param], unsharded: Sequence[nn.Parameter]) -> None:
-        self._places = [
-            (site.module.__dict__, site.name, full)
-            for param, full in zip(params, unsharded, strict=True)
-            for site in param.sites
-        ]
-
-    def shadow(self) -> None:
-        """Let the modules see the unsharded parameters."""
-        for attributes, name, full in self._places:
-            attributes[name] = full
-
-    def unshadow(self) -> None:
-        """Let the modules see the sharded parameters again."""
-        for attributes, name, _ in self._places:
-            attributes.pop(name, None)
-
-
 def all_start_at(tensors: Sequence[Tensor], offsets: Sequence[int], start: int) -> bool:
     """True if tensor i lies ``offsets[i]`` bytes behind the address ``start``."""
     return set(map(sub, map(Tensor.data_ptr, tensors), offsets)) <= {start}

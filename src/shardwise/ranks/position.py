@@ -29,7 +29,8 @@ class Wait:
     counts those of this kind. ``ordinal`` tells models apart that use the same names: 2 is the second
     wait for such an event of such a name. A public call may compute as well as wait. ``reason``: why this
     rank waits, where others may have no reason to. ``stream``: that of a device, which waits while the host
-    goes on; its ``last_event`` is at the end of what was queued last.
+    goes on; its ``last_event`` is at the end of what was queued last. ``monitor``: where what this rank does
+    is written down.
     """
 
     event: str
@@ -40,6 +41,7 @@ class Wait:
     ordinal: int = 1
     reason: str = ""
     stream: Any = None
+    monitor: Any = None
 
     @property
     def kind(self) -> str:

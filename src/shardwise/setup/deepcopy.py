@@ -14,11 +14,11 @@ from torch import nn
 from shardwise.buckets.bucket import Bucket
 from shardwise.buckets.extension import ExtensionBucket
 from shardwise.compile.hooks import wrap_method, wrapped_methods
-from shardwise.engine.members import Member
-from shardwise.features.outside_calls import explain_calls
-from shardwise.features.standard import new_root
+from shardwise.engine.members import Member, drive
+from shardwise.engine.root import Root
 from shardwise.groups.group import ParameterGroup
 from shardwise.params.parameter import Param, Site
+from shardwise.setup.outside_calls import explain_calls
 from shardwise.torch_compat import dtensor
 
 Memo = dict[int, Any]
@@ -47,12 +47,12 @@ def _copy_of(param: Param) -> nn.Parameter:
 def fill_copies(members: Sequence[Member], memo: Memo) -> None:
     """Make the groups of the copy, once its modules are there. ``members`` outermost first."""
     copies: list[Member] = [memo[id(member)] for member in members]
-    root = new_root(members[0].group.device)
+    root = Root(members[0].group.device)
     for member, copy in zip(members, copies, strict=True):
         _fill_group(member.group, memo)
-        Member.__init__(copy, memo[id(member.group)], root)
-    root.ends_by_hand = members[0].root.ends_by_hand
-    root.adopt(copies, copies[0])
+        Member.__init__(copy, memo[id(member.group)], root, member.in_graphs)
+    root.finalization.by_hand = members[0].root.finalization.by_hand
+    drive(root, copies, copies[0])
     for copy in copies:
         explain_calls(copy.group)
     for member, copy in zip(members, copies, strict=True):

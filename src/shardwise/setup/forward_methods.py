@@ -38,7 +38,7 @@ def share_comm_ctx(modules: "Sequence[FSDPModule]") -> None:
                 "it first."
             )
     if modules:
-        first, *others = [member_of(under_compile(module)).root.preparation for module in modules]
+        first, *others = [member_of(under_compile(module)).root.lazy_init for module in modules]
         first.share_streams(others)
 
 

@@ -101,7 +101,7 @@ def original_class(module: nn.Module) -> type:
 def _apply_and_follow(self: Any, fn: Any, recurse: bool = True) -> Any:
     """What ``.to()`` and its like call: the shards move back into their buffer at once."""
     result = original_class(self)._apply(self, fn, recurse)  # type: ignore[attr-defined]
-    member_of(self).group.shards.follow_as_soon_as_here()
+    member_of(self).group.adopt_when_moved()
     return result
 
 

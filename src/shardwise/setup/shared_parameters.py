@@ -61,9 +61,9 @@ class Move:
 
     def apply(self, group: ParameterGroup, precision_for: Any, bucket_for: Callable[[Param], Bucket]) -> None:
         """Take the parameter out of its group and into ``group``."""
-        self.owner.shards.give_up(self.param)
+        self.owner.give_up(self.param)
         self.param.take_over([tie.site for tie in self.ties], self.mesh, precision_for)
-        group.shards.take_in(self.param, bucket_for)
+        group.take_in(self.param, bucket_for)
 
 
 def resolve_ties(modules: list[nn.Module], found: Found, mesh: ShardMesh) -> list[Move]:

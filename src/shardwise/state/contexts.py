@@ -150,7 +150,7 @@ def unsharded(
     try:
         with relay_of_job().call("unsharded", lambda: axes_of_given(module)):
             for member in options:
-                member.root.requests.hand_over(member.group, "unsharded")
+                member.root.hand_over(member.group, "unsharded")
                 summoned.append(SummonedGroup(member.group, options[member]))
         yield
         has_failed = False
@@ -291,7 +291,7 @@ def _members_to_change(module: Any, caller: str, recurse: bool = True) -> list[M
         )
     members = members if recurse else members[:1]
     for member in members:
-        member.root.requests.refuse_at_work(caller, member.group)
+        member.root.refuse_at_work(caller, member.group)
     return members
 
 

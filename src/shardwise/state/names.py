@@ -99,5 +99,5 @@ def check_idle(model: nn.Module, caller: str) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller}: model is a {type(model).__name__}, not an nn.Module.")
     for member in sharded_members(model):
-        member.root.requests.refuse_at_work(caller, member.group)
+        member.root.refuse_at_work(caller, member.group)
         member.group.refuse_if_summoned(caller)

@@ -176,6 +176,7 @@ class SummonedGroup:
         self._group = group
         self._options = options
         self.summoned: list[_SummonedParam] = []
+        group.adopt_changes()
         group.unsharded.summon()
         try:
             with torch.inference_mode(False), torch.no_grad():

@@ -67,19 +67,19 @@ def register_comm_hook(model: nn.Module, state: Any, hook: Hook) -> None:
             "shard_model first."
         )
     for member in members:
-        member.root.requests.refuse_at_work(_NAME, member.group)
+        member.root.refuse_at_work(_NAME, member.group)
         member.group.refuse_if_summoned(_NAME)
     make = _maker(state, hook)
     reducers = [[make(bucket, m.group) for bucket in m.group.buckets] for m in members]
     for member in members:
         _check_group(member, isinstance(hook, (LowPrecisionReduction, QuantizedReduction)))
     for member in members:
-        member.root.requests.hand_over(member.group, _NAME)
+        member.root.hand_over(member.group, _NAME)
     for member, own in zip(members, reducers, strict=True):
         for bucket, reducer in zip(member.group.buckets, own, strict=True):
-            member.group.shards.replan(partial(Bucket.communicate, reducer=reducer), bucket)
+            member.group.replan(partial(Bucket.communicate, reducer=reducer), bucket)
         member.group.choices.add(_NAME)
-        member.root.preparation.start_over()
+        member.root.start_over()
 
 
 def _maker(state: Any, hook: Any) -> Callable[[Bucket, ParameterGroup], Reducer]:

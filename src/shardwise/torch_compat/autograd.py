@@ -77,6 +77,16 @@ def profiler_is_on() -> bool:
     return torch.autograd.profiler._is_profiler_enabled
 
 
+def labelled(label: str, work: Callable[[], Any]) -> Callable[[], Any]:
+    """``work`` in a profiler range, a row of a trace. Asked for while a profiler records."""
+
+    def run() -> Any:
+        with torch.autograd.profiler.record_function(label):
+            return work()
+
+    return run
+
+
 def run_gradient_hooks(hooks: Hooks, gradient: Tensor) -> Tensor:
     """What ``hooks`` make of ``gradient``, one after the other, as autograd runs them."""
     for hook in list(hooks.values()):

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 
 # torch 2.13 renamed these methods and warns on the old names, which are all that 2.11 has.
-_ALL_GATHER = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
-_REDUCE = (
+ALL_GATHER = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
+REDUCE_SCATTER = (
     "reduce_scatter_single" if hasattr(dist.ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
 )
 _ALL_GATHER_MANY = (
@@ -90,7 +90,8 @@ class PythonGroup(_ProcessGroup):
 
 
 @cache
-def _all_gather_options(is_async: bool) -> Any:
+def all_gather_options(is_async: bool) -> Any:
+    """What the method ``ALL_GATHER`` of a process group takes beside output and input."""
     options = dist.distributed_c10d.AllgatherOptions()
     options.asyncOp = is_async
     return options
@@ -98,14 +99,14 @@ def _all_gather_options(is_async: bool) -> Any:
 
 def all_gather(pg: dist.ProcessGroup, output: Tensor, source: Tensor, is_async: bool) -> Any:
     """One all-gather; returns the work (None if ``is_async`` is False and the back end has none)."""
-    return getattr(pg, _ALL_GATHER)(output, source, _all_gather_options(is_async))
+    return getattr(pg, ALL_GATHER)(output, source, all_gather_options(is_async))
 
 
 def all_gather_coalesced(
     pg: dist.ProcessGroup, outputs: Sequence[Tensor], sources: Sequence[Tensor], is_async: bool
 ) -> Any:
     """Several all-gathers as one call, which torch offers only by a private context."""
-    return getattr(pg, _ALL_GATHER_MANY)(outputs, sources, _all_gather_options(is_async))
+    return getattr(pg, _ALL_GATHER_MANY)(outputs, sources, all_gather_options(is_async))
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,9 @@ class PremultipliedSum:
 
 
 @cache
-def _reduce_options(op: Any, is_async: bool) -> Any:
+def reduce_options(op: Any, is_async: bool) -> Any:
+    """What the method ``REDUCE_SCATTER`` takes beside them; ``op`` is a ``ReduceOp`` or a
+    ``PremultipliedSum``."""
     options = dist.ReduceScatterOptions()
     if isinstance(op, PremultipliedSum):
         make: Any = dist._make_nccl_premul_sum  # type: ignore[attr-defined]
@@ -135,7 +138,7 @@ def _reduce_options(op: Any, is_async: bool) -> Any:
 
 def reduce_scatter(pg: dist.ProcessGroup, output: Tensor, source: Tensor, op: Any, is_async: bool) -> Any:
     """One reduce-scatter; ``op`` is a ``ReduceOp`` or a ``PremultipliedSum``."""
-    return getattr(pg, _REDUCE)(output, source, _reduce_options(op, is_async))
+    return getattr(pg, REDUCE_SCATTER)(output, source, reduce_options(op, is_async))
 
 
 def reduce_scatter_coalesced(
@@ -146,7 +149,7 @@ def reduce_scatter_coalesced(
     is_async: bool,
 ) -> Any:
     """Several reduce-scatters as one call."""
-    return getattr(pg, _REDUCE_MANY)(outputs, sources, _reduce_options(op, is_async))
+    return getattr(pg, _REDUCE_MANY)(outputs, sources, reduce_options(op, is_async))
 
 
 def backend_name(pg: dist.ProcessGroup, device: torch.device) -> str:

@@ -17,10 +17,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwise.buckets.flat_slot import bucket_and_index
 from shardwise.engine.calls import Call, Outcome
-from shardwise.engine.feature import Feature
 from shardwise.engine.members import Member
-from shardwise.engine.root import Root
-from shardwise.groups.group import Observer, ParameterGroup
+from shardwise.engine.root import Feature, Root
+from shardwise.groups.group import ParameterGroup
+from shardwise.groups.unsharded import Observer
 from shardwise.observe.memory import bytes_of_gradients, bytes_of_shards, bytes_of_unsharded
 from shardwise.ranks.model_ranks import own_rank
 from shardwise.tracing.clocks import Clock
@@ -33,7 +33,7 @@ from shardwise.tracing.records import (
     Recording,
     TracedGroup,
 )
-from shardwise.tracing.streams import TracedStreams
+from shardwise.tracing.streams import TracedCalls, TracedStreams
 from shardwise.tracing.timeline import Marked, Timeline
 from shardwise.tracing.transfers import Transfers
 
@@ -210,6 +210,7 @@ class TracedRoot(Feature):
         super().__init__(root)
         self._recorder = recorder
         self._observer_before: Observer | None = None
+        self._calls: dict[ParameterGroup, TracedCalls] = {}
 
     @property
     def knows_order(self) -> bool:
@@ -221,33 +222,39 @@ class TracedRoot(Feature):
         root = self.root
         self._observer_before = root.observer
         root.observe(partial(self._recorder.hear, root.observer))
-        root.features.add(self)
-        self.connected()
+        root.add(self)
+        self._trace_communication()
 
     def detach(self) -> None:
         """End it."""
         root = self.root
-        root.features.remove(self)
+        root.remove(self)
         root.observe(self._observer_before)
+        for calls in self._calls.values():
+            calls.remove()
         for group in root.groups:
             streams = getattr(group, "streams", None)
             if isinstance(streams, TracedStreams):
-                group.streams = streams.inner
+                group.use_streams(streams.inner)
 
-    def connected(self) -> None:
-        """Streams exist: have the groups use them in a way that tells."""
+    def _trace_communication(self) -> None:
+        """Once streams exist, have the groups communicate in a way that tells."""
         own = self._recorder.groups
         for group in self.root.groups:
             streams = getattr(group, "streams", None)
-            if (
-                own.get(group.name) is group
-                and streams is not None
-                and not isinstance(streams, TracedStreams)
-            ):
-                group.streams = TracedStreams(streams, group.name, self._recorder.transfers)
+            if own.get(group.name) is not group or streams is None:
+                continue
+            if not isinstance(streams, TracedStreams):
+                group.use_streams(TracedStreams(streams, group.name, self._recorder.transfers))
+            calls = self._calls.get(group)
+            if calls is None or not calls.covers(group.buckets):
+                if calls is not None:
+                    calls.remove()
+                self._calls[group] = TracedCalls(group.buckets, self._recorder.transfers)
 
     def forward_begins(self) -> None:
         """A forward begins."""
+        self._trace_communication()
         self._recorder.memory.touch_all()
         self._recorder.timeline.begin_pass(FORWARD)
 
@@ -262,7 +269,7 @@ class TracedRoot(Feature):
 
     def backward_begins(self) -> None:
         """A backward begins."""
-        self.connected()
+        self._trace_communication()
         self._recorder.timeline.begin_pass(BACKWARD)
 
     def backward_ended(self) -> None:

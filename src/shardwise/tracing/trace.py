@@ -10,13 +10,12 @@ from torch import nn
 
 from shardwise.comm import streams
 from shardwise.engine.members import Member
-from shardwise.groups.group import TracedWork
 from shardwise.layout.mesh import Axis, all_reduce_max
 from shardwise.observe.sharded import members_to_observe
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import relay_of_job
 from shardwise.ranks.model_ranks import axes_of_model, device_of_model
-from shardwise.tracing.analysis import advice, summary, work_of_groups
+from shardwise.tracing.analysis import TracedWork, advice, summary, work_of_groups
 from shardwise.tracing.clocks import Clock, DeviceClock, HostClock
 from shardwise.tracing.files.endings import writer_for
 from shardwise.tracing.recorder import Recorder, TracedRoot
@@ -131,7 +130,7 @@ def trace(model: nn.Module, *, on_all_ranks: bool = True) -> Iterator[Trace]:
 
 def _members_to_trace(model: Any) -> list[Member]:
     members = members_to_observe("trace", model)
-    if any(member.root.features.find(TracedRoot) is not None for member in members):
+    if any(member.root.find(TracedRoot) is not None for member in members):
         raise RuntimeError(
             "trace: a trace of this model is running, and one model has one at a time. Leave the block of "
             "the first one, or record all in it."

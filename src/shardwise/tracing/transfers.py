@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from shardwise.comm.streams import Finish, WaitThen
+from shardwise.comm.streams import Finish, WaitThen, in_two_steps
 from shardwise.tracing.completions import Completion, Watcher
 from shardwise.tracing.records import ALL_REDUCE, COMPUTATION, COPIES, TRANSFERS
 from shardwise.tracing.timeline import Marked, Timeline
@@ -98,7 +98,7 @@ class Transfers:
         else:
             self._timeline.add(COPIES, work.group, begin, end)
 
-    def issue(self, call: Callable[..., Finish], args: Sequence[Any]) -> Finish:
+    def issue(self, call: Callable[..., Finish], *args: Any) -> Finish:
         """Issue one collective of the work that is being submitted."""
         work = self._submitting
         if work is None or not self._timeline.is_recording:
@@ -109,11 +109,13 @@ class Transfers:
         if work.began is None:
             work.began = self._timeline.clock.mark()
         finish = call(*args)
-        if not isinstance(finish, WaitThen):
+        steps = in_two_steps(finish)
+        if steps is None:
             return partial(self._note, work, finish)
-        completion = self._watchers[work.row].watch(finish.wait)
+        wait, then = steps
+        completion = self._watchers[work.row].watch(wait)
         work.completions.append(completion)
-        return WaitThen(completion.wait, finish.then)
+        return WaitThen(completion.wait, then)
 
     def _note(self, work: Work, finish: Finish) -> None:
         finish()

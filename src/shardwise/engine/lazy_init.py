@@ -2,68 +2,66 @@
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shardwise.buckets.bucket import Bucket
 from shardwise.comm.streams import CommStreams, is_captured
-from shardwise.engine.reduction_queue import room_for
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.shards import meta_message
 from shardwise.layout.fqns import listed
 from shardwise.layout.mesh import Axis
 from shardwise.torch_compat import c10d
 
-if TYPE_CHECKING:
-    from shardwise.engine.root import Root
 
+class LazyInit:
+    """Checks the ``groups`` of a root, and makes its process groups and streams, before the first pass.
 
-class Preparation:
-    """Checks the model of ``root``, and makes its process groups and streams, before the first pass."""
+    ``groups``: the root's own list, which changes when the tree does; the outermost is the first.
+    """
 
     streams: CommStreams  # made when the first all-gather needs them
 
-    def __init__(self, root: "Root") -> None:
-        self._root = root
-        self._is_complete = False
-        self.process_groups = ProcessGroups(root.device)
+    def __init__(self, device: torch.device, groups: Sequence[ParameterGroup]) -> None:
+        self._device = device
+        self._groups = groups
+        self.is_complete = False
+        self.process_groups = ProcessGroups(device)
 
     def refuse_unfit(self) -> None:
-        """Once: check that the model can run as it is."""
-        if self._is_complete:
-            return
-        root = self._root
-        for group in root.groups:
-            group.shards.adopt_replaced()
-        names = [name for group in root.groups for name in group.shards.on_meta()]
+        """Check that the model can run as it is."""
+        for group in self._groups:
+            group.adopt_replaced()
+        names = [name for group in self._groups for name in group.shards.on_meta()]
         if names:
             raise RuntimeError(f"Cannot run forward: {meta_message(names)}")
-        for group in root.groups:
+        for group in self._groups:
             if not group.added.is_untouched():
-                group.refuse_added(root.module_names())
+                group.refuse_added(self.module_names())
             group.refuse_open_ties()
             group.refuse_partly_loaded()
-        for check in root.features.check:
-            check()
+
+    def module_names(self) -> dict[nn.Module, str]:
+        """All modules of the tree, and their names in it."""
+        modules = self._groups[0].modules if self._groups else ()
+        return {inner: name for module in modules for name, inner in module.named_modules()}
 
     def complete(self) -> None:
-        """Once: check the model, make streams and process groups."""
-        if self._is_complete:
-            return
-        if is_captured(self._root.device):
+        """Make streams and process groups, after ``refuse_unfit``."""
+        if is_captured(self._device):
             raise RuntimeError(
-                f"{self._root.name}: a CUDA graph cannot capture the first iteration, nor the first after a "
-                "change of settings: it makes streams and process groups, and ranks compare their plans. Run "
-                "two or three iterations before the capture, on a side stream."
+                f"{self._groups[0].name}: a CUDA graph cannot capture the first iteration, nor the first "
+                "after a change of settings: it makes streams and process groups, and ranks compare their "
+                "plans. Run two or three iterations before the capture, on a side stream."
             )
-        self.refuse_unfit()  # a forward has done so; here for calls that come before one, such as unshard()
         self._make_streams()
         channel = 0
-        for group in self._root.groups:
+        for group in self._groups:
             group.attach(self.streams)
-            group.shards.follow_protocols()
+            group.adopt_protocols()
             for bucket in group.buckets:
                 axis = bucket.mesh.shard_axis
                 bucket.communication.use_channel(channel)
@@ -72,16 +70,15 @@ class Preparation:
                     "post_forward_axis": self.process_groups.of_part(axis, group.settings.ranks_that_keep),
                 }
                 if bucket.communication.would_change(choices):
-                    group.shards.replan(partial(Bucket.communicate, **choices), bucket)
+                    group.replan(partial(Bucket.communicate, **choices), bucket)
                 channel += 1
-        buckets = [bucket for group in self._root.groups for bucket in group.buckets]
+        buckets = [bucket for group in self._groups for bucket in group.buckets]
         self.streams.keep_staging_of([layout for b in buckets for layout in (b.computed, b.reduced)])
-        self._root.reductions.room = room_for(self._root.groups)  # of the same queue: it may be at work
-        self._is_complete = True
+        self.is_complete = True
 
     def refuse_capture(self) -> None:
         """Refuse what a CUDA graph cannot hold; CUDA would not say why it ends the capture."""
-        offloaded = [group.name for group in self._root.groups if group.shards.are_offloaded]
+        offloaded = [group.name for group in self._groups if group.shards.are_offloaded]
         if offloaded:
             raise RuntimeError(
                 f"{listed(offloaded, 4)}: a CUDA graph cannot capture parameters that are offloaded to the "
@@ -89,28 +86,17 @@ class Preparation:
                 "Shard without an offload_policy, or run without a graph."
             )
 
-    def start_over(self) -> None:
-        """Look again at what the caller has chosen for the groups, before the next forward."""
-        self._is_complete = False
-        self._root.tree_changed()
-        self.plan_changed()
-
-    def plan_changed(self) -> None:
-        """Ranks must have the same plan, and this one's is another now."""
-        for changed in self._root.features.plan_changed:
-            changed()
-
-    def share_streams(self, others: "Sequence[Preparation]") -> None:
+    def share_streams(self, others: "Sequence[LazyInit]") -> None:
         """Communicate on the same streams as ``others``."""
         self._make_streams()
         for other in others:
             other.streams = self.streams
-            for group in other._root.groups if other._is_complete else ():
+            for group in other._groups if other.is_complete else ():
                 group.attach(self.streams)
 
     def _make_streams(self) -> None:
         if not hasattr(self, "streams"):
-            self.streams = CommStreams(self._root.device)
+            self.streams = CommStreams(self._device)
 
 
 class ProcessGroups:

@@ -11,9 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shardwise.engine.feature import Feature
-from shardwise.engine.root import Root
-from shardwise.features.plan import FULL_LOAD, full_loads_of, plan_of
+from shardwise.engine.plan import FULL_LOAD, full_loads_of, plan_of
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.mesh import Axis, axes_of
 from shardwise.params.initial_values import refuse_unequal_initial_values
@@ -130,18 +128,24 @@ class _Agreement:
         )
 
 
-class PlanCheck(Feature):
-    """Compares the plan before the first forward with gradients, and whenever it has changed since."""
+class PlanCheck:
+    """Compares the plan before the first forward with gradients, and whenever it has changed since.
 
-    def __init__(self, root: Root) -> None:
-        super().__init__(root)
-        self._agreement = _Agreement(root.device)
+    ``groups``: the root's own list, which changes when the tree does; the outermost is the first.
+    """
+
+    def __init__(self, device: torch.device, groups: Sequence[ParameterGroup]) -> None:
+        self._device = device
+        self._groups = groups
+        self._agreement = _Agreement(device)
         self._is_agreed = False  # on the current plan, as far as this rank knows it
-        self._has_compared = False  # the initial values of the parameters
+        self.has_compared = False
+        """Whether the initial values of the parameters were compared."""
         self._wait: Wait | None = None  # for that comparison
 
     def plan_changed(self) -> None:
-        """Have the next forward with gradients compare the plan again, if it differs."""
+        """A group's parameters were replaced, frozen or unfrozen, or a setting has changed: have the next
+        forward with gradients compare the plan again, if it differs."""
         self._is_agreed = False
 
     def agree(self) -> None:
@@ -153,27 +157,26 @@ class PlanCheck(Feature):
         if not self._is_agreed and torch.is_grad_enabled():
             self._run()
 
-    def connected(self) -> None:
+    def compare_initial_values(self) -> None:
         """Once, before training: check that ranks start from equal weights, replicas included. Collective."""
-        if not self._has_compared and torch.is_grad_enabled():
-            params = [param for group in self.root.groups for param in group.shards.params]
-            axes = axes_of(param.sharded for param in params)
-            self._wait = Wait("comparison of initial values", self.root.name, lambda: axes)
-            with relay_of_job().collective(self._wait):
-                refuse_unequal_initial_values(params, self.root.device)
-            self._has_compared = True
+        params = [param for group in self._groups for param in group.shards.params]
+        axes = axes_of(param.sharded for param in params)
+        self._wait = Wait("comparison of initial values", self._groups[0].name, lambda: axes)
+        with relay_of_job().collective(self._wait):
+            refuse_unequal_initial_values(params, self._device)
+        self.has_compared = True
 
-    def changes_followed(self) -> None:
+    def changes_adopted(self) -> None:
         """Compare the plan in a pass: a group has adopted changes of the caller, and not communicated yet.
 
         Collective: all ranks get here at the same group.
         """
-        if self._is_agreed or not self._has_compared:
+        if self._is_agreed or not self.has_compared:
             return
-        self._agreement.look(self.root.groups)
+        self._agreement.look(self._groups)
         if torch.is_grad_enabled() or autograd.is_in_backward():
             self._run()
 
     def _run(self) -> None:
-        self._agreement.run(self.root.name, self.root.groups)
+        self._agreement.run(self._groups[0].name, self._groups)
         self._is_agreed = True

@@ -1,6 +1,6 @@
 """Which groups are unsharded or being unsharded, and why: one reason each."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import Any
 
@@ -10,7 +10,7 @@ from shardwise.buckets.bucket import Bucket
 from shardwise.buckets.optimizer_steps import add_step_listener
 from shardwise.comm.streams import is_captured
 from shardwise.engine.calls import Call
-from shardwise.engine.feature import Features
+from shardwise.engine.optional_blocks import Together, unsharded_together
 from shardwise.groups.group import ParameterGroup, axes_of
 from shardwise.groups.states import PARTLY, UNSHARDED, UNSHARDING
 from shardwise.layout.fqns import listed
@@ -36,16 +36,17 @@ class Reason(Enum):
 IN_USE, AHEAD, CALLER, FOR_BACKWARD, FOR_EARLIER_BACKWARD, INFERENCE = Reason
 
 
-class Memory:
+class UnshardedGroups:
     """The groups of one root that are unsharded, being unsharded, or partly kept."""
 
-    def __init__(self, features: Features) -> None:
-        self._features = features
+    def __init__(self) -> None:
         self._reasons: dict[ParameterGroup, Reason] = {}
         # Groups that are unsharded and freed with another, and are part of no order; see optional_blocks.py.
-        self.leads: Mapping[ParameterGroup, Sequence[ParameterGroup]] = {}
-        self.led: frozenset[ParameterGroup] = frozenset()
-        self.accumulates = False
+        self.unsharded_with: Together = {}
+        self.accompanying: frozenset[ParameterGroup] = frozenset()
+        self.announce: Callable[[ParameterGroup], None] | None = None
+        """Called with each group that is about to be unsharded, unless it is already: see inference.py."""
+        self.is_mid_accumulation = False
         """Whether nothing has run since a backward without synchronisation."""
         self.awaits_backward = False
         """Whether no backward has begun since the last forward."""
@@ -55,6 +56,11 @@ class Memory:
         self._compared_along = axes
         self._comparison = Wait("comparison of parameters that stayed unsharded", "", lambda: axes)
         add_step_listener(self)
+
+    def arrange(self, groups: Sequence[ParameterGroup], root: ParameterGroup | None) -> None:
+        """Find again which of ``groups`` go together; ``root``: the outermost."""
+        self.unsharded_with = unsharded_together(groups, root)
+        self.accompanying = frozenset(group for group in groups if group.settings.may_be_unused)
 
     # --- reasons ----------------------------------------------------------------------------------
 
@@ -75,24 +81,25 @@ class Memory:
 
     # --- unshard ----------------------------------------------------------------------------------
 
-    def unshard(self, group: ParameterGroup) -> None:
-        """Begin to unshard ``group``, if it is not yet."""
-        if self._reasons.get(group) is FOR_EARLIER_BACKWARD:
-            self.release(group)  # not before, since all ranks unshard it now
-        for unsharding in self._features.unsharding:
-            unsharding(group)
+    def claim(self, group: ParameterGroup, reason: Reason) -> None:
+        """``group`` is about to be unsharded for ``reason``; ``inference()`` stays the reason."""
+        before = self._reasons.get(group)
+        if before is FOR_EARLIER_BACKWARD:
+            self.reshard(group)  # not before, since all ranks unshard it now
+        if self.announce is not None:
+            self.announce(group)
+        if before is not INFERENCE:
+            self._reasons[group] = reason
+
+    def unshard(self, group: ParameterGroup, reason: Reason) -> None:
+        """Claim ``group`` and begin to unshard it."""
+        self.claim(group, reason)
         group.unsharded.unshard()
-        self._reasons.setdefault(group, IN_USE)
 
     def unshard_again(self, group: ParameterGroup) -> None:
         """For backward, what forward has unsharded before."""
-        group.unsharded.unshard_again()
         self._reasons.setdefault(group, IN_USE)
-
-    def unshard_led(self, group: ParameterGroup) -> None:
-        """Begin to unshard the groups that go with ``group``."""
-        for led in self.leads.get(group, ()):
-            self.unshard(led)
+        group.unsharded.unshard_again()
 
     def begin_captured(self, captured: bool) -> None:
         """A pass begins, whose work is captured into a CUDA graph, or is not.
@@ -102,11 +109,11 @@ class Memory:
         if captured is not self._is_captured:
             self._is_captured = captured
             for group in self:
-                group.unsharded.forget_streams()
+                group.unsharded.drop_streams()
 
     # --- reshard ----------------------------------------------------------------------------------
 
-    def release(self, group: ParameterGroup) -> None:
+    def reshard(self, group: ParameterGroup) -> None:
         """Reshard ``group``, after waiting for an all-gather in flight, unless ``inference()`` keeps it."""
         if self._reasons.get(group) is INFERENCE:
             return
@@ -115,10 +122,10 @@ class Memory:
         unsharded = group.unsharded
         if unsharded.state is UNSHARDING:
             unsharded.wait()
-        if unsharded.state in (UNSHARDED, PARTLY):
+        if unsharded.state is UNSHARDED or unsharded.state is PARTLY:
             unsharded.reshard()
 
-    def release_stale(self, groups: Sequence[ParameterGroup], optimizer: Any) -> None:
+    def reshard_stale(self, groups: Sequence[ParameterGroup], optimizer: Any) -> None:
         """Of ``groups``, reshard those that were kept unsharded while shards were changed on any rank.
 
         All ranks reshard a group or none, for they unshard it together. Two cases need no communication and
@@ -129,21 +136,22 @@ class Memory:
 
         ``optimizer``: the event after which it has written the shards, if the caller has given one.
         """
-        accumulates, self.accumulates = self.accumulates and torch.is_grad_enabled(), False
+        accumulates = self.is_mid_accumulation and torch.is_grad_enabled()
+        self.is_mid_accumulation = False
         kept = [group for group in groups if group.unsharded.state is UNSHARDED]
         if not kept:
             return
         unasked = self.awaits_backward and not accumulates and kept[0].streams.are_device_streams
         for group in list(kept):
             if group in self._stepped or (unasked and group.settings.reshard_after_forward is None):
-                self.release(group)
+                self.reshard(group)
                 kept.remove(group)
         if kept and optimizer is not None:
             kept[0].streams.make_compute_wait_for(optimizer)  # it is about to read the shards
         if kept and accumulates and not any(group.shards.are_offloaded for group in kept):
             self._refuse_changes(kept)
         elif kept:
-            self._release_changed(kept)
+            self._reshard_changed(kept)
 
     def optimizer_stepped(self, buckets: Iterable[Bucket]) -> None:
         """An optimizer has stepped: if it has a parameter of a group in memory, all trainable ones are stale.
@@ -159,7 +167,7 @@ class Memory:
         if any(id(bucket) in own for bucket in buckets):
             self._stepped.update(trainable)
 
-    def _release_changed(self, kept: Sequence[ParameterGroup]) -> None:
+    def _reshard_changed(self, kept: Sequence[ParameterGroup]) -> None:
         """Compare on the device, on all ranks. The host waits once, for the answer."""
         if is_captured(kept[0].device):
             raise RuntimeError(
@@ -168,36 +176,36 @@ class Memory:
                 "Capture forward, backward and the optimizer's step together, or have groups resharded after "
                 "backward: set_reshard_after_backward(True)."
             )
-        flags = torch.stack([group.shards.differ() for group in kept]).to(torch.int32)
+        flags = torch.stack([group.unsharded.differ() for group in kept]).to(torch.int32)
         self._compared_along[:] = axes_of(kept)
         with relay_of_job().collective(self._comparison):
             all_reduce_max(flags, self._compared_along)
             are_stale = flags.tolist()
         for group, is_stale in zip(kept, are_stale, strict=True):
             if is_stale:
-                self.release(group)
+                self.reshard(group)
             else:
-                group.unsharded.versions.follow()
+                group.unsharded.sync_versions()
 
     def _refuse_changes(self, kept: Sequence[ParameterGroup]) -> None:
         """Refuse changes on this rank. The host sees those that torch counts; the device finds the others."""
         for group in kept:
-            if not group.shards.can_be_compared:  # frozen or unfrozen, which ranks do alike, or quantized
-                self.release(group)
+            if not group.unsharded.can_be_compared:  # frozen or unfrozen, which ranks do alike, or quantized
+                self.reshard(group)
                 continue
-            differ, versions = group.shards.differ(), group.unsharded.versions
-            if not (changed := versions.shards_changed()):
+            differ = group.unsharded.differ()
+            if not (changed := group.unsharded.shards_changed()):
                 assert_later(~differ, _changed_message("its parameters have", group))
             elif differ.item():
                 raise RuntimeError(_changed_message(f"{', '.join(changed)} has", group))
             else:
-                versions.follow()  # written with the same contents, as by a load
+                group.unsharded.sync_versions()  # written with the same contents, as by a load
 
-    def abandon(self) -> None:
-        """After a failure: reshard everything, whatever state it is in."""
+    def reshard_after_failure(self) -> None:
+        """Reshard everything, whatever state it is in."""
         self.awaits_backward = False
         for group in self:
-            group.unsharded.abandon()
+            group.unsharded.reshard_after_failure()
         self._reasons.clear()
         self._stepped.clear()
 
@@ -211,7 +219,7 @@ class Memory:
         """The groups whose unsharded parameters may go when ``call`` is over, or before the next one."""
         if call.is_outermost:
             return tuple(self._reasons)
-        return (call.group, *self.leads.get(call.group, ()))
+        return (call.group, *self.unsharded_with.get(call.group, ()))
 
 
 def _changed_message(what: str, group: ParameterGroup) -> str:
