@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.ranks.failures import relay_of_job
+from shardwise.ranks.failures import monitor_of_job
 from shardwise.ranks.model_ranks import axes_of_given
 from shardwise.torch_compat import c10d
 
@@ -121,7 +121,7 @@ class StopSignal:
 
 
 def _call() -> AbstractContextManager[None]:
-    return relay_of_job().call("StopSignal", lambda: axes_of_given(None))
+    return monitor_of_job().call("StopSignal", lambda: axes_of_given(None))
 
 
 def _group_of_all() -> dist.ProcessGroup | None:
