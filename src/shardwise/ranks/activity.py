@@ -77,8 +77,8 @@ class RankActivity:
 
     def __init__(self, *, has_others: bool) -> None:
         self.has_others = has_others
-        # Collectives of parameter groups. Those of other calls are not counted: ranks may make such calls alone
-        # where they have nobody to communicate with.
+        # Collectives of parameter groups. Those of other calls are not counted: ranks may make such calls
+        # alone where they have nobody to communicate with.
         self.issued = 0
         self.waiting: Wait | None = None  # what the host waits for
         self.issuing: Wait | None = None  # what it hands to the back end, which may block as well
@@ -86,8 +86,10 @@ class RankActivity:
         self.calls: Counter[str] = Counter()  # public calls that communicate, by name
         self.steps = 0  # backwards that have begun
         self.phase = ""  # "forward", "backward"; outside of both ""
-        self.quiet_looks = 0  # how often the monitor has looked since any of this has changed
+        self.quiet_looks = 0  # how often the monitor has looked since any of this has changed,
+        self.wait_looks = 0  # and since ``last_wait`` is the same
         self._known: Counter[tuple[str, str, frozenset[int]]] = Counter()  # waits, by event, name and ranks
+        self._seen: object = None
         self._mark: object = None
         # On a device: a wait (which would keep its model alive), which of its kind, the event at its end.
         most = _MOST_QUEUED if has_others else 0
@@ -156,13 +158,17 @@ class RankActivity:
         """What the host waits for, else what was queued last on a device: that may be over already."""
         return self.on_host or (self._queued[-1][0]() if self._queued else None)
 
-    def count_look(self) -> None:
-        """Count looks, not seconds: a process that was stopped for an hour has not waited for one."""
-        waiting = self.waiting
+    def count_look(self) -> Wait | None:
+        """Count one look of the monitor, at ``last_wait``, and return that. Looks are counted, not seconds: a
+        process that was stopped for an hour has not waited for one."""
+        last, waiting = self.last_wait, self.waiting
         # Waits by their ids: holding one would keep its model alive until the next look.
-        now = id(waiting), waiting and waiting.number, id(self.issuing), self.issued, self.steps, self.phase
-        self.quiet_looks = self.quiet_looks + 1 if now == self._mark else 0
-        self._mark = now
+        seen = id(last), last and last.number
+        mark = id(waiting), waiting and waiting.number, id(self.issuing), self.issued, self.steps, self.phase
+        self.wait_looks = self.wait_looks + 1 if last is not None and seen == self._seen else 0
+        self.quiet_looks = self.quiet_looks + 1 if mark == self._mark else 0
+        self._seen, self._mark = seen, mark
+        return last
 
     def awaited(self) -> tuple[Wait, int] | None:
         """What this rank waits for: which of its kind. None if it computes, or does something else."""

@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -104,7 +105,7 @@ class FailureMonitor(RankActivity):
         self._failed_at = (-1, 0)  # collectives issued, and how many failures there
         self._handled_before: dict[int, Any] = {}  # exceptions by thread, when a backward failed
         self._searches_left = 0  # for the exception of that backward
-        self._suspect = (0, 0)  # a failure, and the checks in which it was not over
+        self._suspects: Counter[int] = Counter()  # in how many checks of this wait failures were not over
         self._unraised: FailureNote | None = None  # a failure that only the device has met
         self._heeded: set[int] = set()  # failures that were raised here
         self._active: list[int] = []  # failures that are not over
@@ -169,7 +170,7 @@ class FailureMonitor(RankActivity):
                 self._post_own(is_over=True, is_vague=False)
             elif new:
                 self._post_own(error=_text_of(new[0]), is_vague=False)
-            elif self._searches_left <= 0:
+            elif self._searches_left < 0:
                 self._post_own(is_vague=False)
 
     def _post_new(self, where: str, text: str, is_vague: bool = False) -> None:
@@ -305,7 +306,7 @@ class FailureMonitor(RankActivity):
         if self._own is not None and self._own.is_vague:
             self._find_exception()
             return _FINE_S
-        self.count_look()
+        waiting = self.count_look()
         try:
             if self.watch is not None:
                 self.watch.look()
@@ -314,17 +315,17 @@ class FailureMonitor(RankActivity):
         except Exception:  # reports of waits are a help; failures are told without them, too
             self.watch = None
             _log.exception("Who waits for whom is not reported any more on this rank")
-        waiting = self.last_wait
-        if waiting is None or self.quiet_looks == 0:
-            self._suspect, self._ended_looks = (0, 0), 0
+        if waiting is None or self.wait_looks == 0:
+            self._suspects.clear()
+            self._ended_looks = 0
             if self._stuck is not None:
                 self._stuck = None
                 self._board.post(f"stuck/{self.rank}", None)
             return INTERVAL_S
-        if self.quiet_looks > 1 and self.failure is None:
+        if self.wait_looks > 1 and self.failure is None:
             with self._lock:
                 self._look_at_failures(waiting)
-                is_time = self.quiet_looks >= STUCK_LOOKS and self.quiet_looks % 2 == 0
+                is_time = self.wait_looks >= STUCK_LOOKS and self.wait_looks % 2 == 0
                 if self.failure is None and is_time and waiting is self.waiting:
                     self._look_for_deadlock(waiting)
         if self.failure is not None and waiting is self.last_wait:
@@ -348,9 +349,8 @@ class FailureMonitor(RankActivity):
             if self.rank in note.between and note.key not in self._heeded:
                 return self._take(note)
             if note.rank in ranks and self._heeds(note) and note.issued < number:
-                suspect, times = self._suspect
-                self._suspect = (note.key, times + 1 if suspect == note.key else 1)
-                if self._suspect[1] >= PATIENCE_LOOKS and not note.is_vague:
+                self._suspects[note.key] += 1
+                if self._suspects[note.key] >= PATIENCE_LOOKS and not note.is_vague:
                     self._take(note)
                 return
 

@@ -135,7 +135,7 @@ def report_of(statuses: Statuses) -> str:
         return ""
     lines = _alike({rank: _wait(status) for rank, status in shown.items()})
     lines += _alike({rank: _whereabouts(statuses[rank]) for rank in sorted(behind - shown.keys())})
-    lines += _alike({rank: _omission(kinds) for rank, kinds in left_out.items()})
+    lines += _alike({rank: _omission(*kinds) for rank, kinds in left_out.items()})
     if not behind:
         lines += _undelivered(shown, statuses)
     elif behind <= shown.keys():
@@ -172,9 +172,9 @@ def _whereabouts(status: RankStatus | None) -> str:
     return f"{{has}} left the training loop after step {status.step}, or {{does}} something else there{at}"
 
 
-def _omission(kinds: Sequence[str]) -> str:
-    more = f" and {len(kinds) - 1} more" if len(kinds) > 1 else ""
-    event, _, name = kinds[0].partition(" ")
+def _omission(kind: str, *others: str) -> str:
+    more = f" and {len(others)} more" if others else ""
+    event, _, name = kind.partition(" ")
     return f"{{has}} left out the {event} of {_literal(name)}{more}, so that later collectives miss one"
 
 
@@ -203,7 +203,7 @@ def _alike(clauses: Mapping[int, str]) -> list[str]:
 
 
 def _literal(text: str) -> str:
-    """``text`` of others inside of a clause, where braces stand for verbs."""
+    """``text`` inside of a clause, where braces stand for verbs."""
     return text.replace("{", "{{").replace("}", "}}")
 
 

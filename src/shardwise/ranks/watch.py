@@ -69,68 +69,61 @@ class StallReporter:
 
     def look(self) -> None:
         """One look of the thread. Costs nothing but a comparison unless it is time to ask the board."""
-        if self._activity.quiet_looks == 0:
+        quiet = self._activity.quiet_looks
+        if quiet == 0:
             self._oldest, self._oldest_looks, self._told_until = None, 0, 0
         if self.limit_s is None:
             return
         # Events are asked only once nothing was issued for a while: a CUDA graph that another thread captures
         # does not survive such questions.
-        if self._activity.quiet_looks >= self._looks(self.limit_s / 3):
+        if quiet >= self._looks(self.limit_s / 3):
             awaited = self._activity.awaited()
             oldest = None if awaited is None else (id(awaited[0]), awaited[1])
             self._oldest_looks = self._oldest_looks + 1 if oldest == self._oldest else 0
             self._oldest = oldest
-        between = self._looks(self.limit_s / _ASKED_IN_LIMIT)
+        limit, between = self._looks(self.limit_s), self._looks(self.limit_s / _ASKED_IN_LIMIT)
+        # On a device, what is waited for was first looked at after a third of the limit.
+        is_late = self._oldest is not None and quiet >= limit and self._oldest_looks >= limit // 2
         if self._looks_in_round is not None:
-            self._follow_round(self._looks_in_round + 1, patience=2 + 2 * between)
+            self._looks_in_round += 1
+            self._follow_round(self._looks_in_round, 2 + 2 * between, is_late)
             return
         self._since_asked += 1
         if self._since_asked >= between:
             self._since_asked = 0
-            self._join_round()
-        is_told = self._activity.quiet_looks < self._told_until
-        if self._looks_in_round is None and self._is_late() and not is_told:
-            self._open_round()
+            self._join_round(limit)
+        if self._looks_in_round is None and is_late and quiet >= self._told_until:
+            self._told_until = quiet + limit
+            self._leads = (
+                self._board.count(f"rounds/{self._round + 1}") == 1
+            )  # or another rank has just asked
+            if self._leads:
+                self._board.count("rounds")
+            self._join_round(limit)
 
     def _looks(self, seconds: float) -> int:
         return max(1, round(seconds / self._interval_s))
 
-    def _is_late(self) -> bool:
-        limit = self._looks(self.limit_s or 0)
-        # On a device, what is waited for was first looked at after a third of the limit.
-        is_old = self._oldest is not None and self._oldest_looks >= limit // 2
-        return is_old and self._activity.quiet_looks >= limit
-
-    def _open_round(self) -> None:
-        """Ask all ranks what they do, unless another rank has just done so."""
-        self._told_until = self._activity.quiet_looks + self._looks(self.limit_s or 0)
-        if self._board.count(f"rounds/{self._round + 1}") == 1:
-            self._leads = True
-            self._board.count("rounds")
-        self._join_round()
-
-    def _join_round(self) -> None:
+    def _join_round(self, limit: int) -> None:
         """Tell what this rank does if a rank has asked."""
         newest = self._board.count("rounds", 0)
-        if newest == self._round:
-            return
-        self._round, self._looks_in_round = newest, 0
-        status, quiet = self._activity.status(), self._activity.quiet_looks
-        # Half the limit is late enough to be told once another rank is late.
-        is_late = self._oldest is not None and quiet >= self._looks((self.limit_s or 0) / 2)
-        told = replace(
-            status,
-            quiet_s=quiet * self._interval_s,
-            code=interpreter.where_main_thread_is(),
-            is_late=is_late and status.event != "",
-        )
-        self._board.post(f"place/{newest}/{self._rank}", told)
+        if newest != self._round:
+            self._round, self._looks_in_round = newest, 0
+            status, quiet = self._activity.status(), self._activity.quiet_looks
+            # Half the limit is late enough to be told once another rank is late.
+            is_late = self._oldest is not None and status.event != "" and quiet >= limit // 2
+            code, quiet_s = interpreter.where_main_thread_is(), quiet * self._interval_s
+            status = replace(status, quiet_s=quiet_s, code=code, is_late=is_late)
+            self._board.post(f"place/{newest}/{self._rank}", status)
 
-    def _follow_round(self, looks: int, patience: int) -> None:
+    def _follow_round(self, looks: int, patience: int, is_late: bool) -> None:
         """Print the report when it is there; the rank that has asked writes it."""
-        self._looks_in_round = looks
         if self._leads:
-            self._write_report(is_last=looks >= patience)
+            told = self._board.statuses(f"place/{self._round}", range(self._world))
+            told |= self._board.statuses("ended", [rank for rank, status in told.items() if status is None])
+            if looks >= patience or None not in told.values():
+                self._board.post(f"report/{self._round}", report_of(told) if is_late else "")
+                self._leads = False
         text = self._board.read(f"report/{self._round}")
         if text:
             _log.warning(text)
@@ -138,10 +131,3 @@ class StallReporter:
                 self._told_until = math.inf  # this wait: once
         if text is not None or looks >= 2 * patience:  # or who has asked is gone
             self._looks_in_round = None
-
-    def _write_report(self, *, is_last: bool) -> None:
-        told = self._board.statuses(f"place/{self._round}", range(self._world))
-        told |= self._board.statuses("ended", [rank for rank, status in told.items() if status is None])
-        if is_last or None not in told.values():
-            self._board.post(f"report/{self._round}", report_of(told) if self._is_late() else "")
-            self._leads = False
