@@ -11,7 +11,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.layout.mesh import Axis
@@ -60,10 +60,10 @@ class RankStatus:
     ranks: Sequence[int] = ()  # who takes part in that
     issued: Mapping[str, int | None] = field(default_factory=dict)  # collectives by kind; None: not known
     due: Mapping[str, int] = field(default_factory=dict)  # how many all of ``ranks`` must have issued
+    is_on_device: bool = False
     quiet_s: float = 0.0
     code: str = ""  # where the main thread is, outside of torch and of this library
     is_late: bool = False  # it has waited for too long
-    is_on_device: bool = False
     has_ended: bool = False
 
     @property
@@ -170,43 +170,35 @@ class RankActivity:
         self._seen, self._mark = seen, mark
         return last
 
-    def awaited(self) -> tuple[Wait, int] | None:
-        """What this rank waits for: which of its kind. None if it computes, or does something else."""
+    def awaited(self) -> tuple[Wait, int, bool] | None:
+        """What this rank waits for, which of its kind, and whether on a device; None if it computes, or does
+        something else."""
         if (waiting := self.waiting) is not None:
-            return waiting, waiting.count
+            return waiting, waiting.count, False
         if (issuing := self.issuing) is not None:
-            return issuing, issuing.count + 1
+            return issuing, issuing.count + 1, False
         try:  # oldest first: a collective never depends on one that was issued after it
             while self._queued and self._queued[0][2].query():
                 self._queued.popleft()
         except RuntimeError:  # the device has failed, and says so where it is used
             self._queued.clear()
-        if not self._queued or (wait := self._queued[0][0]()) is None:
+        if not self._queued:
             return None
-        return wait, self._queued[0][1]
+        own, count, _ = self._queued[0]
+        return None if (wait := own()) is None else (wait, count, True)
 
     def status(self) -> RankStatus:
         """What other ranks may read of this one now."""
         issued: dict[str, int | None] = {f"call {name}": count for name, count in self.calls.items()}
         for each in list(self.waits):  # of groups of the same name on different ranks it is not known
             issued[each.kind] = None if each.kind in issued else each.count
-        status = RankStatus(self.step, self.phase, issued=issued)
         if (awaited := self.awaited()) is None:
-            return status
-        wait, count = awaited
-        named: dict[str, Any] = {
-            "event": wait.event,
-            "name": wait.name,
-            "kind": wait.kind,
-            "reason": wait.reason,
-        }
-        due, on_device = self._due(wait, count), self.on_host is None
-        return replace(status, count=count, ranks=wait.ranks, due=due, is_on_device=on_device, **named)
-
-    def _due(self, own: Wait, count: int) -> dict[str, int]:
-        """How many collectives of each kind of the same ranks this rank had issued with what it waits for, in
-        their order. Left out are those that it has issued ahead."""
-        is_known = own in self.waits and own.count == count  # else the device is more than a step late
-        before = [each for each in list(self.waits) if is_known and 0 < each.number < own.number]
-        before = sorted((each for each in before if each.ranks == own.ranks), key=lambda each: each.number)
-        return {each.kind: each.count for each in before} | {own.kind: count}
+            return RankStatus(self.step, self.phase, issued=issued)
+        wait, count, on_device = awaited
+        # What was issued before it, in order; not what was issued ahead.
+        is_known = wait in self.waits and wait.count == count  # else the device is more than a step behind
+        before = [each for each in list(self.waits) if is_known and 0 < each.number < wait.number]
+        before = sorted((each for each in before if each.ranks == wait.ranks), key=lambda each: each.number)
+        due = {each.kind: each.count for each in before} | {wait.kind: count}
+        what = wait.event, wait.name, wait.kind, wait.reason
+        return RankStatus(self.step, self.phase, *what, count, wait.ranks, issued, due, on_device)

@@ -47,14 +47,11 @@ from shardwise.torch_compat import c10d, interpreter
 INTERVAL_S = 0.25  # between two checks whether a wait still lasts
 STUCK_LOOKS = 8  # after so many checks of one wait, ranks tell each other what they wait for
 PATIENCE_LOOKS = 3  # in which the failed rank must not have continued; with what comes before, 1.5 s
-VAGUE_S = 1.0  # how long to look for the exception of a backward
+SEARCHES, SEARCH_S = 100, 0.01  # how often to look for the exception of a backward, and the time between
 # How long to wait for what others post after a failed wait:
 TIMEOUT_PATIENCE_S = 3.0  # a timeout hits them, too
 CLOSED_PATIENCE_S = 1.0  # all waiting ranks notice a closed connection at once
 PEER_PATIENCE_S = 0.3  # where the peer of the connection is known: it posts before it ends, if at all
-_FINE_S = 0.01
-_PAUSE_S = 0.02
-_MOST_TEXT = 2000
 
 _log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -155,7 +152,7 @@ class FailureMonitor(RankActivity):
         with self._lock:
             if self._own is None:  # else an inner backward has failed before, for the same reason
                 self._handled_before = interpreter.handled_exceptions()
-                self._searches_left = int(VAGUE_S / _FINE_S)
+                self._searches_left = SEARCHES
                 self._post_new(where, "an exception; see its log", is_vague=True)
 
     def _find_exception(self) -> None:
@@ -279,7 +276,7 @@ class FailureMonitor(RankActivity):
                 waits |= self._board.statuses(f"failed/{group}", ranks)
             if is_late or None not in waits.values():
                 break
-            time.sleep(_PAUSE_S)
+            time.sleep(0.02)
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         silent = sorted(rank for rank, wait in waits.items() if wait is None)
         if silent and not is_timeout:
@@ -305,7 +302,7 @@ class FailureMonitor(RankActivity):
         """One check of the thread. Returns the seconds until the next one."""
         if self._own is not None and self._own.is_vague:
             self._find_exception()
-            return _FINE_S
+            return SEARCH_S
         waiting = self.count_look()
         try:
             if self.watch is not None:
@@ -382,7 +379,7 @@ class FailureMonitor(RankActivity):
 
 def _text_of(error: BaseException) -> str:
     kind = type(error).__name__
-    return f"{kind}: {error}"[:_MOST_TEXT] if str(error) else kind
+    return f"{kind}: {error}"[:2000] if str(error) else kind
 
 
 ALONE = FailureMonitor(None, 0)
@@ -404,32 +401,30 @@ def monitor_of_job() -> FailureMonitor:
 
 
 def _started(pg: dist.ProcessGroup) -> FailureMonitor:
+    """A new monitor, with the thread that looks for as long as there is the monitor."""
     monitor = FailureMonitor(c10d.job_store_client(), pg.rank(), pg.size())
     has_ended = threading.Event()
     own = weakref.ref(monitor, lambda _: has_ended.set())
-    thread = threading.Thread(target=_look, args=(own, has_ended), name="shardwise monitor", daemon=True)
+
+    def look() -> None:
+        pause_s = INTERVAL_S
+        while not has_ended.wait(pause_s) and (looking := own()) is not None:
+            try:
+                pause_s = looking.look()
+            except dist.DistError:  # the store has ended, and the process will
+                pause_s = INTERVAL_S
+            del looking
+
+    def at_exit() -> None:
+        has_ended.set()  # a thread inside torch while the interpreter is taken down would end the process
+        thread.join(timeout=2.0)
+        if (ending := own()) is not None:
+            ending.at_exit()
+
+    thread = threading.Thread(target=look, name="shardwise monitor", daemon=True)
     thread.start()
-    atexit.register(_at_exit, own, has_ended, thread)
+    atexit.register(at_exit)
     return monitor
-
-
-def _look(own: "weakref.ref[FailureMonitor]", has_ended: threading.Event) -> None:
-    pause_s = INTERVAL_S
-    while not has_ended.wait(pause_s) and (monitor := own()) is not None:
-        try:
-            pause_s = monitor.look()
-        except dist.DistError:  # the store has ended, and the process will
-            pause_s = INTERVAL_S
-        del monitor
-
-
-def _at_exit(
-    own: "weakref.ref[FailureMonitor]", has_ended: threading.Event, thread: threading.Thread
-) -> None:
-    has_ended.set()  # a thread inside torch while the interpreter is taken down would end the process
-    thread.join(timeout=2.0)
-    if (monitor := own()) is not None:
-        monitor.at_exit()
 
 
 def set_wait_limit(seconds: float | None) -> None:
