@@ -6,7 +6,7 @@ from typing import Any
 from expecttest import assert_expected_inline
 
 from shardwise.ranks.activity import RankStatus
-from shardwise.ranks.verdicts import report_of
+from shardwise.ranks.verdicts import deadlock, report_of
 
 ISSUED = {"all-gather layers.3": 12, "all-gather layers.4": 11, "call clip_grad_norm_": 11}
 
@@ -129,3 +129,18 @@ def test_other_groups_of_ranks_are_left_alone() -> None:
     report = report_of({0: waits(ranks=(0, 1)), 1: elsewhere(), 2: elsewhere(), 3: None})
     assert "2" not in report.partition("rank 1 has left")[2].replace("step 12", "")
     assert "ranks" not in report
+
+
+def test_ranks_of_which_each_keeps_another_waiting_are_a_deadlock() -> None:
+    text = deadlock({0: waits(), 1: waits("layers.5", 9)})
+    assert text is not None
+    assert text.startswith(
+        "the ranks disagree on what to communicate: rank 0 waited for the all-gather of 'layers.4' (step 12, "
+        "forward); rank 1 waited for the all-gather of 'layers.5' (step 12, forward)."
+    )
+
+
+def test_ranks_that_a_slow_one_or_one_that_has_not_told_may_free_are_none() -> None:
+    slow = waits("layers.5", 9, issued={"all-gather layers.4": 12, "all-gather layers.5": 9})
+    assert deadlock({0: replace(waits(), issued=slow.issued), 1: slow}) is None
+    assert deadlock({0: waits(), 1: waits("layers.5", 9), 2: None}) is None

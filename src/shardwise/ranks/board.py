@@ -1,6 +1,6 @@
 """The board: records that ranks leave for each other in the store of the job, where collectives do not work.
 
-A record is JSON. Nothing is written while all goes well.
+A record is JSON. Of failures and waits, nothing is written while all goes well.
 
     shardwise/failures        how many failures there have been
     shardwise/failures/3      the third: which rank, what it raised, whether it has gone on (failures.py)
@@ -9,7 +9,7 @@ A record is JSON. Nothing is written while all goes well.
     shardwise/ended/1         where rank 1 was when its process ended
     shardwise/rounds          how often all ranks were asked what they do (watch.py)
     shardwise/rounds/2        who opens the second round counts this up, and only the first does
-    shardwise/place/2/1       what rank 1 did then
+    shardwise/status/2/1      what rank 1 did then
     shardwise/report/2        the text; empty if the wait was over, or nobody has to be waited for
     shardwise/plan/RANKS/...  one comparison after the other among these ranks (comparison.py)
 """
@@ -35,7 +35,7 @@ class Board:
         self._prefix = prefix
 
     def post(self, key: str, record: Any) -> None:
-        """Write a record, in place of an earlier one. None is none."""
+        """Write a record, in place of an earlier one; None: there is none any more."""
         self._store.set(f"{self._prefix}/{key}", json.dumps(record, default=asdict))
 
     def read(self, key: str) -> Any:

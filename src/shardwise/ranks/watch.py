@@ -4,8 +4,8 @@ The thread of the monitor (failures.py) looks four times a second, from outside.
 longer than the limit opens a round on the board. All ranks ask for a new round six times within the limit,
 whatever they do.
 
-    rank 0   has waited for 30 s: rounds = 1     ... reads place/1/*, posts report/1    prints
-    rank 3   somewhere else       sees rounds = 1, posts place/1/3        sees report/1, prints
+    rank 0   has waited for 30 s: rounds = 1     ... reads status/1/*, posts report/1    prints
+    rank 3   somewhere else       sees rounds = 1, posts status/1/3        sees report/1, prints
 
 Told are waits in collectives of parameter groups, in comparisons of plans, and in public calls that
 communicate, on the host and on devices. Not told: what the caller communicates, as in ``dist.barrier()``, and
@@ -114,12 +114,12 @@ class StallReporter:
             is_late = self._oldest is not None and status.event != "" and quiet >= limit // 2
             code, quiet_s = interpreter.where_main_thread_is(), quiet * self._interval_s
             status = replace(status, quiet_s=quiet_s, code=code, is_late=is_late)
-            self._board.post(f"place/{newest}/{self._rank}", status)
+            self._board.post(f"status/{newest}/{self._rank}", status)
 
     def _follow_round(self, looks: int, patience: int, is_late: bool) -> None:
         """Print the report when it is there; the rank that has asked writes it."""
         if self._leads:
-            told = self._board.statuses(f"place/{self._round}", range(self._world))
+            told = self._board.statuses(f"status/{self._round}", range(self._world))
             told |= self._board.statuses("ended", [rank for rank, status in told.items() if status is None])
             if looks >= patience or None not in told.values():
                 self._board.post(f"report/{self._round}", report_of(told) if is_late else "")
