@@ -105,3 +105,9 @@ def test_a_model_that_is_gone_waits_for_nothing(
     del waits
     look(first)
     assert aborted == []
+
+
+def test_attributes_are_few_enough_for_python_to_find_them_fast(
+    monitors: tuple[FailureMonitor, FailureMonitor],
+) -> None:
+    assert len(vars(monitors[0])) < 30  # dictionaries of more do not share their keys

@@ -89,8 +89,7 @@ class RankActivity:
         self.quiet_looks = 0  # how often the monitor has looked since any of this has changed,
         self.wait_looks = 0  # and since ``last_wait`` is the same
         self._known: Counter[tuple[str, str, frozenset[int]]] = Counter()  # waits, by event, name and ranks
-        self._seen: object = None
-        self._mark: object = None
+        self._last_look: tuple[object, object] = None, None
         # On a device: a wait (which would keep its model alive), which of its kind, the event at its end.
         most = _MOST_QUEUED if has_others else 0
         self._queued: deque[tuple[weakref.ref[Wait], int, Any]] = deque(maxlen=most)
@@ -165,9 +164,10 @@ class RankActivity:
         # Waits by their ids: holding one would keep its model alive until the next look.
         seen = id(last), last and last.number
         mark = id(waiting), waiting and waiting.number, id(self.issuing), self.issued, self.steps, self.phase
-        self.wait_looks = self.wait_looks + 1 if last is not None and seen == self._seen else 0
-        self.quiet_looks = self.quiet_looks + 1 if mark == self._mark else 0
-        self._seen, self._mark = seen, mark
+        seen_before, mark_before = self._last_look
+        self.wait_looks = self.wait_looks + 1 if last is not None and seen == seen_before else 0
+        self.quiet_looks = self.quiet_looks + 1 if mark == mark_before else 0
+        self._last_look = seen, mark
         return last
 
     def awaited(self) -> tuple[Wait, int, bool] | None:

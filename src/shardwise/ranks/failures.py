@@ -89,7 +89,11 @@ class FailureNote:
 
 
 class FailureMonitor(RankActivity):
-    """What one rank tells of its failures and hears of others'. Made by ``monitor_of_job``."""
+    """What one rank tells of its failures and hears of others'. Made by ``monitor_of_job``.
+
+    It has fewer than 30 attributes: with more, Python 3.11 finds each more slowly, and every collective
+    writes some.
+    """
 
     def __init__(self, store: Any, rank: int, world: int = 1) -> None:
         super().__init__(has_others=store is not None)
@@ -100,8 +104,7 @@ class FailureMonitor(RankActivity):
         self._lock = threading.RLock()  # a finalizer may report inside of it
         self._own: FailureNote | None = None  # posted, and not over
         self._failed_at = (-1, 0)  # collectives issued, and how many failures there
-        self._handled_before: dict[int, Any] = {}  # exceptions by thread, when a backward failed
-        self._searches_left = 0  # for the exception of that backward
+        self._search: tuple[dict[int, Any], int] = {}, 0  # exceptions by thread before; looks that are left
         self._suspects: Counter[int] = Counter()  # in how many checks of this wait failures were not over
         self._unraised: FailureNote | None = None  # a failure that only the device has met
         self._heeded: set[int] = set()  # failures that were raised here
@@ -151,8 +154,7 @@ class FailureMonitor(RankActivity):
         """Report a failed backward. Its exception is on its way to the caller, and not available yet."""
         with self._lock:
             if self._own is None:  # else an inner backward has failed before, for the same reason
-                self._handled_before = interpreter.handled_exceptions()
-                self._searches_left = SEARCHES
+                self._search = interpreter.handled_exceptions(), SEARCHES
                 self._post_new(where, "an exception; see its log", is_vague=True)
 
     def _find_exception(self) -> None:
@@ -160,14 +162,14 @@ class FailureMonitor(RankActivity):
         with self._lock:
             if self._own is None or not self._own.is_vague:
                 return
-            self._searches_left -= 1
-            before, now = self._handled_before, interpreter.handled_exceptions()
+            (before, left), now = self._search, interpreter.handled_exceptions()
+            self._search = before, left - 1
             new = [error for key, error in now.items() if error is not None and error is not before.get(key)]
             if new and isinstance(new[0], CommunicationError):
                 self._post_own(is_over=True, is_vague=False)
             elif new:
                 self._post_own(error=_text_of(new[0]), is_vague=False)
-            elif self._searches_left < 0:
+            elif not left:
                 self._post_own(is_vague=False)
 
     def _post_new(self, where: str, text: str, is_vague: bool = False) -> None:
