@@ -37,7 +37,7 @@ from shardwise import (
 from shardwise.init import check_replicas, sync_module_states
 from shardwise.optim import Muon, WholeMatrices, grad_norms_by_module, on_whole_matrices
 from shardwise.ranks import StopSignal
-from shardwise.ranks.failures import relay_of_job
+from shardwise.ranks.failures import monitor_of_job
 from shardwise.state import iter_full_parameters, load_full_optimizer_state_dict, save_safetensors
 
 COLLECTIVES = (
@@ -232,7 +232,7 @@ def unannounced() -> Iterator[set[str]]:
 
     def wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == training_thread and relay_of_job().on_host is None:
+            if threading.get_ident() == training_thread and monitor_of_job().on_host is None:
                 found.add(name)
             return function(*args, **kwargs)
 
@@ -244,14 +244,14 @@ def unannounced() -> Iterator[set[str]]:
 
 def announced(folder: str) -> dict[str, str]:
     """For each call what it announced, and what it communicated beside that."""
-    relay, told = relay_of_job(), {}
+    monitor, told = monitor_of_job(), {}
     save_checkpoint(f"{folder}/step-1", (job := Job(folder)).model, job.optimizer)
     for name, call in CALLS.items():
         job = Job(folder)
-        calls, issued = relay.calls.copy(), relay.issued
+        calls, issued = monitor.calls.copy(), monitor.issued
         with unannounced() as found:
             call(job)
-        what = [*(relay.calls - calls), *(["collectives of passes"] if relay.issued > issued else [])]
+        what = [*(monitor.calls - calls), *(["collectives of passes"] if monitor.issued > issued else [])]
         told[name] = ", ".join([*what, *(f"UNANNOUNCED {each}" for each in sorted(found))])
     return told
 

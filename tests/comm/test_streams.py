@@ -311,7 +311,9 @@ def replicas(log: list[str]) -> SecondStage:
             tensor.mul_(2)
         return lambda: log.append("sum over replicas ends")
 
-    return SecondStage(NARROW, CPU, summed=frozenset({0}), all_reduce=sum_up, hook=lambda _: log.append("hook"))
+    return SecondStage(
+        NARROW, CPU, summed=frozenset({0}), all_reduce=sum_up, hook=lambda _: log.append("hook")
+    )
 
 
 def allocator(log: list[str], name: str = "") -> Callable[[], torch.Tensor]:
@@ -488,9 +490,7 @@ def test_earlier_sums_join_before_the_replicas_and_the_hook_sees_what_comes_out(
         seen.append(part[0].item())
         part.add_(1)
 
-    made = reduction_of(
-        log, CommStreams(CPU), replace(replicas, earlier=earlier, hook=hook)
-    )
+    made = reduction_of(log, CommStreams(CPU), replace(replicas, earlier=earlier, hook=hook))
     made.finish()
     assert seen == [2 * (0.5 + 3)]
     assert torch.equal(typed_range(made.output, 0, 16, torch.float32), torch.full((4,), 8.0))

@@ -57,7 +57,9 @@ def shown(path: list[tuple[str, str]]) -> str:
 
 
 def test_from_the_hook_of_a_module_to_the_all_gather(paths: dict[str, list[tuple[str, str]]]) -> None:
-    assert_expected_inline(shown(paths["before_forward"]), """\
+    assert_expected_inline(
+        shown(paths["before_forward"]),
+        """\
 engine/forward.py            before_forward
 engine/forward.py            ForwardPass.enter
 groups/unsharded.py          Unsharded.unshard
@@ -65,11 +67,14 @@ groups/unsharded.py          Unsharded._start
 comm/streams.py              HostStream.submit
 comm/all_gather.py           AllGather.start
 comm/communicators.py        BackendCollectives.all_gather
-7 frames in 5 files""")
+7 frames in 5 files""",
+    )
 
 
 def test_from_the_hook_of_a_node_to_the_all_gather(paths: dict[str, list[tuple[str, str]]]) -> None:
-    assert_expected_inline(shown(paths["_before_backward"]), """\
+    assert_expected_inline(
+        shown(paths["_before_backward"]),
+        """\
 engine/forward.py            _before_backward
 engine/backward.py           BackwardPass.enter
 engine/backward.py           BackwardPass._unshard
@@ -78,11 +83,14 @@ groups/unsharded.py          Unsharded._start
 comm/streams.py              HostStream.submit
 comm/all_gather.py           AllGather.start
 comm/communicators.py        BackendCollectives.all_gather
-8 frames in 6 files""")
+8 frames in 6 files""",
+    )
 
 
 def test_from_the_hook_of_a_gradient_to_the_reduce_scatter(paths: dict[str, list[tuple[str, str]]]) -> None:
-    assert_expected_inline(shown(paths["_arrived"]), """\
+    assert_expected_inline(
+        shown(paths["_arrived"]),
+        """\
 groups/gradients.py          _arrived
 engine/backward.py           gradients_complete
 engine/reduction_queue.py    ReductionQueue.reduce
@@ -91,4 +99,5 @@ comm/reduction.py            Reduction.send
 comm/streams.py              HostStream.submit
 comm/reduce_scatter.py       ReduceScatter.start
 comm/communicators.py        BackendCollectives.reduce_scatter
-8 frames in 7 files""")
+8 frames in 7 files""",
+    )

@@ -42,9 +42,7 @@ def order_of(num_groups: int, *, replicates: bool, to_host: bool) -> str:
     for number in range(num_groups):
         gradients = StandIn(f"group {number}", log, to_host=to_host)
         settings = SimpleNamespace(max_reductions=1)
-        group: Any = SimpleNamespace(
-            gradients=gradients, settings=settings, max_in_flight=1 + replicates
-        )
+        group: Any = SimpleNamespace(gradients=gradients, settings=settings, max_in_flight=1 + replicates)
         queue.reduce(group)
     log.append("-- backward ends")
     queue.finish()

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shardwise import fully_shard
 from shardwise.ranks import failures
-from shardwise.ranks.failures import relay_of_job
+from shardwise.ranks.failures import monitor_of_job
 
 SOON_S = 16 * failures.INTERVAL_S
 """Two seconds are promised on a machine that does nothing else; the timeout is one minute."""
@@ -128,7 +128,7 @@ def ended() -> tuple[str, float]:
     if dist.get_rank() != 1:
         return told(lambda: step(model), 1, "ended")
     sys.last_value = ValueError("batch 7 has no labels")
-    relay_of_job().at_exit()
+    monitor_of_job().at_exit()
     store().wait(["ended/0", "ended/2"])
     return "", 0.0
 
@@ -137,12 +137,12 @@ def raising_late_and_slow() -> tuple[list[str], int]:
     """All ranks raise alike and go on: rank 1 after rank 0 has been waiting for it for long, twice."""
     model = built()
     step(model)
-    own = relay_of_job()
+    own = monitor_of_job()
     texts = []
     waited = threading.Event()
 
     def tell_when_stuck() -> None:
-        while own._looks < 2 * failures.STUCK_LOOKS and not waited.wait(0.01):
+        while own.wait_looks < 2 * failures.STUCK_LOOKS and not waited.wait(0.01):
             pass
         store().set("rank 0 has waited", "")
 
@@ -158,7 +158,7 @@ def raising_late_and_slow() -> tuple[list[str], int]:
     model.fails = lambda: None
     step(model)
     waited.set()
-    return texts, own._notes.active() if own._notes is not None else []
+    return texts, own.active_failures()
 
 
 class Forks(nn.Module):

@@ -1,14 +1,17 @@
-"""Failures on a device, where only a stream waits: two relays in one process, and checks made by hand."""
+"""Failures on a device, where only a stream waits: two monitors in one process, and checks made by hand."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 
 from shardwise.ranks import failures
-from shardwise.ranks.failures import PATIENCE_LOOKS, CommunicationError, Relay
-from shardwise.ranks.position import Wait
+from shardwise.ranks.activity import Wait
+from shardwise.ranks.failures import PATIENCE_LOOKS, CommunicationError, FailureMonitor
+
+AXIS: Any = SimpleNamespace(pg="the process group")
 
 
 class Queue:
@@ -21,33 +24,33 @@ class Queue:
 def aborted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """How often communicators are aborted."""
     aborts: list[str] = []
-    monkeypatch.setattr(failures, "_end", lambda axes: aborts.append("aborted"))
-    monkeypatch.setattr(failures, "_ranks_along", lambda axes: {0, 1})
+    monkeypatch.setattr(failures.c10d, "end_waits", lambda pg: aborts.append("aborted"))
+    monkeypatch.setattr(Wait, "ranks", [0, 1])
     return aborts
 
 
 @pytest.fixture
-def relays() -> tuple[Relay, Relay]:
+def monitors() -> tuple[FailureMonitor, FailureMonitor]:
     store = dist.HashStore()
-    return Relay(store, 0), Relay(store, 1)
+    return FailureMonitor(store, 0), FailureMonitor(store, 1)
 
 
-def queue(relay: Relay, count: int = 1) -> Wait:
-    wait = Wait("all-gather", "blocks.0", list, stream=Queue())
+def queue(monitor: FailureMonitor, count: int = 1) -> Wait:
+    wait = Wait("all-gather", "blocks.0", lambda: [AXIS], stream=Queue())
     for _ in range(count):
-        relay.issue(wait)
+        monitor.issue(wait)
     return wait
 
 
-def look(relay: Relay, times: int = PATIENCE_LOOKS + 2) -> None:
+def look(monitor: FailureMonitor, times: int = PATIENCE_LOOKS + 2) -> None:
     for _ in range(times):
-        relay.look()
+        monitor.look()
 
 
 def test_the_device_is_freed_and_the_error_is_raised_at_the_next_call(
-    relays: tuple[Relay, Relay], aborted: list[str]
+    monitors: tuple[FailureMonitor, FailureMonitor], aborted: list[str]
 ) -> None:
-    first, second = relays
+    first, second = monitors
     waits = queue(first, 2), queue(second)
     second.report(ValueError("batch 7 has no labels"), "the forward of 'GPT'")
     look(first, PATIENCE_LOOKS + 1)
@@ -68,8 +71,10 @@ This rank waited for what rank 1 has not sent any more. The traceback is in the 
     del waits
 
 
-def test_a_rank_that_continues_in_time_ends_nothing(relays: tuple[Relay, Relay], aborted: list[str]) -> None:
-    first, second = relays
+def test_a_rank_that_continues_in_time_ends_nothing(
+    monitors: tuple[FailureMonitor, FailureMonitor], aborted: list[str]
+) -> None:
+    first, second = monitors
     waits = queue(first, 2), queue(second)
     second.report(ValueError("batch 7 has no labels"), "the forward of 'GPT'")
     look(first, PATIENCE_LOOKS + 1)
@@ -81,9 +86,9 @@ def test_a_rank_that_continues_in_time_ends_nothing(relays: tuple[Relay, Relay],
 
 
 def test_a_rank_that_has_issued_all_that_is_waited_for_ends_nothing(
-    relays: tuple[Relay, Relay], aborted: list[str]
+    monitors: tuple[FailureMonitor, FailureMonitor], aborted: list[str]
 ) -> None:
-    first, second = relays
+    first, second = monitors
     waits = queue(first, 2), queue(second, 2)
     second.report(ValueError("batch 7 has no labels"), "its program")
     look(first)
@@ -91,10 +96,18 @@ def test_a_rank_that_has_issued_all_that_is_waited_for_ends_nothing(
     del waits
 
 
-def test_a_model_that_is_gone_waits_for_nothing(relays: tuple[Relay, Relay], aborted: list[str]) -> None:
-    first, second = relays
+def test_a_model_that_is_gone_waits_for_nothing(
+    monitors: tuple[FailureMonitor, FailureMonitor], aborted: list[str]
+) -> None:
+    first, second = monitors
     waits = queue(first, 2), queue(second)
     second.report(ValueError("batch 7 has no labels"), "its program")
     del waits
     look(first)
     assert aborted == []
+
+
+def test_attributes_are_few_enough_for_python_to_find_them_fast(
+    monitors: tuple[FailureMonitor, FailureMonitor],
+) -> None:
+    assert len(vars(monitors[0])) < 30  # dictionaries of more do not share their keys

@@ -1,4 +1,4 @@
-"""When a long wait is reported, and when not: the watches of two ranks in one process, and looks made by hand.
+"""When a long wait is reported, and when not: the reporters of two ranks in one process, and looks made by hand.
 
 Looks are a second apart, and the limit is 30.
 """
@@ -11,8 +11,9 @@ import pytest
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 
-from shardwise.ranks.position import Position, Wait
-from shardwise.ranks.watch import Watch, limit_of_environment
+from shardwise.ranks.activity import RankActivity, Wait
+from shardwise.ranks.board import Board
+from shardwise.ranks.watch import StallReporter, limit_of_environment
 
 REPORT_S = 45  # in which a report comes, after the limit
 
@@ -41,29 +42,30 @@ class Rank:
     """One rank of two, with one block."""
 
     def __init__(self, rank: int, store: dist.Store) -> None:
-        self.position = Position(has_others=True)
+        self.activity = RankActivity(has_others=True)
         self.stream = Stream()
         self.wait = Wait("all-gather", "blocks.0", list)
-        self.position.expect(self.wait, (0, 1))
-        self.watch = Watch(store, rank, 2, self.position, lambda _: (0, 1), 1.0)
+        self.activity.note_wait(self.wait, (0, 1))
+        self.reporter = StallReporter(Board(store), rank, 2, self.activity, 1.0)
 
     def queue(self) -> None:
         """Issue a collective on the device."""
         self.wait.stream = self.stream
-        self.position.issue(self.wait)
+        self.activity.issue(self.wait)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Issue a collective, and wait for it on the host."""
-        self.position.issue(self.wait)
-        self.position.waiting = self.wait
+        self.activity.issue(self.wait)
+        self.activity.waiting = self.wait
         yield
-        self.position.waiting = None
+        self.activity.waiting = None
 
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[Rank, Rank]:
     monkeypatch.setattr("shardwise.torch_compat.interpreter.where_main_thread_is", lambda: "train.py:8 in f")
+    monkeypatch.setattr(Wait, "ranks", [0, 1])
     store = dist.HashStore()
     return Rank(0, store), Rank(1, store)
 
@@ -71,14 +73,15 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[Rank, Rank]:
 def pass_seconds(ranks: tuple[Rank, ...], seconds: int) -> None:
     for _ in range(seconds):
         for rank in ranks:
-            rank.watch.look()
+            rank.activity.count_look()
+            rank.reporter.look()
 
 
 def test_both_ranks_report_a_long_wait_once(
     ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
 ) -> None:
     first, _ = ranks
-    first.position.enter_forward()
+    first.activity.enter_forward()
     with first.waiting():
         pass_seconds(ranks, 30)
         assert caplog.messages == []
@@ -105,12 +108,12 @@ def test_ranks_that_compute_long_or_are_at_a_prompt_are_not_reported(
     ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = ranks
-    first.position.enter_forward()
+    first.activity.enter_forward()
     for rank in ranks:
         with rank.waiting():
             pass_seconds(ranks, 1)
     pass_seconds(ranks, 10 * REPORT_S)
-    first.position.leave()
+    first.activity.leave()
     first.queue()
     second.queue()
     for rank in ranks:
@@ -124,11 +127,11 @@ def test_a_wait_on_a_device_is_found_from_its_events(
 ) -> None:
     first, second = ranks
     for rank in ranks:
-        rank.position.enter_backward()
+        rank.activity.enter_backward()
         rank.queue()
         rank.stream.events[-1].has_come = True
     first.queue()
-    second.position.leave()
+    second.activity.leave()
     pass_seconds(ranks, 2 * REPORT_S)
     assert_expected_inline(
         caplog.messages[0],
@@ -143,10 +146,10 @@ def test_a_collective_that_was_left_out_is_named(
     """The back end has matched what rank 1 did issue with something else."""
     first, second = ranks
     other = Wait("all-gather", "blocks.1", list)
-    first.position.expect(other, (0, 1))
+    first.activity.note_wait(other, (0, 1))
     for rank in ranks:
-        rank.position.enter_forward()
-    first.position.issue(other)
+        rank.activity.enter_forward()
+    first.activity.issue(other)
     with second.waiting():
         pass
     with first.waiting():
@@ -160,11 +163,11 @@ def test_what_a_rank_has_issued_ahead_is_not_missed(
 ) -> None:
     first, second = ranks
     other = Wait("all-gather", "blocks.1", list)
-    first.position.expect(other, (0, 1))
+    first.activity.note_wait(other, (0, 1))
     with second.waiting():
         pass
     with first.waiting():
-        first.position.issue(other)
+        first.activity.issue(other)
         pass_seconds(ranks, REPORT_S)
     assert "left out" not in caplog.messages[0]
 
@@ -185,7 +188,7 @@ def test_a_back_end_that_blocks_when_it_is_given_a_collective(
 ) -> None:
     first, second = ranks
     with second.waiting():
-        first.position.issuing = first.wait  # as where communicators connect, and rank 1 connects another
+        first.activity.issuing = first.wait  # as where communicators connect, and rank 1 connects another
         pass_seconds(ranks, REPORT_S)
     assert "ranks 0, 1 wait for the all-gather of blocks.0" in caplog.messages[0]
     assert "all ranks have issued what is waited for" in caplog.messages[0]
@@ -222,7 +225,7 @@ def test_a_rank_that_asks_and_ends_leaves_others_able_to_ask(
 
 def test_no_limit_is_no_report(ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture) -> None:
     for rank in ranks:
-        rank.watch.limit_s = None
+        rank.reporter.limit_s = None
     with ranks[0].waiting():
         pass_seconds(ranks, 2 * REPORT_S)
     assert caplog.messages == []

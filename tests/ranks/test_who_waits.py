@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import clip_grad_norm_, fully_shard, load_checkpoint, save_checkpoint
 from shardwise.ranks import set_wait_limit
-from shardwise.ranks.failures import relay_of_job
+from shardwise.ranks.failures import monitor_of_job
 
 LATE = 1  # the rank that is waited for
 PATIENCE_S = 40.0
@@ -106,7 +106,7 @@ def told(texts: list[str], before: int) -> str:
 
 def one_batch_fewer(backend: str) -> str:
     """F21: the late rank has left the loop."""
-    before = relay_of_job().steps
+    before = monitor_of_job().steps
     model, _ = trained(backend)
     with reporting() as report:
         if dist.get_rank() == LATE:
@@ -117,7 +117,7 @@ def one_batch_fewer(backend: str) -> str:
 
 
 def long_computation(backend: str) -> str:
-    before = relay_of_job().steps
+    before = monitor_of_job().steps
     model, _ = trained(backend)
     with reporting() as report:
         if dist.get_rank() == LATE:
@@ -137,7 +137,7 @@ def beside_a_model_of_the_same_names(backend: str) -> str:
 
 
 def call_on_one_rank(backend: str) -> str:
-    before = relay_of_job().steps
+    before = monitor_of_job().steps
     model, _ = trained(backend)
     with reporting() as report:
         if dist.get_rank() == LATE:
@@ -149,7 +149,7 @@ def call_on_one_rank(backend: str) -> str:
 
 def checkpoint_on_one_rank(path: str) -> str:
     """First saved, then loaded."""
-    before = relay_of_job().steps
+    before = monitor_of_job().steps
     model, _ = trained("gloo")
     texts = []
     for act in (save_checkpoint, load_checkpoint):

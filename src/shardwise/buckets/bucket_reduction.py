@@ -20,7 +20,7 @@ from shardwise.comm.reduce_scatter import ReduceScatter
 from shardwise.comm.reduction import Hook, Reduction, SecondStage
 from shardwise.comm.streams import CommStreams
 from shardwise.layout.slots import Layout
-from shardwise.ranks.position import Wait
+from shardwise.ranks.activity import Wait
 
 
 class BucketReduction:

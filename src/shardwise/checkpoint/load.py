@@ -37,7 +37,7 @@ from shardwise.checkpoint.stateful import (
 from shardwise.init.meta_memory import give_memory, is_on_meta, refuse_lost
 from shardwise.init.partial_loads import mark_partly_loaded, note_complete_load
 from shardwise.layout.fqns import listed
-from shardwise.ranks.failures import relayed
+from shardwise.ranks.failures import monitored
 from shardwise.ranks.rank_group import RankGroup
 from shardwise.state.named_state import (
     Optimizers,
@@ -78,7 +78,7 @@ class Loaded:
 # --- loading --------------------------------------------------------------------------------------
 
 
-@relayed
+@monitored
 @in_plain_mode()
 def load_checkpoint(
     path: str | os.PathLike[str],

@@ -33,7 +33,7 @@ from shardwise.checkpoint.stateful import (
 from shardwise.checkpoint.writing import write
 from shardwise.init.partial_loads import why_partly_loaded
 from shardwise.layout.fqns import listed
-from shardwise.ranks.failures import relayed
+from shardwise.ranks.failures import monitored
 from shardwise.ranks.rank_group import RankGroup
 from shardwise.ranks.replicas import Checksums
 from shardwise.state.named_state import (
@@ -47,7 +47,7 @@ from shardwise.state.names import parameters_of
 # --- saving ---------------------------------------------------------------------------------------
 
 
-@relayed
+@monitored
 @in_plain_mode()
 def save_checkpoint(
     path: str | os.PathLike[str],

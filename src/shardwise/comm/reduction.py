@@ -21,7 +21,7 @@ from shardwise.comm.reduce_scatter import GradientPart, ReduceScatter
 from shardwise.comm.reducers import AllReduce
 from shardwise.comm.streams import CommStreams, CommWork, Finish
 from shardwise.layout.slots import Layout
-from shardwise.ranks.position import Wait
+from shardwise.ranks.activity import Wait
 
 Hook = Callable[[Tensor], None]
 Agree = Callable[[Tensor, Sequence[int]], None]

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from shardwise.layout.slots import Layout
-from shardwise.ranks.position import Wait
+from shardwise.ranks.activity import Wait
 from shardwise.torch_compat import autograd, c10d
 
 Finish = Callable[[], Any]

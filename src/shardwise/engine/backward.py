@@ -32,7 +32,7 @@ from shardwise.engine.root import Root
 from shardwise.engine.unsharded_groups import AHEAD, CALLER, FOR_BACKWARD, FOR_EARLIER_BACKWARD, IN_USE
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import DEFERRED, EMPTY, PENDING, REDUCING, UNSHARDED
-from shardwise.ranks.failures import relay_of_job
+from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import autograd, functorch
 
 RUNNING = -1.0  # clock of a module whose forward is being recomputed: it is not over
@@ -90,7 +90,7 @@ class BackwardPass:
 
     def begin(self) -> None:
         """Check and prepare everything before the first group is unsharded."""
-        root, monitor = self._root, relay_of_job()
+        root, monitor = self._root, monitor_of_job()
         monitor.begin()
         monitor.enter_backward()
         if autograd.is_autograd_compiled():
@@ -175,7 +175,7 @@ class BackwardPass:
             held.hide_kept()
             held.is_mid_accumulation = not any(g.settings.requires_gradient_sync for g in root.groups)
         root.calls.first_entries.clear()
-        relay_of_job().leave("forward" if is_inside else "")
+        monitor_of_job().leave("forward" if is_inside else "")
 
     def _refuse_half(self) -> None:
         """Refuse the first half of a split backward where nobody would see the second.

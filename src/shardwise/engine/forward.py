@@ -40,7 +40,7 @@ from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import PARTLY, UNSHARDED, UNSHARDING
 from shardwise.layout.nested import NotAContainer, find_tensors, map_tensors, replace_tensors
 from shardwise.params.changes import is_something
-from shardwise.ranks.failures import relay_of_job
+from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import autograd, dynamo, functorch, nn_modules, tensor_impl
 from shardwise.torch_compat.functorch import with_layers
 
@@ -59,7 +59,7 @@ class ForwardPass:
     def begin(self) -> None:
         """Check and prepare everything before the first group is unsharded. Collective."""
         root, held = self._root, self._root.unsharded_groups
-        monitor = relay_of_job()
+        monitor = monitor_of_job()
         monitor.begin()
         monitor.enter_forward()
         if functorch.is_recorded():
@@ -187,7 +187,7 @@ class ForwardPass:
     def end(self, outcome: Outcome) -> None:
         """The outermost module has run: record the order, and reshard what no backward will use."""
         root, held = self._root, self._root.unsharded_groups
-        relay_of_job().leave()
+        monitor_of_job().leave()
         if outcome is not FAILED:
             root.prefetch.forward_order.plan(self._entered)
         for feature in root.features:

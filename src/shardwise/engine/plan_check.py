@@ -16,9 +16,9 @@ from shardwise.groups.group import ParameterGroup
 from shardwise.layout.mesh import Axis, axes_of
 from shardwise.params.initial_values import refuse_unequal_initial_values
 from shardwise.params.parameter import Param
+from shardwise.ranks.activity import Wait
 from shardwise.ranks.comparison import Comparison, Facts, OwnDevice, Unequal, WrongDevice, digest_of
-from shardwise.ranks.failures import relay_of_job
-from shardwise.ranks.position import Wait
+from shardwise.ranks.failures import monitor_of_job
 from shardwise.ranks.replicas import are_fake
 from shardwise.torch_compat import autograd, c10d
 
@@ -72,17 +72,17 @@ class _Agreement:
 
     def _compare(self, ranks: tuple[int, ...], facts: Facts, timeout: timedelta) -> None:
         self._wait.reason = self._change(ranks, facts)
-        relay, wait = relay_of_job(), self._wait
+        monitor, wait = monitor_of_job(), self._wait
 
         def refuse_failed() -> None:
-            if relay.failure is not None:
-                raise relay.explained(RuntimeError(), wait.event, wait.name, self._axes)
+            if monitor.failure is not None:
+                raise monitor.explained(RuntimeError(), wait.event, wait.name, self._axes)
 
         comparison = Comparison(
             c10d.job_store(), ranks, dist.get_rank(), timeout, refuse_failed, self._own_device()
         )
         try:
-            with relay.exchange(wait, ranks):
+            with monitor.exchange(wait, ranks):
                 comparison.run(facts)
         except WrongDevice as error:
             raise RuntimeError(str(error)) from None
@@ -162,7 +162,7 @@ class PlanCheck:
         params = [param for group in self._groups for param in group.shards.params]
         axes = axes_of(param.sharded for param in params)
         self._wait = Wait("comparison of initial values", self._groups[0].name, lambda: axes)
-        with relay_of_job().collective(self._wait):
+        with monitor_of_job().collective(self._wait):
             refuse_unequal_initial_values(params, self._device)
         self.has_compared = True
 

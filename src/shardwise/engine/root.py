@@ -34,7 +34,7 @@ from shardwise.groups.states import DEFERRED, PARTLY
 from shardwise.groups.unsharded import Observer
 from shardwise.layout.fqns import listed
 from shardwise.params.parameter import Param
-from shardwise.ranks.failures import relay_of_job
+from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import autograd
 
 
@@ -227,12 +227,12 @@ class Root:
         if error is None or self.calls.running or not self.ranks_run_alike:
             return
         if not autograd.is_in_backward():
-            relay_of_job().report(error, f"the forward of {self.label}")
+            monitor_of_job().report(error, f"the forward of {self.label}")
 
     def tell_failed_backward(self) -> None:
         """Autograd has dropped a backward before its end."""
-        relay_of_job().leave()
-        relay_of_job().report_backward(f"the backward of {self.label}")
+        monitor_of_job().leave()
+        monitor_of_job().report_backward(f"the backward of {self.label}")
 
     # --- gradients --------------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ from shardwise.groups.group import ParameterGroup, axes_of
 from shardwise.groups.states import PARTLY, UNSHARDED, UNSHARDING
 from shardwise.layout.fqns import listed
 from shardwise.layout.mesh import Axis, all_reduce_max
-from shardwise.ranks.failures import relay_of_job
-from shardwise.ranks.position import Wait
+from shardwise.ranks.activity import Wait
+from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat.tensor_impl import assert_later
 
 
@@ -178,7 +178,7 @@ class UnshardedGroups:
             )
         flags = torch.stack([group.unsharded.differ() for group in kept]).to(torch.int32)
         self._compared_along[:] = axes_of(kept)
-        with relay_of_job().collective(self._comparison):
+        with monitor_of_job().collective(self._comparison):
             all_reduce_max(flags, self._compared_along)
             are_stale = flags.tolist()
         for group, is_stale in zip(kept, are_stale, strict=True):

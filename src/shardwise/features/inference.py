@@ -24,8 +24,8 @@ from shardwise.engine.unsharded_groups import IN_USE, INFERENCE
 from shardwise.groups.group import ParameterGroup, axes_of
 from shardwise.groups.states import SHARDED
 from shardwise.layout.mesh import all_reduce_max
-from shardwise.ranks.failures import relay_of_job
-from shardwise.ranks.position import Wait
+from shardwise.ranks.activity import Wait
+from shardwise.ranks.failures import monitor_of_job
 
 
 class Inference(Feature):
@@ -139,7 +139,7 @@ class Inference(Feature):
     def _highest(self, own: Sequence[int]) -> list[int]:
         """The highest of each over the ranks."""
         highest = torch.tensor(own, dtype=torch.int32, device=self.root.device)
-        with relay_of_job().collective(self._wait):
+        with monitor_of_job().collective(self._wait):
             all_reduce_max(highest, self._axes)
             return highest.tolist()  # type: ignore[no-any-return]
 

@@ -31,7 +31,7 @@ from shardwise.engine.root import Feature, Root
 from shardwise.engine.unsharded_groups import CALLER, IN_USE
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import SHARDED
-from shardwise.ranks.failures import relay_of_job
+from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import autograd, dtensor
 
 
@@ -200,7 +200,7 @@ class WeightPass(BackwardPass):
                 group.gradients.defer_written()
         root.unsharded_groups.hide_kept()
         root.unsharded_groups.is_mid_accumulation = True
-        relay_of_job().leave()
+        monitor_of_job().leave()
 
     def _run(self, parts: list[dict[str, Any]], others: Sequence[Tensor]) -> None:
         # All ranks unshard the same groups, whatever the graph of each has used.

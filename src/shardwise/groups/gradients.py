@@ -31,7 +31,7 @@ from shardwise.groups.states import (
 from shardwise.groups.unsharded import Observer, Unsharded
 from shardwise.params.changes import are_all_there, take_gradients
 from shardwise.params.parameter import Param
-from shardwise.ranks.position import Wait
+from shardwise.ranks.activity import Wait
 from shardwise.torch_compat import dynamo, functorch
 
 _arrives_on_host = attrgetter("arrives_on_host")

@@ -34,8 +34,8 @@ from shardwise.layout.mesh import Axis, ShardMesh
 from shardwise.params.parameter import Param, Site
 from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.policies import CommPolicy
-from shardwise.ranks.failures import relay_of_job
-from shardwise.ranks.position import Wait
+from shardwise.ranks.activity import Wait
+from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import c10d, dtensor
 
 
@@ -125,7 +125,7 @@ class ParameterGroup:
     def attach(self, streams: CommStreams) -> None:
         """Give the group the streams on which it communicates, and let other ranks hear of its failures."""
         self.use_streams(streams)
-        monitor = relay_of_job()
+        monitor = monitor_of_job()
         for awaited, stream in (
             (self.unsharded.awaited, streams.all_gather),
             (self.gradients.awaited, streams.reduce_scatter),
@@ -341,7 +341,7 @@ class ParameterGroup:
                 param.grad = torch.zeros_like(param)
         gradients = [dtensor.plain(param.grad) for param in trainable if param.grad is not None]
         if gradients:
-            with relay_of_job().collective(self._ignored_awaited):
+            with monitor_of_job().collective(self._ignored_awaited):
                 for axis in self.mesh.axes():
                     _average(gradients, axis)
 

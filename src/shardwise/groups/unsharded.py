@@ -27,7 +27,7 @@ from shardwise.groups.states import (
 )
 from shardwise.layout.fqns import listed
 from shardwise.params.parameter import FREED, Param
-from shardwise.ranks.position import Wait
+from shardwise.ranks.activity import Wait
 from shardwise.torch_compat import autograd, dtensor, tensor_impl
 from shardwise.torch_compat.functorch import innermost
 from shardwise.torch_compat.nn_modules import refresh_flat_weights

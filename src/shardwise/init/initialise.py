@@ -19,7 +19,7 @@ from shardwise.init.partial_loads import mark_partly_loaded, note_complete_load
 from shardwise.layout.fqns import clean, listed
 from shardwise.layout.mesh import Axis, all_reduce_max, axes_of
 from shardwise.ranks.agreement import run_on_all_ranks
-from shardwise.ranks.failures import relayed
+from shardwise.ranks.failures import monitored
 from shardwise.ranks.model_ranks import Broadcast, axes_of_model, device_of_model
 from shardwise.ranks.replicas import (
     Named,
@@ -35,7 +35,7 @@ from shardwise.torch_compat import dtensor
 _ModuleT = TypeVar("_ModuleT", bound=nn.Module)
 
 
-@relayed
+@monitored
 def materialize(
     model: _ModuleT,
     init_fn: Callable[[nn.Module], Any] | None = None,
@@ -122,7 +122,7 @@ def materialize(
     return model
 
 
-@relayed
+@monitored
 def sync_module_states(model: nn.Module, *, src: int = 0) -> None:
     """Have all ranks begin with the parameters and buffers, persistent or not, of rank ``src``.
 
@@ -179,7 +179,7 @@ def sync_module_states(model: nn.Module, *, src: int = 0) -> None:
         raise
 
 
-@relayed
+@monitored
 def check_replicas(model: nn.Module) -> None:
     """Raise if copies of a parameter differ between ranks that must hold the same.
 

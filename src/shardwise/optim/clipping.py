@@ -20,7 +20,7 @@ from shardwise.optim.norms import (
 )
 from shardwise.optim.passed_parameters import PassedParameters
 from shardwise.params.replaced_parameter import name_of_replaced
-from shardwise.ranks.failures import relay_of_job, relayed
+from shardwise.ranks.failures import monitor_of_job, monitored
 from shardwise.ranks.model_ranks import axes_of_given
 from shardwise.setup.validation import describe
 from shardwise.torch_compat import foreach
@@ -87,7 +87,7 @@ def clip_grad_norm_(
     return _clip(model_or_parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
-@relayed
+@monitored
 @torch.no_grad()
 def grad_norms_by_module(model: nn.Module, *, norm_type: float | str = 2.0) -> dict[str, float]:
     """The norm of the gradients of all parameters inside each module of ``model``, by its name.
@@ -150,7 +150,7 @@ def _clip(
     model_or_parameters: Any, max_norm: Any, norm_type: Any, error_if_nonfinite: bool, foreach: Any
 ) -> Tensor:
     caller = "clip_grad_norm_"
-    with relay_of_job().call(caller, lambda: axes_of_given(model_or_parameters)):
+    with monitor_of_job().call(caller, lambda: axes_of_given(model_or_parameters)):
         limit = _check_max_norm(max_norm)
         power = _check_norm_type(caller, norm_type)
         if foreach is not None and not isinstance(foreach, bool):

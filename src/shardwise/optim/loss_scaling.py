@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.layout.mesh import all_reduce_max, axes_of
 from shardwise.params.sharded_gradient import refuse_deferred
-from shardwise.ranks.failures import relay_of_job
+from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import dtensor, optimizers, tensor_impl
 
 
@@ -39,7 +39,7 @@ class GradScaler(optimizers.GradScalerBase):
     ) -> dict[torch.device, Tensor]:
         """Unscale the local tensors of all gradients, and let all ranks know of infinities."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        with relay_of_job().call("GradScaler", lambda: axes_of(params)):
+        with monitor_of_job().call("GradScaler", lambda: axes_of(params)):
             return self._unscaled(params, inv_scale, found_inf, allow_fp16)
 
     def _unscaled(

@@ -15,7 +15,7 @@ from shardwise.layout.mesh import Axis
 from shardwise.optim.matrix_exchange import Exchange, Function, Read, SharingRanks, Write
 from shardwise.optim.matrix_plan import Cost, Matrix, MatrixKey, MatrixPlan, Placed
 from shardwise.params.replaced_parameter import name_of_replaced
-from shardwise.ranks.failures import relay_of_job
+from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import dtensor
 
 BATCH_BYTES = 64 << 20
@@ -181,7 +181,7 @@ class WholeMatrices:
         """
         chosen = set(active)
         left_out = [name for index, name in enumerate(self._names) if index not in chosen]
-        with relay_of_job().call(caller, self.axes):
+        with monitor_of_job().call(caller, self.axes):
             for exchange in self._exchanges:  # what is wrong among some ranks is told to all they share with
                 try:
                     exchange.agree(caller, left_out, problem)
@@ -202,7 +202,7 @@ class WholeMatrices:
 
         Collective.
         """
-        with relay_of_job().call("WholeMatrices", self.axes):
+        with monitor_of_job().call("WholeMatrices", self.axes):
             for exchange in self._exchanges:
                 exchange.run(read, function, write, active)
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.layout.mesh import Axis, ShardMesh, axes_of
 from shardwise.params.parameter import Param
 from shardwise.ranks.agreement import run_on_all_ranks
-from shardwise.ranks.failures import relay_of_job
+from shardwise.ranks.failures import monitor_of_job
 from shardwise.ranks.model_ranks import Broadcast
 from shardwise.ranks.replicas import (
     Checksums,
@@ -186,7 +186,7 @@ class _BufferToSend:
 
 
 def _broadcast(places: Sequence[Any], axes: Sequence[Axis], device: torch.device) -> None:
-    with relay_of_job().call("fully_shard", lambda: axes):
+    with monitor_of_job().call("fully_shard", lambda: axes):
         _broadcast_along(places, axes, device)
 
 

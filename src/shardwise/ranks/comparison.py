@@ -12,7 +12,6 @@ verdict. A nonce stands for one comparison of one rank: what a comparison that f
 never taken for an answer.
 """
 
-import json
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +21,11 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from shardwise.ranks.board import Board
+
 Facts = Mapping[tuple[str, str], str]
 """Values by where and what; equal facts are in the same order on all ranks."""
 
-_LONGEST_PAUSE_S = 0.2
 _MOST_SHOWN = 8
 """The largest number of different sets of facts to look at."""
 
@@ -70,8 +70,7 @@ class Comparison:
         device: OwnDevice,
     ) -> None:
         named = blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()
-        self._store = store
-        self._prefix = f"shardwise/plan/{named}"
+        self._board = Board(store, f"shardwise/plan/{named}")
         self._ranks = list(ranks)
         self._own = own
         self._deadline = time.monotonic() + timeout.total_seconds()
@@ -94,7 +93,7 @@ class Comparison:
         error: Exception | None = None
         try:
             for rank in self._ranks[1:]:
-                nonces[rank], digest, device = json.loads(self._take(f"post/{rank}"))
+                nonces[rank], digest, device = self._board.take(f"post/{rank}", self._check)
                 by_digest.setdefault(digest, []).append(rank)
                 devices[rank] = OwnDevice(*device)
             if text := wrong_device(devices):
@@ -115,62 +114,44 @@ class Comparison:
         shown = groups[:_MOST_SHOWN]
         for ranks in shown:
             if ranks[0] != self._own:
-                self._store.set(f"{self._prefix}/verdict/{nonces[ranks[0]]}", "tell")
+                self._board.post(f"verdict/{nonces[ranks[0]]}", "tell")
         for ranks in shown:
             if ranks[0] != self._own:
-                rows = json.loads(self._take(f"text/{nonces[ranks[0]]}"))
+                rows = self._board.take(f"text/{nonces[ranks[0]]}", self._check)
                 told[ranks[0]] = {(where, what): value for where, what, value in rows}
         return first_difference([(ranks, told[ranks[0]]) for ranks in shown])
 
     def _judge(self, nonces: Mapping[int, str], error: Exception | None) -> None:
-        verdict = "equal" if error is None else f"{type(error).__name__} {error}"
+        verdict = ["", ""] if error is None else [type(error).__name__, str(error)]
         for nonce in nonces.values():
-            self._store.set(f"{self._prefix}/final/{nonce}", verdict)
+            self._board.post(f"final/{nonce}", verdict)
 
     # --- the others -------------------------------------------------------------------------------
 
     def _follow(self, facts: Facts) -> None:
         nonce = uuid.uuid4().hex
-        post = json.dumps([nonce, digest_of(facts), self._device])
-        self._store.set(f"{self._prefix}/post/{self._own}", post)
+        self._board.post(f"post/{self._own}", [nonce, digest_of(facts), self._device])
         ask, final = f"verdict/{nonce}", f"final/{nonce}"
         try:
-            if self._wait(ask, final) == ask:
-                self._store.delete_key(f"{self._prefix}/{ask}")
+            if self._board.wait(ask, final, check=self._check) == ask:
+                self._board.remove(ask)
                 rows = [(where, what, value) for (where, what), value in facts.items()]
-                self._store.set(f"{self._prefix}/text/{nonce}", json.dumps(rows))
-            kind, _, text = self._take(final).partition(" ")
+                self._board.post(f"text/{nonce}", rows)
+            kind, text = self._board.take(final, self._check)
         except BaseException:
-            self._store.delete_key(f"{self._prefix}/post/{self._own}")
+            self._board.remove(f"post/{self._own}")
             raise
-        if kind != "equal":
+        if kind:
             raise (WrongDevice if kind == WrongDevice.__name__ else Unequal)(text)
 
-    # --- the store --------------------------------------------------------------------------------
-
-    def _take(self, key: str) -> str:
-        """Wait for the value at ``key``, and remove it."""
-        self._wait(key)
-        value = self._store.get(f"{self._prefix}/{key}").decode()
-        self._store.delete_key(f"{self._prefix}/{key}")
-        return value
-
-    def _wait(self, *keys: str) -> str:
-        """The first of ``keys`` that is set. Asked for in short intervals: a wait of the store's own blocks
-        it for other threads, and writes to stderr when it ends without a result."""
-        pause_s = 0.0002
-        while True:
-            for key in keys:
-                if self._store.check([f"{self._prefix}/{key}"]):
-                    return key
-            if time.monotonic() > self._deadline:
-                raise Unequal(
-                    f"Not all of {_listed(self._ranks)} came to compare their plans within the timeout of "
-                    "the process group"
-                )
-            self._while_waiting()
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    def _check(self) -> None:
+        """While this rank waits for others."""
+        if time.monotonic() > self._deadline:
+            raise Unequal(
+                f"Not all of {_listed(self._ranks)} came to compare their plans within the timeout of "
+                "the process group"
+            )
+        self._while_waiting()
 
 
 def wrong_device(devices: Mapping[int, OwnDevice]) -> str:

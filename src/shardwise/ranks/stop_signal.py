@@ -1,8 +1,7 @@
 """Stop all ranks at the same step when the job is told to end: by a scheduler, by torchrun, by hand.
 
-Ranks are told at different times, and some not at all. One that left the loop alone would leave the others
-waiting in their next collective, so what was heard is reduced over all ranks. The reduction of one step is
-looked at in the next one, when it has long arrived: it costs no waiting, and the answer is one step late.
+Ranks are told at different times, and some not at all. So what was heard is reduced over all ranks. The
+reduction of one step is looked at in the next one: it costs no waiting, and the answer is one step late.
 
     step                    5                  6                  7
     rank 0    requested()   sends no           sends no           reads 6: yes, stop
@@ -13,13 +12,12 @@ import signal
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.ranks.failures import relay_of_job
+from shardwise.ranks.failures import monitor_of_job
 from shardwise.ranks.model_ranks import axes_of_given
 from shardwise.torch_compat import c10d
 
@@ -76,9 +74,7 @@ class StopSignal:
             self._before[each] = signal.signal(each, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Handle signals as before. After an error, other ranks may not have sent what they would have."""
         for each, handler in self._before.items():
             signal.signal(each, signal.SIG_DFL if handler is None else handler)
@@ -116,23 +112,18 @@ class StopSignal:
                 self._sent = work, told
         return self._answer
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, *_: Any) -> None:
         self._was_told = True
 
 
 def _call() -> AbstractContextManager[None]:
-    return relay_of_job().call("StopSignal", lambda: axes_of_given(None))
+    return monitor_of_job().call("StopSignal", lambda: axes_of_given(None))
 
 
 def _group_of_all() -> dist.ProcessGroup | None:
-    """All ranks over CPUs, in a new group for this alone.
-
-    Others may be in use by other threads. After an error, an earlier one of this kind may have a collective
-    left that not all ranks have issued.
-    """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    """All ranks over CPUs, in a new group: others may be in use by other threads, and an earlier one of this
+    kind may have a collective left, after an error, that not all ranks have issued."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if world is None or world.size() == 1:
         return None
-    world = dist.group.WORLD
-    assert world is not None
-    cpu = torch.device("cpu")
-    return c10d.subgroup(world, range(dist.get_world_size()), cpu, "stop", backend="gloo")
+    return c10d.subgroup(world, range(world.size()), torch.device("cpu"), "stop", backend="gloo")

@@ -16,7 +16,7 @@ from shardwise.fsdp_module.identity import is_sharded
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.mesh import axes_of
 from shardwise.ranks.agreement import run_on_all_ranks
-from shardwise.ranks.failures import relay_of_job
+from shardwise.ranks.failures import monitor_of_job
 from shardwise.ranks.model_ranks import axes_of_given, mesh_device
 from shardwise.ranks.replicas import Checksums, are_fake, differing, message_on_edits
 from shardwise.state.summon import SummonedGroup, SummonOptions, broadcast_changes, check_can_summon
@@ -148,7 +148,7 @@ def unsharded(
     summoned: list[SummonedGroup] = []
     has_failed = True
     try:
-        with relay_of_job().call("unsharded", lambda: axes_of_given(module)):
+        with monitor_of_job().call("unsharded", lambda: axes_of_given(module)):
             for member in options:
                 member.root.hand_over(member.group, "unsharded")
                 summoned.append(SummonedGroup(member.group, options[member]))
@@ -159,7 +159,7 @@ def unsharded(
             each.end()
         try:
             if writeback and not has_failed:
-                with relay_of_job().call("unsharded", lambda: axes_of_given(module)):
+                with monitor_of_job().call("unsharded", lambda: axes_of_given(module)):
                     _make_changes_equal(summoned, list(options), src_rank)
             if src_rank is None or not has_failed:
                 problems = [problem for each in summoned for problem in each.write_back()]
@@ -270,7 +270,7 @@ def _agreed(caller: str, module: Any, check: Callable[[], T], same: dict[str, An
     params = list(module.parameters()) if isinstance(module, nn.Module) else []
     device = mesh_device(module) if params else None
     axes = [] if device is None or are_fake(axes_of(params), device) else axes_of(params)
-    with relay_of_job().call(caller, lambda: axes_of_given(module)):
+    with monitor_of_job().call(caller, lambda: axes_of_given(module)):
         return run_on_all_ranks(axes, device or torch.device("cpu"), check, caller=caller, same=same)
 
 

@@ -24,7 +24,7 @@ from shardwise.comm.full_tensors import batches, full_bytes, gather_full
 from shardwise.layout.fqns import listed
 from shardwise.layout.mesh import Axis
 from shardwise.ranks.agreement import run_on_all_ranks
-from shardwise.ranks.failures import relayed
+from shardwise.ranks.failures import monitored
 from shardwise.ranks.model_ranks import axes_of_model, device_of_model, is_first, own_rank, ranks_of_model
 from shardwise.state.disk import sync
 from shardwise.state.model_files import DTYPES, INDEX, SINGLE, import_safetensors
@@ -34,7 +34,7 @@ SHARD_BYTES = 1 << 30
 """The size of a file, and what a rank holds to write it."""
 
 
-@relayed
+@monitored
 def save_safetensors(
     model: nn.Module,
     directory: str | PathLike[str],

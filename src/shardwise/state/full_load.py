@@ -18,7 +18,7 @@ from shardwise.init.meta_memory import give_memory, is_on_meta, refuse_lost
 from shardwise.init.partial_loads import mark_partly_loaded, note_complete_load
 from shardwise.layout.fqns import clean
 from shardwise.ranks.agreement import run_on_all_ranks
-from shardwise.ranks.failures import relayed
+from shardwise.ranks.failures import monitored
 from shardwise.ranks.model_ranks import Broadcast, axes_of_model, device_of_model
 from shardwise.state.loading import (
     FullSource,
@@ -38,7 +38,7 @@ T = TypeVar("T")
 CALLER = "load_full_state_dict"
 
 
-@relayed
+@monitored
 @torch.inference_mode(False)
 @torch.no_grad()
 def load_full_state_dict(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardwise.comm.full_tensors import BUCKET_BYTES, STAGING_BYTES, batches, full_values, gather_full
 from shardwise.layout.fqns import listed
 from shardwise.ranks.agreement import run_on_all_ranks
-from shardwise.ranks.failures import relay_of_job, relayed
+from shardwise.ranks.failures import monitor_of_job, monitored
 from shardwise.ranks.model_ranks import Broadcast, axes_of_given, axes_of_model, device_of_model
 from shardwise.state.names import check_at_rest, check_flags, entries_of, parameters_of
 from shardwise.state.optimizer_state import full_optimizer_state
@@ -29,7 +29,7 @@ def full_state_dict(
 ) -> tuple[State, State]: ...
 
 
-@relayed
+@monitored
 def full_state_dict(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -80,7 +80,7 @@ def full_state_dict(
     return state, full_optimizer_state(model, optimizer, owner, cpu)
 
 
-@relayed
+@monitored
 def iter_full_parameters(
     model: nn.Module,
     *,
@@ -169,7 +169,7 @@ def _full_parameters(
     params: list[Tensor] = [param for _, param in chosen]
     for batch in batches(params, bucket_bytes - 2 * staging, dtypes):
         some = [params[index] for index in batch]
-        with relay_of_job().call("iter_full_parameters", lambda: axes_of_given(params)):
+        with monitor_of_job().call("iter_full_parameters", lambda: axes_of_given(params)):
             bucket = gather_full(some, None, [dtypes[index] for index in batch], staging)
         for index in batch:
             full, bucket[index - batch.start] = bucket[index - batch.start], None  # only the caller holds it

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm.full_tensors import BUCKET_BYTES, full_values
 from shardwise.layout.fqns import clean, listed
 from shardwise.ranks.agreement import run_on_all_ranks
-from shardwise.ranks.failures import relayed
+from shardwise.ranks.failures import monitored
 from shardwise.ranks.model_ranks import Broadcast, axes_of_model, device_of_model, own_rank
 from shardwise.state.loading import LoadTargets, ShapeAndDtype, load_from_one
 from shardwise.state.named_state import (
@@ -64,7 +64,7 @@ def full_optimizer_state(
     return mapped(sharded, lambda place, _: full[place])
 
 
-@relayed
+@monitored
 @torch.inference_mode(False)
 @torch.no_grad()
 def load_full_optimizer_state_dict(

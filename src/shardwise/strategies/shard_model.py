@@ -43,7 +43,7 @@ from shardwise.policies import (
     OffloadPolicy,
     ShardPlacementFn,
 )
-from shardwise.ranks.failures import relayed
+from shardwise.ranks.failures import monitored
 from shardwise.setup.discovery import Found, Meshes, make_param, names_below
 from shardwise.setup.validation import (
     PLACE,
@@ -65,7 +65,7 @@ from shardwise.torch_compat import nn_modules
 _log = logging.getLogger(__name__)
 
 
-@relayed
+@monitored
 def shard_model(
     model: nn.Module,
     *,

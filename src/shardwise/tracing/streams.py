@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from shardwise.buckets.bucket import Bucket
 from shardwise.comm.streams import CommStream, CommStreams, CommWork, StartWork
-from shardwise.ranks.position import Wait
+from shardwise.ranks.activity import Wait
 from shardwise.tracing.records import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 if TYPE_CHECKING:

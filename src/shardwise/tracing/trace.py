@@ -13,7 +13,7 @@ from shardwise.engine.members import Member
 from shardwise.layout.mesh import Axis, all_reduce_max
 from shardwise.observe.sharded import members_to_observe
 from shardwise.ranks.agreement import run_on_all_ranks
-from shardwise.ranks.failures import relay_of_job
+from shardwise.ranks.failures import monitor_of_job
 from shardwise.ranks.model_ranks import axes_of_model, device_of_model
 from shardwise.tracing.analysis import TracedWork, advice, summary, work_of_groups
 from shardwise.tracing.clocks import Clock, DeviceClock, HostClock
@@ -114,7 +114,7 @@ def trace(model: nn.Module, *, on_all_ranks: bool = True) -> Iterator[Trace]:
     """
     axes: Sequence[Axis] = axes_of_model(model) if on_all_ranks and isinstance(model, nn.Module) else ()
     device = device_of_model(model) if axes else torch.device("cpu")
-    with relay_of_job().call("trace", lambda: axes):
+    with monitor_of_job().call("trace", lambda: axes):
         members = run_on_all_ranks(axes, device, lambda: _members_to_trace(model))
         clock = _clock(members, axes, device)
     recorder = Recorder(members, clock, is_aligned=on_all_ranks)

@@ -5,22 +5,23 @@ from typing import Any
 
 from expecttest import assert_expected_inline
 
-from shardwise.ranks.places import Place, report_of
+from shardwise.ranks.activity import RankStatus
+from shardwise.ranks.verdicts import deadlock, report_of
 
 ISSUED = {"all-gather layers.3": 12, "all-gather layers.4": 11, "call clip_grad_norm_": 11}
 
 
-def waits(name: str = "layers.4", count: int = 12, **more: Any) -> Place:
+def waits(name: str = "layers.4", count: int = 12, **more: Any) -> RankStatus:
     """A rank that has issued all-gather number ``count`` of ``name``, and waits for it."""
     issued = {**ISSUED, f"all-gather {name}": count}
-    place = Place(12, "forward", 31.0, "all-gather", name, count, range(4), is_late=True, issued=issued)
-    place = replace(place, **more)
-    kind = f"{place.event} {place.name}"
-    return replace(place, kind=kind, due={kind: place.count, **more.get("due", {})})
+    status = RankStatus(12, "forward", "all-gather", name, count=count, ranks=range(4), issued=issued)
+    status = replace(status, **{"quiet_s": 31.0, "is_late": True, **more})
+    kind = f"{status.event} {status.name}"
+    return replace(status, kind=kind, due={kind: status.count, **more.get("due", {})})
 
 
-def elsewhere(step: int = 11, phase: str = "", **more: Any) -> Place:
-    return Place(step, phase, 40.0, issued=ISSUED, **more)
+def elsewhere(step: int = 11, phase: str = "", **more: Any) -> RankStatus:
+    return RankStatus(step, phase, quiet_s=40.0, issued=ISSUED, **more)
 
 
 def test_a_rank_that_has_left_the_loop() -> None:
@@ -128,3 +129,18 @@ def test_other_groups_of_ranks_are_left_alone() -> None:
     report = report_of({0: waits(ranks=(0, 1)), 1: elsewhere(), 2: elsewhere(), 3: None})
     assert "2" not in report.partition("rank 1 has left")[2].replace("step 12", "")
     assert "ranks" not in report
+
+
+def test_ranks_of_which_each_keeps_another_waiting_are_a_deadlock() -> None:
+    text = deadlock({0: waits(), 1: waits("layers.5", 9)})
+    assert text is not None
+    assert text.startswith(
+        "the ranks disagree on what to communicate: rank 0 waited for the all-gather of 'layers.4' (step 12, "
+        "forward); rank 1 waited for the all-gather of 'layers.5' (step 12, forward)."
+    )
+
+
+def test_ranks_that_a_slow_one_or_one_that_has_not_told_may_free_are_none() -> None:
+    slow = waits("layers.5", 9, issued={"all-gather layers.4": 12, "all-gather layers.5": 9})
+    assert deadlock({0: replace(waits(), issued=slow.issued), 1: slow}) is None
+    assert deadlock({0: waits(), 1: waits("layers.5", 9), 2: None}) is None

@@ -1,0 +1,79 @@
+"""The board: records that ranks leave for each other in the store of the job, where collectives do not work.
+
+A record is JSON. Of failures and waits, nothing is written while all goes well.
+
+    shardwise/failures        how many failures there have been
+    shardwise/failures/3      the third: which rank, what it raised, whether it has gone on (failures.py)
+    shardwise/failed/PG/1     what rank 1 waited for when communication in the process group PG failed
+    shardwise/stuck/1         what rank 1 waits for now, and what it has issued, while a wait takes long
+    shardwise/ended/1         where rank 1 was when its process ended
+    shardwise/rounds          how often all ranks were asked what they do (watch.py)
+    shardwise/rounds/2        who opens the second round counts this up, and only the first does
+    shardwise/status/2/1      what rank 1 did then
+    shardwise/report/2        the text; empty if the wait was over, or nobody has to be waited for
+    shardwise/plan/RANKS/...  one comparison after the other among these ranks (comparison.py)
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwise.ranks.activity import RankStatus
+
+_LONGEST_PAUSE_S = 0.2
+
+
+class Board:
+    """The board of a job, as one rank reads and writes it; ``prefix`` is put before all keys."""
+
+    def __init__(self, store: dist.Store, prefix: str = "shardwise") -> None:
+        self._store = store
+        self._prefix = prefix
+
+    def post(self, key: str, record: Any) -> None:
+        """Write a record, in place of an earlier one; None: there is none any more."""
+        self._store.set(f"{self._prefix}/{key}", json.dumps(record, default=asdict))
+
+    def read(self, key: str) -> Any:
+        """The record at ``key``, if any."""
+        key = f"{self._prefix}/{key}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def statuses(self, topic: str, ranks: Iterable[int]) -> dict[int, RankStatus | None]:
+        """What ``ranks`` have posted about themselves."""
+        found = {rank: self.read(f"{topic}/{rank}") for rank in ranks}
+        return {rank: None if each is None else RankStatus(**each) for rank, each in found.items()}
+
+    def count(self, key: str, by: int = 1) -> int:
+        """Count up the number at ``key``, from 0, and return it."""
+        return self._store.add(f"{self._prefix}/{key}", by)
+
+    def remove(self, key: str) -> None:
+        """Remove the record at ``key``, if any."""
+        self._store.delete_key(f"{self._prefix}/{key}")
+
+    def wait(self, *keys: str, check: Callable[[], None]) -> str:
+        """The first of ``keys`` that is there. ``check`` is called now and then, and may raise.
+
+        Asked for in short intervals: a wait of the store's own blocks it for other threads, and writes to
+        stderr when it ends without a result.
+        """
+        pause_s = 0.0002
+        while True:
+            for key in keys:
+                if self._store.check([f"{self._prefix}/{key}"]):
+                    return key
+            check()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def take(self, key: str, check: Callable[[], None]) -> Any:
+        """Wait for the record at ``key``, and remove it."""
+        self.wait(key, check=check)
+        record = self.read(key)
+        self.remove(key)
+        return record

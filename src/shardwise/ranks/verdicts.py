@@ -1,0 +1,215 @@
+"""Which ranks wait for each other, or for one that does not come, and how to say so.
+
+Facts and text only. Asked by failures.py, after two seconds and after a wait has failed, and by watch.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from shardwise.ranks.activity import RankStatus
+
+Statuses = Mapping[int, RankStatus | None]
+"""By rank; None of a rank that has not answered."""
+
+_DIFFERENT_PLACES = (
+    "numbers of microbatches or steps that differ by rank, or a call that all ranks have to make, such as "
+    "save_checkpoint, and some do not. Run as many everywhere, and make such calls on all ranks."
+)
+
+_DIFFERENT_MODULES = (
+    "control flow around these modules that differs by rank. If some ranks leave a module out, call "
+    "set_may_be_unused() on it; if they use different parameters of one, "
+    "set_reduce_scatter_unused_params(True)."
+)
+
+
+def ranks_behind(own: RankStatus, others: Statuses) -> dict[int, list[str]]:
+    """Which of ``others`` keep the rank of ``own`` waiting, and the kinds of which they have issued too few;
+    no kinds of a rank that has not answered.
+
+    Not only of what it waits for: many back ends match collectives by their order alone, so that the last one
+    misses, whichever was left out.
+    """
+    found: dict[int, list[str]] = {}
+    for rank, other in others.items():
+        if other is None:
+            found[rank] = []
+            continue
+        for kind, count in own.due.items():
+            issued = other.issued.get(kind, 0)
+            is_there = other.kind == kind and (other.count >= count or other.event == "call")
+            if issued is not None and issued < count and not is_there:
+                found.setdefault(rank, []).append(kind)
+    return found
+
+
+def deadlock(stuck: Statuses) -> str | None:
+    """The message if none of these ranks can continue; None if any of them can, or may.
+
+    A rank that no other keeps waiting is only slow, and the others may wait for it.
+    """
+    found = {rank: status for rank, status in stuck.items() if status is not None}
+    if len(found) < len(stuck) or not all(ranks_behind(own, stuck) for own in found.values()):
+        return None
+    reasons = [f"on rank {rank} {each.reason}" for rank, each in found.items() if each.reason]
+    if not reasons:
+        return disagreement_text(stuck)
+    waits = "; ".join(f"rank {rank} waits for {_what(each)}" for rank, each in found.items())
+    return (
+        f"{'; '.join(reasons)}. The other ranks have met no such change: {waits}. Freeze and configure "
+        "the model alike on all ranks."
+    )
+
+
+def subject_of(event: str, name: str) -> str:
+    """The beginning of a message about a wait for ``event`` of ``name``."""
+    if event == "call":
+        return f"{name} failed"
+    return f"{name}: its {event} failed" if name else f"The {event} failed"
+
+
+def disagreement_text(waits: Statuses) -> str:
+    """The message that ranks waited for different things, with the usual cause."""
+    told = "; ".join(
+        f"rank {rank} waited for {_what(wait)} ({wait.moment})"
+        if wait
+        else f"rank {rank} was in no call of shardwise"
+        for rank, wait in sorted(waits.items())
+    )
+    steps = {wait.step if wait and wait.event != "call" else None for wait in waits.values()}
+    are_in_one_step = len(steps) == 1 and None not in steps
+    causes = [_DIFFERENT_MODULES] if are_in_one_step else []
+    if not are_in_one_step or len({wait.event for wait in waits.values() if wait}) > 1:
+        # In one step: a rank reduces, and another does not, because its last microbatch is still to come.
+        causes.append(_DIFFERENT_PLACES)
+    return (
+        f"the ranks disagree on what to communicate: {told}. Collectives must be issued in the same order "
+        f"everywhere. Usual cause: {' Or: '.join(causes)}"
+    )
+
+
+def ended_text(
+    own: RankStatus, silent: Sequence[int], peer: int | None, ended: RankStatus | None, closed: str
+) -> str:
+    """The end of the message that a connection was ``closed``, by ``peer`` or another ``silent`` rank.
+    ``ended``: what that has posted at the end of its program."""
+    who = peer if peer in silent else silent[0]
+    if ended is not None:
+        return (
+            f" ({own.moment}), because rank {who} has come to the end of its program, after step "
+            f"{ended.step}. Usual cause: {_DIFFERENT_PLACES}"
+        )
+    named = f"rank {who} has ended; see its log"
+    if who != peer and len(silent) > 1:
+        named = f"one of the ranks {', '.join(map(str, silent))} has ended; see their logs"
+    return (
+        f", because {named}. Its connection was closed, and it has told of no error: it was killed, "
+        f"ran out of memory, crashed, or came to its end before the others. ({closed})"
+    )
+
+
+def _what(wait: RankStatus) -> str:
+    if wait.event == "call":
+        return f"the others in {wait.name}()"
+    return f"the {wait.event} of '{wait.name}'" if wait.name else f"the {wait.event}"
+
+
+def report_of(statuses: Statuses) -> str:
+    """Which ranks wait for what, and where those are that they wait for; empty if nobody waits for long."""
+    shown: dict[int, RankStatus] = {}
+    behind: set[int] = set()
+    left_out: dict[int, list[str]] = {}
+    for rank, own in statuses.items():
+        if own is None or not own.is_late:
+            continue
+        others = {other: statuses[other] for other in own.ranks if other != rank and other in statuses}
+        missing = ranks_behind(own, others)
+        if not missing and own.event == "call":
+            continue  # all ranks have come to it: it computes, or writes files
+        shown[rank] = own
+        behind |= missing.keys()
+        for other, kinds in missing.items():
+            if kinds and own.kind not in kinds:
+                left_out.setdefault(other, kinds)
+    if not shown:
+        return ""
+    lines = _alike({rank: _wait(status) for rank, status in shown.items()})
+    lines += _alike({rank: _whereabouts(statuses[rank]) for rank in sorted(behind - shown.keys())})
+    lines += _alike({rank: _omission(*kinds) for rank, kinds in left_out.items()})
+    if not behind:
+        lines += _undelivered(shown, statuses)
+    elif behind <= shown.keys():
+        lines.append(
+            "they wait for each other, because they disagree on what to communicate. Usual cause: control "
+            "flow that differs by rank"
+        )
+    longest_s = max(status.quiet_s for status in shown.values())
+    return f"No progress for {longest_s:.0f} s: " + "; ".join(lines)
+
+
+def _wait(status: RankStatus) -> str:
+    """What a late rank waits for, as a clause without its subject."""
+    if status.event == "call":
+        return f"{{is}} in {_literal(status.name)}() ({status.moment})"
+    device = "{is} with {its device} at" if status.is_on_device else "{waits} for"
+    named = f" of {_literal(status.name)}" if status.name else ""
+    return f"{device} the {status.event}{named} ({status.moment})"
+
+
+def _whereabouts(status: RankStatus | None) -> str:
+    """Where a rank is that others wait for."""
+    if status is None:
+        return "{does} not answer: {it} {has} ended, {was} stopped, or {has} left the process group"
+    if status.has_ended:
+        return f"{{has}} ended after step {status.step}"
+    at = f", at {_literal(status.code)}" if status.code else ""
+    if status.event:
+        return _wait(status) + at
+    if status.phase:
+        return f"{{computes}} ({status.moment}){at}"
+    if status.step == 0:
+        return "{has} not begun to train" + at
+    return f"{{has}} left the training loop after step {status.step}, or {{does}} something else there{at}"
+
+
+def _omission(kind: str, *others: str) -> str:
+    more = f" and {len(others)} more" if others else ""
+    event, _, name = kind.partition(" ")
+    return f"{{has}} left out the {event} of {_literal(name)}{more}, so that later collectives miss one"
+
+
+def _undelivered(shown: Mapping[int, RankStatus], statuses: Statuses) -> list[str]:
+    """All ranks have issued what is waited for, and it does not complete: who is elsewhere?"""
+    ranks = sorted({rank for status in shown.values() for rank in status.ranks} - shown.keys())
+    others = {rank: _whereabouts(statuses[rank]) for rank in ranks if statuses.get(rank) is not None}
+    cause = "a device still computes, or the network does not deliver"
+    if not any(status.is_on_device for status in shown.values()):
+        cause = "the network does not deliver, or the back end needs ranks that compute"
+    return [*_alike(others), f"all ranks have issued what is waited for: {cause}"]
+
+
+def _alike(clauses: Mapping[int, str]) -> list[str]:
+    """One line for all ranks of which the same is told, each clause with the verbs that agree with them."""
+    by_clause: dict[str, list[int]] = {}
+    for rank, clause in clauses.items():
+        by_clause.setdefault(clause, []).append(rank)
+    singular = ("is", "waits", "does", "has", "computes", "it", "its device", "was")
+    plural = ("are", "wait", "do", "have", "compute", "they", "their devices", "were")
+    return [
+        f"{_named(ranks)} "
+        + clause.format(**dict(zip(singular, plural if len(ranks) > 1 else singular, strict=True)))
+        for clause, ranks in by_clause.items()
+    ]
+
+
+def _literal(text: str) -> str:
+    """``text`` inside of a clause, where braces stand for verbs."""
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Ranks by number, neighbours as a range."""
+    neighbours = groupby(enumerate(sorted(ranks)), lambda each: each[1] - each[0])
+    runs = [[rank for _, rank in run] for _, run in neighbours]
+    shown = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
