@@ -35,7 +35,7 @@ from gpt import GPT, batch_of
 from torch import nn
 
 from shardwise import CommPolicy, shard_model
-from shardwise.engine.members import sharded_members
+from shardwise.engine.module_state import sharded_module_states
 
 SETTINGS = {
     "default": CommPolicy(),
@@ -59,7 +59,7 @@ class Memory:
     """The most bytes that a schedule had in unsharded buffers and full gradients."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.groups = [member.group for member in sharded_members(model)]
+        self.groups = [module_state.group for module_state in sharded_module_states(model)]
         self.phase = "forward"
         self.peaks = {"forward": 0, "backward": 0, "gradients": 0}
 
@@ -101,7 +101,7 @@ class Trainer:
     def peaks(self) -> dict[str, float]:
         """Of one more step, in blocks."""
         memory = Memory(self.model)
-        root = sharded_members(self.model)[0].root
+        root = sharded_module_states(self.model)[0].root
         root.observe(memory.look)
         self.timed_step(0)
         root.observe(None)

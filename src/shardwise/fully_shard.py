@@ -16,9 +16,10 @@ from shardwise.buckets.optimizer_steps import install_step_hooks
 # Eager steps go through compile as well: one hook serves both, and asks at each call whether it is traced.
 from shardwise.compile import traced
 from shardwise.compile.hooks import install_hooks
-from shardwise.engine.members import Member, drive, set_member, sharded_members
+from shardwise.engine.module_state import ModuleState, drive, set_module_state, sharded_module_states
 from shardwise.engine.root import Root
 from shardwise.fsdp_module.sharded_module import ShardedModule
+from shardwise.groups.added_parameters import Owner, owner_of, set_owner
 from shardwise.groups.casts import Casts, cast_around
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.fqns import listed
@@ -47,8 +48,6 @@ from shardwise.setup.outside_calls import explain_calls
 from shardwise.setup.sharded_class import original_class, sharded_class
 from shardwise.setup.shared_parameters import leave_ties, resolve_ties
 from shardwise.setup.validation import (
-    PLACE,
-    Place,
     check_flags,
     check_ignored,
     check_modules,
@@ -261,17 +260,17 @@ def fully_shard(
 
 def _attach_to_modules(group: ParameterGroup, modules: list[nn.Module], names: dict[nn.Module, str]) -> None:
     """Attach the group to its modules, register hooks, and join the trees of sharded modules inside."""
-    member = Member(group, Root(group.device), traced)
+    module_state = ModuleState(group, Root(group.device), traced)
     for module in modules:
-        set_member(module, member)
+        set_module_state(module, module_state)
         nn_modules.register_api(module)
     for module in group.managed_modules:
-        module.__dict__[PLACE] = Place(group, names[module] or group.name)
+        set_owner(module, Owner(group, names[module] or group.name))
         nn_modules.mark_managed(module)
-    install_hooks(member)
+    install_hooks(module_state)
     install_step_hooks()  # from now on: state may be loaded, for which torch steps, before the first forward
     explain_calls(group)
-    _build_tree(modules, member)
+    _build_tree(modules, module_state)
 
 
 def _message_about_ignored(group: ParameterGroup, found: Found) -> str:
@@ -334,16 +333,16 @@ def _use_buffers(managed_modules: list[nn.Module], moved: dict[torch.Tensor, tor
                 nn_modules.buffers(module)[name] = moved[buffer]
 
 
-def _build_tree(modules: list[nn.Module], member: Member) -> None:
+def _build_tree(modules: list[nn.Module], module_state: ModuleState) -> None:
     """Let the new root drive all groups inside the newly sharded modules, and name them as it sees them."""
-    members = {id(m): m for module in modules for m in sharded_members(module)}
-    drive(member.root, list(members.values()), member)
+    module_states = {id(m): m for module in modules for m in sharded_module_states(module)}
+    drive(module_state.root, list(module_states.values()), module_state)
     for root in modules:
         names = {module: name for name, module in root.named_modules()}
-        for inner in sharded_members(root):
-            if inner is not member:
+        for inner in sharded_module_states(root):
+            if inner is not module_state:
                 inner.group.rename(names)
         for module, name in names.items():
-            place: Place | None = module.__dict__.get(PLACE)
-            if place is not None and place.group is not member.group:
-                place.fqn = name
+            owner = owner_of(module)
+            if owner is not None and owner.group is not module_state.group:
+                owner.fqn = name

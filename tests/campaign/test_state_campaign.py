@@ -45,7 +45,7 @@ from shardwise import (
     shard_model,
     unsharded,
 )
-from shardwise.engine.members import sharded_members
+from shardwise.engine.module_state import sharded_module_states
 from shardwise.init import check_replicas, sync_module_states
 from shardwise.state import (
     EMA,
@@ -462,7 +462,7 @@ class Leg:
             return
         how = self.leg["load"]
         times = 1 + how["twice"]
-        if how["inside"] == "inference" and self.leg["start"] != "meta" and sharded_members(self.model):
+        if how["inside"] == "inference" and self.leg["start"] != "meta" and sharded_module_states(self.model):
             self.model.eval()
             with inference(self.model):  # what was unsharded is not used any more
                 self.model(self.batch(3))
@@ -508,7 +508,7 @@ class Leg:
 
     def do_edit(self) -> None:
         """In `unsharded`, where the sharded model shows plain parameters."""
-        is_lent = self.is_sharded and sharded_members(self.model)
+        is_lent = self.is_sharded and sharded_module_states(self.model)
         with torch.no_grad(), unsharded(self.model) if is_lent else nullcontext():
             for param in self.model.parameters():
                 if param.is_floating_point():
@@ -519,7 +519,7 @@ class Leg:
         self.loss(GARBAGE_SEED).backward()
 
     def do_no_sync(self) -> None:
-        if self.is_sharded and sharded_members(self.model):
+        if self.is_sharded and sharded_module_states(self.model):
             with no_sync(self.model):
                 self.loss(GARBAGE_SEED).backward()
         else:
@@ -527,7 +527,7 @@ class Leg:
 
     def do_unsharded(self) -> None:
         """No function on states runs there."""
-        if not sharded_members(self.model):
+        if not sharded_module_states(self.model):
             return
         with unsharded(self.model):
             for call in (full_state_dict, iter_full_parameters, EMA):

@@ -61,7 +61,7 @@ from shardwise import (
     shard_model,
     unsharded,
 )
-from shardwise.engine.members import sharded_members
+from shardwise.engine.module_state import sharded_module_states
 from shardwise.observe import memory_snapshot
 from shardwise.optim import grad_norms_by_module
 from shardwise.strategies import WrapBySize, register_comm_hook
@@ -684,7 +684,9 @@ class StrategyRun(Run):
         with ExitStack() as stack:
             if self.is_sharded and how != "yes":
                 part = (
-                    self.model.blocks if how == "part" and sharded_members(self.model.blocks) else self.model
+                    self.model.blocks
+                    if how == "part" and sharded_module_states(self.model.blocks)
+                    else self.model
                 )
                 stack.enter_context(no_sync(part))
                 if how == "nested":
@@ -766,7 +768,9 @@ class StrategyRun(Run):
             "with_grads": action["grads"],
         }
         is_possible = self.answer(
-            lambda: bool(sharded_members(module)) and (action["recurse"] or isinstance(module, FSDPModule))
+            lambda: (
+                bool(sharded_module_states(module)) and (action["recurse"] or isinstance(module, FSDPModule))
+            )
         )
         if not is_possible:
             return
@@ -884,7 +888,10 @@ class StrategyRun(Run):
             self.model(self.batch())
         self.model.fails_at = None
         if self.is_sharded:
-            assert all(member.group.settings.requires_gradient_sync for member in sharded_members(self.model))
+            assert all(
+                module_state.group.settings.requires_gradient_sync
+                for module_state in sharded_module_states(self.model)
+            )
 
     def do_eval(self, action: Draw) -> None:
         module = self.module_for(action)
@@ -952,10 +959,10 @@ class StrategyRun(Run):
         """Nothing is left unreduced or shadowed, nor unsharded but where that was asked for."""
         if not self.is_sharded:
             return
-        for member, found in zip(
-            sharded_members(self.model), memory_snapshot(self.model).groups, strict=True
+        for module_state, found in zip(
+            sharded_module_states(self.model), memory_snapshot(self.model).groups, strict=True
         ):
-            group = member.group
+            group = module_state.group
             if found.reason == "the caller has called unshard()":
                 continue
             for param in group.shards.params:

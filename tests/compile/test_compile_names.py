@@ -24,7 +24,7 @@ from torch._dynamo.utils import counters
 import shardwise
 from shardwise import fully_shard, shard_model
 from shardwise.comm.full_tensors import full_values
-from shardwise.engine.members import sharded_members
+from shardwise.engine.module_state import sharded_module_states
 from shardwise.optim import FlatOptimizer
 
 FORMS = [
@@ -318,7 +318,7 @@ def test_messages_and_tables_have_the_names_of_the_model(world2: World, of: Any,
 def use(form: str) -> dict[str, Any]:
     model = built(form)
     blocks = list(model.blocks)
-    groups = [member.group for member in sharded_members(model)]
+    groups = [module_state.group for module_state in sharded_module_states(model)]
     found: dict[str, Any] = {}
 
     model.set_requires_gradient_sync(False)

@@ -19,7 +19,7 @@ from scenario import Side, assert_same
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.engine.members import sharded_members
+from shardwise.engine.module_state import sharded_module_states
 from shardwise.optim import FlatOptimizer
 
 READS = ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero")
@@ -40,7 +40,7 @@ def counted(model: Any) -> Iterator[dict[str, int]]:
     def observe(event: str, name: str) -> None:
         counts["all-gathers"] += event == "unshard"
 
-    (root,) = {member.root for member in sharded_members(model)}
+    (root,) = {module_state.root for module_state in sharded_module_states(model)}
     root.observe(observe)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", counting("all-reduces", dist.all_reduce))
@@ -144,7 +144,7 @@ def unshards_with_frozen_blocks() -> list[list[str]]:
     optimizers = [
         torch.optim.SGD(p, lr=0.1) for p in (filter(wants_grad, model.parameters()), other.parameters())
     ]
-    (root,) = {member.root for member in sharded_members(model)}
+    (root,) = {module_state.root for module_state in sharded_module_states(model)}
     found = []
     for step in range(4):
         unsharded: list[str] = []
@@ -271,7 +271,7 @@ def answer_to_a_change(change: Callable[[Tensor], None]) -> tuple[str, list[str]
         change(model.blocks[1].up.weight)
     with pytest.raises(RuntimeError) as caught:
         model(inputs)
-    (root,) = {member.root for member in sharded_members(model)}
+    (root,) = {module_state.root for module_state in sharded_module_states(model)}
     unsharded: list[str] = []
     root.observe(lambda event, name: unsharded.append(name) if event == "unshard" else None)
     model(inputs)
@@ -298,7 +298,7 @@ def forward_after_equal_contents() -> list[str]:
     inputs = random_batch(0, 4, dtype=torch.float32)
     model(inputs).sum().backward()
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
-    (root,) = {member.root for member in sharded_members(model)}
+    (root,) = {module_state.root for module_state in sharded_module_states(model)}
     gathered: list[str] = []
     root.observe(lambda event, name: gathered.append(name) if event == "gather" else None)
     model(inputs).sum().backward()

@@ -356,7 +356,7 @@ def test_an_evaluation_between_microbatches_disturbs_nothing(world2: World) -> N
 
 def settings_of(model: nn.Module) -> list[bool]:
     """Of the root and of each block, in this order: whether gradients are reduced."""
-    groups = [each._shardwise_member.group for each in (model, *model.blocks)]
+    groups = [each._shardwise_state.group for each in (model, *model.blocks)]
     return [group.settings.requires_gradient_sync for group in groups]
 
 
@@ -395,7 +395,7 @@ def kept_settings(raises: bool) -> tuple[list[Any], list[Any]]:
     shardwise.shard_model(model, strategy="zero2", overrides={"blocks.1": "zero1", "blocks.2": "zero3"})
 
     def settings() -> list[Any]:
-        groups = [each._shardwise_member.group for each in (model, *model.blocks)]
+        groups = [each._shardwise_state.group for each in (model, *model.blocks)]
         return [
             (group.settings.reshard_after_backward, group.settings.reshard_after_forward) for group in groups
         ]

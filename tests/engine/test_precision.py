@@ -974,7 +974,7 @@ def overridden(
         param_dtype=BF16, reduce_dtype=reduce_dtype, param_dtype_override_fn=counting
     )
     fully_shard(model, mp_policy=policy)
-    params = {p.fqn: p.precision for p in model._shardwise_member.group.shards.params}  # type: ignore[union-attr]
+    params = {p.fqn: p.precision for p in model._shardwise_state.group.shards.params}  # type: ignore[union-attr]
     model(random_batch(0, 4).float()).float().pow(2).mean().backward()
     seen = {"up": model.up.seen, "router": model.router.seen}
     assert all(param.dtype == param.grad.dtype == F32 for param in model.parameters())

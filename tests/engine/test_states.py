@@ -76,7 +76,7 @@ def test_from_every_state_there_is_a_way_home_and_back(
 
 def call_out_of_turn(step: str) -> str:
     model = fully_shard(nn.Sequential(nn.Linear(2, 2)))
-    group = model._shardwise_member.group
+    group = model._shardwise_state.group
     with pytest.raises(RuntimeError) as refused:
         attrgetter(step)(group)()
     return str(refused.value)

@@ -138,8 +138,8 @@ def test_nobody_touches_the_shards_before_the_optimizer_is_done(
 def answers_on_a_device(device: str) -> list[str]:
     """What the root says to things that may be meant as events and streams, and what it waits for after."""
     model = sharded_tower()
-    model._shardwise_member.group.device = torch.device(device)
-    root = model._shardwise_member.root
+    model._shardwise_state.group.device = torch.device(device)
+    root = model._shardwise_state.root
     answers = []
     for thing in (None, torch.Event("cpu"), torch.cpu.Event(), threading.Event(), "now"):
         try:

@@ -275,7 +275,7 @@ def test_what_is_not_to_be_compared_is_not(world4: World) -> None:
 def what_stays() -> list[Any]:
     model = sharded(tower(0))
     params = [
-        p for m in model.modules() if (g := vars(m).get("_shardwise_member")) for p in g.group.shards.params
+        p for m in model.modules() if (g := vars(m).get("_shardwise_state")) for p in g.group.shards.params
     ]
     before = sum(param.initial_checksums is not None for param in params)
     step(model)

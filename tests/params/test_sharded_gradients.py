@@ -51,7 +51,7 @@ def assert_equal_gradients(model: nn.Module, plain: nn.Module) -> None:
 
 def sharded_gradients_of(model: nn.Module) -> list[ShardedGradients]:
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return [bucket.sharded_gradients for m in modules for bucket in m._shardwise_member.group.buckets]
+    return [bucket.sharded_gradients for m in modules for bucket in m._shardwise_state.group.buckets]
 
 
 KEPT: dict[str, Callable[[Tensor], Any]] = {

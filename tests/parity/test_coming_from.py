@@ -921,7 +921,7 @@ def storages() -> tuple[bool, int, bool]:
     shard_model(model)
     mean_of_squares(model, random_batch(0, 4)).backward()
     params = list(model.blocks[0].parameters())
-    buffer = model.blocks[0]._shardwise_member.group.buckets[0].flat_shard.bytes
+    buffer = model.blocks[0]._shardwise_state.group.buckets[0].flat_shard.bytes
     inside = range(buffer.data_ptr(), buffer.data_ptr() + buffer.numel())
     return (
         all(param.to_local().data_ptr() in inside for param in params),
@@ -1204,7 +1204,7 @@ def public_methods(cls: type) -> set[str]:
 
 
 def members_of(*enums: Any) -> set[str]:
-    return {member.name for enum in enums for member in enum}
+    return {module_state.name for enum in enums for module_state in enum}
 
 
 # Of documents whose code is not installed.

@@ -23,11 +23,11 @@ fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (world,)))
 result = {
     "local": [list(p.to_local().shape) for p in model[0].parameters()],
     "full": [list(p.shape) for p in model[0].parameters()],
-    "bytes": sum(b.flat_shard.bytes.numel() for b in model[0]._shardwise_member.group.buckets),
+    "bytes": sum(b.flat_shard.bytes.numel() for b in model[0]._shardwise_state.group.buckets),
 }
 try:
     events = []
-    model._shardwise_member.root.observe(lambda event, name: events.append(f"{event} {name}"))
+    model._shardwise_state.root.observe(lambda event, name: events.append(f"{event} {name}"))
     model(torch.ones(2, 256)).sum().backward()
     result["events"] = len(events)
 except RuntimeError as error:
@@ -86,7 +86,7 @@ mesh = torch.distributed.init_device_mesh("cpu", (world,))
 
 def counts(block):
     fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    (bucket,) = block._shardwise_member.group.buckets
+    (bucket,) = block._shardwise_state.group.buckets
     collectives = len(bucket.computed.direct) + bool(bucket.computed.packed_bytes)
     parts = bucket.reduction.parts
     return collectives, len(parts), min(part.num_bytes for part in parts) // world >> 10

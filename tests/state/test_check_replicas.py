@@ -184,7 +184,7 @@ def num_checks() -> list[int]:
         for _ in range(2):
             forward(model)
         model.set_requires_all_reduce(True)
-        model._shardwise_member.root.start_over()
+        model._shardwise_state.root.start_over()
         forward(model)
         found.append(numbers.call_count)
     return found

@@ -313,7 +313,7 @@ def test_the_totals_are_what_is_allocated(world3: World, build: Callable[[], nn.
 def offloaded() -> nn.Module:
     model = fully_shard(Tower(), mp_policy=BF16)
     other = torch.device("meta")  # than that of the mesh
-    model._shardwise_member.group.buckets[0].storage = ShardStorage(other)
+    model._shardwise_state.group.buckets[0].storage = ShardStorage(other)
     return model
 
 

@@ -704,7 +704,7 @@ def described(model: nn.Module) -> dict[str, str]:
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            group = module._shardwise_member.group
+            group = module._shardwise_state.group
             param = group.shards.params[0]
             frees = group.settings.reshard_after_forward
             after = ("freed" if name else "as root") if frees is None else ("freed" if frees else "kept")
@@ -816,7 +816,7 @@ def other_arguments() -> dict[str, Any]:
         "blocks.2": {"offload_policy": CPUOffloadPolicy()},
     }
     model = shard_model(built(uneven_tower), overrides=overrides)
-    groups = [block._shardwise_member.group for block in model.blocks]
+    groups = [block._shardwise_state.group for block in model.blocks]
     assert [group.policy is policy for group in groups] == [True, False, False]
     assert [block.up.weight.device_mesh.ndim for block in model.blocks] == [1, 2, 1]
     mean_of_squares(model, part(Plan("zero3", 4), uneven_batch(0, 12))).backward()
@@ -945,11 +945,11 @@ def name_of_replaced(strategy: str, cap: float | None) -> dict[str, Any]:
     """One block was sharded by hand: it stays as it is."""
     model = built(uneven_tower)
     fully_shard(model.blocks[1], reshard_after_forward=False)
-    member = model.blocks[1]._shardwise_member
+    module_state = model.blocks[1]._shardwise_state
     kept = list(model.blocks[1].parameters())
     shard_model(model, strategy=strategy, bucket_cap_mb=cap)
-    assert model.blocks[1]._shardwise_member is member
-    assert member.group.settings.reshard_after_forward is False
+    assert model.blocks[1]._shardwise_state is module_state
+    assert module_state.group.settings.reshard_after_forward is False
     assert all(now is then for now, then in zip(model.blocks[1].parameters(), kept, strict=True))
     mean_of_squares(model, part(Plan("zero3", 2), uneven_batch(0, 12))).backward()
     return gradients_of(model)
@@ -1208,10 +1208,10 @@ def test_what_does_not_fit_the_last_group_leaves_no_half_sharded_model(world4: W
 
 def sharded_twice() -> list[str]:
     model = shard_model(built(uneven_tower))
-    kept = [model._shardwise_member, *model.parameters()]
+    kept = [model._shardwise_state, *model.parameters()]
     messages = [refusal(shard_model, model), refusal(shard_model, model.blocks[1])]
     assert all(
-        now is then for now, then in zip([model._shardwise_member, *model.parameters()], kept, strict=True)
+        now is then for now, then in zip([model._shardwise_state, *model.parameters()], kept, strict=True)
     )
     outer = built(uneven_tower)
     fully_shard(outer)

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 from torch import nn
 
-from shardwise.engine.members import sharded_members
+from shardwise.engine.module_state import sharded_module_states
 
 
 def observe(model: nn.Module, look: Callable[[str, str], None]) -> None:
     """Call ``look`` with each event of ``model`` and the group's name from now on."""
-    sharded_members(model)[0].root.observe(look)
+    sharded_module_states(model)[0].root.observe(look)
 
 
 def events_of(model: nn.Module) -> list[str]:

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import fully_shard
 from shardwise.comm import buffers
-from shardwise.engine.members import sharded_members
+from shardwise.engine.module_state import sharded_module_states
 from shardwise.observe import memory_snapshot
 
 BATCH_SIZE = 12  # divisible by 1, 2, 3 and 4 ranks
@@ -149,15 +149,15 @@ class Side:
         for module in model.modules():
             for name in module._parameters:
                 assert name not in module.__dict__, f"{name} of {type(module).__name__} is still shadowed"
-        members = sharded_members(model)
-        for found in memory_snapshot(model).groups if members else ():
+        module_states = sharded_module_states(model)
+        for found in memory_snapshot(model).groups if module_states else ():
             assert found.state == "sharded", f"'{found.name}' is still {found.state}"
             assert found.gradient_state == "empty", (
                 f"gradients of '{found.name}' are still {found.gradient_state}"
             )
             held = found.full_gradient_bytes
             assert held == 0, f"'{found.name}' holds {held} bytes of full gradients"
-        for group in [member.group for member in members]:
+        for group in [module_state.group for module_state in module_states]:
             for bucket in group.unsharded.buckets if self.world > 1 else ():
                 left = 0 if bucket.buffer.keeps_memory else bucket.buffer._storage.nbytes()
                 assert left == 0, f"'{group.name}' holds {left} bytes of full parameters"

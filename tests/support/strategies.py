@@ -77,7 +77,7 @@ def groups_of(model: nn.Module) -> list[list[str]]:
     found: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, shardwise.FSDPModule):
-            found.setdefault(id(module._shardwise_member), []).append(name)
+            found.setdefault(id(module._shardwise_state), []).append(name)
     return list(found.values())
 
 

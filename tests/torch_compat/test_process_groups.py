@@ -18,7 +18,7 @@ from models import even_tower, random_batch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import fully_shard
-from shardwise.engine.members import sharded_members
+from shardwise.engine.module_state import sharded_module_states
 from shardwise.torch_compat import c10d
 
 GPU = torch.device("cuda", 0)
@@ -125,8 +125,8 @@ def purposes_of_what_a_failure_ends() -> list[str]:
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
     model.set_separate_reduce_scatter_group(True)
     model(random_batch(0, 4))
-    (member,) = sharded_members(model)
-    names = [axis.pg.group_name.split("_") for axis in member.group.gradients.awaited.axes()]
+    (module_state,) = sharded_module_states(model)
+    names = [axis.pg.group_name.split("_") for axis in module_state.group.gradients.awaited.axes()]
     return sorted(name[1] if name[0] == "shardwise" else "mesh" for name in names)
 
 

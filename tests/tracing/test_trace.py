@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import CommPolicy, fully_shard
-from shardwise.engine.members import sharded_members
+from shardwise.engine.module_state import sharded_module_states
 from shardwise.observe import memory_snapshot
 from shardwise.tracing.recorder import TracedRoot
 from shardwise.tracing.records import Recording, Span, lanes
@@ -280,12 +280,15 @@ def test_a_trace_changes_no_value_and_leaves_no_thread(world2: World) -> None:
 
 
 def state_of(model: nn.Module) -> list[object]:
-    members = sharded_members(model)
-    root = members[0].root
+    module_states = sharded_module_states(model)
+    root = module_states[0].root
     return [
         root.observer,
         root.find(TracedRoot),
-        *(isinstance(getattr(member.group, "streams", None), TracedStreams) for member in members),
+        *(
+            isinstance(getattr(module_state.group, "streams", None), TracedStreams)
+            for module_state in module_states
+        ),
     ]
 
 

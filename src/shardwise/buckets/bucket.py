@@ -179,7 +179,7 @@ class Bucket:
         has_new_dtype = any(param.sharded.dtype != param.precision.stored for param in self.params)
         if has_new_dtype or self.flat_shard.bytes.device != self.storage.device:
             for param in self.params:
-                param.follow_dtype()
+                param.adopt_dtype()
         elif all(
             dtensor.local_tensor(p.sharded) is v
             for p, v in zip(self.params, self.flat_shard.views, strict=True)

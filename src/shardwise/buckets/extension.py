@@ -225,7 +225,7 @@ class ExtensionBucket(Bucket):
 
     def rebuild_flat_shard(self) -> None:
         """Lay out the bucket anew."""
-        self._param.follow_dtype()
+        self._param.adopt_dtype()
         self.lay_out(torch.device("meta") if self._param.sharded.is_meta else self.storage.device)
         self._take_local()
 

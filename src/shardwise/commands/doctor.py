@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from shardwise import __version__
 from shardwise.commands import RankError, UsageError
-from shardwise.doctor.examine import Plan, examine
+from shardwise.doctor.examine import ExaminationPlan, examine
 from shardwise.doctor.findings import Verdict, table
 from shardwise.doctor.job import Job, Surroundings
 from shardwise.torch_compat import c10d
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace, around: Surroundings | None = None) -> in
     if not arguments.timeout > 0:
         raise UsageError(f"--timeout is {arguments.timeout:g}; give seconds to wait.")
     with _joined(arguments.timeout) as job:
-        plan = Plan(arguments.mesh, arguments.names, arguments.device, arguments.folder)
+        plan = ExaminationPlan(arguments.mesh, arguments.names, arguments.device, arguments.folder)
         found = examine(job, around or Surroundings.of_this_process(__version__), plan)
         job.begin("verdict")
         if job.rank == 0:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.buckets.bucket import Bucket
 from shardwise.compile.functional import Piece, Ways, unshard, unshard_again_in_backward
-from shardwise.engine.members import Member
+from shardwise.engine.module_state import ModuleState
 from shardwise.groups.group import ParameterGroup, open_tie_message
 from shardwise.groups.shards import meta_message
 from shardwise.groups.states import DEFERRED
@@ -35,13 +35,13 @@ from shardwise.params.parameter import Param
 from shardwise.torch_compat import dynamo
 
 
-def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def before_forward(module_state: ModuleState, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Let the module see full tensors, and bring inputs to the device and dtype of the computation."""
-    group = member.group
-    is_root = group is member.root.group
-    _refuse_in_graphs(member)
-    unshards_again = member.root.reshards_after_forward(group) and torch.is_grad_enabled()
-    reduce_groups = member.names_of_reduce_groups().splitlines()
+    group = module_state.group
+    is_root = group is module_state.root.group
+    _refuse_in_graphs(module_state)
+    unshards_again = module_state.root.reshards_after_forward(group) and torch.is_grad_enabled()
+    reduce_groups = module_state.names_of_reduce_groups().splitlines()
     for bucket, reduce_group in zip(group.buckets, reduce_groups, strict=True):
         params = _params_of(module, group, bucket)
         ways = _ways(group, bucket, reduce_group)
@@ -52,9 +52,9 @@ def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) ->
     return group.casts.inputs(args, kwargs) or (args, kwargs)
 
 
-def after_forward(member: Member, module: nn.Module, output: Any) -> Any:
+def after_forward(module_state: ModuleState, module: nn.Module, output: Any) -> Any:
     """Let the module see its shards again."""
-    group = member.group
+    group = module_state.group
     for bucket in group.buckets:
         dynamo.allowed_in_checkpoints(_unshadow, _params_of(module, group, bucket))
     return group.casts.output(output)
@@ -138,12 +138,12 @@ def _unshadow(params: Sequence[Param]) -> None:
 # --- what is not possible -------------------------------------------------------------------------
 
 
-def _refuse_in_graphs(member: Member) -> None:
+def _refuse_in_graphs(module_state: ModuleState) -> None:
     """Break the graph where it would not do what the caller has asked for."""
-    group = member.group
-    if reason := _about_model(member):
+    group = module_state.group
+    if reason := _about_model(module_state):
         dynamo.refuse_graph(reason)
-    reason = _about_weights(member)
+    reason = _about_weights(module_state)
     if torch.is_grad_enabled():
         reason = reason or _about_gradients(group)
     for bucket in group.buckets:
@@ -156,15 +156,15 @@ def _refuse_in_graphs(member: Member) -> None:
         )
 
 
-def _about_model(member: Member) -> str:
+def _about_model(module_state: ModuleState) -> str:
     """What eager runs refuse as well, when they begin or at the end of a forward: the whole message."""
-    group = member.group
+    group = module_state.group
     if group.ties:  # without a look at what they are tied to, which dynamo would ask for its gradient
         return open_tie_message(group.ties[0].site.fqn, "a parameter that")
     try:
         group.refuse_partly_loaded()
         if not group.added.is_untouched_in_graph():
-            group.refuse_added(member.root.lazy_init.module_names())
+            group.refuse_added(module_state.root.lazy_init.module_names())
     except RuntimeError as error:
         return str(error)
     # As the modules have them: of tensors that it meets elsewhere first, dynamo takes the sizes for dynamic.
@@ -174,10 +174,10 @@ def _about_model(member: Member) -> str:
     return ""
 
 
-def _about_weights(member: Member) -> str:
-    if not member.root.ranks_run_alike:
+def _about_weights(module_state: ModuleState) -> str:
+    if not module_state.root.ranks_run_alike:
         return "inference() keeps parameters unsharded, but a graph unshards by itself. Leave the context"
-    if member.root.post_optim_event is not None:
+    if module_state.root.post_optim_event is not None:
         return (
             "set_post_optim_event() was called, but a graph unshards without waiting for it. Let the "
             "computing stream wait for the event instead: "

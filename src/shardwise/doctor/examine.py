@@ -19,7 +19,7 @@ _LONGEST_ERROR = 400
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExaminationPlan:
     """How the job is going to train, as the options say it: on a mesh of such sizes (``2x8``; by default one
     dimension) and names (``replicate,shard``), on devices of a type (by default the accelerator, or the
     host), with checkpoints in these folders."""
@@ -30,7 +30,7 @@ class Plan:
     folders: Sequence[Path] = ()
 
 
-def examine(job: Job, around: Surroundings, plan: Plan) -> list[Finding]:
+def examine(job: Job, around: Surroundings, plan: ExaminationPlan) -> list[Finding]:
     """The findings of all checks on rank 0, and none elsewhere.
 
     A check that raises on any rank ends the examination: ranks would not meet in those that follow.

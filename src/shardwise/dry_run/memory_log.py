@@ -115,7 +115,7 @@ class MemoryLog:
 _DEVICE, _NUMBER = torch.ops.prim.device.default, torch.ops.aten._local_scalar_dense.default
 
 
-class Recording(TorchDispatchMode):
+class RecordingMode(TorchDispatchMode):
     """Inside, all fake tensors that operations make are seen by ``log``.
 
     A number that is read from a fake tensor, which has none, is 1, or True.

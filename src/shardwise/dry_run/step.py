@@ -32,11 +32,11 @@ from shardwise.dry_run.memory_log import (
     UNSHARDED,
     MemoryLog,
     Moment,
-    Recording,
+    RecordingMode,
     moments,
 )
 from shardwise.dry_run.optimizers import Several
-from shardwise.engine.members import Member, sharded_members
+from shardwise.engine.module_state import ModuleState, sharded_module_states
 from shardwise.groups.group import ParameterGroup
 from shardwise.torch_compat import dtensor, pytree, tensor_impl
 
@@ -47,7 +47,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True)
-class Plan:
+class DryRunPlan:
     """What is to be run.
 
     ``shape``: the mesh, sizes of its dimensions by name. ``shard`` shards the model over that mesh. ``call``
@@ -118,7 +118,7 @@ class Step:
         return inside[-1].removeprefix("forward ").removeprefix("backward ") if inside else ""
 
 
-def dry_run(model: nn.Module, plan: Plan) -> Step:
+def dry_run(model: nn.Module, plan: DryRunPlan) -> Step:
     """Shard ``model``, which is on the meta device and becomes unusable, and run a step of it."""
     log, sent = MemoryLog(), Counter[str]()
 
@@ -129,13 +129,13 @@ def dry_run(model: nn.Module, plan: Plan) -> Step:
 
     with fake_world(plan.shape, tell) as mesh, _as_in_training():
         plan.shard(model, mesh)
-        members = sharded_members(model)
+        module_states = sharded_module_states(model)
         if plan.on_host:
-            _use_gloo([member.group for member in members])
-        _change_forwards(model, members, plan)
-        with tensor_impl.fake_tensors(), Recording(log):
+            _use_gloo([module_state.group for module_state in module_states])
+        _change_forwards(model, module_states, plan)
+        with tensor_impl.fake_tensors(), RecordingMode(log):
             make_fake(model)
-            step = _Rehearsal(model, members, plan, log)
+            step = _Rehearsal(model, module_states, plan, log)
             for _ in range(1 + step.keeps_after_backward):
                 step.run()
             log.marks.clear()
@@ -144,7 +144,7 @@ def dry_run(model: nn.Module, plan: Plan) -> Step:
             log.look()
     begin = log.marks[0][0]
     timeline = list(moments(log.allocations, begin, log.now))
-    groups = [member.group for member in members]
+    groups = [module_state.group for module_state in module_states]
     return Step(
         timeline,
         log.marks,
@@ -174,9 +174,9 @@ def _use_gloo(groups: Sequence[ParameterGroup]) -> None:
         group.take_stock()
 
 
-def _change_forwards(model: nn.Module, members: Sequence[Member], plan: Plan) -> None:
+def _change_forwards(model: nn.Module, module_states: Sequence[ModuleState], plan: DryRunPlan) -> None:
     """What the plan says of computation."""
-    groups = [member.group for member in members]
+    groups = [module_state.group for module_state in module_states]
     if plan.call is None:
         sites = [[(site.module, site.name) for p in g.shards.params for site in p.sites] for g in groups]
         without_computation(model, [(g.modules, own) for g, own in zip(groups, sites, strict=True)])
@@ -187,9 +187,11 @@ def _change_forwards(model: nn.Module, members: Sequence[Member], plan: Plan) ->
 class _Rehearsal:
     """Runs steps, and tells the log what memory is for."""
 
-    def __init__(self, model: nn.Module, members: Sequence[Member], plan: Plan, log: MemoryLog) -> None:
+    def __init__(
+        self, model: nn.Module, module_states: Sequence[ModuleState], plan: DryRunPlan, log: MemoryLog
+    ) -> None:
         self._model = model
-        self._groups = {member.group.name: member.group for member in members}
+        self._groups = {module_state.group.name: module_state.group for module_state in module_states}
         self._log = log
         self._watched: set[int] = set()
         self._call = _without_batch if plan.call is None else plan.call()
@@ -199,7 +201,7 @@ class _Rehearsal:
         self._trained = trained
         self._optimizer = plan.optimizer(self._locals)
         self._told = torch.optim.SGD(trained, lr=0.0)
-        for root in {id(member.root): member.root for member in members}.values():
+        for root in {id(module_state.root): module_state.root for module_state in module_states}.values():
             root.observe(self._observe)
 
     @property

@@ -205,7 +205,7 @@ class BackwardPass:
         """Backward has reached the outputs of ``call``: have the parameters of its group unsharded."""
         root, group = self._root, call.group
         if torch.is_grad_enabled():  # create_graph=True
-            created_nodes(root).follow(autograd.current_node())
+            created_nodes(root).track(autograd.current_node())
         active = task.active
         if active.get(group) == call.enter and group.unsharded.state is UNSHARDED:
             return  # another output of the same call
@@ -446,7 +446,7 @@ def _enter_created(root: Root, mark: Mark) -> None:
     """Unshard the groups of a node that an earlier backward created, until this backward ends."""
     task = graph_task(root)
     if torch.is_grad_enabled():
-        created_nodes(root).follow(autograd.current_node())
+        created_nodes(root).track(autograd.current_node())
     if mark is task.reached:
         return
     task.reached = mark

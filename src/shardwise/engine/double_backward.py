@@ -45,11 +45,11 @@ class CreatedNodes:
     mark: Callable[[], Mark]
     enter: Callable[[Mark], None]
 
-    def follow(self, node: Any) -> None:
+    def track(self, node: Any) -> None:
         """Mark what the running backward creates from ``node`` on."""
         # Metadata lives as long as the node in C++; its Python object may not.
-        if (self, "followed") not in node.metadata:
-            node.metadata[self, "followed"] = True
+        if (self, "tracked") not in node.metadata:
+            node.metadata[self, "tracked"] = True
             node.register_hook(partial(_has_run, self))
 
 
@@ -68,7 +68,7 @@ def _has_run(nodes: CreatedNodes, gradients: Sequence[Tensor | None], _outputs: 
             node.register_prehook(before)
     for node, _ in autograd.current_node().next_functions:
         if node is not None and node.next_functions:  # not where gradients are accumulated
-            nodes.follow(node)
+            nodes.track(node)
 
 
 def _is_about_to_run(nodes: CreatedNodes, mark: Mark, _gradients: Any) -> None:

@@ -27,7 +27,7 @@ from torch.compiler import is_dynamo_compiling
 from shardwise.comm.streams import is_captured
 from shardwise.engine.backward import Recomputation, graph_task
 from shardwise.engine.calls import ANNOUNCED, FAILED, NO_BACKWARD, UNANNOUNCED, Call, Outcome
-from shardwise.engine.members import Member
+from shardwise.engine.module_state import ModuleState
 from shardwise.engine.root import Root
 from shardwise.engine.unsharded_groups import (
     AHEAD,
@@ -231,17 +231,17 @@ def _pass_of_call(root: Root) -> "ForwardPass | Recomputation":
 
 
 def before_forward(
-    member: Member, after_hook_id: int | None, module: nn.Module, args: Any, kwargs: Any
+    module_state: ModuleState, after_hook_id: int | None, module: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Any, Any] | None:
     """Unshard, and move and cast inputs for the computation; None if the inputs stay as they are.
 
     ``after_hook_id``: the id of our hook after forward; None for a method that the caller registered.
     """
     if is_dynamo_compiling():
-        return member.in_graphs.before_forward(member, module, args, kwargs)  # type: ignore[no-any-return]
+        return module_state.in_graphs.before_forward(module_state, module, args, kwargs)  # type: ignore[no-any-return]
     if after_hook_id is not None:
         nn_modules.put_last(module, after_hook_id)
-    group, root = member.group, member.root
+    group, root = module_state.group, module_state.root
     if functorch.is_in_transform():
         with functorch.without_transforms():
             call = _pass_of_call(root).enter(group, module)
@@ -259,28 +259,28 @@ def before_forward(
     return (args, kwargs) if is_moved else cast
 
 
-def after_forward(member: Member, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+def after_forward(module_state: ModuleState, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     """Hook the outputs, which will announce their backward, then reshard."""
     if is_dynamo_compiling():
-        return member.in_graphs.after_forward(member, module, output)
-    call = member.root.calls.innermost(module)
+        return module_state.in_graphs.after_forward(module_state, module, output)
+    call = module_state.root.calls.innermost(module)
     if call is None:
-        member.root.tell_failed_forward()
+        module_state.root.tell_failed_forward()
         return None  # our hook before forward failed
     outcome = FAILED
     try:
         if sys.exc_info()[1] not in (None, call.handled):
             return None  # called while a new exception is handled: forward raised, or a hook behind it
-        output, outcome = _announce(member, call, (*args, *kwargs.values()), output)
+        output, outcome = _announce(module_state, call, (*args, *kwargs.values()), output)
         return output
     finally:
         if functorch.is_in_transform():
             with functorch.without_transforms():
-                _exit(member.root, call, outcome)
+                _exit(module_state.root, call, outcome)
         else:
-            _exit(member.root, call, outcome)
+            _exit(module_state.root, call, outcome)
         if outcome is FAILED:
-            member.root.tell_failed_forward()
+            module_state.root.tell_failed_forward()
 
 
 def _exit(root: Root, call: Call, outcome: Outcome) -> None:
@@ -293,14 +293,14 @@ def _exit(root: Root, call: Call, outcome: Outcome) -> None:
         root.forward.exit(call, outcome)
 
 
-def _announce(member: Member, call: Call, inputs: Any, output: Any) -> tuple[Any, Outcome]:
+def _announce(module_state: ModuleState, call: Call, inputs: Any, output: Any) -> tuple[Any, Outcome]:
     """Hook the outputs' nodes; return the output, with copies in place of full parameters, and the outcome.
 
     Tensors that forward puts into its inputs (a list to append to, a cache) are outputs as well.
     """
     group = call.group
     if not group.added.is_untouched():
-        group.refuse_added(member.root.lazy_init.module_names())
+        group.refuse_added(module_state.root.lazy_init.module_names())
     if group.casts.casts_output:
         output = group.casts.output(output)
     tensors = [output] if isinstance(output, Tensor) else find_tensors(output)
@@ -309,7 +309,7 @@ def _announce(member: Member, call: Call, inputs: Any, output: Any) -> tuple[Any
     if inside and _may_be_unsharded(inside):
         _refuse_hidden_parameters(group, inside)
     if _may_be_unsharded(tensors):
-        groups = member.root.unsharded_groups.freed_by_exit(call)
+        groups = module_state.root.unsharded_groups.freed_by_exit(call)
         unsharded_outputs = [t for t in tensors if any(each.unsharded.owns(t) for each in groups)]
         if unsharded_outputs:
             copies = {id(t): t.clone() for t in unsharded_outputs}
@@ -322,7 +322,7 @@ def _announce(member: Member, call: Call, inputs: Any, output: Any) -> tuple[Any
     for node in call.input_nodes:  # nodes of the inputs belong to earlier calls
         nodes.pop(node, None)
     if nodes:
-        announce = partial(_before_backward, member, call)
+        announce = partial(_before_backward, module_state, call)
         for node in nodes.values():
             node.register_prehook(announce)
         return output, ANNOUNCED
@@ -331,9 +331,9 @@ def _announce(member: Member, call: Call, inputs: Any, output: Any) -> tuple[Any
     return output, UNANNOUNCED
 
 
-def _before_backward(member: Member, call: Call, gradients: Any) -> None:
+def _before_backward(module_state: ModuleState, call: Call, gradients: Any) -> None:
     """Gradients of the outputs of ``call`` are there: its group is needed."""
-    root = member.root
+    root = module_state.root
     if functorch.is_in_transform():
         with functorch.without_transforms():
             task = graph_task(root)

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine.members import Member, member_of, sharded_members
+from shardwise.engine.module_state import ModuleState, module_state_of, sharded_module_states
 from shardwise.fsdp_module.identity import is_sharded, under_compile
 from shardwise.groups.group import ParameterGroup
 
@@ -22,10 +22,10 @@ def check_bool(caller: str, name: str, value: object) -> None:
 def groups_to_configure(module: Any, recurse: bool, caller: str) -> Iterator[ParameterGroup]:
     """The groups that the setter ``caller`` acts on."""
     check_bool(caller, "recurse", recurse)
-    members = sharded_members(module) if recurse else [member_of(module)]
-    for member in members if caller not in _OF_MICROBATCH else ():
-        member.root.plan_check.plan_changed()
-    return (member.group for member in members)
+    module_states = sharded_module_states(module) if recurse else [module_state_of(module)]
+    for module_state in module_states if caller not in _OF_MICROBATCH else ():
+        module_state.root.plan_check.plan_changed()
+    return (module_state.group for module_state in module_states)
 
 
 def groups_to_prefetch(modules: Any, caller: str) -> tuple[ParameterGroup, ...]:
@@ -38,15 +38,15 @@ def groups_to_prefetch(modules: Any, caller: str) -> tuple[ParameterGroup, ...]:
                 f"{caller}: {type(module).__name__} at [{index}] is not sharded, so there is nothing to "
                 "prefetch. Call fully_shard on it first, or leave it out."
             )
-    return tuple(member_of(under_compile(module)).group for module in modules)
+    return tuple(module_state_of(under_compile(module)).group for module in modules)
 
 
-def root_member(module: Any, caller: str) -> Member:
-    """The member of ``module``, which has to be the root."""
-    member = member_of(module)
-    if member.root.group is not member.group:
+def root_module_state(module: Any, caller: str) -> ModuleState:
+    """The state of ``module``, which has to be the root."""
+    module_state = module_state_of(module)
+    if module_state.root.group is not module_state.group:
         raise RuntimeError(
-            f"{caller}: {member.group.name} is not the root, but inside a sharded module that drives it. "
-            "Call it on the outermost sharded module."
+            f"{caller}: {module_state.group.name} is not the root, but inside a sharded module that drives "
+            "it. Call it on the outermost sharded module."
         )
-    return member
+    return module_state

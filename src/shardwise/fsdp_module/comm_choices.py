@@ -8,7 +8,7 @@ import torch
 from shardwise.comm.communicators import make_communicator
 from shardwise.comm.custom import PooledCollectives, ProcessGroupPool, SymmetricMemoryPool
 from shardwise.comm.streams import is_of_device
-from shardwise.engine.members import member_of
+from shardwise.engine.module_state import module_state_of
 from shardwise.torch_compat import c10d
 
 CUSTOM = ("set_custom_all_gather", "set_custom_reduce_scatter", "register_comm_hook")
@@ -17,7 +17,7 @@ MEMORY = ("set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_c
 
 def check_choice(module: Any, method: str, others: Sequence[str]) -> None:
     """Refuse ``method`` if one of ``others``, which it cannot be combined with, was called before."""
-    group = member_of(module).group
+    group = module_state_of(module).group
     for other in others:
         if other in group.choices:
             raise ValueError(
@@ -28,15 +28,15 @@ def check_choice(module: Any, method: str, others: Sequence[str]) -> None:
 
 def communicate(module: Any, method: str, **choices: Any) -> None:
     """Give all buckets of a module's own group these ``choices``, fields of CommOptions."""
-    member = member_of(module)
-    member.group.replan(lambda bucket: bucket.communicate(**choices))
-    member.group.choices.add(method)
-    member.root.start_over()
+    module_state = module_state_of(module)
+    module_state.group.replan(lambda bucket: bucket.communicate(**choices))
+    module_state.group.choices.add(method)
+    module_state.root.start_over()
 
 
 def allocate_from_process_group(module: Any, method: str, enable: bool) -> None:
     """Choose whether a module's own group communicates from memory of its process groups' allocators."""
-    group = member_of(module).group
+    group = module_state_of(module).group
     if enable:
         check_choice(module, method, CUSTOM)
         pgs = [b.mesh.shard_axis.pg for b in group.buckets if b.mesh.shard_axis.pg is not None]
@@ -52,7 +52,7 @@ def allocate_from_process_group(module: Any, method: str, enable: bool) -> None:
 
 def use_symmetric_memory(module: Any, method: str) -> None:
     """Have a module's own group be unsharded through symmetric memory of NCCL."""
-    group = member_of(module).group
+    group = module_state_of(module).group
     check_choice(module, method, CUSTOM)
     try:
         c10d.choose_symmetric_memory_of_nccl(group.device)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise.comm.custom import CustomAllGather, CustomReduceScatter
 from shardwise.comm.streams import has_streams, in_stream
-from shardwise.engine.members import member_of
+from shardwise.engine.module_state import module_state_of
 from shardwise.fsdp_module.arguments import check_bool, groups_to_configure
 from shardwise.fsdp_module.comm_choices import (
     allocate_from_process_group,
@@ -102,7 +102,7 @@ class CommunicationSetters:
             raise TypeError(
                 f"set_all_reduce_hook: hook is {hook!r}, a {type(hook).__name__}; pass a function."
             )
-        group = member_of(self).group
+        group = module_state_of(self).group
         if stream is not None:
             if any(not bucket.mesh.replicate_axis.is_alone for bucket in group.buckets):
                 raise ValueError(
@@ -114,7 +114,7 @@ class CommunicationSetters:
             if has_streams(group.device):
                 hook = in_stream(hook, stream)
         group.configure(all_reduce_hook=hook)
-        member_of(self).root.plan_check.plan_changed()
+        module_state_of(self).root.plan_check.plan_changed()
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Choose whether the back end only sums the gradients of this module's own group.
@@ -134,7 +134,7 @@ class CommunicationSetters:
             model(batch).sum().backward()
         """
         check_bool("set_force_sum_reduction_for_comms", "enable", enable)
-        for bucket in member_of(self).group.buckets:
+        for bucket in module_state_of(self).group.buckets:
             bucket.communication.force_sums(enable)
 
     # --- the caller's own collectives and memory --------------------------------------------------
@@ -262,7 +262,7 @@ class CommunicationSetters:
         """
         if backend != "NCCL":
             raise ValueError(f"set_symm_mem_for_comm: backend is {backend!r}; only 'NCCL' is supported.")
-        group = member_of(self).group
+        group = module_state_of(self).group
         if group.device.type != "cuda":
             raise ValueError(
                 f"set_symm_mem_for_comm: the mesh is of {group.device.type}, and symmetric memory of NCCL is "
@@ -304,7 +304,7 @@ class CommunicationSetters:
         check_bool("set_separate_reduce_scatter_group", "enable", enable)
         for group in groups_to_configure(self, recurse, "set_separate_reduce_scatter_group"):
             group.configure(separate_reduce_group=enable)
-        member_of(self).root.start_over()
+        module_state_of(self).root.start_over()
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Limit how many groups' full gradients may be in flight, beside those of the group in backward.
@@ -337,7 +337,7 @@ class CommunicationSetters:
             raise ValueError(f"{caller}: max_input_buffers is {max_input_buffers}; it must be 1 or more.")
         for group in groups_to_configure(self, recurse, caller):
             group.configure(max_reductions=max_input_buffers)
-        member_of(self).root.start_over()
+        module_state_of(self).root.start_over()
 
     def set_post_optim_event(self, event: Any) -> None:
         """Have the all-gathers of the next forward wait only for ``event``, not for the whole compute stream.
@@ -359,9 +359,9 @@ class CommunicationSetters:
             model.set_post_optim_event(side.record_event())
             optimizer.zero_grad()
         """
-        member = member_of(self)
-        device = member.group.device
+        module_state = module_state_of(self)
+        device = module_state.group.device
         if event is not None or has_streams(device):
             why = "all-gathers would not wait for the optimizer"
             check_of_device("set_post_optim_event", "Event", event, device, why)
-        member.root.post_optim_event = event
+        module_state.root.post_optim_event = event

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine.members import is_member
+from shardwise.engine.module_state import has_module_state
 from shardwise.torch_compat import nn_modules
 
 
@@ -13,11 +13,13 @@ def under_compile(module: nn.Module) -> nn.Module:
 
     A wrapper that ``torch.compile`` returned may be sharded itself; then it is the sharded module.
     """
-    while not is_member(module) and (inner := nn_modules.children(module).get("_orig_mod")) is not None:
+    while (
+        not has_module_state(module) and (inner := nn_modules.children(module).get("_orig_mod")) is not None
+    ):
         module = inner
     return module
 
 
 def is_sharded(module: Any) -> bool:
     """True if ``module``, or the module that ``torch.compile`` wrapped in it, is sharded."""
-    return isinstance(module, nn.Module) and is_member(under_compile(module))
+    return isinstance(module, nn.Module) and has_module_state(under_compile(module))

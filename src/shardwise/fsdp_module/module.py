@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 
 from shardwise.engine.finalization import GradientReductionHandle
-from shardwise.engine.members import member_of
+from shardwise.engine.module_state import module_state_of
 from shardwise.fsdp_module.arguments import (
     check_bool,
     groups_to_configure,
     groups_to_prefetch,
-    root_member,
+    root_module_state,
 )
 from shardwise.fsdp_module.communication import CommunicationSetters
 from shardwise.groups.group import ParameterGroup
@@ -52,10 +52,10 @@ class FSDPModule(CommunicationSetters):
         """``DistributedDataParallel`` makes a set of this before it does anything else, which raises."""
         yield from ()
         raise TypeError(
-            f"DistributedDataParallel: {member_of(self).group.name} is sharded, and this library reduces its "
-            "gradients. Train the model as it is, without a wrapper. To replicate as well, shard it with "
-            'strategy="hybrid" or on a mesh with a dimension to replicate over; strategy="ddp" replicates '
-            "alone."
+            f"DistributedDataParallel: {module_state_of(self).group.name} is sharded, and this library "
+            "reduces its gradients. Train the model as it is, without a wrapper. To replicate as well, shard "
+            'it with strategy="hybrid" or on a mesh with a dimension to replicate over; strategy="ddp" '
+            "replicates alone."
         )
 
     # --- unshard and reshard ----------------------------------------------------------------------
@@ -87,9 +87,9 @@ class FSDPModule(CommunicationSetters):
             output = model(batch)
         """
         check_bool("unshard", "async_op", async_op)
-        member = member_of(self)
-        member.root.unshard(member.group)
-        handle = UnshardHandle(member.group)
+        module_state = module_state_of(self)
+        module_state.root.unshard(module_state.group)
+        handle = UnshardHandle(module_state.group)
         if not async_op:
             handle.wait()
         return handle
@@ -109,8 +109,8 @@ class FSDPModule(CommunicationSetters):
             norm = model.blocks[0].up.weight.norm()  # of the full weight
             model.blocks[0].reshard()
         """
-        member = member_of(self)
-        member.root.reshard(member.group)
+        module_state = module_state_of(self)
+        module_state.root.reshard(module_state.group)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Choose whether parameters are resharded after forward, in place of what ``fully_shard`` was told.
@@ -184,8 +184,8 @@ class FSDPModule(CommunicationSetters):
             model(tokens).sum().backward()
         """
         check_bool("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
-        member_of(self).group.configure(unshard_in_backward=unshard_in_backward)
-        member_of(self).root.plan_check.plan_changed()
+        module_state_of(self).group.configure(unshard_in_backward=unshard_in_backward)
+        module_state_of(self).root.plan_check.plan_changed()
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Choose whether full parameters keep their memory while they are resharded (by default they do not).
@@ -233,8 +233,8 @@ class FSDPModule(CommunicationSetters):
             model(batch).sum().backward()
         """
         chosen = groups_to_prefetch(modules, "set_modules_to_forward_prefetch")
-        member_of(self).group.configure(forward_prefetch=chosen)
-        member_of(self).root.plan_check.plan_changed()
+        module_state_of(self).group.configure(forward_prefetch=chosen)
+        module_state_of(self).root.plan_check.plan_changed()
 
     def set_modules_to_backward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
         """Choose what this module's backward prefetches, in place of the recorded order.
@@ -257,8 +257,8 @@ class FSDPModule(CommunicationSetters):
             model(batch).sum().backward()
         """
         chosen = groups_to_prefetch(modules, "set_modules_to_backward_prefetch")
-        member_of(self).group.configure(backward_prefetch=chosen)
-        member_of(self).root.plan_check.plan_changed()
+        module_state_of(self).group.configure(backward_prefetch=chosen)
+        module_state_of(self).root.plan_check.plan_changed()
 
     # --- gradients --------------------------------------------------------------------------------
 
@@ -363,7 +363,7 @@ class FSDPModule(CommunicationSetters):
         check_bool("set_may_be_unused", "may_be_unused", may_be_unused)
         for group in groups_to_configure(self, True, "set_may_be_unused"):
             group.configure(may_be_unused=may_be_unused)
-        member_of(self).root.start_over()
+        module_state_of(self).root.start_over()
 
     def set_reduce_ignored_params(self, reduce_ignored_params: bool, *, recurse: bool = True) -> None:
         """Choose whether the gradients of ``ignored_params`` are averaged over the ranks (by default not).
@@ -434,8 +434,8 @@ class FSDPModule(CommunicationSetters):
             model.finalize_backward()
         """
         check_bool("set_manual_backward_finalization", "enabled", enabled)
-        member = root_member(self, "set_manual_backward_finalization")
-        member.root.end_by_hand(member.group, enabled)
+        module_state = root_module_state(self, "set_manual_backward_finalization")
+        module_state.root.end_by_hand(module_state.group, enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce the gradients that earlier backwards left, in groups that synchronise gradients now.
@@ -466,8 +466,8 @@ class FSDPModule(CommunicationSetters):
             model.finalize_backward()
         """
         check_bool("finalize_backward", "async_op", async_op)
-        member = root_member(self, "finalize_backward")
-        handle = member.root.finalize(member.group)
+        module_state = root_module_state(self, "finalize_backward")
+        handle = module_state.root.finalize(module_state.group)
         if async_op:
             return handle
         handle.wait()
@@ -490,4 +490,4 @@ class FSDPModule(CommunicationSetters):
             except torch.OutOfMemoryError:
                 model.reset_iter_state()
         """
-        root_member(self, "reset_iter_state").root.reset()
+        root_module_state(self, "reset_iter_state").root.reset()

@@ -6,8 +6,10 @@ Every forward ends with a search for these, in loops that run in C; names are lo
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_
+from typing import Any
 
 from torch import nn
 
@@ -16,8 +18,32 @@ from shardwise.params.changes import is_something
 from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.torch_compat import nn_modules
 
-PLACE = "_shardwise_place"
-"""A key in the ``__dict__`` of every module whose parameters a group has taken; see validation.Place."""
+_OWNER = "_shardwise_owner"
+
+
+@dataclass(eq=False)
+class Owner:
+    """Noted on every module whose parameters a group has taken: the group, and the module's name."""
+
+    group: Any  # ParameterGroup
+    fqn: str
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Owner | None":
+        """A module that is copied without its group is free."""
+        group = memo.get(id(self.group))
+        return None if group is None else Owner(group, self.fqn)
+
+
+def set_owner(module: nn.Module, owner: Owner) -> None:
+    """Note on ``module`` whose parameters its own are."""
+    module.__dict__[_OWNER] = owner
+
+
+def owner_of(module: nn.Module) -> Owner | None:
+    """What was noted; None if no group has taken its parameters."""
+    owner: Owner | None = module.__dict__.get(_OWNER)
+    return owner
+
 
 _wants_gradient = attrgetter("requires_grad")
 
@@ -89,7 +115,7 @@ class ModuleWatch:
 
         def visit(module: nn.Module, name: str | None) -> None:
             for own, child in nn_modules.children_in_graph(module).items():
-                if child is None or PLACE in child.__dict__ or child in modules:
+                if child is None or owner_of(child) is not None or child in modules:
                     continue
                 modules[child] = None
                 where = names.get(child) or _joined(name, own)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.members import Member, sharded_members
+from shardwise.engine.module_state import ModuleState, sharded_module_states
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.shards import meta_message
 from shardwise.groups.states import SHARDED
@@ -171,7 +171,11 @@ def sync_module_states(model: nn.Module, *, src: int = 0) -> None:
     _agreed(axes, comm_device, lambda: _prepare_to_receive(model, infos, broadcast.is_source, src))
     try:
         make_equal(named_tensors(model), infos, broadcast, comm_device)
-        for param in [param for member in sharded_members(model) for param in member.group.shards.params]:
+        for param in [
+            param
+            for module_state in sharded_module_states(model)
+            for param in module_state.group.shards.params
+        ]:
             if not param.mesh.replicate_axis.is_alone:
                 param.full_load = None  # of one replica alone, perhaps, and now of all
     except BaseException as error:
@@ -206,7 +210,7 @@ def check_replicas(model: nn.Module) -> None:
     named: list[Named] = [(clean(name), t) for name, t in model.named_parameters() if isinstance(t, DTensor)]
 
     def check() -> None:
-        _members_at_rest(model, "check_replicas")
+        _module_states_at_rest(model, "check_replicas")
         _refuse_meta(named, "check_replicas")
 
     _agreed(axes_of(tensor for _, tensor in named), device_of_model(model), check)
@@ -219,7 +223,7 @@ def _check_arguments(model: Any, init_fn: Any, device: Any) -> torch.device | No
         raise TypeError(
             f"materialize: init_fn is {init_fn!r}, a {type(init_fn).__name__}; pass a function of a module."
         )
-    _members_at_rest(model, "materialize")
+    _module_states_at_rest(model, "materialize")
     drawn_on = None if device is None else torch.device(device)
     if drawn_on is not None and drawn_on.type == "meta":
         raise ValueError("materialize: device is 'meta', where nothing has values. Pass 'cpu', or None.")
@@ -303,9 +307,9 @@ def _check_module(model: Any, caller: str) -> None:
 def _check_syncable(model: nn.Module, src: Any) -> None:
     if isinstance(src, bool) or not isinstance(src, int):
         raise TypeError(f"sync_module_states: src is {src!r}, a {type(src).__name__}; pass a global rank.")
-    for member in _members_at_rest(model, "sync_module_states"):
-        if member.group.unsharded.state is not SHARDED:
-            member.root.hand_over(member.group, "sync_module_states")
+    for module_state in _module_states_at_rest(model, "sync_module_states"):
+        if module_state.group.unsharded.state is not SHARDED:
+            module_state.root.hand_over(module_state.group, "sync_module_states")
     for name, tensor in named_tensors(model):
         kind = type(dtensor.plain(tensor))
         if kind not in (Tensor, nn.Parameter):
@@ -340,13 +344,13 @@ def _prepare_to_receive(model: nn.Module, infos: Sequence[TensorInfo], is_source
         give_memory(model)
 
 
-def _members_at_rest(model: Any, caller: str) -> list[Member]:
+def _module_states_at_rest(model: Any, caller: str) -> list[ModuleState]:
     """The groups in ``model``, which need not have any, none of them at work."""
-    members = sharded_members(model)
-    for member in members:
-        member.root.refuse_at_work(caller, member.group)
-        member.group.refuse_if_summoned(f"{caller}()")
-    return members
+    module_states = sharded_module_states(model)
+    for module_state in module_states:
+        module_state.root.refuse_at_work(caller, module_state.group)
+        module_state.group.refuse_if_summoned(f"{caller}()")
+    return module_states
 
 
 def _refuse_meta(named: list[Named], caller: str) -> None:

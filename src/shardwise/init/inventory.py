@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.groups.added_parameters import owner_of
 from shardwise.groups.group import ParameterGroup
 from shardwise.init.placeholders import Placeholder, RefuseWrites, TensorSite, show_all
 from shardwise.layout.fqns import listed, names_in
 from shardwise.ranks.model_ranks import mesh_device
 from shardwise.setup.discovery import joined
-from shardwise.setup.validation import PLACE, class_name
+from shardwise.setup.validation import class_name
 from shardwise.torch_compat import nn_modules
 
 
@@ -23,7 +24,7 @@ class Inventory:
         self.model = model
         self.names = names_in(model)
         self.group_of: dict[nn.Module, ParameterGroup] = {
-            module: module.__dict__[PLACE].group for module in self.names if PLACE in module.__dict__
+            module: owner.group for module in self.names if (owner := owner_of(module)) is not None
         }
         self.groups = list(dict.fromkeys(self.group_of.values()))
         self.device = self.groups[0].device if self.groups else mesh_device(model)

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine.members import sharded_members
+from shardwise.engine.module_state import sharded_module_states
 from shardwise.layout.fqns import uncompiled
 from shardwise.setup.validation import groups_in
 
@@ -20,7 +20,7 @@ def mark_partly_loaded(model: nn.Module, why: str) -> None:
     groups = groups_in(model)
     for group in groups:
         group.partly_loaded = why
-        sharded_members(group.modules[0])[0].root.start_over()
+        sharded_module_states(group.modules[0])[0].root.start_over()
     if not groups and _MARK not in model.__dict__:
         model.__dict__[_MARK] = _PartialLoadHooks(model, why)
 
@@ -32,8 +32,8 @@ def note_complete_load(model: nn.Module) -> None:
         group.partly_loaded = None
         for param in group.shards.params:
             param.full_load = None
-    for member in sharded_members(model):
-        member.root.unsharded_groups.is_mid_accumulation = False
+    for module_state in sharded_module_states(model):
+        module_state.root.unsharded_groups.is_mid_accumulation = False
     if _MARK in model.__dict__:
         model.__dict__.pop(_MARK).remove()
 

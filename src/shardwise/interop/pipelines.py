@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
-from shardwise.engine.members import sharded_members
+from shardwise.engine.module_state import sharded_module_states
 from shardwise.features.microbatches import Microbatches
 from shardwise.torch_compat import autograd
 
@@ -127,7 +127,7 @@ class InstalledStage(pipelining.PipelineStage):
 
     def clear_runtime_states(self) -> None:
         """A step begins."""
-        if not isinstance(self, PipelineStage) and sharded_members(self.submod):
+        if not isinstance(self, PipelineStage) and sharded_module_states(self.submod):
             self.__class__ = type(type(self).__name__, (type(self), PipelineStage), {})
         super().clear_runtime_states()
 
@@ -178,15 +178,15 @@ def follow_unshard_actions(schedule: Any) -> None:
 
 def microbatches_of(module: nn.Module, stage_index: int) -> Microbatches:
     """What drives the steps of a stage's module; made in its first step."""
-    members = sharded_members(module)
-    if not members:
+    module_states = sharded_module_states(module)
+    if not module_states:
         raise ValueError(
             f"PipelineStage {stage_index}: nothing in its module, a {type(module).__name__}, is sharded. "
             "Call fully_shard on the blocks of the module and on the module itself, or use torch's own "
             "PipelineStage."
         )
-    root = members[0].root
-    if {id(member.group) for member in members} != {id(group) for group in root.groups}:
+    root = module_states[0].root
+    if {id(module_state.group) for module_state in module_states} != {id(group) for group in root.groups}:
         raise ValueError(
             f"PipelineStage {stage_index}: its module, a {type(module).__name__}, and what fully_shard has "
             f"sharded as one model ({root.label}) are not the same, so that its steps would not be theirs. "
@@ -200,5 +200,5 @@ def microbatches_of(module: nn.Module, stage_index: int) -> Microbatches:
 
 
 def _parameters_of_no_group(module: nn.Module) -> list[nn.Parameter]:
-    sharded = {id(p.sharded) for m in sharded_members(module) for p in m.group.shards.params}
+    sharded = {id(p.sharded) for m in sharded_module_states(module) for p in m.group.shards.params}
     return [param for param in module.parameters() if id(param) not in sharded]

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine.members import sharded_members
+from shardwise.engine.module_state import sharded_module_states
 from shardwise.state.contexts import unsharded
 
 
@@ -66,7 +66,7 @@ def summon_stand_in(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(theirs)
     def summon_full_params(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not sharded_members(module):
+        if not sharded_module_states(module):
             return theirs(module, *args, **kwargs)
         return unsharded(**inspect.signature(theirs).bind(module, *args, **kwargs).arguments)
 

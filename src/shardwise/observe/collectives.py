@@ -15,7 +15,7 @@ from torch import nn
 from shardwise.engine.root import Root
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.unsharded import Observer
-from shardwise.observe.sharded import members_to_observe
+from shardwise.observe.sharded import module_states_to_observe
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ def count_collectives(model: nn.Module) -> Iterator[CollectiveCounts]:
         assert counts.reduce_scatter["blocks.0"] == 1
     """
     roots: dict[Root, list[ParameterGroup]] = {}
-    for member in members_to_observe("count_collectives", model):
-        roots.setdefault(member.root, []).append(member.group)
+    for module_state in module_states_to_observe("count_collectives", model):
+        roots.setdefault(module_state.root, []).append(module_state.group)
     counts = CollectiveCounts()
     before = {root: root.observer for root in roots}
     for root, groups in roots.items():

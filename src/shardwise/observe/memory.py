@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from shardwise.engine.members import Member
+from shardwise.engine.module_state import ModuleState
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import SUMMONED, UNSHARDED, UNSHARDING
 from shardwise.layout.text_tables import aligned
-from shardwise.observe.sharded import members_to_observe
+from shardwise.observe.sharded import module_states_to_observe
 from shardwise.torch_compat import dtensor, tensor_impl
 
 
@@ -163,14 +163,14 @@ def memory_snapshot(model: nn.Module) -> MemorySnapshot:
         loss = model(x).sum()
         assert memory_snapshot(model.blocks[3]).unsharded_bytes == 0
     """
-    members = members_to_observe("memory_snapshot", model)
+    module_states = module_states_to_observe("memory_snapshot", model)
     with tensor_impl.plain_access():
-        return MemorySnapshot(tuple(map(_snapshot_of, members)))
+        return MemorySnapshot(tuple(map(_snapshot_of, module_states)))
 
 
-def _snapshot_of(member: Member) -> GroupSnapshot:
-    group, storages = member.group, _Storages()
-    state, reason = group.unsharded.state, member.root.unsharded_groups.reason(group)
+def _snapshot_of(module_state: ModuleState) -> GroupSnapshot:
+    group, storages = module_state.group, _Storages()
+    state, reason = group.unsharded.state, module_state.root.unsharded_groups.reason(group)
     here, kept = bytes_of_unsharded(group)
     summoned = _summoned_params(group)
     return GroupSnapshot(

@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine.members import Member, sharded_members
+from shardwise.engine.module_state import ModuleState, sharded_module_states
 
 
-def members_to_observe(caller: str, model: Any) -> list[Member]:
+def module_states_to_observe(caller: str, model: Any) -> list[ModuleState]:
     """The groups in ``model``, each with its root, outermost first.
 
     Raises:
@@ -16,10 +16,10 @@ def members_to_observe(caller: str, model: Any) -> list[Member]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller}: {type(model).__name__} is not an nn.Module.")
-    members = sharded_members(model)
-    if not members:
+    module_states = sharded_module_states(model)
+    if not module_states:
         raise ValueError(
             f"{caller}: there is no sharded module in this {type(model).__name__}. Call fully_shard or "
             "shard_model first."
         )
-    return members
+    return module_states

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.layout.fqns import clean, listed, names_in
 from shardwise.optim.norms import (
-    Gradients,
+    HeldGradients,
     NormPlan,
     gradients_in,
     gradients_of,
@@ -183,7 +183,7 @@ def _clip(
 # --- what comes of it -----------------------------------------------------------------------------
 
 
-def _dtype_of_result(gradients: Gradients) -> torch.dtype:
+def _dtype_of_result(gradients: HeldGradients) -> torch.dtype:
     """The same on ranks that lack a gradient: then that counts which it would have."""
     dtypes = {
         getattr(param, "grad_dtype", None) or param.dtype if measured is None else measured.dtype
@@ -212,7 +212,7 @@ def _scale(tensors: Sequence[Tensor], limit: float, total: Tensor, is_foreach: b
 def _message_about_nonfinite(
     total: Tensor,
     power: float,
-    gradients: Gradients,
+    gradients: HeldGradients,
     norms: Sequence[Sequence[Tensor]],
     name_of: Callable[[Tensor], str],
 ) -> str:

@@ -25,7 +25,7 @@ from shardwise.comm.full_tensors import sharding_of
 from shardwise.comm.streams import Finish, nothing, waiting_for
 from shardwise.layout.mesh import Axis, device_of
 from shardwise.layout.regions import Split
-from shardwise.optim.matrix_plan import Matrix, MatrixKey, MatrixPlan, Piece, Pieces, Placed, Round
+from shardwise.optim.matrix_plan import Matrix, MatrixKey, MatrixPiece, MatrixPlan, Pieces, Placed, Round
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.model_ranks import own_rank
 from shardwise.torch_compat import c10d, foreach
@@ -232,7 +232,7 @@ class Exchange:
             for matrix, view in zip(matrices, result.unbind(), strict=True)
         }
 
-        def values(piece: Piece) -> Tensor:
+        def values(piece: MatrixPiece) -> Tensor:
             return result_of[piece.matrix.key][piece.in_matrix]
 
         own = current.sent_back[self._ranks.own]
@@ -256,7 +256,7 @@ class Exchange:
         """The pieces that travel, in the order in which they are packed."""
         return chain.from_iterable(some for member, some in enumerate(pieces) if member != self._ranks.own)
 
-    def _packed(self, pieces: Pieces, values: Callable[[Piece], Tensor]) -> Tensor:
+    def _packed(self, pieces: Pieces, values: Callable[[MatrixPiece], Tensor]) -> Tensor:
         """What goes to other ranks, one rank's after another's."""
         travelling = list(self._of_others(pieces))
         numel = sum(piece.numel for piece in travelling)
@@ -282,7 +282,7 @@ class Exchange:
 
         return received, finish
 
-    def _numel(self, pieces: Sequence[Piece], member: int) -> int:
+    def _numel(self, pieces: Sequence[MatrixPiece], member: int) -> int:
         return 0 if member == self._ranks.own else sum(piece.numel for piece in pieces)
 
 
@@ -293,14 +293,14 @@ class _ReadOnce:
         self._read = read
         self._found: dict[int, Tensor] = {}
 
-    def __call__(self, piece: Piece) -> Tensor:
+    def __call__(self, piece: MatrixPiece) -> Tensor:
         index = piece.matrix.key.tensor
         if index not in self._found:
             self._found[index] = self._read(index)
         return self._found[index][piece.in_local]
 
 
-def _unpacked(buffer: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
+def _unpacked(buffer: Tensor, pieces: Sequence[MatrixPiece]) -> list[Tensor]:
     """The pieces in a buffer, as matrices."""
     parts = buffer.split([piece.numel for piece in pieces]) if pieces else ()
     return [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)]

@@ -79,7 +79,7 @@ class Matrix:
         return rows, columns
 
 
-class Piece(NamedTuple):
+class MatrixPiece(NamedTuple):
     """The part of a matrix that one member has: where it lies in the matrix, and in the member's shard."""
 
     matrix: Matrix
@@ -93,7 +93,7 @@ class Piece(NamedTuple):
         return self.shape[0] * self.shape[1]
 
 
-Pieces = list[list[Piece]]
+Pieces = list[list[MatrixPiece]]
 """Pieces by the other member."""
 
 
@@ -215,7 +215,7 @@ class MatrixPlan:
         """Whether any other member than the owner has some of it."""
         return self.holders(matrix) != [self.owners[matrix.key]] and bool(prod(matrix.shape))
 
-    def _pieces(self, matrices: Sequence[Matrix], owner: int | None, member: int) -> list[Piece]:
+    def _pieces(self, matrices: Sequence[Matrix], owner: int | None, member: int) -> list[MatrixPiece]:
         """What ``member`` has of ``matrices``; with ``owner``, what it sends there."""
         found = []
         for matrix in matrices:
@@ -235,13 +235,13 @@ class MatrixPlan:
         return all(dim in cut or a == b for dim, (a, b) in enumerate(zip(theirs, mine, strict=True)))
 
 
-def _piece(matrix: Matrix, both: Region, local: Region) -> Piece:
+def _piece(matrix: Matrix, both: Region, local: Region) -> MatrixPiece:
     of_local = both.within(local)
     index: tuple[int | slice, ...] = of_local.slices
     if len(index) == 3:  # the matrices of a stack one by one
         index = (of_local.offsets[0], *of_local.slices[1:])
     rows, columns = both.sizes[-2:]
-    return Piece(matrix, both.within(matrix.region).slices[-2:], index, (rows, columns))
+    return MatrixPiece(matrix, both.within(matrix.region).slices[-2:], index, (rows, columns))
 
 
 def _cut(matrices: Sequence[Matrix], limit: int) -> list[Sequence[Matrix]]:

@@ -34,11 +34,11 @@ from torch.distributed.tensor.placement_types import Placement
 from shardwise.buckets.bucket import Bucket
 from shardwise.buckets.flat_slot import bucket_and_index
 from shardwise.comm.communicators import all_reduce
+from shardwise.groups.added_parameters import owner_of
 from shardwise.layout.chunks import round_up
 from shardwise.optim.passed_parameters import PassedParameters
 from shardwise.params.replaced_parameter import NAME
 from shardwise.params.sharded_gradient import DEFERRED, refuse_deferred
-from shardwise.setup.validation import PLACE
 from shardwise.torch_compat import dtensor, foreach, nn_modules
 
 # The host adds up float32 numbers one after the other: 10 million of them to 4e-4. In pieces of this size,
@@ -57,7 +57,7 @@ GradientPlacement = tuple[DeviceMesh, tuple[Placement, ...]]
 
 
 @dataclass(eq=False)
-class Gradients:
+class HeldGradients:
     """What this rank holds of the gradients of ``params``; None where it has none.
 
     ``locals`` are scaled and ``measured`` have the norm: the same tensors, or where one is a summand of the
@@ -70,17 +70,17 @@ class Gradients:
     measured: Sequence[Tensor | None]
     places: Sequence[GradientPlacement | None]
 
-    def and_those_of(self, others: "Gradients") -> "Gradients":
+    def and_those_of(self, others: "HeldGradients") -> "HeldGradients":
         """These gradients and ``others``."""
         if not others.params:
             return self
         pairs = zip(vars(self).values(), vars(others).values(), strict=True)
-        return Gradients(*([*own, *more] for own, more in pairs))
+        return HeldGradients(*([*own, *more] for own, more in pairs))
 
 
 def gradients_in(
     model: nn.Module | Sequence[Tensor], passed: PassedParameters, name_of: Callable[[Tensor], str]
-) -> Gradients:
+) -> HeldGradients:
     """Those of all parameters in ``model``, as few tensors; what ``gradients_of`` may raise.
 
     Which are together follows from the buckets, in all common cases: ranks that hold copies come to the same
@@ -100,7 +100,7 @@ def gradients_in(
             passed.add(spec.mesh, map(_fqn, bucket.params))
             deque(map(params.pop, keys), maxlen=0)
     columns: Any = zip(*together, strict=True) if together else ((), (), (), ())
-    return Gradients(*columns).and_those_of(gradients_of(list(params.values()), passed, name_of))
+    return HeldGradients(*columns).and_those_of(gradients_of(list(params.values()), passed, name_of))
 
 
 def _of_module(model: nn.Module) -> tuple[dict[int, Tensor], Sequence[Bucket]]:
@@ -110,7 +110,8 @@ def _of_module(model: nn.Module) -> tuple[dict[int, Tensor], Sequence[Bucket]]:
     modules = modules_in(model)
     registered = chain.from_iterable(map(_values, map(_registered, modules)))
     params: dict[int, Tensor] = {id(param): param for param in registered if param is not None}
-    groups = dict.fromkeys(module.__dict__[PLACE].group for module in modules if PLACE in module.__dict__)
+    owners = [owner for module in modules if (owner := owner_of(module)) is not None]
+    groups = dict.fromkeys(owner.group for owner in owners)
     return params, [bucket for group in groups for bucket in group.buckets]
 
 
@@ -136,7 +137,7 @@ def modules_in(model: nn.Module) -> list[nn.Module]:
 
 def gradients_of(
     params: Sequence[Tensor], passed: PassedParameters, name_of: Callable[[Tensor], str]
-) -> Gradients:
+) -> HeldGradients:
     """Those of each parameter that is trainable or has one: of the same kinds on all ranks.
 
     Raises:
@@ -155,7 +156,7 @@ _registered, _values = nn_modules.parameters, methodcaller("values")
 _gradient, _placements, _mesh = attrgetter("grad"), attrgetter("placements"), attrgetter("mesh")
 
 
-def _all_as_their_parameters(params: Sequence[Tensor]) -> Gradients | None:
+def _all_as_their_parameters(params: Sequence[Tensor]) -> HeldGradients | None:
     """The common case, in passes that run in C: every gradient is a DTensor placed as its parameter."""
     gradients = list(map(_gradient, params))
     if DEFERRED or set(map(type, gradients)) != {DTensor} or set(map(type, params)) != {DTensor}:
@@ -171,10 +172,10 @@ def _all_as_their_parameters(params: Sequence[Tensor]) -> Gradients | None:
             return None
         places[kind] = alike.setdefault(place, place)
     locals_ = list(map(dtensor.local_tensor, gradients))
-    return Gradients(params, locals_, locals_, list(map(places.__getitem__, kinds)))
+    return HeldGradients(params, locals_, locals_, list(map(places.__getitem__, kinds)))
 
 
-def _one_by_one(params: Sequence[Tensor], caller: str, name_of: Callable[[Tensor], str]) -> Gradients:
+def _one_by_one(params: Sequence[Tensor], caller: str, name_of: Callable[[Tensor], str]) -> HeldGradients:
     found: list[tuple[Tensor, Tensor | None, Tensor | None, GradientPlacement | None]] = []
     for param in params:
         gradient = param.grad
@@ -197,7 +198,7 @@ def _one_by_one(params: Sequence[Tensor], caller: str, name_of: Callable[[Tensor
             measured = dtensor.local_tensor(gradient.redistribute(placements=place[1]))
         found.append((param, local, measured, place))
     columns: Any = zip(*found, strict=True) if found else ((), (), (), ())
-    return Gradients(*map(list, columns))
+    return HeldGradients(*map(list, columns))
 
 
 def without_sums(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
@@ -319,7 +320,7 @@ class NormPlan:
     A *column* is a kind of placement. ``column_of`` says for each gradient which of ``columns`` is its own.
     """
 
-    def __init__(self, gradients: Gradients, passed: PassedParameters, first: Tensor | None) -> None:
+    def __init__(self, gradients: HeldGradients, passed: PassedParameters, first: Tensor | None) -> None:
         """``first``: the first parameter of all, if there is one."""
         self._passed = passed
         kinds_of = list(map(id, gradients.places))
@@ -420,7 +421,7 @@ def _axes_to_agree_over(
     return list(dict.fromkeys(axis for axes in meshes.values() for axis in axes.values())), []
 
 
-def _device_for(gradients: Gradients, first: Tensor | None) -> torch.device:
+def _device_for(gradients: HeldGradients, first: Tensor | None) -> torch.device:
     """Where the ranks exchange norms: the device of the mesh, also while gradients are kept on the host."""
     kind = next((place[0].device_type for place in gradients.places if place is not None), None)
     pairs = zip(gradients.params, gradients.places, strict=True)

@@ -182,7 +182,7 @@ class Param:
         self.local = local
         self.describe_itself()
 
-    def follow_dtype(self) -> None:
+    def adopt_dtype(self) -> None:
         """Follow a conversion of the sharded parameter to another dtype."""
         dtype = self.sharded.dtype
         if dtype != self.precision.stored:

@@ -13,8 +13,8 @@ from shardwise.dry_run.arguments import call_on, memory_in_bytes
 from shardwise.dry_run.fake_model import meta_copy
 from shardwise.dry_run.memory_log import GRADIENTS, PARAMETERS, STATE
 from shardwise.dry_run.optimizers import Several, optimizer_named
-from shardwise.dry_run.step import PHASES, Call, Plan, dry_run
-from shardwise.engine.members import sharded_members
+from shardwise.dry_run.step import PHASES, Call, DryRunPlan, dry_run
+from shardwise.engine.module_state import sharded_module_states
 from shardwise.planning.arguments import mesh_shape, strategies_for, world_sizes
 from shardwise.planning.report import Change, Estimate, StrategyEstimate
 from shardwise.policies import CPUOffloadPolicyLike, MixedPrecisionPolicyLike, OffloadPolicy
@@ -97,7 +97,7 @@ def estimate(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"estimate: expected an nn.Module, got {describe(model)}.")
-    if sharded_members(model):
+    if sharded_module_states(model):
         raise ValueError(
             "estimate: the model is sharded already. Pass it as it was before; explain(model) shows what "
             "it is."
@@ -181,7 +181,7 @@ class _Options:
         self.progress.begin(strategy + (" with checkpointing" if is_checkpointed else ""))
         shape = mesh_shape(strategy, sizes)
         shard = partial(self._shard, strategy)
-        plan = Plan(shape, shard, self.optimizer, self.call, is_checkpointed, self.on_host)
+        plan = DryRunPlan(shape, shard, self.optimizer, self.call, is_checkpointed, self.on_host)
         step = dry_run(meta_copy(self.model), plan)
         has_batch = self.call is not None
         return StrategyEstimate.of(strategy, shape, is_checkpointed, self.is_offloaded, has_batch, step)

@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.buckets.bucket import Bucket
 from shardwise.buckets.extension import ExtensionBucket
 from shardwise.compile.hooks import wrap_method, wrapped_methods
-from shardwise.engine.members import Member, drive
+from shardwise.engine.module_state import ModuleState, drive
 from shardwise.engine.root import Root
 from shardwise.groups.group import ParameterGroup
 from shardwise.params.parameter import Param, Site
@@ -24,14 +24,14 @@ from shardwise.torch_compat import dtensor
 Memo = dict[int, Any]
 
 
-def prepare_memo(members: Sequence[Member], memo: Memo) -> None:
-    """Have what ``members`` are replaced by in the copy stand in ``memo``, still empty."""
+def prepare_memo(module_states: Sequence[ModuleState], memo: Memo) -> None:
+    """Have what ``module_states`` are replaced by in the copy stand in ``memo``, still empty."""
     keep_alive = memo.setdefault(id(memo), [])
-    for member in members:
-        memo[id(member)] = object.__new__(Member)
-        memo[id(member.group)] = object.__new__(ParameterGroup)
-        keep_alive += [member, member.group]
-        for bucket in member.group.buckets:
+    for module_state in module_states:
+        memo[id(module_state)] = object.__new__(ModuleState)
+        memo[id(module_state.group)] = object.__new__(ParameterGroup)
+        keep_alive += [module_state, module_state.group]
+        for bucket in module_state.group.buckets:
             for param in bucket.params:
                 memo[id(param.sharded)] = _copy_of(param)
 
@@ -44,19 +44,19 @@ def _copy_of(param: Param) -> nn.Parameter:
     return new
 
 
-def fill_copies(members: Sequence[Member], memo: Memo) -> None:
-    """Make the groups of the copy, once its modules are there. ``members`` outermost first."""
-    copies: list[Member] = [memo[id(member)] for member in members]
-    root = Root(members[0].group.device)
-    for member, copy in zip(members, copies, strict=True):
-        _fill_group(member.group, memo)
-        Member.__init__(copy, memo[id(member.group)], root, member.in_graphs)
-    root.finalization.by_hand = members[0].root.finalization.by_hand
+def fill_copies(module_states: Sequence[ModuleState], memo: Memo) -> None:
+    """Make the groups of the copy, once its modules are there. ``module_states`` outermost first."""
+    copies: list[ModuleState] = [memo[id(module_state)] for module_state in module_states]
+    root = Root(module_states[0].group.device)
+    for module_state, copy in zip(module_states, copies, strict=True):
+        _fill_group(module_state.group, memo)
+        ModuleState.__init__(copy, memo[id(module_state.group)], root, module_state.in_graphs)
+    root.finalization.by_hand = module_states[0].root.finalization.by_hand
     drive(root, copies, copies[0])
     for copy in copies:
         explain_calls(copy.group)
-    for member, copy in zip(members, copies, strict=True):
-        for module in member.group.modules:
+    for module_state, copy in zip(module_states, copies, strict=True):
+        for module in module_state.group.modules:
             for name in wrapped_methods(module):
                 twin = memo[id(module)]
                 twin.__dict__.pop(name, None)

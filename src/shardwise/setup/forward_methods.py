@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from shardwise.compile.hooks import wrap_method
-from shardwise.engine.members import member_of
+from shardwise.engine.module_state import module_state_of
 from shardwise.fsdp_module import FSDPModule
 from shardwise.fsdp_module.identity import is_sharded, under_compile
 
@@ -38,7 +38,7 @@ def share_comm_ctx(modules: "Sequence[FSDPModule]") -> None:
                 "it first."
             )
     if modules:
-        first, *others = [member_of(under_compile(module)).root.lazy_init for module in modules]
+        first, *others = [module_state_of(under_compile(module)).root.lazy_init for module in modules]
         first.share_streams(others)
 
 
@@ -87,4 +87,4 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         )
     module = under_compile(module)
     if isinstance(module, FSDPModule):
-        wrap_method(module, method_name, member_of(module))
+        wrap_method(module, method_name, module_state_of(module))

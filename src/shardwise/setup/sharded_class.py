@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine.members import member_of, sharded_members
+from shardwise.engine.module_state import module_state_of, sharded_module_states
 from shardwise.fsdp_module import FSDPModule
 from shardwise.layout.fqns import uncompiled
 from shardwise.setup.deepcopy import fill_copies, prepare_memo
@@ -101,7 +101,7 @@ def original_class(module: nn.Module) -> type:
 def _apply_and_follow(self: Any, fn: Any, recurse: bool = True) -> Any:
     """What ``.to()`` and its like call: the shards move back into their buffer at once."""
     result = original_class(self)._apply(self, fn, recurse)  # type: ignore[attr-defined]
-    member_of(self).group.adopt_when_moved()
+    module_state_of(self).group.adopt_when_moved()
     return result
 
 
@@ -111,20 +111,20 @@ def _mark_as_sharded(self: Any) -> str:
 
 def _deep_copy(self: Any, memo: dict[int, Any]) -> Any:
     """A copy with shards and groups of its own, over the same mesh; see deepcopy.py."""
-    is_outermost = id(member_of(self)) not in memo
-    members = sharded_members(self) if is_outermost else []
-    for member in members:
-        member.group.refuse_if_summoned("copy.deepcopy")
-    shown = [member.group for member in members if member.group.unsharded.is_shown]
+    is_outermost = id(module_state_of(self)) not in memo
+    module_states = sharded_module_states(self) if is_outermost else []
+    for module_state in module_states:
+        module_state.group.refuse_if_summoned("copy.deepcopy")
+    shown = [module_state.group for module_state in module_states if module_state.group.unsharded.is_shown]
     for group in shown:
         group.unsharded.hide()  # the copy is not unsharded
     try:
         if is_outermost:
-            prepare_memo(members, memo)
+            prepare_memo(module_states, memo)
         twin = memo[id(self)] = object.__new__(type(self))
         _copy_attributes(self, twin, memo)
         if is_outermost:
-            fill_copies(members, memo)
+            fill_copies(module_states, memo)
     finally:
         for group in shown:
             group.unsharded.show()
@@ -145,7 +145,7 @@ def _copy_attributes(module: Any, twin: Any, memo: dict[int, Any]) -> None:
 
 def _refuse_to_copy(self: Any, protocol: Any) -> Any:
     raise NotImplementedError(
-        f"{member_of(self).group.name}: a sharded module cannot be pickled or copied shallowly: its process "
-        "groups stay behind, or two modules would drive one group. Use copy.deepcopy, or save its "
+        f"{module_state_of(self).group.name}: a sharded module cannot be pickled or copied shallowly: its "
+        "process groups stay behind, or two modules would drive one group. Use copy.deepcopy, or save its "
         "state_dict()."
     )

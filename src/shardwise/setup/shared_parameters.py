@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.buckets.bucket import Bucket
-from shardwise.engine.members import sharded_members
+from shardwise.engine.module_state import sharded_module_states
 from shardwise.groups.group import ParameterGroup, Tie
 from shardwise.groups.states import EMPTY, SHARDED
 from shardwise.layout.fqns import clean
@@ -69,7 +69,11 @@ class Move:
 def resolve_ties(modules: list[nn.Module], found: Found, mesh: ShardMesh) -> list[Move]:
     """Which parameters of groups inside move to the group of this call, as the lowest that contains all
     their places."""
-    inner = list(dict.fromkeys(member.group for module in modules for member in sharded_members(module)))
+    inner = list(
+        dict.fromkeys(
+            module_state.group for module in modules for module_state in sharded_module_states(module)
+        )
+    )
     ties = found.ties + [tie for group in inner for tie in group.ties]
     moves: list[Move] = []
     for group in inner:
@@ -87,8 +91,8 @@ def leave_ties(group: ParameterGroup, ties: list[Tie], moves: list[Move]) -> Non
     resolved = {tie for move in moves for tie in move.ties}
     group.ties = [tie for tie in ties if tie not in resolved]
     for module in group.modules:
-        for member in sharded_members(module):
-            member.group.ties = [tie for tie in member.group.ties if tie not in resolved]
+        for module_state in sharded_module_states(module):
+            module_state.group.ties = [tie for tie in module_state.group.ties if tie not in resolved]
 
 
 def _full_names(modules: list[nn.Module], sites: list[Site]) -> list[str]:

@@ -1,7 +1,6 @@
 """The arguments of ``fully_shard``: refused where they do not fit, before anything is touched."""
 
 from collections.abc import Set
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,33 +10,18 @@ from shardwise.buckets.bucket import ShardStorage
 from shardwise.fsdp_module import FSDPModule
 from shardwise.fsdp_module.arguments import check_bool
 from shardwise.fsdp_module.identity import under_compile
-from shardwise.groups import added_parameters
+from shardwise.groups.added_parameters import owner_of
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.fqns import clean, uncompiled
 from shardwise.layout.mesh import ShardMesh
 from shardwise.setup.sharded_class import original_class
 from shardwise.torch_compat import nn_modules
 
-PLACE = added_parameters.PLACE
-
-
-@dataclass(eq=False)
-class Place:
-    """Noted on every module whose parameters a group has taken: the group, and the module's name."""
-
-    group: ParameterGroup
-    fqn: str
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Place | None":
-        """A module that is copied without its group is free."""
-        group = memo.get(id(self.group))
-        return None if group is None else Place(group, self.fqn)
-
 
 def groups_in(model: nn.Module) -> list[ParameterGroup]:
     """The groups that have parameters of modules in ``model``, each once, also where they reach beyond it."""
-    places = [module.__dict__[PLACE].group for module in model.modules() if PLACE in module.__dict__]
-    return list(dict.fromkeys(places))
+    owners = [owner for module in model.modules() if (owner := owner_of(module)) is not None]
+    return list(dict.fromkeys(owner.group for owner in owners))
 
 
 def check_modules(module: Any) -> list[nn.Module]:
@@ -72,18 +56,18 @@ def _check_module(module: Any, where: str) -> None:
             f"fully_shard: expected an nn.Module or a list of them, got {describe(module)}{where}{hint}."
         )
     inner = under_compile(module)
-    place: Place | None = inner.__dict__.get(PLACE)
+    owner = owner_of(inner)
     if isinstance(inner, FSDPModule):
-        known_as = f" as '{clean(place.fqn)}'" if place and place.fqn != class_name(module) else ""
+        known_as = f" as '{clean(owner.fqn)}'" if owner and owner.fqn != class_name(module) else ""
         raise ValueError(
             f"fully_shard: this {class_name(module)}{where} is already sharded{known_as}; call it once a "
             "module."
         )
-    if place is not None:
+    if owner is not None:
         raise ValueError(
-            f"fully_shard: {class_name(module)} '{clean(place.fqn)}'{where} is inside {place.group.name}, "
+            f"fully_shard: {class_name(module)} '{clean(owner.fqn)}'{where} is inside {owner.group.name}, "
             "which was sharded before and has taken its parameters. Apply fully_shard bottom-up: on the "
-            f"inner modules first, then on {place.group.name}."
+            f"inner modules first, then on {owner.group.name}."
         )
     if others := nn_modules.applied_apis(module):
         raise ValueError(

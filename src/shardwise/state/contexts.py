@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.engine.members import Member, sharded_members
+from shardwise.engine.module_state import ModuleState, sharded_module_states
 from shardwise.engine.root import Root
 from shardwise.features.inference import begin_inference, end_inference
 from shardwise.fsdp_module.identity import is_sharded
@@ -49,8 +49,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         loss_of(model, microbatches[-1]).backward()
         optimizer.step()
     """
-    members = _members_to_change(model, "no_sync")
-    groups = [member.group for member in members]
+    module_states = _module_states_to_change(model, "no_sync")
+    groups = [module_state.group for module_state in module_states]
     before = [group.settings for group in groups]
     for group in groups:
         group.configure(requires_gradient_sync=False)
@@ -123,7 +123,7 @@ def unsharded(
     """
     flags = {"recurse": recurse, "writeback": writeback, "rank0_only": rank0_only, "with_grads": with_grads}
 
-    def check() -> dict[Member, SummonOptions]:
+    def check() -> dict[ModuleState, SummonOptions]:
         for name, value in {**flags, "offload_to_cpu": offload_to_cpu}.items():
             if not isinstance(value, bool):
                 raise TypeError(
@@ -134,13 +134,13 @@ def unsharded(
                 "unsharded: rank0_only=True with writeback=True: the other ranks would have nothing to write "
                 "back, and their shards would not follow what rank 0 changes. Pass writeback=False."
             )
-        members = _members_to_change(module, "unsharded", recurse)
+        module_states = _module_states_to_change(module, "unsharded", recurse)
         if src_rank is not None:
-            _check_source(src_rank, members, writeback, with_grads)
+            _check_source(src_rank, module_states, writeback, with_grads)
         options = {
-            each: _options(each, writeback, rank0_only, offload_to_cpu, with_grads) for each in members
+            each: _options(each, writeback, rank0_only, offload_to_cpu, with_grads) for each in module_states
         }
-        for each in members:
+        for each in module_states:
             check_can_summon(each.group, options[each])
         return options
 
@@ -149,9 +149,9 @@ def unsharded(
     has_failed = True
     try:
         with monitor_of_job().call("unsharded", lambda: axes_of_given(module)):
-            for member in options:
-                member.root.hand_over(member.group, "unsharded")
-                summoned.append(SummonedGroup(member.group, options[member]))
+            for module_state in options:
+                module_state.root.hand_over(module_state.group, "unsharded")
+                summoned.append(SummonedGroup(module_state.group, options[module_state]))
         yield
         has_failed = False
     finally:
@@ -170,7 +170,7 @@ def unsharded(
                 each.release()
 
 
-def _check_source(src_rank: Any, members: list[Member], writeback: bool, with_grads: bool) -> None:
+def _check_source(src_rank: Any, module_states: list[ModuleState], writeback: bool, with_grads: bool) -> None:
     if isinstance(src_rank, bool) or not isinstance(src_rank, int):
         raise TypeError(
             f"unsharded: src_rank is {src_rank!r}, a {type(src_rank).__name__}; pass a global rank, or None."
@@ -180,7 +180,7 @@ def _check_source(src_rank: Any, members: list[Member], writeback: bool, with_gr
             "unsharded: src_rank sends values that are written back: it needs writeback=True, and with_grads "
             "left out."
         )
-    for param in [param for member in members for param in member.group.shards.params]:
+    for param in [param for module_state in module_states for param in module_state.group.shards.params]:
         ranks = param.mesh.mesh.mesh.flatten().tolist()
         if src_rank not in ranks:
             raise ValueError(
@@ -189,10 +189,12 @@ def _check_source(src_rank: Any, members: list[Member], writeback: bool, with_gr
             )
 
 
-def _make_changes_equal(summoned: list[SummonedGroup], members: list[Member], src_rank: int | None) -> None:
+def _make_changes_equal(
+    summoned: list[SummonedGroup], module_states: list[ModuleState], src_rank: int | None
+) -> None:
     """Let all ranks have the changes of ``src_rank``; or, if it is None, raise on all if they differ."""
-    params = [param for member in members for param in member.group.shards.params]
-    axes, device = axes_of(param.sharded for param in params), members[0].root.device
+    params = [param for module_state in module_states for param in module_state.group.shards.params]
+    axes, device = axes_of(param.sharded for param in params), module_states[0].root.device
     if not axes or are_fake(axes, device):
         return
     if src_rank is not None:
@@ -238,7 +240,7 @@ def inference(model: nn.Module, *, budget_bytes: int | None = None) -> Iterator[
                 tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], dim=1)
     """
 
-    def check() -> list[Member]:
+    def check() -> list[ModuleState]:
         if budget_bytes is not None and (isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int)):
             raise TypeError(
                 f"inference: budget_bytes is {budget_bytes!r}, a {type(budget_bytes).__name__}; pass a "
@@ -246,15 +248,15 @@ def inference(model: nn.Module, *, budget_bytes: int | None = None) -> Iterator[
             )
         if budget_bytes is not None and budget_bytes < 0:
             raise ValueError(f"inference: budget_bytes is {budget_bytes}; it must be 0 or more.")
-        members = _members_to_change(model, "inference")
-        for member in members:
-            member.group.refuse_if_summoned("inference()")
-        return members
+        module_states = _module_states_to_change(model, "inference")
+        for module_state in module_states:
+            module_state.group.refuse_if_summoned("inference()")
+        return module_states
 
-    members = _agreed("inference", model, check, {"budget_bytes": budget_bytes})
+    module_states = _agreed("inference", model, check, {"budget_bytes": budget_bytes})
     left = math.inf if budget_bytes is None else budget_bytes
     with ExitStack() as stack:
-        for root, groups in _by_root(members).items():
+        for root, groups in _by_root(module_states).items():
             left -= begin_inference(root, groups, left)
             stack.callback(end_inference, root)
         with torch.no_grad():
@@ -274,8 +276,8 @@ def _agreed(caller: str, module: Any, check: Callable[[], T], same: dict[str, An
         return run_on_all_ranks(axes, device or torch.device("cpu"), check, caller=caller, same=same)
 
 
-def _members_to_change(module: Any, caller: str, recurse: bool = True) -> list[Member]:
-    """The members that a context acts on, each once; raises if one of them is in a forward or backward."""
+def _module_states_to_change(module: Any, caller: str, recurse: bool = True) -> list[ModuleState]:
+    """The states of the modules that a context acts on; raises if one is in a forward or backward."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{caller}: {type(module).__name__} is not an nn.Module.")
     if not recurse and not is_sharded(module):
@@ -283,28 +285,28 @@ def _members_to_change(module: Any, caller: str, recurse: bool = True) -> list[M
             f"{caller}: {type(module).__name__} is not sharded itself, so that recurse=False leaves nothing. "
             "Pass a sharded module, or recurse=True."
         )
-    members = sharded_members(module)
-    if not members:
+    module_states = sharded_module_states(module)
+    if not module_states:
         raise ValueError(
             f"{caller}: there is no sharded module in this {type(module).__name__}. Call fully_shard or "
             "shard_model first."
         )
-    members = members if recurse else members[:1]
-    for member in members:
-        member.root.refuse_at_work(caller, member.group)
-    return members
+    module_states = module_states if recurse else module_states[:1]
+    for module_state in module_states:
+        module_state.root.refuse_at_work(caller, module_state.group)
+    return module_states
 
 
 def _options(
-    member: Member, writeback: bool, rank0_only: bool, to_host: bool, with_grads: bool
+    module_state: ModuleState, writeback: bool, rank0_only: bool, to_host: bool, with_grads: bool
 ) -> SummonOptions:
-    ranks = member.group.mesh.mesh.mesh
+    ranks = module_state.group.mesh.mesh.mesh
     is_shown = not rank0_only or dist.get_rank() == int(ranks.min())
     return SummonOptions(writeback, is_shown, to_host, with_grads)
 
 
-def _by_root(members: list[Member]) -> dict[Root, list[ParameterGroup]]:
+def _by_root(module_states: list[ModuleState]) -> dict[Root, list[ParameterGroup]]:
     found: dict[Root, list[ParameterGroup]] = {}
-    for member in members:
-        found.setdefault(member.root, []).append(member.group)
+    for module_state in module_states:
+        found.setdefault(module_state.root, []).append(module_state.group)
     return found

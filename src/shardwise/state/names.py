@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.engine.members import sharded_members
+from shardwise.engine.module_state import sharded_module_states
 from shardwise.groups.shards import meta_message
 from shardwise.init.partial_loads import why_partly_loaded
 from shardwise.layout.fqns import clean
@@ -98,6 +98,6 @@ def check_idle(model: nn.Module, caller: str) -> None:
     """Refuse a model in a forward or backward, or inside ``unsharded``."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller}: model is a {type(model).__name__}, not an nn.Module.")
-    for member in sharded_members(model):
-        member.root.refuse_at_work(caller, member.group)
-        member.group.refuse_if_summoned(caller)
+    for module_state in sharded_module_states(model):
+        module_state.root.refuse_at_work(caller, module_state.group)
+        module_state.group.refuse_if_summoned(caller)

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.dry_run.arguments import call_on, memory_in_bytes, shapes_of
 from shardwise.dry_run.fake_model import meta_copy
 from shardwise.dry_run.optimizers import Several, optimizer_named
-from shardwise.dry_run.step import Call, Plan, dry_run
-from shardwise.engine.members import sharded_members
+from shardwise.dry_run.step import Call, DryRunPlan, dry_run
+from shardwise.engine.module_state import sharded_module_states
 from shardwise.layout.fqns import names_in
 from shardwise.layout.mesh import ShardMesh, resolve_mesh
 from shardwise.ranks.agreement import run_on_all_ranks
@@ -111,7 +111,7 @@ def _check(model: nn.Module, options: AutoOptions) -> None:
                 f"{example}."
             )
     memory_in_bytes("shard_model", options.memory)
-    if sharded_members(model):
+    if sharded_module_states(model):
         raise ValueError(
             'shard_model: strategy="auto" chooses for a whole model, and modules inside this one are sharded '
             "already. Name a strategy for the rest."
@@ -238,7 +238,7 @@ class Search:
         def shard(copy: nn.Module, mesh: DeviceMesh) -> None:
             self._shard(copy, mesh, strategy, overrides)
 
-        plan = Plan(shape, shard, self._optimizer, self._call, on_host=self._on_host)
+        plan = DryRunPlan(shape, shard, self._optimizer, self._call, on_host=self._on_host)
         return Trial.of(strategy, kept, shape, dry_run(meta_copy(self._model), plan))
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.buckets.bucket import Bucket
 from shardwise.comm.reducers import CommHookReducer, LowPrecisionReducer, QuantizedReducer, Reducer
-from shardwise.engine.members import Member, sharded_members
+from shardwise.engine.module_state import ModuleState, sharded_module_states
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import EMPTY
 from shardwise.layout.fqns import listed
@@ -60,26 +60,26 @@ def register_comm_hook(model: nn.Module, state: Any, hook: Hook) -> None:
         register_comm_hook(model, state, all_to_one)
         register_comm_hook(other_model, None, QuantizedReduction(block_size=256))
     """
-    members = sharded_members(model) if isinstance(model, nn.Module) else []
-    if not members:
+    module_states = sharded_module_states(model) if isinstance(model, nn.Module) else []
+    if not module_states:
         raise ValueError(
             f"{_NAME}: there is no sharded module in this {type(model).__name__}. Call fully_shard or "
             "shard_model first."
         )
-    for member in members:
-        member.root.refuse_at_work(_NAME, member.group)
-        member.group.refuse_if_summoned(_NAME)
+    for module_state in module_states:
+        module_state.root.refuse_at_work(_NAME, module_state.group)
+        module_state.group.refuse_if_summoned(_NAME)
     make = _maker(state, hook)
-    reducers = [[make(bucket, m.group) for bucket in m.group.buckets] for m in members]
-    for member in members:
-        _check_group(member, isinstance(hook, (LowPrecisionReduction, QuantizedReduction)))
-    for member in members:
-        member.root.hand_over(member.group, _NAME)
-    for member, own in zip(members, reducers, strict=True):
-        for bucket, reducer in zip(member.group.buckets, own, strict=True):
-            member.group.replan(partial(Bucket.communicate, reducer=reducer), bucket)
-        member.group.choices.add(_NAME)
-        member.root.start_over()
+    reducers = [[make(bucket, m.group) for bucket in m.group.buckets] for m in module_states]
+    for module_state in module_states:
+        _check_group(module_state, isinstance(hook, (LowPrecisionReduction, QuantizedReduction)))
+    for module_state in module_states:
+        module_state.root.hand_over(module_state.group, _NAME)
+    for module_state, own in zip(module_states, reducers, strict=True):
+        for bucket, reducer in zip(module_state.group.buckets, own, strict=True):
+            module_state.group.replan(partial(Bucket.communicate, reducer=reducer), bucket)
+        module_state.group.choices.add(_NAME)
+        module_state.root.start_over()
 
 
 def _maker(state: Any, hook: Any) -> Callable[[Bucket, ParameterGroup], Reducer]:
@@ -119,8 +119,8 @@ def _callers_hook(
     return CommHookReducer(state, hook, shards=shards, replicas=bucket.mesh.replicate_axis.world)
 
 
-def _check_group(member: Member, divides_as_usual: bool) -> None:
-    group = member.group
+def _check_group(module_state: ModuleState, divides_as_usual: bool) -> None:
+    group = module_state.group
     if _NAME in group.choices:
         raise RuntimeError(
             f"{_NAME}: {group.name} has a hook already, and there can be one only: two would both reduce its "

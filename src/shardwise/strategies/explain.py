@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from shardwise.buckets.bucket import Bucket
-from shardwise.engine.members import sharded_members
+from shardwise.engine.module_state import sharded_module_states
 from shardwise.fsdp_module.identity import is_sharded
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.fqns import listed, names_in
@@ -93,7 +93,11 @@ class _Row:
 
 def _rows(model: nn.Module) -> Iterator[_Row]:
     """The groups, each before those inside it; modules of a group stand together."""
-    groups = {m: member.group for member in sharded_members(model) for m in member.group.modules}
+    groups = {
+        m: module_state.group
+        for module_state in sharded_module_states(model)
+        for m in module_state.group.modules
+    }
     names = names_in(model)
     seen: set[nn.Module] = set()
 

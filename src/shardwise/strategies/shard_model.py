@@ -28,10 +28,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.members import sharded_members
+from shardwise.engine.module_state import sharded_module_states
 from shardwise.fsdp_module.identity import is_sharded
 from shardwise.fsdp_module.sharded_module import ShardedModule
 from shardwise.fully_shard import fully_shard
+from shardwise.groups.added_parameters import owner_of
 from shardwise.layout.fqns import clean, names_in
 from shardwise.layout.mesh import resolve_mesh
 from shardwise.layout.precision import PrecisionRule
@@ -46,7 +47,6 @@ from shardwise.policies import (
 from shardwise.ranks.failures import monitored
 from shardwise.setup.discovery import Found, Meshes, make_param, names_below
 from shardwise.setup.validation import (
-    PLACE,
     check_flags,
     check_ignored,
     check_modules,
@@ -184,7 +184,7 @@ def shard_model(
     offload_policy = offload_named("shard_model", offload_policy)
     left_alone = _check_ignored_modules(ignored_modules)
     ignored = _ignored_params(ignored_params, left_alone)
-    taken = {p for m in model.modules() if PLACE in m.__dict__ for p in m.parameters(recurse=False)}
+    taken = {p for m in model.modules() if owner_of(m) is not None for p in m.parameters(recurse=False)}
     ids = {id(param) for param in ignored | taken}
     blocks = _blocks_of(model, wrap, ids, left_alone)
     auto = AutoOptions(memory, sample, optimizer, loss)
@@ -231,7 +231,7 @@ def shard_model(
             **arguments,
         )
         if not kind.reshard_after_backward:
-            sharded_members(modules[0])[0].group.configure(reshard_after_backward=False)
+            sharded_module_states(modules[0])[0].group.configure(reshard_after_backward=False)
     if choice is not None:
         remember(model, choice)
     return cast(ShardedModule, model)
@@ -301,7 +301,7 @@ def _blocks_of(model: nn.Module, wrap: Any, ignored: set[int], left_alone: set[n
     blocks = [
         module
         for module in chosen(as_policy(wrap), model, ignored)
-        if module not in left_alone and PLACE not in module.__dict__
+        if module not in left_alone and owner_of(module) is None
     ]
     for block in blocks:
         check_modules(block)
@@ -328,7 +328,7 @@ def _own_modules(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, l
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module, owner: nn.Module) -> None:
-        if module in seen or PLACE in module.__dict__:
+        if module in seen or owner_of(module) is not None:
             return
         seen.add(module)
         owner = module if module in own else owner

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwise.buckets.flat_slot import bucket_and_index
 from shardwise.engine.calls import Call, Outcome
-from shardwise.engine.members import Member
+from shardwise.engine.module_state import ModuleState
 from shardwise.engine.root import Feature, Root
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.unsharded import Observer
@@ -90,14 +90,14 @@ class HeldMemory:
 
 
 class Recorder:
-    """Records one trace of the groups of ``members``, from ``attach`` to ``detach``."""
+    """Records one trace of the groups of ``module_states``, from ``attach`` to ``detach``."""
 
-    def __init__(self, members: Sequence[Member], clock: Clock, *, is_aligned: bool) -> None:
+    def __init__(self, module_states: Sequence[ModuleState], clock: Clock, *, is_aligned: bool) -> None:
         self._began = time.time()
         self._is_aligned = is_aligned
         self.clock = clock
-        self.groups = {member.group.name: member.group for member in members}
-        roots = dict.fromkeys(member.root for member in members)
+        self.groups = {module_state.group.name: module_state.group for module_state in module_states}
+        roots = dict.fromkeys(module_state.root for module_state in module_states)
         self._features = [TracedRoot(root, self) for root in roots]
         self._knew_order = all(feature.knows_order for feature in self._features)
         self.timeline = Timeline(clock)

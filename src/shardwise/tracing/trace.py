@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from shardwise.comm import streams
-from shardwise.engine.members import Member
+from shardwise.engine.module_state import ModuleState
 from shardwise.layout.mesh import Axis, all_reduce_max
-from shardwise.observe.sharded import members_to_observe
+from shardwise.observe.sharded import module_states_to_observe
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.ranks.model_ranks import axes_of_model, device_of_model
@@ -115,9 +115,9 @@ def trace(model: nn.Module, *, on_all_ranks: bool = True) -> Iterator[Trace]:
     axes: Sequence[Axis] = axes_of_model(model) if on_all_ranks and isinstance(model, nn.Module) else ()
     device = device_of_model(model) if axes else torch.device("cpu")
     with monitor_of_job().call("trace", lambda: axes):
-        members = run_on_all_ranks(axes, device, lambda: _members_to_trace(model))
-        clock = _clock(members, axes, device)
-    recorder = Recorder(members, clock, is_aligned=on_all_ranks)
+        module_states = run_on_all_ranks(axes, device, lambda: _module_states_to_trace(model))
+        clock = _clock(module_states, axes, device)
+    recorder = Recorder(module_states, clock, is_aligned=on_all_ranks)
     found = Trace()
     try:
         recorder.attach()
@@ -125,28 +125,28 @@ def trace(model: nn.Module, *, on_all_ranks: bool = True) -> Iterator[Trace]:
     finally:
         recorder.detach()
     found._recording = recorder.recording()
-    _keep_for_explain(members, found)
+    _keep_for_explain(module_states, found)
 
 
-def _members_to_trace(model: Any) -> list[Member]:
-    members = members_to_observe("trace", model)
-    if any(member.root.find(TracedRoot) is not None for member in members):
+def _module_states_to_trace(model: Any) -> list[ModuleState]:
+    module_states = module_states_to_observe("trace", model)
+    if any(module_state.root.find(TracedRoot) is not None for module_state in module_states):
         raise RuntimeError(
             "trace: a trace of this model is running, and one model has one at a time. Leave the block of "
             "the first one, or record all in it."
         )
-    return members
+    return module_states
 
 
-def _clock(members: Sequence[Member], axes: Sequence[Axis], device: torch.device) -> Clock:
+def _clock(module_states: Sequence[ModuleState], axes: Sequence[Axis], device: torch.device) -> Clock:
     """A clock that begins when all ranks have come here."""
     if axes:
         all_reduce_max(together := torch.zeros(1, device=device), axes)
         together.item()  # on a device, the host waits
-    own = members[0].group.device
+    own = module_states[0].group.device
     return DeviceClock(own) if streams.has_streams(own) else HostClock()
 
 
-def _keep_for_explain(members: Sequence[Member], found: Trace) -> None:
-    for member, work in zip(members, found.groups, strict=True):
-        member.group.traced = work
+def _keep_for_explain(module_states: Sequence[ModuleState], found: Trace) -> None:
+    for module_state, work in zip(module_states, found.groups, strict=True):
+        module_state.group.traced = work

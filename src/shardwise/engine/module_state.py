@@ -15,11 +15,11 @@ from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import SHARDED
 from shardwise.torch_compat import dynamo
 
-_MEMBER = "_shardwise_member"
+_ATTRIBUTE = "_shardwise_state"
 
 
 @dataclass(eq=False, slots=True)
-class Member:
+class ModuleState:
     """A group and the root that drives it now: what a sharded module knows.
 
     ``in_graphs``: what its hooks do while ``torch.compile`` traces them (``compile/traced.py``).
@@ -43,41 +43,41 @@ class Member:
         return "".join("\n" if pg is None else f"{pg.group_name}\n" for pg in groups)
 
 
-def set_member(module: nn.Module, member: Member) -> None:
+def set_module_state(module: nn.Module, module_state: ModuleState) -> None:
     """Store on a sharded module which group it belongs to."""
-    module.__dict__[_MEMBER] = member
+    module.__dict__[_ATTRIBUTE] = module_state
 
 
-def is_member(module: nn.Module) -> bool:
+def has_module_state(module: nn.Module) -> bool:
     """True if ``module`` itself was given to ``fully_shard``."""
-    return _MEMBER in module.__dict__
+    return _ATTRIBUTE in module.__dict__
 
 
-def sharded_members(module: nn.Module) -> list[Member]:
-    """The members of ``module`` and of all sharded modules inside it, each once, outermost first."""
-    members = [m.__dict__[_MEMBER] for m in module.modules() if _MEMBER in m.__dict__]
-    return list({id(member): member for member in members}.values())
+def sharded_module_states(module: nn.Module) -> list[ModuleState]:
+    """The states of ``module`` and of all sharded modules inside it, each once, outermost first."""
+    module_states = [m.__dict__[_ATTRIBUTE] for m in module.modules() if _ATTRIBUTE in m.__dict__]
+    return list({id(module_state): module_state for module_state in module_states}.values())
 
 
-def member_of(module: Any) -> Member:
-    """The member of a sharded module itself."""
-    return module.__dict__[_MEMBER]
+def module_state_of(module: Any) -> ModuleState:
+    """The state of a sharded module itself."""
+    return module.__dict__[_ATTRIBUTE]
 
 
-def drive(root: Root, members: Sequence[Member], own: Member) -> None:
+def drive(root: Root, module_states: Sequence[ModuleState], own: ModuleState) -> None:
     """Let ``root`` drive all groups of a newly sharded module's tree; ``own`` is the module's."""
     root.group = own.group
-    root.groups[:] = [member.group for member in members]
-    for member in members:
-        _take_over(root, member)
+    root.groups[:] = [module_state.group for module_state in module_states]
+    for module_state in module_states:
+        _take_over(root, module_state)
     root.tree_changed()
     root.plan_check.plan_changed()
     root.observe(root.observer)
 
 
-def _take_over(root: Root, member: Member) -> None:
-    group, other = member.group, member.root
-    member.root = root
+def _take_over(root: Root, module_state: ModuleState) -> None:
+    group, other = module_state.group, module_state.root
+    module_state.root = root
     if other is not root:
         root.finalization.by_hand |= other.finalization.by_hand
         root.lazy_init.process_groups.take_over(other.lazy_init.process_groups)
