@@ -78,6 +78,26 @@ def test_a_package_imports_only_where_its_arrows_lead(package: str) -> None:
     assert not {name: found for name, found in beyond.items() if found}
 
 
+def circle_of(files: dict[str, set[str]]) -> list[str]:
+    """Files that import each other, in a circle; annotations count. Empty if there are none."""
+    while files:
+        free = {name for name, needs in files.items() if not needs & files.keys()}
+        if not free:
+            return sorted(files)
+        files = {name: needs for name, needs in files.items() if name not in free}
+    return []
+
+
+@pytest.mark.parametrize("package", ["engine", "groups", "features", "comm", "ranks"])
+def test_the_files_of_a_package_import_each_other_one_way(package: str) -> None:
+    """So that a reader may begin with any, and stop at those that it imports."""
+    needs = {}
+    for path in files_of(package):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        needs[f"shardwise.{package}.{path.stem}"] = {str(node.module) for node in nodes}
+    assert circle_of(needs) == []
+
+
 def test_every_package_has_its_arrows() -> None:
     assert {package_of(path) for path in SOURCE.rglob("*.py")} == {*ARROWS, "__init__"}
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import fully_shard
+from shardwise.comm.communicators import BackendCollectives
 from shardwise.torch_compat import c10d
 from software_gpu.launch import run_on_gpus
 
@@ -39,16 +40,17 @@ def noted_reductions() -> Iterator[set[str]]:
     """By which operation gradients are reduced, and in what process groups."""
     noted = set()
 
-    def note(call: Any) -> Any:
-        def noting(pg: dist.ProcessGroup, outputs: Any, inputs: Any, op: Any, is_async: bool) -> Any:
-            noted.add(f"{op} in {'a group of its own' if '_reduce_' in pg.group_name else 'the same group'}")
-            return call(pg, outputs, inputs, op, is_async)
+    division = BackendCollectives._division
 
-        return noting
+    def noting(comm: BackendCollectives, dtype: torch.dtype, divisor: float) -> Any:
+        op, *factors = division(comm, dtype, divisor)
+        noted.add(
+            f"{op} in {'a group of its own' if '_reduce_' in comm._pg.group_name else 'the same group'}"
+        )
+        return op, *factors
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("reduce_scatter", "reduce_scatter_coalesced"):
-            patch.setattr(c10d, name, note(getattr(c10d, name)))
+        patch.setattr(BackendCollectives, "_division", noting)
         yield noted
 
 

@@ -1,12 +1,9 @@
 """What the caller has chosen for a parameter group: one list of fields, declared here only."""
 
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.comm.reduction import Hook
-
-if TYPE_CHECKING:
-    from shardwise.groups.group import ParameterGroup
 
 
 def _of_microbatch(default: Any) -> Any:
@@ -39,9 +36,9 @@ class Settings:
     separate_reduce_group: bool | None = _shared(None)
     """None: only on NCCL."""
     all_reduce_hook: Hook | None = None
-    forward_prefetch: "tuple[ParameterGroup, ...] | None" = None
+    forward_prefetch: tuple[Any, ...] | None = None
     """Which groups to unshard ahead, in place of the recorded order."""
-    backward_prefetch: "tuple[ParameterGroup, ...] | None" = None
+    backward_prefetch: tuple[Any, ...] | None = None
 
     ranks_that_keep: int | None = field(init=False)
     """How many ranks keep the unsharded parameters together after forward; None: the caller set none."""
