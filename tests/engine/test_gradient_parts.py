@@ -147,7 +147,7 @@ def sent_at_completion(order: str) -> list[str]:
     reduce = Gradients.reduce
 
     def tell(gradients: Gradients) -> Any:
-        queue = gradients._part_queue
+        queue = gradients.part_queue
         told.append(f"{gradients._shards.name} {sorted(queue.sent) if queue else 'all together'}")
         return reduce(gradients)
 

@@ -13,7 +13,7 @@ from shardwise.groups.states import EMPTY, PENDING, REDUCING
 class StandIn:
     """The gradients of a group, and their reductions."""
 
-    are_reduced_in_parts = False
+    part_queue = None
 
     def __init__(self, name: str, log: list[str], *, to_host: bool) -> None:
         self.name, self.log, self.arrive_on_host, self.state = name, log, to_host, PENDING

@@ -150,7 +150,8 @@ HARMLESS = {
 
 
 def _drops_gradients_unwaited(self: Any) -> None:
-    self._drop_part()
+    self._unreduced.popleft()
+    self.held_bytes.popleft()
 
 
 def _drops_sums_at_once(self: Any, *result: Any) -> None:

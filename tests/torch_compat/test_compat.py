@@ -423,7 +423,7 @@ def test_chunks_lie_side_by_side_as_torch_chunk_cuts_them(rows: int) -> None:
     tensors = [torch.randn(rows, 3), torch.randn(rows)]
     size = -(-rows // 4)
     out = torch.full((4, size * 4), float("nan"))
-    tensor_impl.chunk_cat(tensors, 4, out)
+    tensor_impl.chunk_cat(tensors, 0, 4, out=out)
     wide, narrow = torch.zeros(4 * size, 3), torch.zeros(4 * size)
     wide[:rows], narrow[:rows] = tensors
     assert torch.equal(out, torch.cat([wide.view(4, -1), narrow.view(4, -1)], dim=1))

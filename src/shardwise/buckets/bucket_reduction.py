@@ -53,6 +53,8 @@ class BucketReduction:
         can_differ, has_replicas = self._can_copies_differ(), not mesh.replicate_axis.is_alone
         self._differ_over_shards = can_differ and not has_replicas
         self._differ_over_replicas = can_differ and has_replicas
+        self._averages_itself = communication.averages_itself
+        self._own_divisor = 1.0 if self._averages_itself else float(mesh.num_ranks)
         self._to_gradients = SecondStage(gradients.layout, device, is_pinned)
         self.earlier: Tensor | None = None
         """Sums that have yet to be summed over replicas."""
@@ -69,12 +71,12 @@ class BucketReduction:
         ``divisor``: of the sums over all ranks; None: their number. ``is_filled``: every parameter will have
         a gradient.
         """
-        if self._communication.averages_itself:
-            divisor = 1.0
+        if divisor is None or self._averages_itself:
+            divisor = self._own_divisor
         return Reduction(
             self._reduce_scatter,
             self._layout,
-            divisor or float(self._mesh.num_ranks),
+            divisor,
             streams,
             partial(buffer_for, self._layout, self._mesh.device, is_filled=is_filled),
             is_filled=is_filled,
@@ -106,6 +108,7 @@ class BucketReduction:
                 earlier=earlier,
                 hook=hook if self._covers_replicas else None,
                 agree=agree,
+                only_moves=False,
             )
         reduction.close(stage)
 

@@ -74,7 +74,7 @@ class ShardedGradients:
 
         For parameters without hooks, all of which have gradients in ``buffer``.
         """
-        shards = self.shards
+        shards = list(map(_sharded, self.params))
         with tensor_impl.plain_access():
             stand = any(map(is_something, map(_gradient, shards)))
         if stand:

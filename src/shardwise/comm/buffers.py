@@ -151,6 +151,7 @@ class _EqualViews(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     indices: tuple[int, ...]
+    own_stride: tuple[int, ...] | None  # of the only one
 
 
 class LocalViews:
@@ -176,18 +177,21 @@ class LocalViews:
             is_next = offset == last.offset + pitch * len(last.indices)
             if is_next and pitch > 0 and (dtype, shape) == (last.dtype, last.shape):
                 stride = (pitch, *last.stride[1:])
-                self._segments[-1] = last._replace(stride=stride, indices=(*last.indices, index))
+                indices = (*last.indices, index)
+                self._segments[-1] = last._replace(stride=stride, indices=indices, own_stride=None)
                 return
         stride = torch.empty(shape, device="meta").stride()
-        self._segments.append(_EqualViews(dtype, shape, (0, *stride), offset, (index,)))
+        self._segments.append(_EqualViews(dtype, shape, (0, *stride), offset, (index,), stride))
 
     def of(self, buffer: Tensor) -> list[Tensor]:
         """The views of a buffer of bytes, in the order of the parameters."""
-        typed = {dtype: buffer.view(dtype) for dtype in self._dtypes}
+        typed: dict[torch.dtype, Tensor] = {}
+        for dtype in self._dtypes:
+            typed[dtype] = buffer.view(dtype)
         found: list[Tensor] = [buffer] * self._num_slots
-        for dtype, shape, stride, offset, indices in self._segments:
-            if len(indices) == 1:
-                found[indices[0]] = typed[dtype].as_strided(shape, stride[1:], offset)
+        for dtype, shape, stride, offset, indices, own_stride in self._segments:
+            if own_stride is not None:
+                found[indices[0]] = typed[dtype].as_strided(shape, own_stride, offset)
                 continue
             together = typed[dtype].as_strided((len(indices), *shape), stride, offset)
             for index, view in zip(indices, together.unbind(), strict=True):

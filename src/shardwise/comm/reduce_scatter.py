@@ -56,7 +56,15 @@ class ReduceScatter:
             least = part_bytes
         self.parts = self._plan_parts(least)
         self._chunked = {segment.start for segment in layout.packed_segments if self._is_chunked(segment)}
+        self._plain = {
+            segment.start
+            for segment in layout.packed_segments
+            if segment.start in self._chunked
+            and all(layout.slots[i].padded_numel == layout.slots[i].chunk_numel for i in segment.slots)
+        }
         self._paddings: dict[tuple[torch.dtype, int], Tensor] = {}
+        self.reduce_memory_factor = comm.reduce_memory_factor
+        """The memory that a part holds until it is waited for, in units of its gradients."""
 
     def _is_chunked(self, segment: BufferSegment) -> bool:
         """True if ``segment`` holds only chunks of rows, and padding."""
@@ -74,11 +82,6 @@ class ReduceScatter:
                 found = torch.zeros(self._layout.world, numel, dtype=dtype, device=self._device)
             self._paddings[dtype, numel] = found
         return found
-
-    @property
-    def reduce_memory_factor(self) -> float:
-        """The memory that a part holds until it is waited for, in units of its gradients."""
-        return self._comm.reduce_memory_factor
 
     def _plan_parts(self, least: float) -> list[GradientPart]:
         slots, packed_segments = self._layout.slots, self._layout.packed_segments
@@ -124,7 +127,7 @@ class ReduceScatter:
                 end = slot.shard_offset + slot.chunk_bytes
                 outputs.append(typed_range(output, slot.shard_offset, end, dtype))
         for segment in part.packed_segments:
-            own = [gradients[index] for index in segment.slots]
+            own = list(map(gradients.__getitem__, segment.slots))
             if segment.end > segment.start and not all(map(is_, own, repeat(None))):
                 assert isinstance(segment.dtype, torch.dtype)
                 num_bytes = self._layout.world * (segment.end - segment.start)
@@ -142,6 +145,9 @@ class ReduceScatter:
         """Pack the small gradients ``own``: row r of ``target`` holds the shards of rank r."""
         world, dtype = self._layout.world, target.dtype
         is_chunked = segment.start in self._chunked and are_dense_of(dtype, own)
+        if is_chunked and segment.start in self._plain:
+            tensor_impl.chunk_cat(own, 0, world, out=target)
+            return
         columns: list[Any] = []
         packed_numel = 0
         for index, gradient in zip(segment.slots, own, strict=True):
@@ -158,7 +164,7 @@ class ReduceScatter:
                 columns.append(self._padding(dtype, padding))
             packed_numel += slot.padded_numel
         if is_chunked:
-            tensor_impl.chunk_cat(columns, world, target)
+            tensor_impl.chunk_cat(columns, 0, world, out=target)
         elif packed_numel == target.shape[1]:
             torch.cat(columns, dim=1, out=target)
         else:

@@ -46,11 +46,8 @@ class SecondStage:
     hook: Hook | None = None
     agree: Agree | None = None
 
-    def has_work(self, layout: Layout, device: torch.device) -> bool:
-        """False if the sums in ``layout`` on ``device`` are the result."""
-        is_there = self.layout is layout and self.device == device
-        does_nothing = self.all_reduce is None and self.earlier is None and self.hook is None
-        return not (is_there and does_nothing and self.agree is None)
+    only_moves: bool = True
+    """False if any of the last four is given."""
 
 
 class Reduction:
@@ -142,10 +139,7 @@ class Reduction:
 
     def release_part(self) -> None:
         """Wait for the oldest part that was not waited for, and drop its gradients."""
-        self._works[len(self._works) - len(self._unreduced)].wait()
-        self._drop_part()
-
-    def _drop_part(self) -> None:
+        self._works[-len(self._unreduced)].wait()
         self._unreduced.popleft()
         self.held_bytes.popleft()
 
@@ -172,7 +166,7 @@ class Reduction:
         stage, sums = self._stage, self.output
         assert stage is not None
         assert sums is not None
-        if stage.has_work(self._layout, sums.device):
+        if not stage.only_moves or stage.layout is not self._layout or self.arrives_on_host:
             for work in self._works:
                 self._streams.all_reduce.wait_for(self._streams.reduce_scatter, work)
             start = partial(self._start_stage, stage, sums)
@@ -235,8 +229,8 @@ class Reduction:
             self.advance()
         if self._stage_work is not None:  # which ends after the parts
             self._stage_work.wait()
-            while self._unreduced:
-                self._drop_part()
+            self._unreduced.clear()
+            self.held_bytes.clear()
         else:
             self.release_parts()
         self._scratch.clear()

@@ -85,14 +85,15 @@ class BackwardPass:
         self._root = root
         self.tasks: list[GraphTask] = []
         self.reduced: set[ParameterGroup] = set()
+        self._monitor = root.monitor or monitor_of_job()
 
     # --- graph tasks ------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Check and prepare everything before the first group is unsharded."""
-        root, monitor = self._root, monitor_of_job()
-        monitor.begin()
-        monitor.enter_backward()
+        root = self._root
+        self._monitor.begin()
+        self._monitor.enter_backward()
         if autograd.is_autograd_compiled():
             raise RuntimeError(
                 f"{root.name}: compiled autograd runs its backward and does not say when that ends, so that "
@@ -102,7 +103,8 @@ class BackwardPass:
             )
         for feature in root.features:
             feature.backward_begins()
-        root.finalization.refuse_pending(root.name, "a backward")
+        if root.finalization.handle is not None:
+            root.finalization.refuse_pending(root.name, "a backward")
         root.complete()
         streams = root.lazy_init.streams
         streams.are_labelled = autograd.profiler_is_on()
@@ -175,7 +177,7 @@ class BackwardPass:
             held.hide_kept()
             held.is_mid_accumulation = not any(g.settings.requires_gradient_sync for g in root.groups)
         root.calls.first_entries.clear()
-        monitor_of_job().leave("forward" if is_inside else "")
+        self._monitor.leave("forward" if is_inside else "")
 
     def _refuse_half(self) -> None:
         """Refuse the first half of a split backward where nobody would see the second.
@@ -289,9 +291,9 @@ class BackwardPass:
 
     def _leave_those_over(self, task: GraphTask, exit_clock: int, current: ParameterGroup) -> None:
         """Leave the groups whose calls are over, as backward has reached a call that exited at that clock."""
-        over = [g for g, clock in task.active.items() if clock > exit_clock and g is not current]
-        for group in over:
-            self._leave(task, group, exit_clock)
+        for group, clock in list(task.active.items()):
+            if clock > exit_clock and group is not current:
+                self._leave(task, group, exit_clock)
 
     def _leave(self, task: GraphTask, group: ParameterGroup, clock: int) -> None:
         root, settings = self._root, group.settings

@@ -55,28 +55,27 @@ class Finalization:
         self.by_hand = False
         self.is_due = False
         """Whether a backward has run since the caller last ended one."""
-        self._handle: GradientReductionHandle | None = None
+        self.handle: GradientReductionHandle | None = None
+        """Of the last ``finalize_backward``, until the next pass."""
 
     def begin(self, finish: Callable[[], None]) -> GradientReductionHandle:
         """The caller ends a backward: reductions were begun, and ``finish`` waits for them."""
         self.is_due = False
-        self._handle = GradientReductionHandle(finish)
-        return self._handle
+        self.handle = GradientReductionHandle(finish)
+        return self.handle
 
     def refuse_pending(self, name: str, what: str) -> None:
-        """Refuse ``what`` while nobody has waited for the handle of the last ``finalize_backward``."""
-        if self._handle is None:
-            return
-        if self._handle.is_pending:
+        """Refuse ``what`` while nobody has waited for ``handle``."""
+        if self.handle is not None and self.handle.is_pending:
             raise RuntimeError(
                 f"{name}: {what} while gradients are still being reduced: finalize_backward(async_op=True) "
                 "returned a handle, and nobody has called its wait(). Call it before."
             )
-        self._handle = None
+        self.handle = None
 
     def drop(self) -> None:
         """There is no backward to end any more, and the handle is void: the gradients were dropped."""
         self.is_due = False
-        if self._handle is not None:
-            self._handle.drop()
-            self._handle = None
+        if self.handle is not None:
+            self.handle.drop()
+            self.handle = None

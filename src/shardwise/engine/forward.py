@@ -55,13 +55,13 @@ class ForwardPass:
         self._entered: list[ParameterGroup] = []
         self._exited: list[ParameterGroup] = []
         self._has_run: dict[ParameterGroup, set[nn.Module]] = {}
+        self._monitor = root.monitor = monitor_of_job()
 
     def begin(self) -> None:
         """Check and prepare everything before the first group is unsharded. Collective."""
         root, held = self._root, self._root.unsharded_groups
-        monitor = monitor_of_job()
-        monitor.begin()
-        monitor.enter_forward()
+        self._monitor.begin()
+        self._monitor.enter_forward()
         if functorch.is_recorded():
             raise RuntimeError(
                 f"{root.name}: make_fx, which torch.func.linearize uses, records what forward computes, "
@@ -70,7 +70,8 @@ class ForwardPass:
             )
         root.refuse_unfit()
         root.plan_check.agree()
-        root.finalization.refuse_pending(root.name, "a forward")
+        if root.finalization.handle is not None:
+            root.finalization.refuse_pending(root.name, "a forward")
         root.complete()
         if captured := is_captured(root.device):
             root.lazy_init.refuse_capture()
@@ -153,7 +154,7 @@ class ForwardPass:
     def _reshard(self, group: ParameterGroup, outcome: Outcome) -> None:
         """Reshard ``group`` and those that go with it, or keep it for the backward that will come."""
         held = self._root.unsharded_groups
-        if outcome is ANNOUNCED and self._keeps_part(group):
+        if outcome is ANNOUNCED and group.settings.ranks_that_keep and self._keeps_part(group):
             group.unsharded.keep_part()
         elif outcome is ANNOUNCED and group is self._root.last and self._keeps_last(group):
             group.unsharded.hide()
@@ -164,10 +165,9 @@ class ForwardPass:
             held.reshard(other)
 
     def _keeps_part(self, group: ParameterGroup) -> bool:
-        """True if a few ranks keep ``group`` together, as ``reshard_after_forward=n`` asks for."""
-        if group.settings.ranks_that_keep is None or group.unsharded.state is not UNSHARDED:
-            return False
-        return self._root.unsharded_groups.reason(group) is not CALLER
+        """True if a few ranks can keep ``group`` together, as ``reshard_after_forward=n`` asks for."""
+        is_here = group.unsharded.state is UNSHARDED
+        return is_here and self._root.unsharded_groups.reason(group) is not CALLER
 
     def _keeps_last(self, group: ParameterGroup) -> bool:
         """True if the caller has left it to us to keep the last group. If it were resharded, it would be
@@ -187,7 +187,7 @@ class ForwardPass:
     def end(self, outcome: Outcome) -> None:
         """The outermost module has run: record the order, and reshard what no backward will use."""
         root, held = self._root, self._root.unsharded_groups
-        monitor_of_job().leave()
+        self._monitor.leave()
         if outcome is not FAILED:
             root.prefetch.forward_order.plan(self._entered)
         for feature in root.features:
@@ -195,7 +195,9 @@ class ForwardPass:
         if torch.is_grad_enabled():
             root.prefetch.backward_order.plan(self._exited[::-1])
         if outcome in (ANNOUNCED, UNANNOUNCED) and torch.is_grad_enabled():
-            unneeded = [*held.held_for(AHEAD), *self._partly_run()]
+            unneeded = held.held_for(AHEAD)
+            if self._has_run:
+                unneeded += self._partly_run()
         else:
             # No backward will come, so no group need be kept for it.
             unneeded = [g for g in held if held.reason(g) not in (CALLER, FOR_EARLIER_BACKWARD)]
@@ -204,7 +206,8 @@ class ForwardPass:
         held.hide_kept()
         if outcome is FAILED:
             held.awaits_backward = False
-        root.let_host_write()
+        if root.lazy_init.streams.are_device_streams:
+            root.let_host_write()
 
     def _partly_run(self) -> list[ParameterGroup]:
         """Groups of several modules, of which only some have run, that are to be resharded after forward."""
@@ -255,7 +258,8 @@ def before_forward(
         args, kwargs = cast
     if torch.is_grad_enabled():
         given = list(filter(is_something, (*args, *kwargs.values())))
-        call.input_nodes = _nodes_of((*given, *_inside(given)))
+        inside = () if set(map(type, given)) == _ONLY_TENSORS else _inside(given)
+        call.input_nodes = _nodes_of((*given, *inside))
     return (args, kwargs) if is_moved else cast
 
 
@@ -305,7 +309,7 @@ def _announce(module_state: ModuleState, call: Call, inputs: Any, output: Any) -
         output = group.casts.output(output)
     tensors = [output] if isinstance(output, Tensor) else find_tensors(output)
     given = list(filter(is_something, inputs))
-    inside = _inside(given)
+    inside = () if set(map(type, given)) == _ONLY_TENSORS else _inside(given)
     if inside and _may_be_unsharded(inside):
         _refuse_hidden_parameters(group, inside)
     if _may_be_unsharded(tensors):
@@ -356,8 +360,6 @@ _ONLY_TENSORS = {Tensor}
 
 def _inside(values: Sequence[Any]) -> list[Tensor]:
     """The tensors inside of containers among ``values``."""
-    if set(map(type, values)) == _ONLY_TENSORS:
-        return []
     found: list[Tensor] = []
     for value in values:
         if not isinstance(value, Tensor):

@@ -33,7 +33,7 @@ class ReductionQueue:
         if gradients.state is REDUCING:
             gradients.finish()
         gradients.reduce()
-        if gradients.are_reduced_in_parts:
+        if gradients.part_queue is not None:
             self._limit(gradients.in_flight())
         for earlier in reducing:
             if earlier.gradients.state is REDUCING:  # otherwise a nested backward has already added to it

@@ -98,6 +98,7 @@ class Root:
         self.forward: Any = None
         self.backward: Any = None
         self.created_nodes: Any = None  # by backwards with create_graph=True; see backward.py
+        self.monitor: Any = None  # of this rank's failures, as the last forward found it
         self.post_optim_event: Any = None  # of the device's own module
         self._incomplete: list[Param] = []  # whose unreduced sums lack microbatches: a backward failed
 
@@ -239,7 +240,8 @@ class Root:
     def finish_reductions(self) -> None:
         """Wait for all that are in flight."""
         self.reductions.finish()
-        self.let_host_write()
+        if self.lazy_init.streams.are_device_streams:
+            self.let_host_write()
 
     def joins_by_hand(self, group: ParameterGroup) -> bool:
         """True if ranks that use different parameters reduce them where the caller ends the backward: once,

@@ -77,10 +77,12 @@ class Gradients:
     def start_over(self) -> None:
         """Start over, as the parameters were replaced."""
         self._has_deferred = self._stands_for_any()
-        self._part_queue: PartQueue | None = None  # None: all gradients are reduced together
+        self.part_queue: PartQueue | None = None
+        """What may be reduced before all have arrived; None: all are reduced together."""
         self._hooked: set[int] = set()
         self._trainable: frozenset[int] = frozenset()
-        self._awaited: set[int] = set()
+        self._awaited: list[bool] = []  # for each parameter, whether its gradient is to come
+        self._num_awaited = 0
         self._made_on: dict[Hashable, Any] = {}
         self._reductions: list[Reduction | None] = [None] * len(self._shards.buckets)
 
@@ -96,8 +98,14 @@ class Gradients:
                 fulls[index].register_post_accumulate_grad_hook(partial(_arrived, own, index))
                 self._hooked.add(index)
         self._trainable = frozenset(trainable)
-        self._awaited = set(self._trainable)
-        self._part_queue = self._plan_parts()
+        self._await()
+        self.part_queue = self._plan_parts()
+
+    def _await(self, there: Iterable[int] = ()) -> None:
+        """Count from now on: all gradients are to come but those that are ``there``."""
+        missing = self._trainable.difference(there)
+        self._awaited = [index in missing for index in range(len(self._shards.params))]
+        self._num_awaited = len(missing)
 
     def _plan_parts(self) -> PartQueue | None:
         """The parts in which gradients are reduced; None if they are reduced together."""
@@ -133,9 +141,9 @@ class Gradients:
         if self.state is REDUCING:
             self.finish()
         self._step("accumulate")
-        self._awaited = set(self._trainable)
-        if self._part_queue is not None:
-            self._part_queue.begin()
+        self._await()
+        if self.part_queue is not None:
+            self.part_queue.begin()
 
     def _part_arrived(self) -> None:
         """The last one of a part is there, and all parts before it were sent."""
@@ -147,16 +155,11 @@ class Gradients:
 
     # --- reduction --------------------------------------------------------------------------------
 
-    @property
-    def are_reduced_in_parts(self) -> bool:
-        """True if some gradients may be reduced before all have arrived."""
-        return self._part_queue is not None
-
     def send_ready(self) -> None:
         """Begin to reduce the parts that are complete and need not wait for the others."""
-        assert self._part_queue is not None
+        assert self.part_queue is not None
         with without_graph():
-            self._send(self._part_queue.take_ready())
+            self._send(self.part_queue.take_ready())
 
     def reduce(self) -> None:
         """Begin to reduce the unsharded gradients that are left."""
@@ -166,8 +169,8 @@ class Gradients:
         event = "join" if self.state is EMPTY and self.settings.ranks_may_differ else "reduce"
         state = GRADIENT_STATES.get((self.state, event)) or self._refuse(event)
         if not self._unsharded.params:  # it has not run on this rank
-            self._part_queue = self._plan_parts()
-        queue = self._part_queue
+            self.part_queue = self._plan_parts()
+        queue = self.part_queue
         if queue is not None:
             if self.state is not PENDING:
                 queue.begin()
@@ -179,7 +182,7 @@ class Gradients:
                 if len(self._reductions) > 1:
                     own, gradients = gradients[: len(bucket.params)], gradients[len(bucket.params) :]
                 reduction = self._open(number, is_filled=are_all_there(own))
-                reduction.send(bucket.reduction.parts[0], own, self.made_on)
+                reduction.send(bucket.reduction.parts[0], own, self.made_on if self._made_on else ())
         self._close()
         self.state = state
         if self.observer is not None:
@@ -250,7 +253,7 @@ class Gradients:
         """The streams on which they were made, which are those of forward: a module may run a branch beside
         the rest, on a stream of its own. Such a stream has to be waited for, and memory goes back to it.
         """
-        return tuple(self._made_on.values()) if self._made_on else ()
+        return tuple(self._made_on.values())
 
     # --- in flight --------------------------------------------------------------------------------
 
@@ -318,9 +321,9 @@ class Gradients:
         self._close()
         self._accumulate()
         there = [i for i in self._trainable if self._unsharded.params[i].grad is not None]
-        self._awaited = set(self._trainable.difference(there))
-        if self._part_queue is not None:
-            self._part_queue.begin(there)
+        self._await(there)
+        if self.part_queue is not None:
+            self.part_queue.begin(there)
 
     # --- deferred ---------------------------------------------------------------------------------
 
@@ -458,7 +461,7 @@ def _arrived(own: "weakref.ref[Gradients]", index: int, full: Tensor) -> None:
     fulls = gradients._unsharded.params
     if not fulls or fulls[index] is not full:
         gradients._raise_replaced(index)
-    queue, streams = gradients._part_queue, gradients.streams
+    queue, streams = gradients.part_queue, gradients.streams
     if streams.are_device_streams:
         if gradients.state is not PENDING and gradients.state is not DEFERRED:
             gradients._made_on.clear()
@@ -469,10 +472,11 @@ def _arrived(own: "weakref.ref[Gradients]", index: int, full: Tensor) -> None:
         gradients._finish_sent()  # this gradient is of another nested backward, and part of another sum
     elif gradients._tells_each:
         gradients._tell()  # if of a nested backward, the group is resharded later
-    awaited = gradients._awaited
-    awaited.discard(index)
-    if not awaited:
-        gradients._awaited = set(gradients._trainable)  # for another call, which a nested backward may reach
+    if gradients._awaited[index]:
+        gradients._awaited[index] = False
+        gradients._num_awaited -= 1
+    if not gradients._num_awaited:
+        gradients._await()  # for another call, which a nested backward may reach
         if functorch.is_in_transform():
             with functorch.without_transforms():
                 gradients.listener.complete()

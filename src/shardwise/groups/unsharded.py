@@ -113,6 +113,8 @@ class Unsharded:
         self.buckets: list[UnshardedBucket] = []
         self.params: tuple[nn.Parameter, ...] = ()
         self._freed: tuple[nn.Parameter, ...] = ()  # those whose memory is freed by a reshard
+        self.are_shards = False
+        """Whether they are the shards themselves, as on a rank that is alone."""
         self._places: list[tuple[dict[str, Any], str, nn.Parameter]] = []  # where modules see them
         self._versions: list[int] = [0] * len(self._shards.params)  # of the shards that were all-gathered
         for param in self._shards.params:
@@ -132,6 +134,7 @@ class Unsharded:
             bucket.buffer.keep_memory(self.keeps_storage)
         self.params = tuple(full for bucket in self.buckets for full in bucket.params)
         self._freed = tuple(full for b in self.buckets if not b.buffer.is_alias for full in b.params)
+        self.are_shards = bool(self.params) and not self._freed
         self._places = [
             (site.module.__dict__, site.name, full)
             for param, full in zip(shards.params, self.params, strict=True)
@@ -246,7 +249,8 @@ class Unsharded:
         if self.is_shown:
             self.is_shown = False
             for attributes, name, _ in self._places:
-                attributes.pop(name, None)
+                if name in attributes:
+                    del attributes[name]
             if self._shards.rnns:
                 refresh_flat_weights(self._shards.rnns)
 
@@ -354,6 +358,8 @@ class Unsharded:
 
     def shards_changed(self) -> list[str]:
         """Names of parameters whose shards have changed since the all-gather."""
+        if self._shards.snapshot.versions() == self._versions:
+            return []
         rows = zip(self._shards.params, self._versions, strict=True)
         return [param.fqn for param, version in rows if param.version() != version]
 
@@ -395,11 +401,6 @@ class Unsharded:
         return torch.stack(found).any()
 
     # --- questions --------------------------------------------------------------------------------
-
-    @property
-    def are_shards(self) -> bool:
-        """True if they are the shards themselves, as on a rank that is alone."""
-        return bool(self.params) and not self._freed
 
     @property
     def num_bytes(self) -> int:

@@ -48,10 +48,10 @@ plain_access: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorch
 implement: asking for it takes half of the time. Described in torch's notes on extending PyTorch."""
 
 
-def chunk_cat(tensors: list[Tensor], num_chunks: int, out: Tensor) -> None:
-    """Chunk each tensor along dim 0, pad the last chunks with zeros, and put all first chunks side by side in
-    the first row of ``out``, and so on. Not documented; views and a ``torch.cat`` take twice the time."""
-    torch._chunk_cat(tensors, 0, num_chunks, out=out)
+chunk_cat: Callable[..., Tensor] = torch._chunk_cat
+"""``chunk_cat(tensors, 0, num_chunks, out=out)`` chunks each tensor along dim 0, pads the last chunks with
+zeros, and puts all first chunks side by side in the first row of ``out``, and so on. Not documented; views
+and a ``torch.cat`` take twice the time."""
 
 
 def own_attributes(tensor: Tensor) -> dict[str, Any]:
