@@ -27,7 +27,7 @@ from shardwise.comm.buffers import FlatShard
 from shardwise.layout.chunks import shard_of
 from shardwise.layout.mesh import Axis, ShardMesh
 from shardwise.layout.packing import choose_direct
-from shardwise.layout.slots import ALIGNMENT, Layout, SlotSpec, plan_layout
+from shardwise.layout.slots import ALIGNMENT, Layout, Slot, plan_layout
 from shardwise.params.parameter import Param
 from shardwise.policies import CommPolicy
 from shardwise.torch_compat import dtensor
@@ -110,27 +110,26 @@ class Bucket:
                     break
                 if dtypes == [getattr(param.precision, other) for param in self.params]:
                     return getattr(self, other)
-        entries = [
-            SlotSpec(
+        own = self.mesh.shard_axis.world
+        slots = [
+            Slot(
                 param.shape,
                 dtype,
                 dtype.itemsize,
                 param.precision,
                 max(1, ALIGNMENT // param.precision.smallest_itemsize),
                 param.dim,
+                own,
             )
             for param, dtype in zip(self.params, dtypes, strict=True)
         ]
-        own = self.mesh.shard_axis.world
+        computed = [param.precision.computed.itemsize for param in self.params]
         is_direct = self._are_direct(
-            [
-                e.chunk_numel(own) * p.precision.computed.itemsize
-                for e, p in zip(entries, self.params, strict=True)
-            ]
+            [slot.chunk_numel * itemsize for slot, itemsize in zip(slots, computed, strict=True)]
         )
         if slots_serve is None and (axis := self.communication.options.post_forward_axis) is not None:
             slots_serve = axis.world
-        return plan_layout(entries, own if world is None else world, is_direct, slots_serve)
+        return plan_layout(slots, own if world is None else world, is_direct, slots_serve)
 
     def post_forward_layout(self, axis: Axis) -> Layout:
         """The layout of the parameters as computed with, over the few ranks that keep them after forward."""

@@ -124,7 +124,7 @@ class ShardedGradients:
     def gradient_offset(self, index: int) -> int:
         """Where the gradient of a parameter starts in the buffer, counted in its elements."""
         slot = self.layout.slots[index]
-        return slot.shard_offset // slot.spec.itemsize
+        return slot.shard_offset // slot.itemsize
 
 
 class GradientRange:
