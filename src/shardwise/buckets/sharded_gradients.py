@@ -84,7 +84,7 @@ class ShardedGradients:
             flat.add_(typed_range(buffer, 0, self._end, flat.dtype))
             return True
         locals_ = self._views.of(buffer)
-        gradients = map(dtensor.wrapped, locals_, map(_gradient_spec, self.params))
+        gradients = map(dtensor.make_dtensor, locals_, map(_gradient_spec, self.params))
         with tensor_impl.plain_access():
             for shard, gradient in zip(shards, gradients, strict=True):
                 shard.grad = gradient

@@ -16,7 +16,7 @@ Version counters tie the two together, so that autograd's own check works throug
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,6 @@ from shardwise.params.original import Original
 from shardwise.params.replaced_parameter import NAME, ReplacedParameter
 from shardwise.params.sharded_gradient import ShardedGradient
 from shardwise.torch_compat import dtensor, nn_modules, tensor_impl
-
-if TYPE_CHECKING:
-    from shardwise.params.initial_values import InitialChecksums
 
 FREED = 2**31 - 1
 """The version of an unsharded parameter without contents; no tensor is changed that often."""
@@ -90,7 +87,8 @@ class Param:
         self._marks: dict[str, Any] = {}
         self.version_base = 0
         self.compares = True  # whether to compare it with other ranks before training
-        self.initial_checksums: InitialChecksums | None = None
+        # Of the whole and of this rank's shard, when it was sharded; None if it had no values to compare.
+        self.initial_checksums: tuple[Tensor, Tensor] | None = None
         self.full_load: str | None = None  # a checksum of the full value that load_state_dict gave this rank
 
     def content(self) -> Tensor:
