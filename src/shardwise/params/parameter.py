@@ -31,6 +31,9 @@ from shardwise.params.replaced_parameter import NAME, ReplacedParameter
 from shardwise.params.sharded_gradient import ShardedGradient
 from shardwise.torch_compat import dtensor, nn_modules, tensor_impl
 
+PLACE = "_shardwise_place"
+"""The attribute of a sharded parameter that leads to its bucket, and its index in there."""
+
 FREED = 2**31 - 1
 """The version of an unsharded parameter without contents; no tensor is changed that often."""
 
@@ -84,7 +87,7 @@ class Param:
         self._spec = self._make_spec(original.dtype)
         self.gradient_spec = self._spec
         self.gradient = ShardedGradient(self)
-        self._marks: dict[str, Any] = {}
+        self._place: Any = (None, 0)  # in a bucket: a weak reference, and an index
         self.version_base = 0
         self.compares = True  # whether to compare it with other ranks before training
         # Of the whole and of this rank's shard, when it was sharded; None if it had no values to compare.
@@ -114,19 +117,19 @@ class Param:
         """True if ``param`` is our sharded parameter or the original it was made from."""
         return param is self.sharded or param is self.original.tensor()
 
-    def mark(self, name: str, value: Any) -> None:
-        """Put an attribute on the sharded parameter, and on each that replaces it."""
-        self._marks = {**self._marks, name: value}
+    def mark(self, place: Any) -> None:
+        """Put ``place``, a weak reference and an index, on the sharded parameter and all that replace it."""
+        self._place = place
         if self.sharded is not self.original.tensor():
             self._mark()
 
     def _mark(self) -> None:
-        """Put the FQN on the sharded parameter and on the original, for messages; the marks on the former."""
+        """Put the FQN on the sharded parameter and on the original, for messages; the place on the former."""
         original = self.original.tensor()
         for tensor in (self.sharded, *([] if original is None else [original])):
             setattr(tensor, NAME, self.fqn)
         if self.sharded is not original:
-            vars(self.sharded).update(self._marks)
+            setattr(self.sharded, PLACE, self._place)
 
     # --- the sharded parameter --------------------------------------------------------------------
 
