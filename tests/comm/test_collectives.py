@@ -21,7 +21,7 @@ from shardwise.comm.communicators import BackendCollectives, Communicator, Singl
 from shardwise.comm.gloo import GlooExchange
 from shardwise.comm.reduce_scatter import ReduceScatter
 from shardwise.comm.streams import HostStream
-from shardwise.layout.slots import Layout, SlotSpec, plan_layout
+from shardwise.layout.slots import Layout, Slot, plan_layout
 from shardwise.torch_compat import c10d
 
 CPU = torch.device("cpu")
@@ -70,10 +70,10 @@ def layout_of(limit: int) -> Layout:
 
 def planned(shapes: list[tuple[tuple[int, ...], torch.dtype, int]], world: int, limit: int) -> Layout:
     entries = [
-        SlotSpec(shape, dtype, dtype.itemsize, dtype, 16 // dtype.itemsize, dim)
+        Slot(shape, dtype, dtype.itemsize, dtype, 16 // dtype.itemsize, dim, world)
         for shape, dtype, dim in shapes
     ]
-    is_direct = [e.chunk_numel(world) * e.itemsize >= limit for e in entries]
+    is_direct = [e.chunk_bytes >= limit for e in entries]
     return plan_layout(entries, world, is_direct)
 
 
@@ -85,7 +85,7 @@ def full_values(seed: int) -> list[Tensor]:
 def my_rows(layout: Layout, values: list[Tensor]) -> list[Tensor]:
     rank = dist.get_rank()
     return [
-        v if slot.is_replicated else part_of(v, slot.spec.dim, *slot.index_range(rank))
+        v if slot.is_replicated else part_of(v, slot.dim, *slot.index_range(rank))
         for slot, v in zip(layout.slots, values, strict=True)
     ]
 

@@ -24,7 +24,7 @@ from shardwise.comm.communicators import SingleRank
 from shardwise.comm.reduce_scatter import GradientPart, ReduceScatter
 from shardwise.comm.reduction import Reduction, SecondStage
 from shardwise.comm.streams import CommStreams, CommWork, DeviceStream, HostStream, in_stream, is_of_device
-from shardwise.layout.slots import Layout, SlotSpec, plan_layout
+from shardwise.layout.slots import Layout, Slot, plan_layout
 
 CPU = torch.device("cpu")
 
@@ -257,7 +257,7 @@ def test_a_host_stream_gives_the_smallest_buffer_that_is_large_enough() -> None:
 @pytest.mark.parametrize(("numel", "is_kept"), [(100, True), (200_000, False)])
 def test_a_host_stream_keeps_buffers_of_small_parameters_however_padded(numel: int, is_kept: bool) -> None:
     """Of 200,000 float64 numbers, 1.6 MB, and of 100, which 100,000 ranks pad to as much."""
-    layout = plan_layout([SlotSpec((numel,), torch.float64, 8, "all alike", 2)], 100_000, [False])
+    layout = plan_layout([Slot((numel,), torch.float64, 8, "all alike", 2)], 100_000, [False])
     num_bytes = layout.world * layout.packed_bytes
     assert num_bytes > 1 << 20
     streams = CommStreams(CPU)
@@ -289,7 +289,7 @@ class LoggedReduce:
 
 
 def layout_of(dtype: torch.dtype, numel: int = 4) -> Layout:
-    return plan_layout([SlotSpec((numel,), dtype, dtype.itemsize, "all alike", 2)], 1, [False])
+    return plan_layout([Slot((numel,), dtype, dtype.itemsize, "all alike", 2)], 1, [False])
 
 
 WHOLE = GradientPart((0,), (), 32)

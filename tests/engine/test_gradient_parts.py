@@ -20,7 +20,7 @@ from shardwise.comm.reduce_scatter import GradientPart, ReduceScatter
 from shardwise.engine.reduction_queue import ReductionQueue
 from shardwise.groups.gradient_parts import PartQueue
 from shardwise.groups.gradients import Gradients
-from shardwise.layout.slots import SlotSpec, plan_layout
+from shardwise.layout.slots import Slot, plan_layout
 
 by_world = pytest.mark.parametrize("world", [1, 2, 3, 4], indirect=True)
 IN_PARTS = CommPolicy(packing_limit_bytes=0, part_bytes=0)
@@ -28,7 +28,7 @@ IN_PARTS = CommPolicy(packing_limit_bytes=0, part_bytes=0)
 
 def planned(sizes: list[int], least: int, packed: int = 0) -> list[GradientPart]:
     """The parts of parameters of so many numbers, the last ``packed`` of which are packed."""
-    entries = [SlotSpec((size,), torch.float32, 4, "alike", 4) for size in sizes]
+    entries = [Slot((size,), torch.float32, 4, "alike", 4) for size in sizes]
     is_direct = [index < len(sizes) - packed for index in range(len(sizes))]
     return ReduceScatter(SingleRank(), plan_layout(entries, 2, is_direct), torch.device("cpu"), least).parts
 

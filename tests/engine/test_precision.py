@@ -31,6 +31,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from shardwise import MixedPrecisionPolicy, fully_shard
+from shardwise.layout.precision import precision_of
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SPLIT = {"param_dtype": BF16, "reduce_dtype": F32}  # the usual policy
@@ -1197,3 +1198,11 @@ def test_gradients_of_inputs_come_back_through_the_cast(world2: World) -> None:
     for dtype, gradient in world2.run(gradient_of_the_input):
         assert dtype == F64
         assert torch.equal(gradient, torch.ones(6, dtype=F64))
+
+
+def test_equal_precisions_are_one_object() -> None:
+    made = [precision_of(F32, MixedPrecisionPolicy(**SPLIT)) for _ in range(2)]
+    plain = [precision_of(F32, policy) for policy in (None, MixedPrecisionPolicy())]
+    assert made[0] is made[1]
+    assert plain[0] is plain[1]
+    assert made[0] != plain[0]

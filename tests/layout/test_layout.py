@@ -1,5 +1,6 @@
 """slots.py: pure arithmetic, compared with torch's own chunking and checked on random shapes."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -7,21 +8,19 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.layout.slots import ALIGNMENT, Layout, SlotSpec, plan_layout
+from shardwise.layout.slots import ALIGNMENT, Layout, Slot, plan_layout
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 
 
 def entry(
     shape: tuple[int, ...], itemsize: int, kind: str, dim: int = 0, smallest: int | None = None
-) -> SlotSpec:
-    return SlotSpec(
-        shape, kind, itemsize, kind, ALIGNMENT // (smallest or itemsize), dim % max(1, len(shape))
-    )
+) -> Slot:
+    return Slot(shape, kind, itemsize, kind, ALIGNMENT // (smallest or itemsize), dim % max(1, len(shape)))
 
 
-def planned(some: list[SlotSpec], world: int, limit: int) -> Layout:
-    return plan_layout(some, world, [e.chunk_numel(world) * e.itemsize >= limit for e in some])
+def planned(some: list[Slot], world: int, limit: int) -> Layout:
+    return plan_layout(some, world, [replace(e, world=world).chunk_bytes >= limit for e in some])
 
 
 entries = st.builds(
@@ -67,15 +66,15 @@ def test_shards_and_slots_are_aligned(layout: Layout) -> None:
 @given(layouts)
 def test_chunks_laid_in_a_slot_are_the_full_parameter(layout: Layout) -> None:
     for slot in layout.slots:
-        if slot.is_replicated or slot.is_strided or not slot.spec.numel_across:
+        if slot.is_replicated or slot.is_strided or not slot.numel_across:
             continue
-        dim = slot.spec.dim
+        dim = slot.dim
         in_slot = [
             rank * slot.chunk_size + i
             for rank in range(layout.world)
             for i in range(slot.local_shape(rank)[dim])
         ]
-        assert in_slot == list(range(slot.spec.shape[dim]))  # padding falls at the end only
+        assert in_slot == list(range(slot.shape[dim]))  # padding falls at the end only
 
 
 @given(layouts)
@@ -85,7 +84,7 @@ def test_packed_parameters_lie_together_by_dtype(layout: Layout) -> None:
         assert [i for run in runs for i in run.slots] == list(indices)
         assert sum(run.end - run.start for run in runs) == sum(layout.slots[i].padded_bytes for i in indices)
         for run in runs:
-            assert {layout.slots[i].spec.kind for i in run.slots} == {run.dtype}
+            assert {layout.slots[i].kind for i in run.slots} == {run.dtype}
         for before, after in pairwise(runs):
             assert (before.end, True) == (after.start, before.dtype != after.dtype)
 
@@ -94,8 +93,8 @@ def test_packed_parameters_lie_together_by_dtype(layout: Layout) -> None:
 def test_layouts_of_two_sizes_of_element_hold_the_same_elements_at_the_same_places(
     layout: Layout, times: int
 ) -> None:
-    small = [entry(s.spec.shape, 4, "small", s.spec.dim) for s in layout.slots]
-    large = [entry(s.spec.shape, 4 * times, "large", s.spec.dim, smallest=4) for s in layout.slots]
+    small = [entry(s.shape, 4, "small", s.dim) for s in layout.slots]
+    large = [entry(s.shape, 4 * times, "large", s.dim, smallest=4) for s in layout.slots]
     is_direct = [s.is_direct for s in layout.slots]
     one = plan_layout(small, layout.world, is_direct)
     other = plan_layout(large, layout.world, is_direct)
@@ -105,7 +104,7 @@ def test_layouts_of_two_sizes_of_element_hold_the_same_elements_at_the_same_plac
 
 
 @given(st.lists(entries, max_size=6), st.sampled_from([(4, 2), (6, 3), (8, 2)]))
-def test_slots_can_serve_two_worlds(some: list[SlotSpec], worlds: tuple[int, int]) -> None:
+def test_slots_can_serve_two_worlds(some: list[Slot], worlds: tuple[int, int]) -> None:
     large, small = worlds
     for_large = plan_layout(some, large, [True] * len(some), slots_serve=small)
     for_small = plan_layout(some, small, [True] * len(some), slots_serve=large)
@@ -116,7 +115,7 @@ def test_slots_can_serve_two_worlds(some: list[SlotSpec], worlds: tuple[int, int
 
 
 @given(st.lists(entries, max_size=6))
-def test_in_a_world_of_one_the_unsharded_buffer_is_the_shard_buffer(some: list[SlotSpec]) -> None:
+def test_in_a_world_of_one_the_unsharded_buffer_is_the_shard_buffer(some: list[Slot]) -> None:
     layout = plan_layout(some, 1, [False] * len(some))
     assert layout.unsharded_bytes == layout.shard_bytes
     assert all(s.slot_offset == s.shard_offset and s.is_direct for s in layout.slots)
@@ -132,7 +131,7 @@ def test_a_layout_reads_like_its_picture() -> None:
     ]
     layout = planned(some, 4, 32)
     lines = [
-        f"{'x'.join(map(str, s.spec.shape)) or 'scalar':>6} {s.spec.kind:>4}"
+        f"{'x'.join(map(str, s.shape)) or 'scalar':>6} {s.kind:>4}"
         f" {'direct' if s.is_direct else 'strided' if s.is_strided else 'packed':>7}"
         f" shard {s.shard_offset:>3} +{s.chunk_bytes:<3} slot {s.slot_offset:>3} +{s.slot_bytes}"
         for s in layout.slots

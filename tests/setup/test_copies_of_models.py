@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise import full_state_dict
+from shardwise.buckets.bucket import bucket_and_index
 from shardwise.comm.full_tensors import full_values
 
 WAYS = [
@@ -81,6 +82,21 @@ def pickled_state() -> bool:
 
 def test_a_state_travels_by_pickle(world2: World) -> None:
     assert all(world2.run(pickled_state))
+
+
+def buckets_of_copies() -> list[bool]:
+    """Whether a sharded parameter knows its bucket, and whether a copy and a saved one do."""
+    param = Way(2).model().blocks[0].up.weight
+    file = io.BytesIO()
+    torch.save(param, file)
+    file.seek(0)
+    copies = [copy.deepcopy(param), torch.load(file, weights_only=True)]
+    assert all(torch.equal(each.to_local(), param.to_local()) for each in copies)
+    return [bucket_and_index(each) is not None for each in (param, *copies)]
+
+
+def test_a_copied_or_saved_parameter_is_in_no_bucket(world2: World) -> None:
+    assert world2.run(buckets_of_copies) == [[True, False, False]] * 2
 
 
 @pytest.mark.parametrize(

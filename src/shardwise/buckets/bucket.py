@@ -12,23 +12,24 @@ In most models a group has one bucket; it has several where its parameters are s
 as experts are. A bucket knows *how*; its group knows whether and when.
 """
 
+import weakref
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.buckets.bucket_reduction import BucketReduction
 from shardwise.buckets.communication import Communication
-from shardwise.buckets.flat_slot import FLAT_SLOT, FlatSlot
 from shardwise.buckets.sharded_gradients import ShardedGradients
 from shardwise.buckets.unsharded_bucket import UnshardedBucket
 from shardwise.comm.buffers import FlatShard
 from shardwise.layout.chunks import shard_of
 from shardwise.layout.mesh import Axis, ShardMesh
 from shardwise.layout.packing import choose_direct
-from shardwise.layout.slots import ALIGNMENT, Layout, SlotSpec, plan_layout
-from shardwise.params.parameter import Param
+from shardwise.layout.slots import ALIGNMENT, Layout, Slot, plan_layout
+from shardwise.params.parameter import PLACE, Param
 from shardwise.policies import CommPolicy
 from shardwise.torch_compat import dtensor
 
@@ -98,8 +99,9 @@ class Bucket:
         )
         if before is not None:
             self.reduction.carry_earlier(before)
+        own = BucketRef(self)
         for index, param in enumerate(self.params):
-            param.mark(FLAT_SLOT, FlatSlot(self, index))
+            param.mark((own, index))
 
     def _layout(self, form: str, world: int | None = None, slots_serve: int | None = None) -> Layout:
         """The layout of the parameters in one of the dtypes of their Precision; equal layouts are shared."""
@@ -110,27 +112,26 @@ class Bucket:
                     break
                 if dtypes == [getattr(param.precision, other) for param in self.params]:
                     return getattr(self, other)
-        entries = [
-            SlotSpec(
+        own = self.mesh.shard_axis.world
+        slots = [
+            Slot(
                 param.shape,
                 dtype,
                 dtype.itemsize,
                 param.precision,
                 max(1, ALIGNMENT // param.precision.smallest_itemsize),
                 param.dim,
+                own,
             )
             for param, dtype in zip(self.params, dtypes, strict=True)
         ]
-        own = self.mesh.shard_axis.world
+        computed = [param.precision.computed.itemsize for param in self.params]
         is_direct = self._are_direct(
-            [
-                e.chunk_numel(own) * p.precision.computed.itemsize
-                for e, p in zip(entries, self.params, strict=True)
-            ]
+            [slot.chunk_numel * itemsize for slot, itemsize in zip(slots, computed, strict=True)]
         )
         if slots_serve is None and (axis := self.communication.options.post_forward_axis) is not None:
             slots_serve = axis.world
-        return plan_layout(entries, own if world is None else world, is_direct, slots_serve)
+        return plan_layout(slots, own if world is None else world, is_direct, slots_serve)
 
     def post_forward_layout(self, axis: Axis) -> Layout:
         """The layout of the parameters as computed with, over the few ranks that keep them after forward."""
@@ -200,3 +201,23 @@ class Bucket:
             self.flat_shard.fill(locals_)
         for param, view in zip(self.params, self.flat_shard.views, strict=True):
             param.rebase(view)
+
+
+class BucketRef(weakref.ref[Bucket]):
+    """By which a sharded parameter knows its bucket. It does not travel: pickled or copied, it becomes an
+    empty dict, which ``torch.load`` reads with ``weights_only`` as well."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> Any:
+        """An empty dict."""
+        return OrderedDict, ()
+
+
+def bucket_and_index(param: Tensor) -> tuple[Bucket, int] | None:
+    """The bucket of ``param`` and its index in it; None if it is no sharded parameter, or not that of its
+    bucket any more."""
+    ref, index = param.__dict__.get(PLACE, (None, 0))
+    if not ref or (bucket := ref()) is None or bucket.params[index].sharded is not param:
+        return None
+    return bucket, index

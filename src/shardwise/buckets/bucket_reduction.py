@@ -123,7 +123,7 @@ class BucketReduction:
         """Broadcast the first rank's gradients of what all ranks keep of these parameters."""
         slots = [self._layout.slots[index] for index in indices]
         copies = [
-            output[slot.shard_offset : slot.shard_offset + slot.spec.itemsize]
+            output[slot.shard_offset : slot.shard_offset + slot.itemsize]
             for slot in slots
             if slot.is_replicated
         ]

@@ -258,7 +258,7 @@ class _UnshardedExtension(UnshardedBucket):
         local = self._param.local
         result = local.fsdp_post_all_gather(self._outputs, metadata, self._param_dtype)  # type: ignore[attr-defined]
         full, inner = self._checked(result, POST, "(tensor, inner tensors) where out is None")
-        self._param.make_unsharded_over(self._without_padding(full))
+        self._param.make_unsharded(self._without_padding(full).detach(), keeps_class=True)
         return _ExtensionBuffer([*self._outputs, *inner])
 
     def _without_padding(self, full: Any) -> Tensor:

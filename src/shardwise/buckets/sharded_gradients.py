@@ -84,7 +84,7 @@ class ShardedGradients:
             flat.add_(typed_range(buffer, 0, self._end, flat.dtype))
             return True
         locals_ = self._views.of(buffer)
-        gradients = map(dtensor.wrapped, locals_, map(_gradient_spec, self.params))
+        gradients = map(dtensor.make_dtensor, locals_, map(_gradient_spec, self.params))
         with tensor_impl.plain_access():
             for shard, gradient in zip(shards, gradients, strict=True):
                 shard.grad = gradient
@@ -124,7 +124,7 @@ class ShardedGradients:
     def gradient_offset(self, index: int) -> int:
         """Where the gradient of a parameter starts in the buffer, counted in its elements."""
         slot = self.layout.slots[index]
-        return slot.shard_offset // slot.spec.itemsize
+        return slot.shard_offset // slot.itemsize
 
 
 class GradientRange:

@@ -101,7 +101,7 @@ class UnshardedBuffer:
         """
         dtype = dtype_of(slot)
         full = torch.empty(0, dtype=dtype, device=self.bytes.device)
-        shape = torch.Size(slot.spec.shape)
+        shape = torch.Size(slot.shape)
         stride = torch.empty(shape, device="meta").stride()
         return full.set_(self._storage, slot.slot_offset // dtype.itemsize, shape, stride)
 
@@ -120,8 +120,8 @@ def with_own_storage(view: Tensor) -> Tensor:
 
 def dtype_of(slot: Slot) -> torch.dtype:
     """The dtype that the layout carries as a key."""
-    assert isinstance(slot.spec.dtype, torch.dtype)
-    return slot.spec.dtype
+    assert isinstance(slot.dtype, torch.dtype)
+    return slot.dtype
 
 
 def typed_range(buffer: Tensor, start: int, end: int, dtype: torch.dtype) -> Tensor:
@@ -170,7 +170,7 @@ class LocalViews:
 
     def _add(self, index: int, slot: Slot, rank: int) -> None:
         dtype, shape = dtype_of(slot), slot.local_shape(rank)
-        offset = slot.shard_offset // slot.spec.itemsize
+        offset = slot.shard_offset // slot.itemsize
         if self._segments:
             last = self._segments[-1]
             pitch = offset - last.offset if len(last.indices) == 1 else last.stride[0]

@@ -33,7 +33,7 @@ def whole_slot(gradient: Tensor, slot: Slot) -> Tensor:
         return gradient.expand(slot.world).contiguous()
     if slot.is_even:
         return gradient.contiguous()
-    dim = slot.spec.dim
+    dim = slot.dim
     shape = list(gradient.shape)
     shape[dim] = slot.world * slot.chunk_size
     padded = gradient.new_zeros(shape)
@@ -49,7 +49,7 @@ def strided_pieces(slot: Slot, rows: Tensor, origin: int, full: Tensor) -> Itera
     if not slot.chunk_bytes:
         return
     start = slot.shard_offset - origin
-    dtype, dim = dtype_of(slot), slot.spec.dim
+    dtype, dim = dtype_of(slot), slot.dim
     columns = rows[:, start : start + slot.chunk_bytes].view(dtype)
     if slot.is_even:
         parts = full.unflatten(dim, (slot.world, slot.chunk_size)).movedim(dim, 0)

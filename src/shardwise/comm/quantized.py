@@ -155,7 +155,7 @@ def numbers_to_quantize(layout: Layout, segment: BufferSegment) -> list[tuple[in
         start = (slot.shard_offset - segment.start) // size
         end = start + slot.padded_bytes // size
         is_float = segment.dtype.is_floating_point and size > 1
-        is_quantised = is_float and len(slot.spec.shape) > 1
+        is_quantised = is_float and len(slot.shape) > 1
         if end == start:
             continue
         if found and not is_quantised and not found[-1][2]:

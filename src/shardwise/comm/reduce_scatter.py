@@ -70,7 +70,7 @@ class ReduceScatter:
         """True if ``segment`` holds only chunks of rows, and padding."""
         slots = [self._layout.slots[index] for index in segment.slots]
         return all(
-            slot.spec.dim == 0 and not slot.is_strided and not slot.is_replicated and slot.chunk_numel > 0
+            slot.dim == 0 and not slot.is_strided and not slot.is_replicated and slot.chunk_numel > 0
             for slot in slots
         )
 
@@ -158,7 +158,7 @@ class ReduceScatter:
                 columns.append(gradient)
             elif slot.chunk_bytes:
                 if gradient is None:
-                    gradient = torch.zeros(slot.spec.shape, dtype=dtype, device=self._device)
+                    gradient = torch.zeros(slot.shape, dtype=dtype, device=self._device)
                 columns.append(whole_slot(gradient, slot).view(world, -1))
             if padding := slot.padded_numel - slot.chunk_numel:
                 columns.append(self._padding(dtype, padding))

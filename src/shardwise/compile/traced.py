@@ -77,7 +77,7 @@ def _full_tensors(ways: Ways, params: Sequence[Param], unshards_again: bool) -> 
         return run(shards)
 
     fulls = unshard_again_in_backward(unsharded, *shards) if unshards_again else unsharded(*shards)
-    return [param.original.as_seen_in_graphs(full) for param, full in zip(params, fulls, strict=True)]
+    return [param.as_seen_in_graphs(full) for param, full in zip(params, fulls, strict=True)]
 
 
 def _piece(param: Param, shard: Tensor) -> Piece:
@@ -233,12 +233,12 @@ def _about_bucket(bucket: Bucket) -> str:
             "graphs have those of the back end. Leave them away"
         )
     for param in bucket.params:
-        if param.original.has_own_class:
+        if param.has_own_class:
             return (
                 f"{param.fqn} is of a class of its own, but an unsharded parameter is a plain tensor in a "
                 "graph. Use nn.Parameter"
             )
-        if param.original.has_hooks:
+        if param.has_original_hooks:
             return (
                 f"{param.fqn} had hooks for its full gradient, which is inside of the graph. Register them "
                 "after fully_shard, for the reduced one"
@@ -254,7 +254,7 @@ def _about_bucket(bucket: Bucket) -> str:
                 f"gradients of {param.fqn} are kept in {param.precision.kept}, but autograd puts those of a "
                 "graph in the dtype of the parameter. Leave out keep_low_precision_grads"
             )
-        if param.original.is_tensor_parallel and param.mesh.full_mesh is not None:
+        if param.is_tensor_parallel and param.mesh.full_mesh is not None:
             return (
                 f"{param.fqn} is a DTensor on the whole mesh, whose gradient DTensor would sum over "
                 "data-parallel ranks in a graph, before it is summed over them. Distribute it over the other "

@@ -94,7 +94,7 @@ class Gradients:
         trainable = [i for i, full in enumerate(fulls) if full.requires_grad]
         for index in trainable:
             if index not in self._hooked:
-                self._shards.params[index].original.attach_hooks(fulls[index])
+                self._shards.params[index].attach_original_hooks(fulls[index])
                 fulls[index].register_post_accumulate_grad_hook(partial(_arrived, own, index))
                 self._hooked.add(index)
         self._trainable = frozenset(trainable)
@@ -235,8 +235,7 @@ class Gradients:
                         "can be reduce-scattered. Build the module without sparse gradients "
                         "(nn.Embedding(sparse=False))."
                     )
-                if param.original.is_tensor_parallel:
-                    gradient = param.original.content_of(gradient, param.mesh)
+                gradient = param.gradient_to_reduce(gradient)
             elif full.requires_grad:
                 gradient = self._zeros_for(param)
             gradients.append(gradient)

@@ -38,7 +38,7 @@ class Shards:
         """Start over with the parameters that the buckets have now."""
         self.params: list[Param] = [param for bucket in self.buckets for param in bucket.params]
         self.are_replicated = any(not bucket.mesh.replicate_axis.is_alone for bucket in self.buckets)
-        self.is_tensor_parallel = any(param.original.is_tensor_parallel for param in self.params)
+        self.is_tensor_parallel = any(param.is_tensor_parallel for param in self.params)
         self.are_offloaded = any(bucket.is_offloaded for bucket in self.buckets)
         modules = dict.fromkeys(site.module for param in self.params for site in param.sites)
         self.rnns = [module for module in modules if isinstance(module, nn.RNNBase)]

@@ -82,15 +82,16 @@ class Placeholder:
     @property
     def _attributes(self) -> Mapping[str, Any]:
         if self.param is not None:
-            return self.param.original.attributes
+            return self.param.attributes
         return tensor_impl.own_attributes(self.original)
 
     def _as_parameter(self, value: Tensor) -> nn.Parameter:
         wants_grad = self.original.requires_grad
         if isinstance(self.original, DTensor):
-            before = None if self.param is None else self.param.original
-            is_plain = before is None or before.is_tensor_parallel or self._local_class is not Tensor
-            return nn.Parameter(value, wants_grad) if is_plain else before.like(value, wants_grad)  # type: ignore[union-attr]
+            param = self.param
+            if param is None or param.is_tensor_parallel or self._local_class is not Tensor:
+                return nn.Parameter(value, wants_grad)
+            return param.like_original(value, wants_grad)
         return tensor_impl.as_subclass_of_parameter(type(self.original), value, wants_grad)
 
     def _register(self, tensor: Tensor) -> None:

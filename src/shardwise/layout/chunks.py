@@ -51,4 +51,4 @@ def shard_of(unsharded: Tensor, slot: Any, rank: int) -> Tensor:
     if slot.is_replicated:
         return unsharded
     start, end = slot.index_range(rank)
-    return unsharded.narrow(slot.spec.dim, start, end - start)
+    return unsharded.narrow(slot.dim, start, end - start)

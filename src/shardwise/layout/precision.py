@@ -12,7 +12,7 @@ from shardwise.policies import MixedPrecisionPolicy
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of one parameter's life.
+    """Dtypes of one parameter's life. ``precision_of`` makes them, and equal ones are one object.
 
     ``stored``: the sharded parameter. ``computed``: the unsharded parameter. ``accumulated``: its unsharded
     gradient. ``reduced``: the sum over ranks. ``kept``: ``.grad`` of the sharded parameter.
@@ -30,15 +30,19 @@ class Precision:
         return min(d.itemsize for d in (self.stored, self.computed, self.reduced, self.kept))
 
 
+_shared: dict[Precision, Precision] = {}
+
+
 def precision_of(dtype: torch.dtype, policy: Any) -> Precision:
     """The dtypes of a parameter of ``dtype`` under ``policy``; None keeps its own dtype throughout."""
-    if not dtype.is_floating_point or policy is None:
-        return Precision(dtype, dtype, dtype, dtype, dtype)
-    computed = policy.param_dtype or dtype
-    accumulated = getattr(policy, "accumulate_dtype", None) or policy.reduce_dtype or computed
-    reduced = policy.reduce_dtype or computed
-    kept = reduced if getattr(policy, "keep_low_precision_grads", False) else dtype
-    return Precision(dtype, computed, accumulated, reduced, kept)
+    made = Precision(dtype, dtype, dtype, dtype, dtype)
+    if dtype.is_floating_point and policy is not None:
+        computed = policy.param_dtype or dtype
+        accumulated = getattr(policy, "accumulate_dtype", None) or policy.reduce_dtype or computed
+        reduced = policy.reduce_dtype or computed
+        kept = reduced if getattr(policy, "keep_low_precision_grads", False) else dtype
+        made = Precision(dtype, computed, accumulated, reduced, kept)
+    return _shared.setdefault(made, made)
 
 
 class PrecisionRule:

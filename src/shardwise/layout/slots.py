@@ -27,7 +27,7 @@ layout to another is one operation a kind.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -37,12 +37,13 @@ ALIGNMENT = 16
 """Shards and slots start on multiples of this: off it, copies and collectives are slow."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlotSpec:
-    """What the layout needs to know about a parameter.
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's slot in the flat shard and in the unsharded buffer.
 
     ``kind`` is equal for parameters that may lie together; ``dtype`` is here only a key. Chunks are padded
     to multiples of ``granule`` elements. ``dim`` is the sharded one.
+    ``plan_layout`` decides what comes after ``world``.
     """
 
     shape: tuple[int, ...]
@@ -51,61 +52,50 @@ class SlotSpec:
     kind: Hashable
     granule: int
     dim: int = 0
+    world: int = 1
+    is_direct: bool = False
+    shard_offset: int = 0
+    slot_offset: int = 0
 
-    def chunk_size(self, world: int) -> int:
+    @cached_property
+    def is_replicated(self) -> bool:
+        """True for a scalar, which every rank keeps whole."""
+        return not self.shape
+
+    @cached_property
+    def is_strided(self) -> bool:
+        """True if a shard is not contiguous in the unsharded parameter."""
+        return self.world > 1 and bool(self.shape) and prod(self.shape[: self.dim]) != 1
+
+    @cached_property
+    def chunk_size(self) -> int:
         """The size of a chunk along the sharded dim; the last ones may be smaller."""
-        return chunk_size(self.shape[self.dim], world) if self.shape else 1
-
-    def chunk_numel(self, world: int) -> int:
-        """Elements of a chunk, padding rows included."""
-        return self.chunk_size(world) * self.numel_across if self.shape else 1
+        return chunk_size(self.shape[self.dim], self.world) if self.shape else 1
 
     @property
     def numel_across(self) -> int:
         """Elements at one index of the sharded dim."""
         return prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 :])
 
-    def is_strided(self, world: int) -> bool:
-        """True if a shard is not contiguous in the unsharded parameter."""
-        return world > 1 and bool(self.shape) and prod(self.shape[: self.dim]) != 1
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One parameter's slot in the flat shard and in the unsharded buffer."""
-
-    spec: SlotSpec
-    world: int
-    is_direct: bool
-    is_strided: bool
-    shard_offset: int
-    slot_offset: int
-    padded_numel: int
-
-    @cached_property
-    def chunk_size(self) -> int:
-        """The size of a chunk along the sharded dim; the last ones may be smaller."""
-        return self.spec.chunk_size(self.world)
-
     @cached_property
     def chunk_numel(self) -> int:
         """Elements that one rank contributes to the all-gather, padding rows included."""
-        return self.spec.chunk_numel(self.world)
-
-    @cached_property
-    def is_replicated(self) -> bool:
-        """True for a scalar, which every rank keeps whole."""
-        return not self.spec.shape
+        return self.chunk_size * self.numel_across
 
     @cached_property
     def chunk_bytes(self) -> int:
         """Bytes that one rank contributes to the all-gather, padding rows included."""
-        return self.chunk_numel * self.spec.itemsize
+        return self.chunk_numel * self.itemsize
+
+    @cached_property
+    def padded_numel(self) -> int:
+        """Elements of the chunk in the flat shard, padding included."""
+        return round_up(self.chunk_numel, self.granule)
 
     @cached_property
     def padded_bytes(self) -> int:
         """Bytes of the chunk in the flat shard, padding included."""
-        return self.padded_numel * self.spec.itemsize
+        return self.padded_numel * self.itemsize
 
     @cached_property
     def slot_bytes(self) -> int:
@@ -115,19 +105,18 @@ class Slot:
     @cached_property
     def is_even(self) -> bool:
         """True if no rank's chunk holds padding."""
-        return not self.is_replicated and self.spec.shape[self.spec.dim] == self.world * self.chunk_size
+        return not self.is_replicated and self.shape[self.dim] == self.world * self.chunk_size
 
     def index_range(self, rank: int) -> tuple[int, int]:
         """The rows of ``rank`` along the sharded dim: [start, end), empty past the end."""
-        return chunk_range(self.spec.shape[self.spec.dim], self.world, rank)
+        return chunk_range(self.shape[self.dim], self.world, rank)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of the shard of ``rank``."""
         if self.is_replicated:
             return ()
         start, end = self.index_range(rank)
-        shape, dim = self.spec.shape, self.spec.dim
-        return (*shape[:dim], end - start, *shape[dim + 1 :])
+        return (*self.shape[: self.dim], end - start, *self.shape[self.dim + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +154,7 @@ class Layout:
     @cached_property
     def content_bytes(self) -> int:
         """Bytes of the parameters themselves. At large worlds, padding may be several times as much."""
-        return sum(prod(slot.spec.shape) * slot.spec.itemsize for slot in self.slots)
+        return sum(prod(slot.shape) * slot.itemsize for slot in self.slots)
 
     @cached_property
     def has_padding(self) -> bool:
@@ -188,61 +177,60 @@ class Layout:
         for index in indices:
             slot = self.slots[index]
             start, end = slot.shard_offset, slot.shard_offset + slot.padded_bytes
-            if segments and kind == slot.spec.kind:
+            if segments and kind == slot.kind:
                 last = segments.pop()
                 segments.append(BufferSegment(last.dtype, last.start, end, (*last.slots, index)))
             else:
-                segments.append(BufferSegment(slot.spec.dtype, start, end, (index,)))
-            kind = slot.spec.kind
+                segments.append(BufferSegment(slot.dtype, start, end, (index,)))
+            kind = slot.kind
         return segments
 
 
 def plan_layout(
-    specs: Sequence[SlotSpec], world: int, is_direct: Sequence[bool], slots_serve: int | None = None
+    slots: Sequence[Slot], world: int, is_direct: Sequence[bool], slots_serve: int | None = None
 ) -> Layout:
-    """Lay out ``specs`` for ``world`` ranks.
+    """Lay out ``slots`` for ``world`` ranks.
 
     ``is_direct`` says which have a collective of their own, if they are not strided. In a world of one
     there is nothing to pack, and the unsharded buffer equals the flat shard byte for byte.
     ``slots_serve``: another number of ranks for which the slots are large enough as well.
     """
-    strided = {i for i, spec in enumerate(specs) if spec.is_strided(world)}
-    kinds = {spec.kind: order for order, spec in reversed(list(enumerate(specs)))}
-    in_order = sorted(range(len(specs)), key=lambda i: (kinds[specs[i].kind], i))
+    slots = [replace(slot, world=world) for slot in slots]
+    kinds = {slot.kind: order for order, slot in reversed(list(enumerate(slots)))}
+    in_order = sorted(range(len(slots)), key=lambda i: (kinds[slots[i].kind], i))
+    strided = tuple(i for i in in_order if slots[i].is_strided)
     direct = tuple(
         i for i in in_order
-        if i not in strided and (world == 1 or (is_direct[i] and specs[i].chunk_numel(world) > 0))
+        if not slots[i].is_strided and (world == 1 or (is_direct[i] and slots[i].chunk_numel > 0))
     )  # fmt: skip
+    has_place = {*direct, *strided}
     # Equal ones side by side: one copy unpacks all of them. Ordered by shape, not by chunk, whose order
     # depends on the world size.
     packed = tuple(
         sorted(
-            (i for i in in_order if i not in {*direct, *strided}),
-            key=lambda i: (kinds[specs[i].kind], prod(specs[i].shape), specs[i].shape),
+            (i for i in in_order if i not in has_place),
+            key=lambda i: (kinds[slots[i].kind], prod(slots[i].shape), slots[i].shape),
         )
     )
-    last = tuple(i for i in in_order if i in strided)
-
-    slots: dict[int, Slot] = {}
-    shard_offset = slot_offset = 0
-    packed_start = 0
-    for position, index in enumerate(direct + packed + last):
-        spec = specs[index]
-        padded = round_up(spec.chunk_numel(world), spec.granule)
-        slots[index] = Slot(
-            spec, world, position < len(direct), index in strided, shard_offset, slot_offset, padded
+    placed: dict[int, Slot] = {}
+    shard_offset = slot_offset = packed_start = 0
+    for position, index in enumerate(direct + packed + strided):
+        slot = slots[index]
+        placed[index] = replace(
+            slot, is_direct=position < len(direct), shard_offset=shard_offset, slot_offset=slot_offset
         )
-        shard_offset += padded * spec.itemsize
-        room = max(n * spec.chunk_numel(n) for n in (world, slots_serve or world))
-        slot_offset += round_up(room, spec.granule) * spec.itemsize
+        shard_offset += slot.padded_bytes
+        other = slot if slots_serve is None else replace(slot, world=slots_serve)
+        room = max(slot.slot_bytes, other.slot_bytes)
+        slot_offset += round_up(room, slot.granule * slot.itemsize)
         if position < len(direct):
             packed_start = shard_offset
     return Layout(
         world,
-        tuple(slots[i] for i in range(len(specs))),
+        tuple(placed[i] for i in range(len(slots))),
         direct,
         packed,
-        last,
+        strided,
         shard_offset,
         slot_offset,
         packed_start,

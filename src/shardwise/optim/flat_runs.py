@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.buckets.flat_slot import bucket_and_index
+from shardwise.buckets.bucket import bucket_and_index
 from shardwise.buckets.optimizer_steps import SteppedParameters
 from shardwise.buckets.sharded_gradients import GradientRange, ShardedGradients
 from shardwise.comm.buffers import FlatShard, typed_range

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from shardwise.buckets.flat_slot import bucket_and_index
+from shardwise.buckets.bucket import bucket_and_index
 from shardwise.layout.fqns import clean
 
 _EMBEDDINGS = ("embed", "wte", "wpe", "emb")

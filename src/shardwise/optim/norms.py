@@ -31,8 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from shardwise.buckets.bucket import Bucket
-from shardwise.buckets.flat_slot import bucket_and_index
+from shardwise.buckets.bucket import Bucket, bucket_and_index
 from shardwise.comm.communicators import all_reduce
 from shardwise.groups.added_parameters import owner_of
 from shardwise.layout.chunks import round_up

@@ -33,7 +33,7 @@ class ShardSnapshot:
         self._standing = [param.sharded for _, param in places]
         self._shards = [param.sharded for param in params]
         self._locals = [param.local for param in params]
-        self._post_hooks_of_originals = [param.original.post_hooks for param in params]
+        self._original_post_hooks = [param.original_post_hooks for param in params]
         self._trained = [param.sharded.requires_grad for param in params]
         self._bases = [param.version_base for param in params]
         self._has_bases = any(self._bases)
@@ -67,7 +67,7 @@ class ShardSnapshot:
         """True if no sharded parameter has gradient hooks."""
         with tensor_impl.plain_access():
             return not (
-                any(self._post_hooks_of_originals)
+                any(self._original_post_hooks)
                 or any(map(autograd.gradient_hooks, self._shards))
                 or any(map(autograd.post_accumulate_hooks, self._shards))
             )

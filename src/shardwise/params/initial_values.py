@@ -11,7 +11,6 @@ plan, at the next forward with gradients.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,17 +38,6 @@ from shardwise.torch_compat import dtensor, nn_modules
 # --- compare --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class InitialChecksums:
-    """Checksums of a parameter at the moment when it was sharded: of the whole, and of this rank's shard.
-
-    None: it had no values, or none that can be compared.
-    """
-
-    whole: Tensor
-    part: Tensor
-
-
 @torch.no_grad()
 def record_initial_values(params: Sequence[Param], shards: Sequence[nn.Parameter]) -> None:
     """Record checksums of ``params``, which are about to be sharded into ``shards``.
@@ -61,7 +49,7 @@ def record_initial_values(params: Sequence[Param], shards: Sequence[nn.Parameter
         if param.compares and _is_sharded(param) and not are_fake(param.mesh.axes(), param.mesh.device):
             whole, part = checksums.of(param.content()), checksums.of(dtensor.local_tensor(shard))
             if whole is not None and part is not None:
-                param.initial_checksums = InitialChecksums(whole, part)
+                param.initial_checksums = (whole, part)
 
 
 @torch.no_grad()
@@ -107,16 +95,15 @@ def _start_of(param: Param, tensor: Tensor, checksums: Checksums, device: torch.
     if param.initial_checksums is None:
         nothing = torch.zeros((), dtype=torch.int64, device=device)
         return Claim(param.fqn, param.mesh.axes(), ranks, nothing, is_unchanged=False)
+    whole, part = param.initial_checksums
     local = dtensor.plain(tensor)
     now = checksums.of(local)
-    is_unchanged: Tensor | bool = False
-    if now is not None:
-        is_unchanged = now.to(param.initial_checksums.part.device) == param.initial_checksums.part
+    is_unchanged = False if now is None else now.to(part.device) == part
     return Claim(
         param.fqn,
         param.mesh.axes(),
         ranks,
-        param.initial_checksums.whole,
+        whole,
         is_unchanged,
         _is_telling(local),
         takes_part=local.numel() > 0,  # for a rank with an empty shard, the values do not matter

@@ -14,25 +14,26 @@ Version counters tie the two together, so that autograd's own check works throug
 """
 
 import copy
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.layout.chunks import chunk_of
+from shardwise.layout.chunks import chunk_of, local_chunk
 from shardwise.layout.fqns import clean
 from shardwise.layout.mesh import ShardMesh
 from shardwise.layout.precision import Precision
-from shardwise.params.original import Original
 from shardwise.params.replaced_parameter import NAME, ReplacedParameter
 from shardwise.params.sharded_gradient import ShardedGradient
-from shardwise.torch_compat import dtensor, nn_modules, tensor_impl
+from shardwise.torch_compat import autograd, dtensor, nn_modules, tensor_impl
 
-if TYPE_CHECKING:
-    from shardwise.params.initial_values import InitialChecksums
+PLACE = "_shardwise_place"
+"""The attribute of a sharded parameter that leads to its bucket, and its index in there."""
 
 FREED = 2**31 - 1
 """The version of an unsharded parameter without contents; no tensor is changed that often."""
@@ -59,6 +60,9 @@ class Param:
 
     What is sharded is the parameter's own tensor, or this rank's part of it where it is a DTensor of
     tensor or expert parallelism; ``shape`` is that of the tensor to be sharded.
+
+    Unsharded parameters are made like the original: of its class, with its attributes and hooks, and a
+    DTensor with its placements. The original itself is not kept alive.
     """
 
     def __init__(
@@ -73,7 +77,13 @@ class Param:
         self.sites = sites
         self.mesh = mesh
         self.dim = dim
-        self.original = Original(original)
+        self.original = weakref.ref(original)
+        self.attributes = tensor_impl.own_attributes(original)
+        self._class = type(original)
+        self._original_spec = dtensor.spec_of(original) if isinstance(original, DTensor) else None
+        # The caller's hooks stay in these dicts, so that a handle can remove them.
+        self._original_hooks = autograd.gradient_hooks(original)
+        self.original_post_hooks = autograd.post_accumulate_hooks(original)
         self.sharded = original  # until install_shard() replaces it
         self.unsharded: nn.Parameter | None = None
         self.shape = tuple(self.content().shape)
@@ -84,18 +94,23 @@ class Param:
             dtensor.keep_views_of_complex_sharded()
         # Of the sharded parameter: data parallel mesh dims, and those of an original DTensor.
         self.joint_mesh, self.placements = mesh.placements_of(original, dim, where)
-        self._spec = self._make_spec(original.dtype)
+        self._spec = dtensor.sharded_spec(self.joint_mesh, self.placements, original.shape, original.dtype)
         self.gradient_spec = self._spec
         self.gradient = ShardedGradient(self)
-        self._marks: dict[str, Any] = {}
+        self._place: Any = (None, 0)  # in a bucket: a weak reference, and an index
         self.version_base = 0
         self.compares = True  # whether to compare it with other ranks before training
-        self.initial_checksums: InitialChecksums | None = None
+        # Of the whole and of this rank's shard, when it was sharded; None if it had no values to compare.
+        self.initial_checksums: tuple[Tensor, Tensor] | None = None
         self.full_load: str | None = None  # a checksum of the full value that load_state_dict gave this rank
 
     def content(self) -> Tensor:
         """The tensor to shard, before it is sharded."""
-        return self.original.content_in(self.sharded.detach())
+        return self.content_in(self.sharded.detach())
+
+    def content_in(self, whole: Tensor) -> Tensor:
+        """The tensor to shard of a tensor like the original: this rank's part, if that is a DTensor."""
+        return whole if self._original_spec is None else dtensor.local_tensor(whole)
 
     @property
     def fqn(self) -> str:
@@ -114,21 +129,21 @@ class Param:
 
     def was_made_from(self, param: Tensor) -> bool:
         """True if ``param`` is our sharded parameter or the original it was made from."""
-        return param is self.sharded or param is self.original.tensor()
+        return param is self.sharded or param is self.original()
 
-    def mark(self, name: str, value: Any) -> None:
-        """Put an attribute on the sharded parameter, and on each that replaces it."""
-        self._marks = {**self._marks, name: value}
-        if self.sharded is not self.original.tensor():
+    def mark(self, place: Any) -> None:
+        """Put ``place``, a weak reference and an index, on the sharded parameter and all that replace it."""
+        self._place = place
+        if self.sharded is not self.original():
             self._mark()
 
     def _mark(self) -> None:
-        """Put the FQN on the sharded parameter and on the original, for messages; the marks on the former."""
-        original = self.original.tensor()
+        """Put the FQN on the sharded parameter and on the original, for messages; the place on the former."""
+        original = self.original()
         for tensor in (self.sharded, *([] if original is None else [original])):
             setattr(tensor, NAME, self.fqn)
         if self.sharded is not original:
-            vars(self.sharded).update(self._marks)
+            setattr(self.sharded, PLACE, self._place)
 
     # --- the sharded parameter --------------------------------------------------------------------
 
@@ -146,11 +161,14 @@ class Param:
         self._allow_gradients(self.sharded)
 
     def copied(self, sites: list[Site], sharded: nn.Parameter) -> "Param":
-        """The same parameter in a copy of the model, with the sharded parameter ``sharded``."""
+        """The same parameter in a copy of the model, with the sharded parameter ``sharded``.
+
+        The hooks of the original stay with the first.
+        """
         twin = copy.copy(self)
         twin.sites, twin.sharded, twin.local = sites, sharded, dtensor.local_tensor(sharded)
         twin.unsharded = None
-        twin.original = self.original.without_hooks()
+        twin._original_hooks = twin.original_post_hooks = None
         twin.gradient = ShardedGradient(twin)
         twin._allow_gradients(sharded)
         return twin
@@ -159,7 +177,7 @@ class Param:
         """The sharded parameter over ``local``; nothing is registered yet."""
         original = self.sharded
         sharded = dtensor.make_parameter(local, self._spec, original.requires_grad)
-        vars(sharded).update(self.original.attributes)
+        vars(sharded).update(self.attributes)
         self._allow_gradients(sharded)
         return sharded
 
@@ -169,7 +187,7 @@ class Param:
             nn_modules.parameters(site.module)[site.name] = sharded
         self.sharded, self.local = sharded, dtensor.local_tensor(sharded)
         self._mark()
-        if (original := self.original.tensor()) is not None and type(original) is nn.Parameter:
+        if (original := self.original()) is not None and type(original) is nn.Parameter:
             original.__class__ = ReplacedParameter
 
     def rebase(self, local: Tensor) -> None:
@@ -230,7 +248,8 @@ class Param:
 
     def as_shard(self, value: Tensor) -> Tensor:
         """This rank's shard of a full value, as a DTensor like the sharded parameter. No communication."""
-        value = self.original.part_of(value)
+        if self._original_spec is not None:
+            value = local_chunk(value, self._original_spec)
         if value.dim():
             value = chunk_of(value, self.dim, self.mesh.shard_axis.world, self.mesh.shard_axis.rank)
         return dtensor.make_dtensor(value, self._make_spec(value.dtype))
@@ -239,31 +258,80 @@ class Param:
         """Restore what a conversion or an assignment has lost on the sharded parameter."""
         dtensor.restore_mesh(self.sharded, self.joint_mesh)
         self._allow_gradients(self.sharded)
-        for key, value in self.original.attributes.items():
+        for key, value in self.attributes.items():
             vars(self.sharded).setdefault(key, value)
         self._mark()
 
     def _make_spec(self, dtype: torch.dtype) -> Any:
-        return dtensor.sharded_spec(self.joint_mesh, self.placements, self.original.shape, dtype)
+        return dtensor.sharded_spec(self.joint_mesh, self.placements, self._spec.shape, dtype)
 
     # --- the unsharded parameter ------------------------------------------------------------------
 
-    def make_unsharded(self, data: Tensor) -> None:
-        """Make the unsharded parameter over ``data``, a tensor in the unsharded buffer."""
-        self.unsharded = self.original.like(data, self.sharded.requires_grad)
-        vars(self.unsharded).update(self.original.attributes)
-        if self.precision.accumulated != self.precision.computed:
-            tensor_impl.set_grad_dtype(self.unsharded, self.precision.accumulated)
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """True if modules see a DTensor."""
+        return self._original_spec is not None
 
-    def make_unsharded_over(self, full: Tensor) -> None:
-        """Make the unsharded parameter over a tensor of another class, made by its own protocol."""
-        self.unsharded = self.original.over(full.detach(), self.sharded.requires_grad)
-        for name, value in self.original.attributes.items():
-            vars(self.unsharded).setdefault(name, value)
-        if self.precision.accumulated != self.unsharded.dtype and self.unsharded.dtype.is_floating_point:
-            tensor_impl.set_grad_dtype(self.unsharded, self.precision.accumulated)
+    @property
+    def has_own_class(self) -> bool:
+        """True if the original was of a subclass of ``nn.Parameter``."""
+        return not self.is_tensor_parallel and self._class not in (nn.Parameter, ReplacedParameter)
+
+    @property
+    def has_original_hooks(self) -> bool:
+        """True if the caller had put hooks on the original."""
+        return bool(self._original_hooks) or bool(self.original_post_hooks)
+
+    def make_unsharded(self, data: Tensor, *, keeps_class: bool = False) -> None:
+        """Make the unsharded parameter over ``data``, a tensor in the unsharded buffer.
+
+        ``keeps_class``: it is one of another class, made by its own protocol.
+        """
+        make = self._over if keeps_class else self.like_original
+        self.unsharded = full = make(data, self.sharded.requires_grad)
+        for name, value in self.attributes.items():
+            vars(full).setdefault(name, value)
+        if self.precision.accumulated != full.dtype and full.dtype.is_floating_point:
+            tensor_impl.set_grad_dtype(full, self.precision.accumulated)
+
+    def like_original(self, data: Tensor, requires_grad: bool) -> nn.Parameter:
+        """A parameter over ``data`` with the class of the original, or its placements if it is a DTensor."""
+        if self.has_own_class:
+            return tensor_impl.as_subclass_of_parameter(self._class, data, requires_grad)
+        return self._over(data, requires_grad)
+
+    def _over(self, data: Tensor, requires_grad: bool) -> nn.Parameter:
+        if (own := self._original_spec) is None:
+            return nn.Parameter(data, requires_grad)
+        spec = dtensor.sharded_spec(own.mesh, own.placements, self._spec.shape, data.dtype)
+        return dtensor.make_parameter(data, spec, requires_grad)
+
+    def as_seen_in_graphs(self, full: Tensor) -> Tensor:
+        """``full`` as modules see it: a DTensor where the original is one."""
+        if (own := self._original_spec) is None:
+            return full
+        shape, stride = self._spec.shape, self._spec.stride
+        return DTensor.from_local(full, own.mesh, own.placements, shape=shape, stride=stride)
 
     def unsharded_data(self) -> Tensor:
         """The local tensor of the unsharded parameter."""
         assert self.unsharded is not None
-        return self.original.content_in(self.unsharded)
+        return self.content_in(self.unsharded)
+
+    def attach_original_hooks(self, unsharded: nn.Parameter) -> None:
+        """Run the caller's gradient hooks on this rank's unsharded gradient, before it is reduced."""
+        if self._original_hooks is not None:
+            unsharded.register_hook(partial(autograd.run_gradient_hooks, self._original_hooks))
+
+    def gradient_to_reduce(self, gradient: Tensor) -> Tensor:
+        """The tensor to reduce of an unsharded gradient: this rank's part, placed as the original."""
+        if self._original_spec is None or not isinstance(gradient, DTensor):
+            return gradient
+        wanted, full_mesh = list(self._original_spec.placements), self.mesh.full_mesh
+        if full_mesh is not None and gradient.device_mesh == full_mesh.mesh:
+            # The reduction makes the sums over data parallel ranks.
+            for index in full_mesh.data_parallel_dims:
+                wanted[index] = gradient.placements[index]
+        if tuple(wanted) != gradient.placements:
+            gradient = gradient.redistribute(placements=wanted)
+        return dtensor.local_tensor(gradient)

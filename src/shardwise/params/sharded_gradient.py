@@ -48,7 +48,7 @@ class ShardedGradient:
             sharded.grad = gradient
         else:
             self._accumulate(dtensor.local_tensor(gradient))
-        for hooks in (self._param.original.post_hooks, autograd.post_accumulate_hooks(sharded)):
+        for hooks in (self._param.original_post_hooks, autograd.post_accumulate_hooks(sharded)):
             for post in list(hooks.values()) if hooks else ():
                 post(sharded)
 

@@ -87,7 +87,7 @@ class _SummonedParam:
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's shard of a full tensor."""
-        content = self.param.original.content_in(whole.detach())
+        content = self.param.content_in(whole.detach())
         return shard_of(content, self.slot, self.bucket.mesh.shard_axis.rank)
 
     def problem(self) -> str | None:
@@ -204,11 +204,11 @@ class SummonedGroup:
         rows = zip(bucket.params, bucket.stored.slots, values, gradients, strict=True)
         for param, slot, value, gradient in rows:
             wants_grad = param.sharded.requires_grad
-            full = param.original.like(self._on_device(value), wants_grad)
-            vars(full).update(param.original.attributes)
+            full = param.like_original(self._on_device(value), wants_grad)
+            vars(full).update(param.attributes)
             if gradient is not None:
                 tensor_impl.set_grad_dtype(full, gradient.dtype)
-                full.grad = param.original.like(self._on_device(gradient), wants_grad).detach()
+                full.grad = param.like_original(self._on_device(gradient), wants_grad).detach()
             own = full.grad
             yield _SummonedParam(
                 param,
@@ -362,7 +362,7 @@ def _fitting(tensor: Tensor, param: Param) -> Tensor | str:
             f"{param.fqn}: what stands in its place is of {tensor.dtype} on {tensor.device}, where "
             f"{param.sharded.dtype} with values is expected. Convert the model outside, with .to()."
         )
-    is_alike = isinstance(tensor, DTensor) == param.original.is_tensor_parallel
+    is_alike = isinstance(tensor, DTensor) == param.is_tensor_parallel
     if tuple(tensor.shape) == wanted and is_alike:
         return tensor
     return (

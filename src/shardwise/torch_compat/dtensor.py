@@ -54,16 +54,14 @@ def sharded_spec(
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
 
-def make_dtensor(local: Tensor, spec: DTensorSpec, cls: type[DTensor] = DTensor) -> DTensor:
-    """A DTensor over ``local``, 8 times cheaper than ``DTensor.from_local`` (1.9 against 15.6 us).
+make_dtensor: Callable[[Tensor, DTensorSpec], DTensor] = partial(
+    DTensor.__new__, DTensor, requires_grad=False
+)
+"""A DTensor over ``local``, 8 times cheaper than ``DTensor.from_local`` (1.9 against 15.6 us).
 
-    Skips its ``__init__``, which only imports all of ``torch._dynamo``, and with it torch's FSDP.
-    """
-    return DTensor.__new__(cls, local, spec, requires_grad=False)
-
-
-wrapped: Callable[[Tensor, DTensorSpec], DTensor] = partial(DTensor.__new__, DTensor, requires_grad=False)
-"""As ``make_dtensor``, without a frame of Python's: a step makes one for each parameter."""
+Skips its ``__init__``, which only imports all of ``torch._dynamo``, and with it torch's FSDP. No frame of
+Python's: a step makes one for each parameter.
+"""
 
 
 def make_parameter(local: Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardwise.buckets.flat_slot import bucket_and_index
+from shardwise.buckets.bucket import bucket_and_index
 from shardwise.engine.calls import Call, Outcome
 from shardwise.engine.module_state import ModuleState
 from shardwise.engine.root import Feature, Root

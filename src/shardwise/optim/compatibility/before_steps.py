@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.buckets.flat_slot import bucket_and_index
+from shardwise.buckets.bucket import bucket_and_index
 from shardwise.buckets.optimizer_steps import OtherArguments, before_steps
 from shardwise.comm.full_tensors import sharding_of
 from shardwise.layout.regions import Split
