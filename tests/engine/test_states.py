@@ -40,7 +40,6 @@ def test_the_states_of_gradients() -> None:
         printed(GRADIENT_STATES),
         """\
 empty --accumulate--> pending
-pending --accumulate--> pending
 deferred --accumulate--> pending
 pending --defer--> deferred
 pending --reduce--> reducing

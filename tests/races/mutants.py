@@ -59,7 +59,7 @@ MUTANTS = [
         (*_GATHER, "offload"),
         (*_GATHER_AGAIN, "parts kept until backward"),
         (*_GATHER_AHEAD, "parts kept until backward"),
-        ("Unsharded.make", "ParameterGroup._adopt_before_unshard", "parts kept until backward"),
+        ("Unsharded.make", "ParameterGroup._prepare_unshard", "parts kept until backward"),
     ),
     *_mutants(
         "record_event",
@@ -96,7 +96,7 @@ MUTANTS = [
         (*_SEND_ALL, "extension: bytes and scales"),
         ("Root.unshard", "FSDPModule.unshard", "unshard by hand"),
         (*_FREE, "custom collectives"),
-        ("ParameterGroup._adopt_before_unshard", "Unsharded.unshard", "shards assigned anew"),
+        ("ParameterGroup._prepare_unshard", "Unsharded.unshard", "shards assigned anew"),
         ("begin_inference", "inference", "inference"),
     ),
     *_mutants("event.synchronize", ("Reduction.finish", "BucketReduction.accumulate", "offload")),

@@ -11,7 +11,7 @@ from software_gpu.late_recipes import Case
 
 # By the text of a mutant's place, or the name of a patch. All that are not named: LATE (1) finds them.
 FOUND_BY = {
-    "enter < Unsharded.make < ParameterGroup._adopt_before_unshard": 2,
+    "enter < Unsharded.make < ParameterGroup._prepare_unshard": 2,
     "enter < Reduction.send < Gradients.reduce": 2,
     "enter < Unsharded._start < Unsharded.unshard": 3,
     "wait_event < ForwardPass.begin < _pass_of_call": 2,

@@ -108,7 +108,7 @@ class BucketReduction:
                 earlier=earlier,
                 hook=hook if self._covers_replicas else None,
                 agree=agree,
-                only_moves=False,
+                computes=True,
             )
         reduction.close(stage)
 

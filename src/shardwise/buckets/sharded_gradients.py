@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.buffers import LocalViews, typed_range
 from shardwise.layout.slots import Layout
-from shardwise.params.changes import all_start_at, is_something
+from shardwise.params.changes import all_start_at, is_not_none
 from shardwise.params.parameter import Param
 from shardwise.torch_compat import dtensor, tensor_impl
 
@@ -76,7 +76,7 @@ class ShardedGradients:
         """
         shards = list(map(_sharded, self.params))
         with tensor_impl.plain_access():
-            stand = any(map(is_something, map(_gradient, shards)))
+            stand = any(map(is_not_none, map(_gradient, shards)))
         if stand:
             flat = self.flat_gradient()
             if flat is None:

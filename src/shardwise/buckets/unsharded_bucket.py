@@ -69,7 +69,7 @@ class UnshardedBucket:
     def start_all_gather(self, stream: CommStream) -> Finish:
         """Allocate the buffer and start to fill it; returns the function that waits.
 
-        What goes on in every step, ``_choose_start`` puts in the place of this method.
+        ``_choose_start`` replaces it on the instance where the flat shard can be sent as it is: mostly.
         """
         self.buffer.allocate()
         flat = self._on_device(stream)

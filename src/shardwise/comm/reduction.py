@@ -46,8 +46,8 @@ class SecondStage:
     hook: Hook | None = None
     agree: Agree | None = None
 
-    only_moves: bool = True
-    """False if any of the last four is given."""
+    computes: bool = False
+    """Whether ``all_reduce``, ``earlier``, ``hook`` or ``agree`` is given."""
 
 
 class Reduction:
@@ -166,12 +166,12 @@ class Reduction:
         stage, sums = self._stage, self.output
         assert stage is not None
         assert sums is not None
-        if not stage.only_moves or stage.layout is not self._layout or self.arrives_on_host:
+        if stage.computes or stage.layout is not self._layout or self.arrives_on_host:
             for work in self._works:
                 self._streams.all_reduce.wait_for(self._streams.reduce_scatter, work)
             start = partial(self._start_stage, stage, sums)
             self._stage_work = self._streams.all_reduce.submit(start, self._made_on)
-            self._stage_work.awaited = self._awaited
+            self._stage_work.awaited = self._awaited  # not given to submit, which counts reductions
 
     def _start_stage(self, stage: SecondStage, sums: Tensor) -> Finish:
         parts = self._segments_with_gradients(stage, sums)
@@ -238,7 +238,8 @@ class Reduction:
     def finish(self) -> Tensor:
         """Wait until the result is there; returns it, in the layout of the second stage."""
         self.release()
-        if self.arrives_on_host and self._stage_work is not None:
+        if self.arrives_on_host:
+            assert self._stage_work is not None  # it copies the result
             self._stage_work.synchronize()
         assert self.output is not None
         return self.output

@@ -1,7 +1,7 @@
 """Streams: where communication runs beside the computation.
 
 Communication is submitted as ``start``, a function that issues the collectives and returns ``finish``, which
-waits for them and unpacks. On a device, both are queued on a stream of its own at once, and the computing
+waits for them and unpacks. On a device, both are queued at once, on a stream of their own, and the computing
 stream later waits for an event. On the host there are no streams: ``start`` hands the collectives to the back
 end's own threads, and ``finish`` runs when the result is needed.
 
@@ -160,7 +160,7 @@ class Scratch:
         return found
 
 
-_NOWHERE = nullcontext()
+_NO_CONTEXT = nullcontext()
 _size = attrgetter("num_bytes")
 
 
@@ -237,7 +237,7 @@ class HostStream:
 
     def allocation_scope(self) -> AbstractContextManager[Any]:
         """The context in which this stream's buffers are allocated and freed."""
-        return _NOWHERE
+        return _NO_CONTEXT
 
 
 class HostCopies:

@@ -9,7 +9,8 @@ and exit orders the calls.
     clock      1     2   3 4   5   6        at a's outputs (exit 3): b (enter 4) is over,
                                             root (enter 1) is not
 
-Gradients. A group reduces as soon as the gradients of all its trainable parameters are there.
+Gradients. A group reduces as soon as the gradients of all its trainable parameters are there: large ones
+before that, in parts (gradient_parts.py); where ranks may use different parameters, at the end of backward.
 ``ParameterGroup.max_in_flight`` says how many reductions may be in flight beside the group in backward. A
 group with unused parameters reduces when backward has passed its first call, or at the end of backward.
 
@@ -105,7 +106,7 @@ class BackwardPass:
             feature.backward_begins()
         if root.finalization.handle is not None:
             root.finalization.refuse_pending(root.name, "a backward")
-        root.complete()
+        root.ensure_ready()
         streams = root.lazy_init.streams
         streams.are_labelled = autograd.profiler_is_on()
         root.lazy_init.process_groups.connect()
@@ -250,7 +251,7 @@ class BackwardPass:
                 order.resume_at(group)
         if chosen.unshard_in_backward:
             held.unshard_again(group)
-        self.take_kept(group)
+        self.mark_in_use(group)
         for other in held.unsharded_with.get(group, ()):
             held.unshard(other, held.reason(other) or IN_USE)
         if chosen.backward_prefetch is not None or group.policy.backward_prefetch == "before":
@@ -270,12 +271,12 @@ class BackwardPass:
     def _unshard_around(self, group: ParameterGroup) -> None:
         if group.settings.unshard_in_backward:
             self._root.unsharded_groups.unshard_again(group)
-        self.take_kept(group)
+        self.mark_in_use(group)
         if group.settings.unshard_in_backward or group.unsharded.state is UNSHARDED:
             group.unsharded.wait()
 
-    def take_kept(self, group: ParameterGroup) -> None:
-        """If ``group`` was kept since forward, refuse shards that were changed in between.
+    def mark_in_use(self, group: ParameterGroup) -> None:
+        """``group`` is used from now on. If it was kept since forward, refuse shards that were changed since.
 
         Where groups are unsharded again, autograd detects this by the versions, and names no parameter.
         """
@@ -341,8 +342,11 @@ class BackwardPass:
         is_inner = group is not root.group and group not in root.unsharded_groups.accompanying
         return is_inner and gradients.are_all_wanted and gradients.were_reduced and not gradients.come_nested
 
-    def complete(self, group: ParameterGroup) -> None:
-        """Where the gradients of ``group`` being complete is when to prefetch: reshard it and do so."""
+    def prefetch_after(self, group: ParameterGroup) -> None:
+        """With ``backward_prefetch="after"``: the gradients of ``group`` are complete.
+
+        Reshard it if backward is done with it, and prefetch what comes next.
+        """
         if self.is_over_once_complete(group):
             self._reshard(group)
         prefetch = self._root.prefetch
@@ -407,7 +411,7 @@ def gradients_complete(root: Root, group: ParameterGroup) -> None:
         root.reductions.reduce(group)
         root.backward.reduced.add(group)
     if settings.backward_prefetch is None and group.policy.backward_prefetch == "after":
-        root.backward.complete(group)
+        root.backward.prefetch_after(group)
 
 
 class Recomputation:
@@ -454,7 +458,7 @@ def _enter_created(root: Root, mark: Mark) -> None:
     task.reached = mark
     for group in mark.groups:
         root.unsharded_groups.unshard_again(group)
-        root.backward.take_kept(group)
+        root.backward.mark_in_use(group)
     if mark.next is not None and mark.groups and mark.groups[-1].policy.backward_prefetch is not None:
         last = mark.groups[-1]
         coming = [group for group in mark.next.groups if group not in mark.groups]

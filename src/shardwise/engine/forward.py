@@ -39,7 +39,7 @@ from shardwise.engine.unsharded_groups import (
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import PARTLY, UNSHARDED, UNSHARDING
 from shardwise.layout.nested import NotAContainer, find_tensors, map_tensors, replace_tensors
-from shardwise.params.changes import is_something
+from shardwise.params.changes import is_not_none
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import autograd, dynamo, functorch, nn_modules, tensor_impl
 from shardwise.torch_compat.functorch import with_layers
@@ -68,11 +68,11 @@ class ForwardPass:
                 "with the full parameters as constants. They are freed after forward, so that the program "
                 "would read memory that is gone. Use torch.func.jvp or vjp, which compute anew."
             )
-        root.refuse_unfit()
+        root.refuse_unfit()  # before ranks compare their plans, and that before they make process groups
         root.plan_check.agree()
         if root.finalization.handle is not None:
             root.finalization.refuse_pending(root.name, "a forward")
-        root.complete()
+        root.ensure_ready()
         if captured := is_captured(root.device):
             root.lazy_init.refuse_capture()
         held.begin_captured(captured)
@@ -107,10 +107,10 @@ class ForwardPass:
         root, held, prefetch = self._root, self._root.unsharded_groups, self._root.prefetch
         call = root.calls.open(group, module)
         if group not in held.accompanying:
-            for skipped in prefetch.given_way(group):
+            for skipped in prefetch.skipped_by(group):
                 held.reshard(skipped)
             self._entered.append(group)
-        held.claim(group, IN_USE)
+        held.claim(group, IN_USE)  # and not held.unshard: the way to the all-gather is a frame shorter
         group.unsharded.unshard()
         for other in held.unsharded_with.get(group, ()):
             held.unshard(other, held.reason(other) or IN_USE)
@@ -257,7 +257,7 @@ def before_forward(
     if cast is not None:
         args, kwargs = cast
     if torch.is_grad_enabled():
-        given = list(filter(is_something, (*args, *kwargs.values())))
+        given = list(filter(is_not_none, (*args, *kwargs.values())))
         inside = () if set(map(type, given)) == _ONLY_TENSORS else _inside(given)
         call.input_nodes = _nodes_of((*given, *inside))
     return (args, kwargs) if is_moved else cast
@@ -274,7 +274,9 @@ def after_forward(module_state: ModuleState, module: nn.Module, args: Any, kwarg
     outcome = FAILED
     try:
         if sys.exc_info()[1] not in (None, call.handled):
-            return None  # called while a new exception is handled: forward raised, or a hook behind it
+            return (
+                None  # called while a new exception is handled: forward raised, or a hook that ran after it
+            )
         output, outcome = _announce(module_state, call, (*args, *kwargs.values()), output)
         return output
     finally:
@@ -308,7 +310,7 @@ def _announce(module_state: ModuleState, call: Call, inputs: Any, output: Any) -
     if group.casts.casts_output:
         output = group.casts.output(output)
     tensors = [output] if isinstance(output, Tensor) else find_tensors(output)
-    given = list(filter(is_something, inputs))
+    given = list(filter(is_not_none, inputs))
     inside = () if set(map(type, given)) == _ONLY_TENSORS else _inside(given)
     if inside and _may_be_unsharded(inside):
         _refuse_hidden_parameters(group, inside)

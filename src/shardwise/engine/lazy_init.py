@@ -23,7 +23,7 @@ class LazyInit:
     ``groups``: the root's own list, which changes when the tree does; the outermost is the first.
     """
 
-    streams: CommStreams  # made when the first all-gather needs them
+    streams: CommStreams  # made by ``run`` or ``share_streams``
 
     def __init__(self, device: torch.device, groups: Sequence[ParameterGroup]) -> None:
         self._device = device
@@ -49,7 +49,7 @@ class LazyInit:
         modules = self._groups[0].modules if self._groups else ()
         return {inner: name for module in modules for name, inner in module.named_modules()}
 
-    def complete(self) -> None:
+    def run(self) -> None:
         """Make streams and process groups, after ``refuse_unfit``."""
         if is_captured(self._device):
             raise RuntimeError(

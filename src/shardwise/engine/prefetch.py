@@ -72,9 +72,12 @@ class Prefetch:
         self.forward_order = Order()
         self.backward_order = Order()
 
-    def given_way(self, group: ParameterGroup) -> list[ParameterGroup]:
-        """``group`` is used now in forward. Returns what to reshard: of those left out before it, what was
-        unsharded ahead, which gives way to what comes next."""
+    def skipped_by(self, group: ParameterGroup) -> list[ParameterGroup]:
+        """Advance the forward order to ``group``.
+
+        Returns the prefetched groups that it has skipped, to be resharded if something else is to be
+        prefetched.
+        """
         skipped = self.forward_order.enter(group)
         if not skipped or not self.forward_order.upcoming(group.policy.prefetch):
             return []

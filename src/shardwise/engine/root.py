@@ -12,7 +12,7 @@ Root
   forward, backward     the passes that run now; dropped when they are over, or have failed
   features              what most users never turn on, called at the points of Feature
 
-Knows of the passes only whether they run: forward.py and backward.py know the root.
+Knows of the passes only whether they run and what to drop; forward.py and backward.py know the root.
 """
 
 import sys
@@ -152,11 +152,11 @@ class Root:
             self.lazy_init.refuse_unfit()
             refuse_alone(self.groups, self.unsharded_groups.unsharded_with)
 
-    def complete(self) -> None:
+    def ensure_ready(self) -> None:
         """Once: check the model, make streams and process groups."""
         if not self.lazy_init.is_complete:
             self.refuse_unfit()
-            self.lazy_init.complete()
+            self.lazy_init.run()
             self.reductions.room = room_for(self.groups)
 
     def drop_cleared_gradients(self) -> None:
@@ -254,7 +254,7 @@ class Root:
     def unshard(self, group: ParameterGroup) -> None:
         """Begin to unshard ``group`` until forward has used it, or ``reshard``."""
         held = self.unsharded_groups
-        self.complete()
+        self.ensure_ready()
         # The next forward waits for the event as well.
         self.lazy_init.streams.wait_for_optimizer(self.post_optim_event)
         if group.unsharded.state is PARTLY:
@@ -286,7 +286,7 @@ class Root:
         """Have nothing of ``group`` unsharded, for ``caller`` to change it."""
         if not self.ranks_run_alike:
             raise RuntimeError(f"{caller}: {group.name} is kept unsharded by inference(). Leave that first.")
-        self.complete()
+        self.ensure_ready()
         streams = self.lazy_init.streams
         if (event := self.take_post_optim_event()) is not None:
             streams.make_compute_wait_for(event)  # and what comes after it is the caller's own work

@@ -97,7 +97,7 @@ class UnshardedGroups:
         group.unsharded.unshard()
 
     def unshard_again(self, group: ParameterGroup) -> None:
-        """For backward, what forward has unsharded before."""
+        """Begin to unshard ``group`` for the backward of a forward that has used it."""
         self._reasons.setdefault(group, IN_USE)
         group.unsharded.unshard_again()
 

@@ -151,7 +151,7 @@ def begin_inference(root: Root, groups: Sequence[ParameterGroup], budget: float)
             f"inference: {groups[0].name} is in another inference() already, which would end with this "
             "one. Leave it first."
         )
-    root.complete()
+    root.ensure_ready()
     kept: list[ParameterGroup] = []
     taken = 0
     for group in groups:

@@ -232,7 +232,7 @@ class WeightPass(BackwardPass):
 
     def _have(self, group: ParameterGroup) -> None:
         self._root.unsharded_groups.unshard_again(group)
-        self.take_kept(group)
+        self.mark_in_use(group)
         group.unsharded.wait()
 
     # --- what hooks tell --------------------------------------------------------------------------

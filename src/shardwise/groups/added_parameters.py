@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.layout.fqns import clean
-from shardwise.params.changes import is_something
+from shardwise.params.changes import is_not_none
 from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.torch_compat import nn_modules
 
@@ -66,7 +66,7 @@ class ModuleWatch:
     def is_untouched(self) -> bool:
         """True if no parameter or module was added or replaced, and no frozen addition was unfrozen."""
         values = chain.from_iterable(map(dict.values, map(nn_modules.parameters, self._modules)))
-        num_parameters = len(list(filter(is_something, values)))
+        num_parameters = len(list(filter(is_not_none, values)))
         if num_parameters != self._num_parameters or any(map(nn_modules.children, self._leaves)):
             return False
         inside = list(chain.from_iterable(map(dict.values, map(nn_modules.children, self._parents))))

@@ -5,7 +5,7 @@ listener what has arrived; the root decides *when* to reduce.
 """
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.reduction import Reduction
-from shardwise.comm.streams import CommStreams, Finish, nothing
+from shardwise.comm.streams import CommStreams, nothing
 from shardwise.groups.gradient_parts import PartQueue, QueuedPart
 from shardwise.groups.settings import Settings
 from shardwise.groups.shards import Shards
@@ -37,6 +37,9 @@ from shardwise.torch_compat import dynamo, functorch
 _arrives_on_host = attrgetter("arrives_on_host")
 
 
+Tell = Callable[[], None]
+
+
 class Listener:
     """Functions that are called with what happens to the gradients of one group, to decide what to do when.
 
@@ -45,7 +48,7 @@ class Listener:
     """
 
     def __init__(
-        self, arrived: Finish = nothing, part_complete: Finish = nothing, complete: Finish = nothing
+        self, arrived: Tell = nothing, part_complete: Tell = nothing, complete: Tell = nothing
     ) -> None:
         self.arrived = arrived
         self.part_complete = part_complete
@@ -81,8 +84,8 @@ class Gradients:
         """What may be reduced before all have arrived; None: all are reduced together."""
         self._hooked: set[int] = set()
         self._trainable: frozenset[int] = frozenset()
-        self._awaited: list[bool] = []  # for each parameter, whether its gradient is to come
-        self._num_awaited = 0
+        self._is_missing: list[bool] = []  # for each parameter, whether its gradient is yet to come
+        self._num_missing = 0
         self._made_on: dict[Hashable, Any] = {}
         self._reductions: list[Reduction | None] = [None] * len(self._shards.buckets)
 
@@ -98,14 +101,14 @@ class Gradients:
                 fulls[index].register_post_accumulate_grad_hook(partial(_arrived, own, index))
                 self._hooked.add(index)
         self._trainable = frozenset(trainable)
-        self._await()
+        self._expect_all()
         self.part_queue = self._plan_parts()
 
-    def _await(self, there: Iterable[int] = ()) -> None:
+    def _expect_all(self, there: Iterable[int] = ()) -> None:
         """Count from now on: all gradients are to come but those that are ``there``."""
         missing = self._trainable.difference(there)
-        self._awaited = [index in missing for index in range(len(self._shards.params))]
-        self._num_awaited = len(missing)
+        self._is_missing = [index in missing for index in range(len(self._shards.params))]
+        self._num_missing = len(missing)
 
     def _plan_parts(self) -> PartQueue | None:
         """The parts in which gradients are reduced; None if they are reduced together."""
@@ -141,7 +144,7 @@ class Gradients:
         if self.state is REDUCING:
             self.finish()
         self._step("accumulate")
-        self._await()
+        self._expect_all()
         if self.part_queue is not None:
             self.part_queue.begin()
 
@@ -320,7 +323,7 @@ class Gradients:
         self._close()
         self._accumulate()
         there = [i for i in self._trainable if self._unsharded.params[i].grad is not None]
-        self._await(there)
+        self._expect_all(there)
         if self.part_queue is not None:
             self.part_queue.begin(there)
 
@@ -470,12 +473,12 @@ def _arrived(own: "weakref.ref[Gradients]", index: int, full: Tensor) -> None:
     elif queue is not None and index in queue.sent:
         gradients._finish_sent()  # this gradient is of another nested backward, and part of another sum
     elif gradients._tells_each:
-        gradients._tell()  # if of a nested backward, the group is resharded later
-    if gradients._awaited[index]:
-        gradients._awaited[index] = False
-        gradients._num_awaited -= 1
-    if not gradients._num_awaited:
-        gradients._await()  # for another call, which a nested backward may reach
+        gradients._tell()  # one of a nested backward keeps the group unsharded for longer
+    if gradients._is_missing[index]:
+        gradients._is_missing[index] = False
+        gradients._num_missing -= 1
+    if not gradients._num_missing:
+        gradients._expect_all()  # for another call, which a nested backward may reach
         if functorch.is_in_transform():
             with functorch.without_transforms():
                 gradients.listener.complete()

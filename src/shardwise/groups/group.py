@@ -85,7 +85,7 @@ class ParameterGroup:
         self.plan_changed: Callable[[], None] = nothing
         self.changes_adopted: Callable[[], None] = nothing
         self.shards = Shards(name, buckets, mesh.device)
-        self.unsharded = Unsharded(self.shards, self._adopt_before_unshard, self._adopt_freezing)
+        self.unsharded = Unsharded(self.shards, self._prepare_unshard, self._adopt_freezing)
         self.gradients = Gradients(
             self.shards, self.unsharded, tells_each=policy.backward_prefetch == "after"
         )
@@ -220,7 +220,10 @@ class ParameterGroup:
             self.shards.adopt_replaced()
 
     def adopt_changes(self) -> bool:
-        """Adopt what was assigned, moved, cast, frozen or unfrozen since the last call; True if any was."""
+        """Adopt what was assigned, moved, cast, frozen or unfrozen since the last call.
+
+        True if any was, or if this is the first call.
+        """
         if self.shards.are_untouched(self.unsharded.params):
             return False
         self.adopt_replaced()
@@ -236,12 +239,13 @@ class ParameterGroup:
         if self.unsharded.state is SHARDED:
             self.adopt_changes()
         for param in self.shards.params:
-            param.describe_itself()
+            param.restore_metadata()
 
-    def _adopt_before_unshard(self) -> None:
+    def _prepare_unshard(self) -> None:
+        """Adopt changes; the first time, make the full parameters and hook them."""
         if self.adopt_changes():
             self.changes_adopted()
-            self.streams.all_gather.wait_for_compute()  # the compute stream has just moved the shards
+            self.streams.all_gather.wait_for_compute()  # the compute stream may have moved the shards
         if len(self.unsharded.params) != len(self.shards.params):
             self.unsharded.make()
             self.gradients.attach_hooks()

@@ -21,7 +21,8 @@ class Settings:
     """Set through ``fully_shard`` and the methods of ``FSDPModule``; replaced as a whole."""
 
     reshard_after_forward: bool | int | None = _shared(None)
-    """None: reshard all but the root. A number n: n ranks keep the parameters together until backward."""
+    """None: reshard all but the root and the last block. A number n: n ranks keep the parameters together
+    until backward."""
     reshard_after_backward: bool = _of_microbatch(True)
     requires_gradient_sync: bool = _of_microbatch(True)
     requires_all_reduce: bool = _of_microbatch(True)

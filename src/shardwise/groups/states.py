@@ -44,7 +44,6 @@ UNSHARD_STATES: dict[tuple[UnshardState, str], UnshardState] = {
 
 GRADIENT_STATES: dict[tuple[GradientState, str], GradientState] = {
     (EMPTY, "accumulate"): PENDING,
-    (PENDING, "accumulate"): PENDING,
     (DEFERRED, "accumulate"): PENDING,
     (PENDING, "defer"): DEFERRED,
     (PENDING, "reduce"): REDUCING,

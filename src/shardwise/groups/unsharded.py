@@ -86,17 +86,17 @@ class StreamUsers:
 class Unsharded:
     """The unsharded parameters of a group: the same objects from the first unshard on.
 
-    ``adopt_changes`` and ``adopt_freezing`` are called where the caller has changed ``shards``, or only
-    ``requires_grad`` of some, so that the group follows before it communicates.
+    ``prepare`` is called before the first unshard, which has to ``make`` them, and before one that finds
+    ``shards`` changed by the caller; ``adopt_freezing`` where ``requires_grad`` of some has changed.
     """
 
     streams: CommStreams
 
     def __init__(
-        self, shards: Shards, adopt_changes: Callable[[], None], adopt_freezing: Callable[[], None]
+        self, shards: Shards, prepare: Callable[[], None], adopt_freezing: Callable[[], None]
     ) -> None:
         self._shards = shards
-        self._adopt_changes = adopt_changes
+        self._prepare = prepare
         self._adopt_freezing = adopt_freezing
         self.state = SHARDED
         self.is_shown = False
@@ -151,7 +151,7 @@ class Unsharded:
             if self.streams.are_device_streams:
                 self._users = StreamUsers()
             if not self._shards.are_untouched(self.params) or len(self.params) != len(self._shards.params):
-                self._adopt_changes()
+                self._prepare()
         self._start()
 
     def unshard_again(self) -> None:
@@ -198,8 +198,7 @@ class Unsharded:
         if self.state is UNSHARDED:
             if self.streams.are_device_streams:
                 self._users.note_current(self.streams)
-            if not self.is_shown:
-                self.show()
+            self.show()
             return
         state = UNSHARD_STATES.get((self.state, "wait")) or self._refuse("wait")
         if self.streams.are_device_streams:
@@ -216,9 +215,8 @@ class Unsharded:
         self._work.wait()
         if self.streams.are_device_streams:
             self._users.gathered(self._work.end)
-        self._work = (
-            None  # after a failure it stays: the next wait for it, which does nothing, ends the state
-        )
+        # Only now: after a failure the next wait for it does nothing, and the state goes on.
+        self._work = None
 
     def wait_if_on_the_way(self) -> None:
         """As ``wait``, unless they were resharded meanwhile."""
@@ -316,8 +314,7 @@ class Unsharded:
     # refused does nothing, and after a failure ``reshard_after_failure`` finds the state in which it began.
 
     def _free(self, state: UnshardState) -> None:
-        if self.is_shown:
-            self.hide()
+        self.hide()
         autograd.set_versions(self._freed, (FREED,) * len(self._freed))
         if self.streams.are_device_streams:
             self._free_on_device()

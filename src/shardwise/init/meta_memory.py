@@ -55,7 +55,7 @@ def give_memory(model: nn.Module) -> None:
         )
         for group in groups_in(model):
             for param in group.shards.params:
-                param.describe_itself()
+                param.restore_metadata()
 
 
 def _give_plain_memory(model: nn.Module, device: torch.device) -> None:

@@ -174,7 +174,7 @@ class Placeholder:
             return
         become_parameter(old, new, (site.module for site in self.sites))
         if self.param is not None:
-            self.param.describe_itself()
+            self.param.restore_metadata()
 
     @property
     def _local_class(self) -> type:

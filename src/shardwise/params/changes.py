@@ -18,7 +18,7 @@ from shardwise.torch_compat import autograd, dtensor, nn_modules, tensor_impl
 _wants_gradient = attrgetter("requires_grad")
 _gradient = attrgetter("grad")
 _layout = attrgetter("layout")
-is_something = partial(is_not, None)
+is_not_none = partial(is_not, None)
 """True for anything but None; a map over tensors with it runs in C."""
 _DENSE = {torch.strided}
 
@@ -75,14 +75,14 @@ class ShardSnapshot:
 
 def are_all_there(gradients: Sequence[Tensor | None]) -> bool:
     """True if none is None; ``in`` would ask tensors whether they equal it."""
-    return all(map(is_something, gradients))
+    return all(map(is_not_none, gradients))
 
 
 def take_gradients(unsharded: Sequence[nn.Parameter]) -> list[Tensor | None] | None:
     """Take ``.grad`` of ``unsharded`` away; None, and nothing taken, if one is sparse."""
     with tensor_impl.plain_access():
         gradients = list(map(_gradient, unsharded))
-        layouts = set(map(_layout, filter(is_something, gradients)))
+        layouts = set(map(_layout, filter(is_not_none, gradients)))
         if not layouts <= _DENSE:
             return None
         for full in unsharded:

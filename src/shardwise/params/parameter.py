@@ -158,7 +158,7 @@ class Param:
         self._precision_for = precision_for
         self.precision = precision_for(self.sharded.dtype)
         self.unsharded = None
-        self._allow_gradients(self.sharded)
+        self._set_gradient_dtype(self.sharded)
 
     def copied(self, sites: list[Site], sharded: nn.Parameter) -> "Param":
         """The same parameter in a copy of the model, with the sharded parameter ``sharded``.
@@ -170,7 +170,7 @@ class Param:
         twin.unsharded = None
         twin._original_hooks = twin.original_post_hooks = None
         twin.gradient = ShardedGradient(twin)
-        twin._allow_gradients(sharded)
+        twin._set_gradient_dtype(sharded)
         return twin
 
     def make_shard(self, local: Tensor) -> nn.Parameter:
@@ -178,7 +178,7 @@ class Param:
         original = self.sharded
         sharded = dtensor.make_parameter(local, self._spec, original.requires_grad)
         vars(sharded).update(self.attributes)
-        self._allow_gradients(sharded)
+        self._set_gradient_dtype(sharded)
         return sharded
 
     def install_shard(self, sharded: nn.Parameter) -> None:
@@ -198,7 +198,7 @@ class Param:
         self.version_base = self.version() + 1
         dtensor.set_local_tensor(self.sharded, local)
         self.local = local
-        self.describe_itself()
+        self.restore_metadata()
 
     def adopt_dtype(self) -> None:
         """Follow a conversion of the sharded parameter to another dtype."""
@@ -206,9 +206,9 @@ class Param:
         if dtype != self.precision.stored:
             self.precision = self._precision_for(dtype)
             self._spec = self._make_spec(dtype)
-            self._allow_gradients(self.sharded)
+            self._set_gradient_dtype(self.sharded)
 
-    def _allow_gradients(self, sharded: nn.Parameter) -> None:
+    def _set_gradient_dtype(self, sharded: nn.Parameter) -> None:
         kept = self.precision.kept
         self.gradient_spec = self._spec
         if kept != self.precision.stored:
@@ -238,7 +238,7 @@ class Param:
         for site in self.sites:
             nn_modules.parameters(site.module)[site.name] = new
         self.sharded = new
-        self.describe_itself()
+        self.restore_metadata()
 
     def is_full_value(self, value: Any) -> bool:
         """True for a plain tensor of the full shape, as from a full state dict."""
@@ -254,10 +254,10 @@ class Param:
             value = chunk_of(value, self.dim, self.mesh.shard_axis.world, self.mesh.shard_axis.rank)
         return dtensor.make_dtensor(value, self._make_spec(value.dtype))
 
-    def describe_itself(self) -> None:
+    def restore_metadata(self) -> None:
         """Restore what a conversion or an assignment has lost on the sharded parameter."""
         dtensor.restore_mesh(self.sharded, self.joint_mesh)
-        self._allow_gradients(self.sharded)
+        self._set_gradient_dtype(self.sharded)
         for key, value in self.attributes.items():
             vars(self.sharded).setdefault(key, value)
         self._mark()
