@@ -173,7 +173,7 @@ def run(benchmark: str) -> dict[str, Ratio]:
 def measure(benchmark: str, recorded: Mapping[str, float]) -> dict[str, Ratio]:
     """A benchmark's ratios; of two runs the smaller ones where the first has one that is worse."""
     first = run(benchmark)
-    if not first or not any(row["verdict"] == "worse" for row in compare(recorded, first)):
+    if not any(row["verdict"] == "worse" for row in compare(recorded, first)):
         return first
     again = run(benchmark)
     return {name: min(ratio, again.get(name, ratio), key=lambda r: r.value) for name, ratio in first.items()}
