@@ -102,7 +102,7 @@ def unseen(world: int) -> list[Case]:
 # Scenarios in which the harmless ones of `races/mutants.py` are asked for.
 _HARMLESS_IN = {
     "Reduction._start_stage.<locals>.finish": "hook on its own stream",
-    "Unsharded._free_on_device": "direct",
+    "Unsharded._free_buffers": "direct",
     "Unsharded.keep_part": "parts kept until backward",
     "UnshardedBucket._on_device": "offload",
     "Root.let_host_write": "offload, edits after a backward that did not reach all",

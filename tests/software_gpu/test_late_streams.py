@@ -77,7 +77,7 @@ def test_waits_that_are_left_out_are_found(tmp_path: Path) -> None:
     """Some of the most telling, beside a run without any."""
     cases: list[Case] = [
         ("direct", None),
-        ("custom collectives", Site("wait_stream", ("Unsharded._free_on_device", "Unsharded._free"))),
+        ("custom collectives", Site("wait_stream", ("Unsharded._free_buffers", "Unsharded._free"))),
         ("checkpointing", Site("wait_stream", ("Reduction.send", "Gradients._send"))),
         ("direct", "gradients are dropped before their reduction was waited for"),
     ]

@@ -60,7 +60,8 @@ class BucketReduction:
         """Sums that have yet to be summed over replicas."""
         # Set by close for accumulate: which parameters have a gradient in the reduction or in the earlier
         # sums, and whether the reduction goes on to the replicas.
-        self._has_sum: list[bool] = [False] * len(gradients.params)
+        self._no_sums = [False] * len(gradients.params)
+        self._has_sum = self._no_sums[:]
         self._covers_replicas = True
 
     def open(
@@ -144,7 +145,7 @@ class BucketReduction:
         if not self._covers_replicas:
             self.earlier = output
             return True
-        has_sum, self._has_sum = self._has_sum, [False] * len(self._params)
+        has_sum, self._has_sum = self._has_sum, self._no_sums[:]
         if not (without_hooks and all(has_sum) and self._gradients.accumulate_all(output)):
             self._gradients.accumulate(output, has_sum)
         return False
@@ -181,4 +182,4 @@ class BucketReduction:
     def drop_all_earlier(self) -> None:
         """Drop all waiting sums, and what was in flight."""
         self.earlier = None
-        self._has_sum = [False] * len(self._params)
+        self._has_sum = self._no_sums[:]

@@ -48,7 +48,7 @@ class AllGather:
 
     def _end(self, wait: Finish, staging: Staging, pool: BufferPool, scratch: Scratch) -> None:
         wait()
-        if self._on_host and not self._strided:
+        if self._homes and not self._strided:  # as _unpack does on the host, without a call
             foreach.copy_(self._homes, staging.ranges)
         else:
             self._unpack(staging)

@@ -185,14 +185,14 @@ class BackendCollectives:
         """Sum and divide, in the back end as far as it can. Sums of several dtypes go one after the other."""
         if not outputs:
             return nothing
-        dtype = outputs[0].dtype
-        if len(outputs) > 1 and any(output.dtype != dtype for output in outputs):
+        dtype, is_one = outputs[0].dtype, len(outputs) == 1
+        if not is_one and any(output.dtype != dtype for output in outputs):
             return self._reduce_scatter_by_dtype(outputs, inputs, divisor)
         op, before, after = self._division(dtype, divisor)
         if before != 1:
             inputs = [source / before for source in inputs]
         options = c10d.reduce_options(op, self._is_async)
-        if len(outputs) == 1:
+        if is_one:
             work = self._scatter(outputs[0], inputs[0], options)
             wait = nothing if work is None else work.wait
         else:

@@ -200,8 +200,9 @@ class HostStream:
     def release(self, scratch: Scratch) -> None:
         """Return the buffer: everything issued with it has been waited for."""
         if scratch.num_bytes <= self._largest_kept_bytes:
+            has_others = bool(self._kept)
             self._kept.append(scratch)
-            if len(self._kept) > 1:
+            if has_others:
                 self._kept.sort(key=_size)
                 del self._kept[: -self._MOST_KEPT]
 

@@ -212,7 +212,7 @@ class BackwardPass:
         active = task.active
         if active.get(group) == call.enter and group.unsharded.state is UNSHARDED:
             return  # another output of the same call
-        if len(active) > (group in active):
+        if active:
             self._leave_those_over(task, call.exit, group)
         active[group] = call.enter
         self._unshard(group)

@@ -125,6 +125,8 @@ class ForwardPass:
     def exit(self, call: Call, outcome: Outcome) -> None:
         """The module of ``call`` has run: reshard its group, unless it is kept."""
         root, group = self._root, call.group
+        if outcome is ANNOUNCED:
+            root.calls.first_entries.setdefault(group, call.enter)
         if group not in root.unsharded_groups.accompanying:
             # Without grad mode this may be the first forward of a reentrant checkpoint, whose backward will
             # come.
@@ -132,8 +134,6 @@ class ForwardPass:
                 self._exited.append(group)
             if self._is_over(call, outcome):
                 self._reshard(group, outcome)
-        if outcome is ANNOUNCED:
-            root.calls.first_entries.setdefault(group, call.enter)
         if not root.calls.running:
             self.end(outcome)
             root.forward = None
@@ -142,13 +142,13 @@ class ForwardPass:
         """Whether the group is to be resharded now that ``call`` is over."""
         group = call.group
         if outcome is not FAILED:  # else the module around may catch the error, and go on
-            if outcome is UNANNOUNCED or not self._root.reshards_after_forward(group):
-                return False
             if len(group.modules) > 1:
                 has_run = self._has_run.setdefault(group, set())
                 has_run.add(call.module)
                 if len(has_run) < len(group.modules):
                     return False
+            if outcome is UNANNOUNCED or not self._root.reshards_after_forward(group):
+                return False
         return not self._root.calls.runs(group)
 
     def _reshard(self, group: ParameterGroup, outcome: Outcome) -> None:
@@ -309,7 +309,8 @@ def _announce(module_state: ModuleState, call: Call, inputs: Any, output: Any) -
         group.refuse_added(module_state.root.lazy_init.module_names())
     if group.casts.casts_output:
         output = group.casts.output(output)
-    tensors = [output] if isinstance(output, Tensor) else find_tensors(output)
+    is_one = type(output) is Tensor or isinstance(output, Tensor)
+    tensors = [output] if is_one else find_tensors(output)
     given = list(filter(is_not_none, inputs))
     inside = () if set(map(type, given)) == _ONLY_TENSORS else _inside(given)
     if inside and _may_be_unsharded(inside):
@@ -396,7 +397,9 @@ def _nodes_of(values: Iterable[Any]) -> dict[int, Any]:
     if functorch.is_in_transform_or_forward_mode():
         values = with_layers([value for value in values if isinstance(value, Tensor)])
     for tensor in values:
-        if not isinstance(tensor, Tensor) or not tensor.requires_grad:
+        if type(tensor) is not Tensor and not isinstance(tensor, Tensor):
+            continue
+        if not tensor.requires_grad:
             continue
         node = tensor.grad_fn
         if node is not None:

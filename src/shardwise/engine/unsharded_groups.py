@@ -115,10 +115,11 @@ class UnshardedGroups:
 
     def reshard(self, group: ParameterGroup) -> None:
         """Reshard ``group``, after waiting for an all-gather in flight, unless ``inference()`` keeps it."""
-        if self._reasons.get(group) is INFERENCE:
+        if self._reasons.pop(group, None) is INFERENCE:
+            self._reasons[group] = INFERENCE
             return
-        self._reasons.pop(group, None)
-        self._stepped.discard(group)
+        if self._stepped:
+            self._stepped.discard(group)
         unsharded = group.unsharded
         if unsharded.state is UNSHARDING:
             unsharded.wait()

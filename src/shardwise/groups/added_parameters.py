@@ -62,6 +62,7 @@ class ModuleWatch:
         self._leaves = [module for module in modules if not nn_modules.children(module)]
         self._parents = [module for module in modules if nn_modules.children(module)]
         self._inside = [child for parent in self._parents for child in nn_modules.children(parent).values()]
+        self._num_inside = len(self._inside)
 
     def is_untouched(self) -> bool:
         """True if no parameter or module was added or replaced, and no frozen addition was unfrozen."""
@@ -70,9 +71,9 @@ class ModuleWatch:
         if num_parameters != self._num_parameters or any(map(nn_modules.children, self._leaves)):
             return False
         inside = list(chain.from_iterable(map(dict.values, map(nn_modules.children, self._parents))))
-        if len(inside) != len(self._inside) or not all(map(is_, inside, self._inside)):
+        if len(inside) != self._num_inside or not all(map(is_, inside, self._inside)):
             return False
-        return not any(map(_wants_gradient, self._frozen))
+        return not self._frozen or not any(map(_wants_gradient, self._frozen))
 
     def is_untouched_in_graph(self) -> bool:
         """The same, for dynamo, which cannot trace loops that run in C."""

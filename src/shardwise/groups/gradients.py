@@ -84,8 +84,9 @@ class Gradients:
         """What may be reduced before all have arrived; None: all are reduced together."""
         self._hooked: set[int] = set()
         self._trainable: frozenset[int] = frozenset()
-        self._is_missing: list[bool] = []  # for each parameter, whether its gradient is yet to come
-        self._num_missing = 0
+        self._are_trainable: list[bool] = []  # for each parameter
+        self._is_missing: list[bool] = []  # the same: whether its gradient is yet to come
+        self._num_trainable = self._num_missing = 0
         self._made_on: dict[Hashable, Any] = {}
         self._reductions: list[Reduction | None] = [None] * len(self._shards.buckets)
 
@@ -101,14 +102,17 @@ class Gradients:
                 fulls[index].register_post_accumulate_grad_hook(partial(_arrived, own, index))
                 self._hooked.add(index)
         self._trainable = frozenset(trainable)
+        self._are_trainable = [full.requires_grad for full in fulls]
+        self._num_trainable = len(trainable)
         self._expect_all()
         self.part_queue = self._plan_parts()
 
     def _expect_all(self, there: Iterable[int] = ()) -> None:
         """Count from now on: all gradients are to come but those that are ``there``."""
-        missing = self._trainable.difference(there)
-        self._is_missing = [index in missing for index in range(len(self._shards.params))]
-        self._num_missing = len(missing)
+        self._is_missing, self._num_missing = self._are_trainable[:], self._num_trainable
+        for index in there:
+            self._is_missing[index] = False
+            self._num_missing -= 1
 
     def _plan_parts(self) -> PartQueue | None:
         """The parts in which gradients are reduced; None if they are reduced together."""
@@ -182,7 +186,7 @@ class Gradients:
             gradients = self._take(self._shards.params, self._unsharded.params)
             for number, bucket in enumerate(self._shards.buckets):
                 own = gradients
-                if len(self._reductions) > 1:
+                if bucket is not self._shards.buckets[-1]:
                     own, gradients = gradients[: len(bucket.params)], gradients[len(bucket.params) :]
                 reduction = self._open(number, is_filled=are_all_there(own))
                 reduction.send(bucket.reduction.parts[0], own, self.made_on if self._made_on else ())

@@ -246,7 +246,7 @@ class ParameterGroup:
         if self.adopt_changes():
             self.changes_adopted()
             self.streams.all_gather.wait_for_compute()  # the compute stream may have moved the shards
-        if len(self.unsharded.params) != len(self.shards.params):
+        if not self.unsharded.is_made:
             self.unsharded.make()
             self.gradients.attach_hooks()
 

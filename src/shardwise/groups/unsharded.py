@@ -112,7 +112,10 @@ class Unsharded:
         """Drop them; the next unshard makes new ones."""
         self.buckets: list[UnshardedBucket] = []
         self.params: tuple[nn.Parameter, ...] = ()
+        self.is_made = False
+        """Whether the next unshard finds them."""
         self._freed: tuple[nn.Parameter, ...] = ()  # those whose memory is freed by a reshard
+        self._versions_of_freed: tuple[int, ...] = ()
         self.are_shards = False
         """Whether they are the shards themselves, as on a rank that is alone."""
         self._places: list[tuple[dict[str, Any], str, nn.Parameter]] = []  # where modules see them
@@ -134,7 +137,9 @@ class Unsharded:
             bucket.buffer.keep_memory(self.keeps_storage)
         self.params = tuple(full for bucket in self.buckets for full in bucket.params)
         self._freed = tuple(full for b in self.buckets if not b.buffer.is_alias for full in b.params)
+        self._versions_of_freed = (FREED,) * len(self._freed)
         self.are_shards = bool(self.params) and not self._freed
+        self.is_made = True
         self._places = [
             (site.module.__dict__, site.name, full)
             for param, full in zip(shards.params, self.params, strict=True)
@@ -150,7 +155,7 @@ class Unsharded:
         if self.state is SHARDED:
             if self.streams.are_device_streams:
                 self._users = StreamUsers()
-            if not self._shards.are_untouched(self.params) or len(self.params) != len(self._shards.params):
+            if not self.is_made or not self._shards.are_untouched(self.params):
                 self._prepare()
         self._start()
 
@@ -315,9 +320,9 @@ class Unsharded:
 
     def _free(self, state: UnshardState) -> None:
         self.hide()
-        autograd.set_versions(self._freed, (FREED,) * len(self._freed))
+        autograd.set_versions(self._freed, self._versions_of_freed)
         if self.streams.are_device_streams:
-            self._free_on_device()
+            self._free_buffers()
         else:
             for bucket in self.buckets:
                 if not bucket.buffer.keeps_memory:
@@ -326,7 +331,7 @@ class Unsharded:
             self.observer("free", self._shards.name)
         self.state = state
 
-    def _free_on_device(self) -> None:
+    def _free_buffers(self) -> None:
         stream = self.streams.all_gather
         stream.wait_for_compute(users=self._users.streams)
         self._users.freed()
@@ -342,7 +347,7 @@ class Unsharded:
         for bucket in self.buckets:
             bucket.buffer.keep_memory(keep)
         if self.state is not UNSHARDED and self.state is not UNSHARDING:
-            self._free_on_device()
+            self._free_buffers()
 
     # --- changes ----------------------------------------------------------------------------------
     #
