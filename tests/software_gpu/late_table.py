@@ -13,13 +13,13 @@ from software_gpu.late_recipes import Case
 FOUND_BY = {
     "enter < Unsharded.make < ParameterGroup._prepare_unshard": 2,
     "enter < Reduction.send < Gradients.reduce": 2,
-    "enter < Unsharded._start < Unsharded.unshard": 3,
     "wait_event < ForwardPass.begin < _pass_of_call": 2,
     # The copying stream must get ahead of the all-gather that has not used what was copied: where all is late, the host
     # has the copies done in order.
     "wait_event < Root.let_host_write < ForwardPass.end": 2,
     # Events that are recorded too early, and memory that is given out again beside a collective: all must run at once.
     "record_event < Unsharded._start < Unsharded.unshard": 3,
+    "record_event < Unsharded._start < Unsharded.unshard_again": 3,
     "wait_event < Unsharded._finish_all_gather < Unsharded.wait": 3,
     "record_event < Reduction.send < Gradients._send": 3,
     "wait_event < Reduction.release_part < ReductionQueue._limit": 3,
@@ -31,6 +31,8 @@ FOUND_BY = {
 
 # Where values of the scenario in `races/mutants.py` stay right, and those of another one do not.
 OTHER_SCENARIO = {
+    # A group that was prefetched waits for its all-gather before anything shows: the copy to the device does not.
+    "enter < Unsharded._start < Unsharded.unshard_ahead": "offload",
     # With sums in float32, nothing but the copy to the host reads the memory that is given out again.
     "wait_event < Reduction.release < Gradients.release": "offload, low precision",
 }
