@@ -20,6 +20,7 @@ FOUND_BY = {
     # Events that are recorded too early, and memory that is given out again beside a collective: all must run at once.
     "record_event < Unsharded._start < Unsharded.unshard": 3,
     "record_event < Unsharded._start < Unsharded.unshard_again": 3,
+    "record_event < Unsharded._start < Unsharded.unshard_ahead": 3,
     "wait_event < Unsharded._finish_all_gather < Unsharded.wait": 3,
     "record_event < Reduction.send < Gradients._send": 3,
     "wait_event < Reduction.release_part < ReductionQueue._limit": 3,
@@ -27,6 +28,7 @@ FOUND_BY = {
     # Collectives must begin before what they read is written: where all is late, whoever waits for them has run first
     # what was launched first.
     "wait_stream < Reduction.send < Gradients.reduce": 2,
+    "wait_stream < Reduction.send < Gradients._send": 2,
 }
 
 # Where values of the scenario in `races/mutants.py` stay right, and those of another one do not.
