@@ -1,7 +1,6 @@
 """The unsharded parameters of a bucket: their memory, and the all-gather that fills it."""
 
 from functools import partial
-from operator import sub
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +14,7 @@ from shardwise.comm.quantized import Int8AllGather
 from shardwise.comm.streams import CommStream, Finish, nothing
 from shardwise.layout.chunks import shard_of
 from shardwise.layout.slots import Layout
+from shardwise.params.changes import all_start_at
 
 if TYPE_CHECKING:
     from shardwise.buckets.bucket import Bucket
@@ -155,7 +155,7 @@ class UnshardedBucket:
     def relocated_params(self) -> list[str]:
         """Names of unsharded parameters that were given other memory (``param.data = ...``)."""
         start = self.buffer.bytes.data_ptr()
-        if set(map(sub, map(Tensor.data_ptr, self._contents), self._offsets)) <= {start}:
+        if all_start_at(self._contents, self._offsets, start):
             return []
         rows = zip(self._placed, self._contents, self._offsets, strict=True)
         return [param.fqn for param, content, offset in rows if content.data_ptr() != start + offset]

@@ -34,7 +34,8 @@ from shardwise.engine.unsharded_groups import AHEAD, CALLER, FOR_BACKWARD, FOR_E
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import DEFERRED, EMPTY, PENDING, REDUCING, UNSHARDED
 from shardwise.ranks.failures import monitor_of_job
-from shardwise.torch_compat import autograd, functorch
+from shardwise.torch_compat import autograd
+from shardwise.torch_compat.functorch import outside_transforms
 
 RUNNING = -1.0  # clock of a module whose forward is being recomputed: it is not over
 RECOMPUTED = math.inf  # clock of a module whose forward was recomputed: it is over when another begins
@@ -139,10 +140,8 @@ class BackwardPass:
         """Drop nested graph tasks that failed."""
         self.tasks = [task for task in self.tasks if task.is_running]
 
+    @outside_transforms
     def _end_task(self, task: GraphTask, guard: Guard) -> None:
-        if functorch.is_in_transform():
-            with functorch.without_transforms():
-                return self._end_task(task, guard)
         task.made = task.reached = None
         if len(self.tasks) > 1:  # a nested backward: the outer one expects more gradients
             for group in list(task.active):
@@ -163,9 +162,7 @@ class BackwardPass:
             group.gradients.were_reduced = True
         root.finish_reductions()
         if not root.finalization.by_hand:
-            for group in root.groups:
-                if group.settings.averages_ignored:
-                    group.average_ignored()
+            root.average_ignored()
         root.finalization.is_due = root.finalization.by_hand
         for feature in root.features:
             feature.backward_ended()
@@ -212,8 +209,7 @@ class BackwardPass:
         active = task.active
         if active.get(group) == call.enter and group.unsharded.state is UNSHARDED:
             return  # another output of the same call
-        if active:
-            self._leave_those_over(task, call.exit, group)
+        self._leave_those_over(task, call.exit, group)
         active[group] = call.enter
         self._unshard(group)
         if root.observer is not None:
@@ -256,7 +252,7 @@ class BackwardPass:
             held.unshard(other, held.reason(other) or IN_USE)
         if chosen.backward_prefetch is not None or group.policy.backward_prefetch == "before":
             for ahead in prefetch.coming(group, chosen.backward_prefetch, order):
-                if ahead.settings.unshard_in_backward:
+                if ahead.settings.unshard_in_backward:  # as unshard_ahead, a frame shorter
                     ahead.unsharded.unshard_ahead()
                     held.hold(ahead, AHEAD)
         if chosen.unshard_in_backward or group.unsharded.state is UNSHARDED:
@@ -332,7 +328,7 @@ class BackwardPass:
 
     # --- gradients --------------------------------------------------------------------------------
 
-    def is_over_once_complete(self, group: ParameterGroup) -> bool:
+    def _is_over_once_complete(self, group: ParameterGroup) -> bool:
         """True if nothing in this backward will use ``group`` again once its gradients are complete.
 
         Nested backwards that recompute parts of a group add to gradients that were complete. Nothing
@@ -347,7 +343,7 @@ class BackwardPass:
 
         Reshard it if backward is done with it, and prefetch what comes next.
         """
-        if self.is_over_once_complete(group):
+        if self._is_over_once_complete(group):
             self._reshard(group)
         prefetch = self._root.prefetch
         for ahead in prefetch.coming(group, None, prefetch.backward_order):
@@ -361,6 +357,8 @@ class BackwardPass:
     def _settle(self, group: ParameterGroup) -> None:
         """Reduce the gradients of ``group`` that are left, or defer them to a later backward or a call."""
         gradients, settings = group.gradients, group.settings
+        if gradients.state is EMPTY and not settings.ranks_may_differ:
+            return
         if not settings.requires_gradient_sync or self._root.joins_by_hand(group):
             if gradients.state is PENDING:
                 gradients.defer()
@@ -408,7 +406,7 @@ def gradients_complete(root: Root, group: ParameterGroup) -> None:
     settings = group.settings
     # Ranks that use different parameters reduce at a point common to all of them: the end of backward.
     if settings.requires_gradient_sync and not settings.ranks_may_differ:
-        root.reductions.reduce(group)
+        root.reductions.reduce(group)  # as BackwardPass.reduce, a frame shorter
         root.backward.reduced.add(group)
     if settings.backward_prefetch is None and group.policy.backward_prefetch == "after":
         root.backward.prefetch_after(group)
@@ -448,6 +446,7 @@ def _mark_created(root: Root) -> Mark:
     return task.made
 
 
+@outside_transforms
 def _enter_created(root: Root, mark: Mark) -> None:
     """Unshard the groups of a node that an earlier backward created, until this backward ends."""
     task = graph_task(root)

@@ -72,11 +72,7 @@ def _has_run(nodes: CreatedNodes, gradients: Sequence[Tensor | None], _outputs: 
 
 
 def _is_about_to_run(nodes: CreatedNodes, mark: Mark, _gradients: Any) -> None:
-    if functorch.is_in_transform():
-        with functorch.without_transforms():
-            nodes.enter(mark)
-    else:
-        nodes.enter(mark)
+    nodes.enter(mark)
 
 
 dynamo.break_graphs(_has_run)  # of compiled autograd

@@ -274,9 +274,7 @@ def after_forward(module_state: ModuleState, module: nn.Module, args: Any, kwarg
     outcome = FAILED
     try:
         if sys.exc_info()[1] not in (None, call.handled):
-            return (
-                None  # called while a new exception is handled: forward raised, or a hook that ran after it
-            )
+            return None  # a new exception is handled: forward raised, or a hook that ran after it
         output, outcome = _announce(module_state, call, (*args, *kwargs.values()), output)
         return output
     finally:

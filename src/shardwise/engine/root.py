@@ -243,6 +243,12 @@ class Root:
         if self.lazy_init.streams.are_device_streams:
             self.let_host_write()
 
+    def average_ignored(self) -> None:
+        """Average the gradients of ignored parameters, for the groups that are to."""
+        for group in self.groups:
+            if group.settings.averages_ignored:
+                group.average_ignored()
+
     def joins_by_hand(self, group: ParameterGroup) -> bool:
         """True if ranks that use different parameters reduce them where the caller ends the backward: once,
         however many backwards each of them has run."""
@@ -339,5 +345,4 @@ class Root:
 
     def _finish_by_hand(self) -> None:
         self.finish_reductions()
-        for group in self.groups:
-            group.average_ignored()
+        self.average_ignored()

@@ -95,8 +95,7 @@ class Microbatches(Feature):
             if settings.requires_gradient_sync and (gradients.have_sums_to_reduce or joins):
                 root.reductions.reduce(group)
         root.finish_reductions()
-        for group in root.groups:
-            group.average_ignored()
+        root.average_ignored()
         self.is_under_way = root.unsharded_groups.is_mid_accumulation = False
         for group in root.unsharded_groups:
             if root.unsharded_groups.reason(group) is not CALLER and group.settings.reshard_after_backward:

@@ -33,6 +33,7 @@ from shardwise.params.changes import are_all_there, take_gradients
 from shardwise.params.parameter import Param
 from shardwise.ranks.activity import Wait
 from shardwise.torch_compat import dynamo, functorch
+from shardwise.torch_compat.functorch import outside_transforms
 
 _arrives_on_host = attrgetter("arrives_on_host")
 
@@ -131,17 +132,13 @@ class Gradients:
             "Change it between steps."
         )
 
+    @outside_transforms
     def _tell(self) -> None:
-        if functorch.is_in_transform():
-            with functorch.without_transforms():
-                return self.listener.arrived()
         self.listener.arrived()
 
+    @outside_transforms
     def _first_arrived(self) -> None:
         """The first gradient of a backward is there: begin to count."""
-        if functorch.is_in_transform():
-            with functorch.without_transforms():
-                return self._first_arrived()
         if self._unsharded.are_shards:
             self._unsharded.refuse_changed_shards()  # no hook before backward has
         self.listener.arrived()
@@ -152,11 +149,9 @@ class Gradients:
         if self.part_queue is not None:
             self.part_queue.begin()
 
+    @outside_transforms
     def _part_arrived(self) -> None:
         """The last one of a part is there, and all parts before it were sent."""
-        if functorch.is_in_transform():
-            with functorch.without_transforms():
-                return self._part_arrived()
         if self.settings.requires_gradient_sync and not self.settings.ranks_may_differ:
             self.listener.part_complete()
 
@@ -171,7 +166,7 @@ class Gradients:
     def reduce(self) -> None:
         """Begin to reduce the unsharded gradients that are left."""
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            with without_graph():
+            with _neither_graph_nor_inference():
                 return self.reduce()
         event = "join" if self.state is EMPTY and self.settings.ranks_may_differ else "reduce"
         state = GRADIENT_STATES.get((self.state, event)) or self._refuse(event)
@@ -291,7 +286,7 @@ class Gradients:
     def finish(self) -> None:
         """Wait for the reductions and add their results to ``.grad`` of the shards."""
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            with without_graph():
+            with _neither_graph_nor_inference():
                 return self.finish()
         finished = GRADIENT_STATES.get((self.state, "finish")) or self._refuse("finish")
         are_left = self._accumulate()
@@ -318,12 +313,10 @@ class Gradients:
                 self._reductions[number] = None
         return is_some_left
 
+    @outside_transforms
     @torch.no_grad()
     def _finish_sent(self) -> None:
         """Finish the reductions of parts that began before the group's other gradients arrived."""
-        if functorch.is_in_transform():
-            with functorch.without_transforms():
-                return self._finish_sent()
         self._close()
         self._accumulate()
         there = [i for i in self._trainable if self._unsharded.params[i].grad is not None]
@@ -483,6 +476,7 @@ def _arrived(own: "weakref.ref[Gradients]", index: int, full: Tensor) -> None:
         gradients._num_missing -= 1
     if not gradients._num_missing:
         gradients._expect_all()  # for another call, which a nested backward may reach
+        # Not by outside_transforms: the way to the reduction is a frame shorter.
         if functorch.is_in_transform():
             with functorch.without_transforms():
                 gradients.listener.complete()

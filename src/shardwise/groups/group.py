@@ -331,13 +331,13 @@ class ParameterGroup:
 
     @torch.no_grad()
     def average_ignored(self) -> None:
-        """Average the gradients of parameters that the group ignores over all ranks, if the caller wants it.
+        """Average the gradients of parameters that the group ignores over all ranks, if gradients are
+        synchronised now.
 
         Every trainable one takes part on every rank, with zeros if it has no gradient, so all ranks send the
         same number of bytes.
         """
-        settings = self.settings
-        if not (settings.averages_ignored and settings.requires_gradient_sync):
+        if not self.settings.requires_gradient_sync:
             return
         trainable = [param for param in self.ignored if param.requires_grad]
         for param in trainable:

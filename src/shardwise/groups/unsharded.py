@@ -323,7 +323,7 @@ class Unsharded:
         autograd.set_versions(self._freed, self._versions_of_freed)
         if self.streams.are_device_streams:
             self._free_buffers()
-        else:
+        else:  # the same, without the calls that do nothing on the host
             for bucket in self.buckets:
                 if not bucket.buffer.keeps_memory:
                     bucket.buffer.free()
