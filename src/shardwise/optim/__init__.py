@@ -20,12 +20,14 @@ from shardwise.optim.loss_scaling import GradScaler
 from shardwise.optim.muon import Muon
 from shardwise.optim.offload import offload_optimizer_state
 from shardwise.optim.whole_matrices import WholeMatrices, on_whole_matrices
+from shardwise.optim.whole_parameters import WholeParameters
 
 __all__ = [
     "FlatOptimizer",
     "GradScaler",
     "Muon",
     "WholeMatrices",
+    "WholeParameters",
     "clip_grad_norm_",
     "grad_norms_by_module",
     "is_hidden_matrix",

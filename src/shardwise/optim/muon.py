@@ -16,8 +16,9 @@ from torch import Tensor
 from shardwise.layout.fqns import clean
 from shardwise.optim.flat_optimizer import FlatOptimizer
 from shardwise.optim.hidden_matrices import Coefficients, is_hidden_matrix, newton_schulz
-from shardwise.optim.muon_step import MatrixStep, MuonPlan, Orthogonalize, RowBlocks, known_name, names_in
-from shardwise.optim.whole_matrices import BATCH_BYTES, check_matrix
+from shardwise.optim.muon_step import MatrixStep, MuonPlan, Orthogonalize, RowBlocks
+from shardwise.optim.owner_exchange import BATCH_BYTES, known_name, names_in
+from shardwise.optim.whole_matrices import check_matrix
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import optimizers
 

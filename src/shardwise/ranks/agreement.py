@@ -78,14 +78,14 @@ def run_on_all_ranks(
     all_reduce_max(extremes, axes)
     somebody_failed, highest, lowest = extremes.tolist()
     if somebody_failed:
-        raise _joint(_from_all(axes, failure), failure, error, says_rank) from error
+        raise _joint(from_all(axes, failure), failure, error, says_rank) from error
     if highest != -lowest:
-        raise ValueError(_difference(caller, _from_all(axes, told)))
+        raise ValueError(_difference(caller, from_all(axes, told)))
     return result
 
 
-def _from_all(axes: Sequence[Axis], own: T) -> dict[int, T]:
-    """Every rank's value, by global rank, in ascending order."""
+def from_all(axes: Sequence[Axis], own: T) -> dict[int, T]:
+    """Every rank's value, by global rank, in ascending order. Collective."""
     found = {dist.get_rank(): own}
     for axis in [*axes, *axes[-2::-1]]:  # there and back, as in all_reduce_max
         everyone: list[Any] = [None] * axis.world

@@ -1,0 +1,755 @@
+"""Any optimizer class on sharded parameters: each parameter is stepped whole, by the rank that owns it.
+
+In a step gradients and parameters travel to their owners, round by round; there an instance of the class steps
+plain tensors, and rows of the new values travel back (owner_exchange.py). Between steps an owner has the
+state of what it owns, and nothing else:
+
+    rank        0                          1
+    owns        A, C                       B, D
+    round 0     class([A]).step()          class([B]).step()        C, D are on their way
+    round 1     class([C]).step()          class([D]).step()        A, B are on their way back
+    state       of A, C                    of B, D
+
+There is an instance for the parameters of a round, with param groups of its own. They get the hyperparameters
+of the caller's groups before a step, and what the class has changed in them, such as a count of steps, goes
+back to the caller's. Instances that change them differently have looked at more than one parameter: that is
+found before anything is written.
+"""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.layout.regions import Region
+from shardwise.optim.flat_optimizer import FlatOptimizer
+from shardwise.optim.muon import Muon
+from shardwise.optim.owner_exchange import (
+    BATCH_BYTES,
+    OwnerExchange,
+    RoundKey,
+    SharingRanks,
+    Stack,
+    Travel,
+    check_divisible,
+    local_gradient,
+    names_of,
+)
+from shardwise.optim.owners import Block, BlockKey
+from shardwise.ranks.failures import monitor_of_job
+from shardwise.ranks.model_ranks import own_rank
+from shardwise.ranks.rank_group import RankGroup
+from shardwise.torch_compat import dtensor, optimizers, tensor_impl
+
+Optimizer = torch.optim.Optimizer
+ParameterCost = Callable[[tuple[int, ...]], float]
+Changes = dict[int, dict[str, Any]]
+"""What a step has changed in param groups, by their numbers; a number for each group that was stepped."""
+
+STEP = "WholeParameters.step"
+
+
+class WholeParameters(Optimizer):
+    """Runs any optimizer class unchanged, on whole parameters: each is stepped by one rank, its owner.
+
+    For classes that look at more than one element of a parameter (Shampoo, SOAP, Adafactor, LAMB), and for
+    all that DTensors do not suit. To the rest of the program it is an optimizer with the caller's param
+    groups: schedulers, gradient scalers, clipping and checkpoints work with it. A class that treats each
+    element by itself is faster in a :class:`FlatOptimizer`.
+
+    Args:
+        optimizer_class: a subclass of ``torch.optim.Optimizer``.
+        params: parameters, named parameters, or param groups, as for the class. DTensors with any placements
+            but partial ones, on any meshes; plain ones are stepped by each rank by itself.
+        single_owner: one rank owns all parameters, in one instance. For classes that compute something over
+            all parameters (Prodigy, a norm of all gradients) or call a closure themselves (LBFGS). Neither
+            memory nor work is divided then.
+        cost: of a parameter of this shape, to balance owners by; None: its number of elements.
+        batch_bytes: of whole parameters that an owner has at once, in a round, unless one is larger.
+        options: of the class.
+
+    Raises:
+        TypeError: ``optimizer_class`` is something else; or what the class raises for its options.
+        ValueError: a parameter cannot be put together, by name; the class needs ``single_owner``; ranks pass
+            different classes, options or parameters. All ranks raise.
+
+    Collective over the ranks that share parameters, as are ``add_param_group`` and ``step``. A step raises on
+    all of them where some have a gradient that others lack; where the class raises in the first step, no
+    parameter has changed. Random numbers, if the class draws any, are drawn by each instance.
+
+    ``state`` and ``state_dict()`` have what this rank owns, as plain full tensors; ``load_state_dict`` keeps
+    what it owns of what it is given, so that the state of the plain class in one process may be loaded on
+    all ranks. Who owns what may differ from one run to the next: ``save_checkpoint`` and
+    ``full_state_dict`` have all of it by name.
+
+    Costs, on W ranks: 1/W of the computation and of the state; a parameter and its gradient travel to the
+    owner, and the parameter back: at most 3 (W - 1) / W of their bytes, over all ranks together; in memory
+    some six times ``batch_bytes`` during a step. A class that changes its param groups in a step (counts of
+    steps) has new values of all that a rank owns, 1/W of the parameters, until the end of the step.
+
+    Example::
+
+        optimizer = WholeParameters(SOAP, model.parameters(), lr=3e-3)
+        for batch in batches:
+            model(batch).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+
+    _exchange: OwnerExchange | None = None
+
+    def __init__(
+        self,
+        optimizer_class: type[Optimizer],
+        params: Any,
+        *,
+        single_owner: bool = False,
+        cost: ParameterCost | None = None,
+        batch_bytes: int = BATCH_BYTES,
+        **options: Any,
+    ) -> None:
+        _check_class(optimizer_class, single_owner)
+        if isinstance(batch_bytes, bool) or not isinstance(batch_bytes, int) or batch_bytes < 1:
+            raise ValueError(
+                f"WholeParameters: batch_bytes is {batch_bytes!r}; pass a number of bytes above 0."
+            )
+        self.optimizer_class = optimizer_class
+        self._options = options
+        self._single_owner = single_owner
+        self._cost = cost
+        self._batch_bytes = batch_bytes
+        self._owner_of: dict[Tensor, int] = {}
+        self._forget_plan()
+        self._is_made = False
+        super().__init__(params, {})
+        self._is_made = True
+        self._complete_groups(self.param_groups)
+        self._make_exchange("WholeParameters")
+
+    # --- param groups -----------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group. Parameters that were there keep their owners. Collective."""
+        super().add_param_group(param_group)
+        if not self._is_made:
+            return
+        try:
+            self._complete_groups(self.param_groups[-1:])
+            self._make_exchange("WholeParameters.add_param_group")
+        except Exception:
+            del self.param_groups[-1]  # nothing is left half-added
+            self._forget_plan()
+            raise
+
+    def _complete_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Add what the class puts into its groups, and have it check their options."""
+        completed = _stand_in(self.optimizer_class, groups, self._options)
+        if not self._single_owner and _looks_across(
+            self.optimizer_class, completed.param_groups, self._options
+        ):
+            raise ValueError(
+                f"WholeParameters: {self.optimizer_class.__name__} with these options steps a parameter by what "
+                "it finds in others (a norm of all gradients, an estimate over all), of which each owner has "
+                "some. Pass single_owner=True, which gives all of them to one rank."
+            )
+        self.defaults = completed.defaults
+        for group, full in zip(groups, completed.param_groups, strict=True):
+            for key, value in full.items():
+                group.setdefault(key, value)
+
+    # --- owners -----------------------------------------------------------------------------------
+
+    def owns(self, param: Tensor) -> bool:
+        """Whether this rank owns ``param``, and has its state. Local."""
+        found = self._index.get(param) if self._exchange is not None or self._made() else None
+        return found is not None and found in self._owned
+
+    def _made(self) -> OwnerExchange:
+        """The exchange for the parameters as they are."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        if self._exchange is None or list(map(id, params)) != list(map(id, self._params)):
+            self._exchange = None
+        if self._exchange is None or not self._exchange.is_of(params):
+            self._plan(params)
+        assert self._exchange is not None
+        return self._exchange
+
+    def _plan(self, params: list[Tensor]) -> None:
+        names = names_of(self.param_groups)
+        for param, name in zip(params, names, strict=True):
+            check_divisible(param, name)
+        fixed = {
+            BlockKey(index, 0): 0 if self._single_owner else self._owner_of[param]
+            for index, param in enumerate(params)
+            if self._single_owner or param in self._owner_of
+        }
+        cost = self._cost
+        made = OwnerExchange(
+            params,
+            names,
+            [[Region((0,) * param.dim(), tuple(param.shape))] for param in params],
+            [
+                Travel((param.dtype, _grad_dtype(param)), param.dtype, dtensor.plain(param).device)
+                for param in params
+            ],
+            cost=lambda block: float(block.numel) if cost is None else cost(block.shape),
+            batch_bytes=None if self._single_owner else self._batch_bytes,
+            alike=lambda block: block.key,  # memory of its own, aligned as that of any parameter
+            fixed=fixed,
+        )
+        if self._single_owner and len(made.sharing) > 1:
+            raise ValueError(
+                f"WholeParameters: single_owner=True, but not all parameters are on the same ranks: "
+                f"{_not_among(params, names)}. No rank could own all of them. Leave some to another optimizer."
+            )
+        self._forget_plan()
+        self._exchange = made
+        self._params = params
+        self._names = names
+        self._index = {param: index for index, param in enumerate(params)}
+        self._owned = {key.tensor for key in made.owned}
+        self._owner_of = {params[key.tensor]: owner for key, owner in made.owners.items()}
+
+    def _forget_plan(self) -> None:
+        self._exchange = None
+        self._params: list[Tensor] = []
+        self._instances: dict[RoundKey, _Instance] = {}
+        self._is_first_step = True
+        self._waits_for_changes = True  # until a step has shown that the class does not change its groups
+        self._problem: Exception | None = None
+
+    def _make_exchange(self, caller: str) -> None:
+        """Make the exchange, the same on all ranks."""
+        made = self._made()
+        same = {
+            "the optimizer": f"{self.optimizer_class.__qualname__} with {_described(self._options)}",
+            "param groups": [
+                f"{len(group['params'])} with {_described(_hyperparameters(group))}"
+                for group in self.param_groups
+            ],
+            "single_owner": self._single_owner,
+        }
+        made.agree(caller, range(len(self._params)), None, same)
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled and copied: all but the plan and its instances."""
+        kept = ("optimizer_class", "_options", "_single_owner", "_cost", "_batch_bytes", "_is_made")
+        return super().__getstate__() | {key: vars(self)[key] for key in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Go on with another state: loaded, or unpickled."""
+        vars(self).setdefault("_owner_of", {})
+        super().__setstate__(state)
+        self._forget_plan()
+        self._plan([param for group in self.param_groups for param in group["params"]])
+        for param, values in self.state.items():
+            if isinstance(param, Tensor):
+                _check_plain(values, self._names[self._index[param]], self.optimizer_class.__name__)
+        kept = {k: v for k, v in self.state.items() if not isinstance(k, Tensor) or self.owns(k)}
+        self.state = defaultdict(dict, kept)
+
+    def __repr__(self) -> str:
+        return f"WholeParameters of {self.optimizer_class.__name__}{super().__repr__().removeprefix('WholeParameters')}"
+
+    # --- the step ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform a single optimization step. Collective over the ranks that share parameters.
+
+        Args:
+            closure: computes the loss anew, with gradients, and returns it. The class itself calls it with
+                ``single_owner``, as often as it likes, and gets the mean of the losses of all ranks;
+                otherwise it is called once, before the step.
+
+        Raises:
+            TypeError: a gradient is not placed as its parameter can be; by name. All ranks raise.
+            ValueError: ranks disagree on which parameters have gradients; or the class has computed
+                something over all parameters. All ranks raise, and no parameter has changed.
+        """
+        if closure is not None and self._single_owner:
+            return self._step_with_closure(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        exchange, problem = self._made(), self._problem
+        gradients: dict[int, Tensor] = {}
+        try:
+            gradients = self._local_gradients()
+        except Exception as error:
+            problem = problem or error
+        exchange.agree(STEP, gradients, problem)
+        waits = self._waits_for_changes or self._single_owner
+        changes: Changes = {}
+        problems: list[Exception] = []
+
+        def stepped(key: RoundKey, stacks: list[Stack]) -> list[Tensor]:
+            try:
+                _join(changes, self._step_round(key, stacks, gradients), self.optimizer_class, own_rank())
+            except Exception as error:
+                if not waits:
+                    raise
+                problems.append(error)
+            return [stack.tensors[0] for stack in stacks]
+
+        def check() -> None:
+            everyone = exchange.tell(STEP, changes, problems[0] if problems else None)
+            joint: Changes = {}
+            for rank, theirs in everyone.items():
+                _join(joint, theirs, self.optimizer_class, rank)
+            self._take_changes(joint)
+
+        locals_ = [dtensor.plain(param).detach() for param in self._params]
+        travelling = range(len(locals_)) if self._is_first_step else gradients
+
+        def read(index: int) -> Sequence[Tensor]:
+            gradient = gradients.get(index)
+            return locals_[index], torch.zeros_like(locals_[index]) if gradient is None else gradient
+
+        def write(block: Block, index: tuple[slice, ...], values: Tensor) -> None:
+            if block.key.tensor in gradients:
+                locals_[block.key.tensor][index].copy_(values)
+
+        with monitor_of_job().call(STEP, exchange.axes):
+            exchange.run(read, stepped, write, travelling, check if waits else None)
+        self._is_first_step = False
+        if not waits and any(changes.values()):
+            self._problem = RuntimeError(
+                f"{STEP}: {self.optimizer_class.__name__} has changed its param groups in the step before, "
+                "which it did not in the first: instances may have changed them differently. Pass "
+                "single_owner=True."
+            )
+        return loss
+
+    def _local_gradients(self) -> dict[int, Tensor]:
+        """This rank's parts of gradients, by index."""
+        found = {}
+        for index, (param, name) in enumerate(zip(self._params, self._names, strict=True)):
+            if param.grad is not None:
+                found[index] = local_gradient(param, name, "WholeParameters")
+        return found
+
+    def _step_round(self, key: RoundKey, stacks: list[Stack], gradients: Mapping[int, Any]) -> Changes:
+        """Step what this rank owns of a round; ``gradients`` tells what has any."""
+        wholes = _wholes(stacks, gradients)
+        if key not in self._instances:
+            if not wholes:
+                return {}
+            self._instances[key] = self._make_instance(
+                {index: values for index, (values, _) in wholes.items()}
+            )
+        instance = self._instances[key]
+        try:
+            instance.take(wholes, self.param_groups, self.state)
+            return instance.step(self.param_groups)
+        finally:
+            instance.give(wholes, self.state)
+
+    def _make_instance(self, values: Mapping[int, Tensor]) -> "_Instance":
+        numbers = {id(param): n for n, group in enumerate(self.param_groups) for param in group["params"]}
+        made: dict[int, dict[int, Tensor]] = {}
+        for index in sorted(values):
+            made.setdefault(numbers[id(self._params[index])], {})[index] = values[index]
+        return _Instance(
+            self.optimizer_class, self._options, made, self._params, self.param_groups, self.state
+        )
+
+    def _take_changes(self, changes: Changes) -> None:
+        for number, values in changes.items():
+            group = self.param_groups[number]
+            for key, value in values.items():
+                old = group.get(key)
+                group[key] = value.to(old.device) if isinstance(old, Tensor) else value
+        self._waits_for_changes = any(changes.values())
+
+    # --- a closure that the class calls -----------------------------------------------------------
+
+    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        """The owner of all runs the step of the class; the others evaluate with it, until it is over."""
+        exchange = self._made()
+        exchange.agree(STEP, range(len(self._params)), self._problem)
+        with monitor_of_job().call(STEP, exchange.axes):
+            shared = _SharedClosure(exchange, self._params, self._names, closure)
+            stacks = shared.gather()
+            if self._owned:
+                outcome = self._step_own(shared, stacks)
+            else:
+                outcome = shared.evaluate_with_owner()
+        if isinstance(outcome, Exception):
+            raise outcome
+        loss, changes = outcome
+        self._take_changes(changes)
+        self._is_first_step = False
+        return loss
+
+    def _step_own(self, shared: "_SharedClosure", stacks: list[Stack]) -> Any:
+        wholes = shared.wholes(stacks)
+        if (0, 0) not in self._instances:
+            self._instances[0, 0] = self._make_instance(
+                {index: values for index, (values, _) in wholes.items()}
+            )
+        instance = self._instances[0, 0]
+        outcome: Any
+        try:
+            instance.take(wholes, self.param_groups, self.state)
+            changes = instance.step(self.param_groups, lambda: shared.evaluate(stacks, instance))
+            outcome = instance.loss, changes
+        except Exception as error:
+            if shared.has_failed:  # the others are not where they would hear of it
+                raise
+            outcome = error
+        finally:
+            instance.give(wholes, self.state)
+        shared.end(stacks, outcome)
+        return outcome
+
+
+class _Instance:
+    """An instance of the class, over what this rank owns in one round.
+
+    Args:
+        values: of the parameters, by param group and index, as views of the memory of a round.
+        params: of the caller, by index.
+        groups: of the caller.
+        state: by the parameters of the caller; gets what the instance has from the beginning.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: Any,
+        options: Mapping[str, Any],
+        values: Mapping[int, Mapping[int, Tensor]],
+        params: Sequence[Tensor],
+        groups: Sequence[dict[str, Any]],
+        state: Any,
+    ) -> None:
+        self.loss: Any = None
+        self._groups = list(values)
+        self._own = {
+            index: nn.Parameter(whole, requires_grad=params[index].requires_grad)
+            for some in values.values()
+            for index, whole in some.items()
+        }
+        self._params = {index: params[index] for index in self._own}
+        own_groups = [
+            _hyperparameters(groups[number]) | {"params": [self._own[index] for index in some]}
+            for number, some in values.items()
+        ]
+        self._optimizer = optimizer_class(own_groups, **options)
+        self._step = optimizers.step_without_hooks(optimizer_class)
+        for index, own in self._own.items():
+            if own in self._optimizer.state:
+                state.setdefault(params[index], self._optimizer.state[own])
+
+    def take(
+        self,
+        wholes: Mapping[int, tuple[Tensor, Tensor | None]],
+        groups: Sequence[dict[str, Any]],
+        state: Any,
+    ) -> None:
+        """Take values and gradients of parameters, hyperparameters and state for a step."""
+        for index, (values, gradient) in wholes.items():
+            own = self._own[index]
+            own.data = values
+            if gradient is not None and gradient.dtype != own.dtype:
+                tensor_impl.set_grad_dtype(own, gradient.dtype)
+            own.grad = gradient
+        for own_group, number in zip(self._optimizer.param_groups, self._groups, strict=True):
+            own_group.update(deepcopy(_hyperparameters(groups[number])))  # others change theirs
+        own_state = self._optimizer.state
+        for index, param in self._params.items():
+            own_state.pop(self._own[index], None)
+            if param in state:
+                own_state[self._own[index]] = state[param]
+
+    def set_gradients(self, wholes: Mapping[int, tuple[Tensor, Tensor | None]]) -> None:
+        """Go on in a step with other gradients."""
+        for index, (_, gradient) in wholes.items():
+            self._own[index].grad = gradient
+
+    def values(self, index: int) -> Tensor:
+        """The parameter as it is in a step."""
+        return self._own[index].detach()
+
+    def step(self, groups: Sequence[dict[str, Any]], closure: Callable[[], Any] | None = None) -> Changes:
+        """Step; returns what the class has changed in its param groups."""
+        own_groups = self._optimizer.param_groups
+        params = [list(group["params"]) for group in own_groups]
+        self.loss = self._step(self._optimizer) if closure is None else self._step(self._optimizer, closure)
+        name = type(self._optimizer).__name__
+        if [list(map(id, group["params"])) for group in own_groups] != [
+            list(map(id, some)) for some in params
+        ]:
+            raise TypeError(f"{STEP}: {name} has put other objects in the place of parameters.")
+        return {
+            number: {
+                key: value.detach().cpu() if isinstance(value, Tensor) else value
+                for key, value in _hyperparameters(group).items()
+                if key not in groups[number] or not _are_equal(groups[number][key], value)
+            }
+            for number, group in zip(self._groups, own_groups, strict=True)
+        }
+
+    def give(self, wholes: Mapping[int, tuple[Tensor, Tensor | None]], state: Any) -> None:
+        """Leave values where they were taken from, and the state; keep nothing else."""
+        for index, own in self._own.items():
+            values, _ = wholes.get(index, (None, None))
+            if values is not None and own.data_ptr() != values.data_ptr():
+                values.copy_(own)
+            own.grad = None
+            own.data = own.data.new_empty(0)
+            if own in self._optimizer.state:
+                state[self._params[index]] = self._optimizer.state[own]
+
+
+class _SharedClosure:
+    """A closure that the owner of all parameters evaluates as often as it likes, on all ranks."""
+
+    def __init__(
+        self,
+        exchange: OwnerExchange,
+        params: Sequence[Tensor],
+        names: Sequence[str],
+        closure: Callable[[], Any],
+    ) -> None:
+        (ranks,) = exchange.sharing
+        self._exchange = exchange
+        self._params = params
+        self._names = names
+        self._closure = closure
+        self._locals = [dtensor.plain(param).detach() for param in params]
+        self._rank_group = RankGroup(ranks.axes[0].pg if ranks.axes else None)
+        self.has_failed = False
+
+    def gather(self) -> list[Stack]:
+        """Parameters and gradients as they are, on the owner."""
+        return self._exchange.gather(self._read)
+
+    def wholes(self, stacks: Sequence[Stack]) -> dict[int, tuple[Tensor, Tensor | None]]:
+        """Parameters and gradients that were gathered, by index."""
+        return _wholes(stacks, {i for i, param in enumerate(self._params) if param.grad is not None})
+
+    def evaluate(self, stacks: list[Stack], instance: _Instance) -> Any:
+        """On the owner: evaluate everywhere with the parameters of ``instance``, which gets the gradients."""
+        try:
+            self._rank_group.broadcast_object(None, 0)
+            self._scatter(stacks, instance)
+            loss = self._evaluated()
+            instance.set_gradients(self.wholes(self.gather()))
+        except Exception:
+            self.has_failed = True
+            raise
+        return loss
+
+    def evaluate_with_owner(self) -> Any:
+        """On the others: until the owner has made its step. Returns its outcome."""
+        while True:
+            outcome = self._rank_group.broadcast_object(None, 0)
+            self._exchange.scatter([], [], self._write)
+            if outcome is not None:
+                return outcome
+            self._evaluated()
+            self.gather()
+
+    def end(self, stacks: list[Stack], outcome: Any) -> None:
+        """On the owner, when it has made its step."""
+        told = outcome
+        if isinstance(outcome, Exception):  # some cannot be pickled
+            told = RuntimeError(
+                f"{STEP}: on the rank that owns all parameters: {type(outcome).__name__}: {outcome}"
+            )
+        self._rank_group.broadcast_object(told, 0)
+        self._exchange.scatter(stacks, [stack.tensors[0] for stack in stacks], self._write)
+
+    def _scatter(self, stacks: list[Stack], instance: _Instance) -> None:
+        for index, (values, _) in _wholes(stacks, ()).items():
+            if (own := instance.values(index)).data_ptr() != values.data_ptr():
+                values.copy_(own)
+        self._exchange.scatter(stacks, [stack.tensors[0] for stack in stacks], self._write)
+
+    def _read(self, index: int) -> Sequence[Tensor]:
+        param, local = self._params[index], self._locals[index]
+        if param.grad is None:
+            return local, torch.zeros_like(local)
+        return local, local_gradient(param, self._names[index], "WholeParameters")
+
+    def _write(self, block: Block, index: tuple[slice, ...], values: Tensor) -> None:
+        self._locals[block.key.tensor][index].copy_(values)
+
+    def _evaluated(self) -> Any:
+        with torch.enable_grad():
+            loss = self._closure()
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            return loss
+        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        loss = loss.detach().clone()
+        if (pg := self._rank_group.pg) is not None:
+            dist.all_reduce(loss, group=pg)
+        return loss / self._rank_group.size
+
+
+def _wholes(stacks: Sequence[Stack], active: Collection[int]) -> dict[int, tuple[Tensor, Tensor | None]]:
+    """The parameters in ``stacks`` by index, with gradients where there are any."""
+    return {
+        block.key.tensor: (values, gradient if block.key.tensor in active else None)
+        for stack in stacks
+        for block, values, gradient in zip(
+            stack.blocks, *(each.unbind() for each in stack.tensors), strict=True
+        )
+    }
+
+
+# --- param groups ---------------------------------------------------------------------------------
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _join(joint: Changes, changes: Changes, kind: type[Optimizer], rank: int) -> None:
+    """Add the changes of another instance, or of other ones.
+
+    Raises:
+        ValueError: they differ.
+    """
+    for number, values in changes.items():
+        known = joint.setdefault(number, values)
+        for key in {**known, **values}:
+            if key not in known or key not in values or not _are_equal(known[key], values[key]):
+                raise ValueError(
+                    f"{STEP}: {kind.__name__} has changed {key!r} of param group {number} to "
+                    f"{values.get(key)} on rank {rank}, and to {known.get(key)} for other parameters: it "
+                    "computes this over all parameters, of which each owner has some. Pass single_owner=True, "
+                    "which gives all of them to one. No parameter has changed."
+                )
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and bool(torch.equal(one.cpu(), other.cpu()))
+    if isinstance(one, (list, tuple)) and type(one) is type(other) and len(one) == len(other):
+        return all(map(_are_equal, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def _stand_in(kind: Any, groups: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> Optimizer:
+    """An instance over parameters without memory: it has the groups that the class makes, and checks options.
+
+    On the meta device, or, where the class wants another, as one element that is shown in the whole shape.
+    """
+
+    def made(device: torch.device | None) -> Any:
+        def empty(param: Tensor) -> nn.Parameter:
+            one = torch.zeros((), dtype=param.dtype, device=device or dtensor.plain(param).device)
+            return nn.Parameter(one.expand(param.shape), requires_grad=param.requires_grad)
+
+        return kind(
+            [_hyperparameters(group) | {"params": list(map(empty, group["params"]))} for group in groups],
+            **options,
+        )
+
+    try:
+        found = made(torch.device("meta"))
+    except Exception:
+        found = made(None)
+    if [len(group["params"]) for group in found.param_groups] != [len(group["params"]) for group in groups]:
+        raise ValueError(
+            f"WholeParameters: {kind.__name__} makes other param groups than it is given, so that they would "
+            "not be the caller's. Pass groups as it makes them."
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _looks_across(kind: Any, groups: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> bool:
+    """Whether a step of a parameter depends on the gradient of another, seen on small ones, in three steps.
+
+    Nothing else tells: a norm over all gradients leaves no trace in state or param groups. False as well
+    where the class cannot step small matrices.
+    """
+
+    def stepped(scale: float) -> list[Tensor]:
+        pairs = [[nn.Parameter(torch.eye(4) + 0.5) for _ in range(2)] for _ in groups]
+        some = [_hyperparameters(group) | {"params": pair} for group, pair in zip(groups, pairs, strict=True)]
+        torch.manual_seed(0)
+        optimizer = kind(deepcopy(some), **options)
+        pairs = [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group.update({"lr": 1e-3} if group.get("lr") == 0 else {})  # a schedule begins
+        for step in range(3):
+            for number, (first, second) in enumerate(pairs):
+                first.grad = torch.sin(torch.arange(16.0) + step).view(4, 4)
+                second.grad = first.grad.cos() * scale
+                if number:
+                    first.grad *= scale
+            optimizer.step()
+        return [pairs[0][0].detach()]
+
+    with torch.random.fork_rng(devices=[]):
+        try:
+            calm, stirred = stepped(1.0), stepped(1e6)
+        except Exception:
+            return False
+    return not all(map(torch.equal, calm, stirred))
+
+
+def _described(values: Mapping[str, Any]) -> str:
+    """Equal on ranks that have passed the same; of objects the class alone."""
+    plain = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+    def text(value: Any) -> str:
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(map(text, value))}]"
+        return repr(value) if isinstance(value, plain) else type(value).__qualname__
+
+    return ", ".join(f"{key}={text(value)}" for key, value in values.items()) or "no options"
+
+
+def _grad_dtype(param: Tensor) -> torch.dtype:
+    return param.dtype if param.grad is None else param.grad.dtype
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def _check_class(kind: Any, single_owner: Any) -> None:
+    if not isinstance(kind, type) or not issubclass(kind, Optimizer):
+        what = f"the class {kind.__name__}" if isinstance(kind, type) else f"a {type(kind).__name__}"
+        raise TypeError(
+            f"WholeParameters: optimizer_class is {what}; pass a subclass of torch.optim.Optimizer, not an "
+            "instance, and its options beside it."
+        )
+    if issubclass(kind, (WholeParameters, FlatOptimizer, Muon)):
+        raise TypeError(f"WholeParameters: {kind.__name__} steps sharded parameters by itself.")
+    if not isinstance(single_owner, bool):
+        raise TypeError(f"WholeParameters: single_owner is {single_owner!r}; pass True or False.")
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty and not single_owner:
+        raise ValueError(
+            f"WholeParameters: {kind.__name__} calls a closure in its step, with all parameters as it wants "
+            "them. Pass single_owner=True, which gives all of them to one rank."
+        )
+
+
+def _check_plain(values: Any, name: str, kind: str) -> None:
+    for key, value in values.items() if isinstance(values, Mapping) else ():
+        if isinstance(value, DTensor):
+            raise ValueError(
+                f"{name}: {key!r} in the state of {kind} is a DTensor, where the owner has it whole. Load "
+                "sharded states with shardwise.load_checkpoint, or full ones."
+            )
+
+
+def _not_among(params: Sequence[Tensor], names: Sequence[str]) -> str:
+    """The first parameter that is not on the ranks of the one before."""
+    first = SharingRanks(params[0])
+    other = next(name for param, name in zip(params, names, strict=True) if not first.share(param))
+    return f"{names[0]} and {other}"
