@@ -1,8 +1,8 @@
 """Any optimizer class on sharded parameters: each parameter is stepped whole, by the rank that owns it.
 
-In a step gradients and parameters travel to their owners, round by round; there an instance of the class steps
-plain tensors, and rows of the new values travel back (owner_exchange.py). Between steps an owner has the
-state of what it owns, and nothing else:
+In a step gradients and parameters travel to their owners, round by round; there an instance of the class
+steps plain tensors, and rows of the new values travel back (owner_exchange.py). Between steps an owner has
+the state of what it owns, and nothing else:
 
     rank        0                          1
     owns        A, C                       B, D
@@ -125,6 +125,7 @@ class WholeParameters(Optimizer):
         self._cost = cost
         self._batch_bytes = batch_bytes
         self._owner_of: dict[Tensor, int] = {}
+        self._grad_dtypes: dict[Tensor, torch.dtype] = {}  # where they are not those of parameters
         self._forget_plan()
         self._is_made = False
         super().__init__(params, {})
@@ -154,9 +155,9 @@ class WholeParameters(Optimizer):
             self.optimizer_class, completed.param_groups, self._options
         ):
             raise ValueError(
-                f"WholeParameters: {self.optimizer_class.__name__} with these options steps a parameter by what "
-                "it finds in others (a norm of all gradients, an estimate over all), of which each owner has "
-                "some. Pass single_owner=True, which gives all of them to one rank."
+                f"WholeParameters: {self.optimizer_class.__name__} with these options steps a parameter by "
+                "what it finds in others (norms, estimates over all), of which each owner "
+                "has some. Pass single_owner=True, which gives all of them to one rank."
             )
         self.defaults = completed.defaults
         for group, full in zip(groups, completed.param_groups, strict=True):
@@ -167,20 +168,30 @@ class WholeParameters(Optimizer):
 
     def owns(self, param: Tensor) -> bool:
         """Whether this rank owns ``param``, and has its state. Local."""
-        found = self._index.get(param) if self._exchange is not None or self._made() else None
-        return found is not None and found in self._owned
+        self._made()
+        return self._index.get(param) in self._owned
 
     def _made(self) -> OwnerExchange:
-        """The exchange for the parameters as they are."""
+        """The exchange for the parameters, and the dtypes of gradients, as they are."""
         params = [param for group in self.param_groups for param in group["params"]]
-        if self._exchange is None or list(map(id, params)) != list(map(id, self._params)):
-            self._exchange = None
-        if self._exchange is None or not self._exchange.is_of(params):
-            self._plan(params)
-        assert self._exchange is not None
-        return self._exchange
+        others = {
+            p: p.grad.dtype for p in params if p.grad is not None and p.grad.dtype != self._grad_dtype(p)
+        }
+        made = self._exchange
+        if (
+            made is None
+            or others
+            or list(map(id, params)) != list(map(id, self._params))
+            or not made.is_of(params)
+        ):
+            self._grad_dtypes |= others
+            made = self._plan(params)
+        return made
 
-    def _plan(self, params: list[Tensor]) -> None:
+    def _grad_dtype(self, param: Tensor) -> torch.dtype:
+        return self._grad_dtypes.get(param, param.dtype)
+
+    def _plan(self, params: list[Tensor]) -> OwnerExchange:
         names = names_of(self.param_groups)
         for param, name in zip(params, names, strict=True):
             check_divisible(param, name)
@@ -195,7 +206,7 @@ class WholeParameters(Optimizer):
             names,
             [[Region((0,) * param.dim(), tuple(param.shape))] for param in params],
             [
-                Travel((param.dtype, _grad_dtype(param)), param.dtype, dtensor.plain(param).device)
+                Travel((param.dtype, self._grad_dtype(param)), param.dtype, dtensor.plain(param).device)
                 for param in params
             ],
             cost=lambda block: float(block.numel) if cost is None else cost(block.shape),
@@ -205,20 +216,20 @@ class WholeParameters(Optimizer):
         )
         if self._single_owner and len(made.sharing) > 1:
             raise ValueError(
-                f"WholeParameters: single_owner=True, but not all parameters are on the same ranks: "
-                f"{_not_among(params, names)}. No rank could own all of them. Leave some to another optimizer."
+                "WholeParameters: single_owner=True, but not all parameters are on the same ranks: "
+                f"{_not_among(params, names)} are not. Leave some to another optimizer."
             )
         self._forget_plan()
         self._exchange = made
-        self._params = params
+        self._params: list[Tensor] = params
         self._names = names
         self._index = {param: index for index, param in enumerate(params)}
         self._owned = {key.tensor for key in made.owned}
         self._owner_of = {params[key.tensor]: owner for key, owner in made.owners.items()}
+        return made
 
     def _forget_plan(self) -> None:
         self._exchange = None
-        self._params: list[Tensor] = []
         self._instances: dict[RoundKey, _Instance] = {}
         self._is_first_step = True
         self._waits_for_changes = True  # until a step has shown that the class does not change its groups
@@ -247,6 +258,7 @@ class WholeParameters(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Go on with another state: loaded, or unpickled."""
         vars(self).setdefault("_owner_of", {})
+        vars(self).setdefault("_grad_dtypes", {})
         super().__setstate__(state)
         self._forget_plan()
         self._plan([param for group in self.param_groups for param in group["params"]])
@@ -257,7 +269,11 @@ class WholeParameters(Optimizer):
         self.state = defaultdict(dict, kept)
 
     def __repr__(self) -> str:
-        return f"WholeParameters of {self.optimizer_class.__name__}{super().__repr__().removeprefix('WholeParameters')}"
+        return (
+            super()
+            .__repr__()
+            .replace("WholeParameters", f"WholeParameters of {self.optimizer_class.__name__}", 1)
+        )
 
     # --- the step ---------------------------------------------------------------------------------
 
@@ -628,8 +644,8 @@ def _join(joint: Changes, changes: Changes, kind: type[Optimizer], rank: int) ->
                 raise ValueError(
                     f"{STEP}: {kind.__name__} has changed {key!r} of param group {number} to "
                     f"{values.get(key)} on rank {rank}, and to {known.get(key)} for other parameters: it "
-                    "computes this over all parameters, of which each owner has some. Pass single_owner=True, "
-                    "which gives all of them to one. No parameter has changed."
+                    "computes this over all parameters, of which each owner has some. Pass "
+                    "single_owner=True, which gives all of them to one. No parameter has changed."
                 )
 
 
@@ -711,10 +727,6 @@ def _described(values: Mapping[str, Any]) -> str:
         return repr(value) if isinstance(value, plain) else type(value).__qualname__
 
     return ", ".join(f"{key}={text(value)}" for key, value in values.items()) or "no options"
-
-
-def _grad_dtype(param: Tensor) -> torch.dtype:
-    return param.dtype if param.grad is None else param.grad.dtype
 
 
 # --- what is refused ------------------------------------------------------------------------------
