@@ -65,7 +65,7 @@ class MatrixStep:
         try:
             for index, (param, name) in enumerate(zip(plan.params, plan.names, strict=True)):
                 if param.grad is not None:
-                    self._gradients[index] = local_gradient(param, name, "Muon")
+                    self._gradients[index] = local_gradient(param, name, "Muon needs whole matrices")
                     _check_buffer((state.get(param) or {}).get(BUFFER), param, name)
         except Exception as error:
             problem = error

@@ -587,16 +587,16 @@ def check_divisible(tensor: Tensor, name: str) -> None:
             raise ValueError(f"{name}: {error}") from None
 
 
-def local_gradient(param: Tensor, name: str, user: str) -> Tensor:
+def local_gradient(param: Tensor, name: str, why: str) -> Tensor:
     """This rank's part of the gradient, as the parameter is placed.
 
     Raises:
-        TypeError: it has none for ``user``, the optimizer.
+        TypeError: nothing says what that is; ``why`` it must, of a sparse one.
     """
     gradient = param.grad
     assert gradient is not None
     if dtensor.plain(gradient).layout is not torch.strided:
-        raise TypeError(f"{name}: .grad is sparse, and {user} needs it whole. Use a dense gradient.")
+        raise TypeError(f"{name}: .grad is sparse, and {why}. Use a dense gradient.")
     if not isinstance(param, DTensor):
         if isinstance(gradient, DTensor):
             raise TypeError(
