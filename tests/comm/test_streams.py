@@ -120,24 +120,6 @@ def test_on_the_host_synchronizing_is_waiting() -> None:
     assert log == ["start", "finish"]
 
 
-def test_a_host_stream_that_follows_another_starts_when_that_has_finished() -> None:
-    log: list[str] = []
-    first, second = HostStream(), HostStream()
-    ticket = first.submit(work(log))
-    second.wait_for(first, ticket)
-    second.submit(work(log))
-    ticket.wait()
-    assert log == ["start", "finish", "start"]
-
-
-def test_a_device_stream_that_follows_another_is_queued_behind_it_and_nobody_waits(log: list[str]) -> None:
-    streams = named_streams()
-    ticket = streams.reduce_scatter.submit(work([]))
-    log.clear()
-    streams.all_reduce.wait_for(streams.reduce_scatter, ticket)
-    assert log == ["all_reduce waits for all of reduce_scatter"]
-
-
 def test_a_device_stream_may_follow_an_event_of_the_device_instead_of_all_of_the_computation(
     log: list[str],
 ) -> None:
@@ -305,8 +287,8 @@ def tell(log: list[str], what: str, thing: Any) -> None:
 def replicas(log: list[str]) -> SecondStage:
     """Others to sum over: the sums double."""
 
-    def sum_up(tensors: Sequence[torch.Tensor], is_async: bool) -> Callable[[], None]:
-        log.append(f"sum over replicas starts {'beside the computation' if is_async else 'on the stream'}")
+    def sum_up(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+        log.append("sum over replicas starts")
         for tensor in tensors:
             tensor.mul_(2)
         return lambda: log.append("sum over replicas ends")
@@ -359,9 +341,9 @@ sum over shards starts
 sum over shards ends
 reduce_scatter records
 reduce_scatter is left
-all_reduce waits for all of reduce_scatter
+all_reduce waits for the event of reduce_scatter
 all_reduce is current
-sum over replicas starts on the stream
+sum over replicas starts
 sum over replicas ends
 hook
 all_reduce records
@@ -465,17 +447,17 @@ sum over shards 1 starts
 sums 2 are allocated
 sum over shards 2 starts
 sum over shards 1 ends
-sum over replicas starts beside the computation
+gradients 1 are freed
+sum over replicas starts
 -- computing goes on
 sum over replicas ends
 hook
-gradients 1 are freed
 sums 1 are freed
 sum over shards 2 ends
-sum over replicas starts beside the computation
+gradients 2 are freed
+sum over replicas starts
 sum over replicas ends
 hook
-gradients 2 are freed
 sums 2 are freed""",
     )
 

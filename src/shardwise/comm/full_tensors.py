@@ -21,14 +21,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.communicators import gather_to, make_communicator
-from shardwise.comm.streams import Finish
+from shardwise.comm.buffers import typed_view
+from shardwise.comm.communicators import make_communicator
+from shardwise.comm.streams import Finish, waiting_for
 from shardwise.layout.chunks import round_up
 from shardwise.layout.mesh import Axis, device_of
 from shardwise.layout.regions import Region, Split, cuts_in_order
 from shardwise.layout.slots import ALIGNMENT
 from shardwise.ranks.model_ranks import own_rank
-from shardwise.torch_compat import dtensor
+from shardwise.torch_compat import c10d, dtensor
 
 STAGING_BYTES = 8 << 20
 """The size of a staging buffer over all ranks, unless one row of a tensor needs more."""
@@ -125,7 +126,8 @@ def gather_full(
             continue
         local = dtensor.local_tensor(tensor).detach()
         if type(local) is not Tensor:
-            result[index] = _gather_subclass(tensor, route.receives)
+            whole = tensor.full_tensor()  # the subclass gathers itself
+            result[index] = whole if route.receives else None
         elif split.is_concatenation and (not split.cuts or local.numel() * dtype.itemsize >= PACKED_BELOW):
             result[index] = route.concatenated(local.to(route.device, dtype), split)
         else:
@@ -138,12 +140,6 @@ def gather_full(
         for batch in _ranges(parts, max(1, staging_bytes)):
             _gather_staged(route, batch)
     return result
-
-
-def _gather_subclass(tensor: DTensor, receives: bool) -> Tensor | None:
-    """Leave the gather to the tensor subclass."""
-    full = tensor.full_tensor()
-    return full if receives else None
 
 
 class _Route:
@@ -204,6 +200,20 @@ class _Route:
         return (whole.clone() if split.num_parts == 1 else whole).view(local.dtype).view(split.shape)
 
 
+def gather_to(pg: dist.ProcessGroup, dst: int, own: Tensor, pieces: Sequence[Tensor] | None) -> Finish:
+    """Gather ``own`` of each rank of ``pg`` into ``pieces`` on rank ``dst``; other ranks pass None."""
+    if own.device.type != "cpu" or c10d.backend_name(pg, own.device) != "gloo":
+        everywhere = None if pieces is None else list(pieces)
+        return waiting_for([dist.gather(own, everywhere, group=pg, group_dst=dst, async_op=True)])
+    # gloo's own gather receives into an extra buffer.
+    if pieces is None:
+        return waiting_for([dist.isend(own, group=pg, group_dst=dst)])
+    others = [(rank, piece) for rank, piece in enumerate(pieces) if rank != dst]
+    works = [dist.irecv(piece, group=pg, group_src=rank) for rank, piece in others]
+    pieces[dst].copy_(own)
+    return waiting_for(works)
+
+
 @dataclass(frozen=True, eq=False)
 class _StagedRows:
     """A tensor on its way through the staging buffer, or some of its rows."""
@@ -261,7 +271,7 @@ def _gather_staged(route: _Route, parts: Sequence[_StagedRows]) -> None:
     offset = 0
     for part in parts:
         rows = part.local[part.start : part.start + part.rows]
-        _typed(own, offset, tuple(rows.shape), part.dtype).copy_(rows)
+        typed_view(own, offset, rows.shape, part.dtype).copy_(rows)
         offset += part.num_bytes
     split = parts[0].split
     whole = route.gather(own, split.mesh_dims)
@@ -273,13 +283,8 @@ def _gather_staged(route: _Route, parts: Sequence[_StagedRows]) -> None:
         for part in parts:
             region = part.region(coordinate)
             assert part.full is not None
-            part.full[region.slices].copy_(_typed(sent, offset, region.sizes, part.dtype))
+            part.full[region.slices].copy_(typed_view(sent, offset, region.sizes, part.dtype))
             offset += part.num_bytes
-
-
-def _typed(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    num_bytes = prod(shape) * dtype.itemsize
-    return buffer[offset : offset + num_bytes].view(dtype).view(shape)
 
 
 def _coordinate(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:

@@ -5,17 +5,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import repeat
-from operator import is_
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.comm.buffers import dtype_of, typed_range
+from shardwise.comm.buffers import strided_pieces, typed_range
 from shardwise.comm.communicators import BufferPool, Communicator
-from shardwise.comm.pieces import are_dense_of, strided_pieces, typed_rows, whole_slot
 from shardwise.comm.streams import CommStream, Finish, Scratch
-from shardwise.layout.slots import BufferSegment, Layout
+from shardwise.layout.slots import BufferSegment, Layout, Slot
 from shardwise.torch_compat import tensor_impl
 
 
@@ -51,10 +50,8 @@ class ReduceScatter:
         self._comm = comm
         self._layout = layout
         self._device = device
-        least = comm.smallest_part_bytes
-        if part_bytes is not None and least < math.inf:
-            least = part_bytes
-        self.parts = self._plan_parts(least)
+        least = comm.smallest_part_bytes if part_bytes is None else part_bytes
+        self.parts = self._plan_parts(math.inf if comm.packs_everything else least)
         self._chunked = {segment.start for segment in layout.packed_segments if self._is_chunked(segment)}
         self._plain = {
             segment.start
@@ -122,18 +119,16 @@ class ReduceScatter:
             gradient = gradients[index]
             if gradient is not None:
                 slot = self._layout.slots[index]
-                dtype = dtype_of(slot)
-                inputs.append(whole_slot(gradient.to(dtype), slot).view(-1))
+                inputs.append(_whole_slot(gradient.to(slot.dtype), slot).view(-1))
                 end = slot.shard_offset + slot.chunk_bytes
-                outputs.append(typed_range(output, slot.shard_offset, end, dtype))
+                outputs.append(typed_range(output, slot.shard_offset, end, slot.dtype))
         for segment in part.packed_segments:
             own = list(map(gradients.__getitem__, segment.slots))
             if segment.end > segment.start and not all(map(is_, own, repeat(None))):
-                assert isinstance(segment.dtype, torch.dtype)
                 num_bytes = self._layout.world * (segment.end - segment.start)
                 scratch = pool.acquire(num_bytes, self._device, segment.dtype)
                 key = ("reduce", self._layout.world, num_bytes, segment.dtype)
-                flat, rows = scratch.views.get(key) or scratch.view(key, partial(typed_rows, key))
+                flat, rows = scratch.views.get(key) or scratch.view(key, partial(_typed_rows, key))
                 self._pack(segment, own, rows)
                 borrowed.append(scratch)
                 inputs.append(flat)
@@ -144,7 +139,7 @@ class ReduceScatter:
     def _pack(self, segment: BufferSegment, own: Sequence[Tensor | None], target: Tensor) -> None:
         """Pack the small gradients ``own``: row r of ``target`` holds the shards of rank r."""
         world, dtype = self._layout.world, target.dtype
-        is_chunked = segment.start in self._chunked and are_dense_of(dtype, own)
+        is_chunked = segment.start in self._chunked and _are_dense_of(dtype, own)
         if is_chunked and segment.start in self._plain:
             tensor_impl.chunk_cat(own, 0, world, out=target)
             return
@@ -159,7 +154,7 @@ class ReduceScatter:
             elif slot.chunk_bytes:
                 if gradient is None:
                     gradient = torch.zeros(slot.shape, dtype=dtype, device=self._device)
-                columns.append(whole_slot(gradient, slot).view(world, -1))
+                columns.append(_whole_slot(gradient, slot).view(world, -1))
             if padding := slot.padded_numel - slot.chunk_numel:
                 columns.append(self._padding(dtype, padding))
             packed_numel += slot.padded_numel
@@ -187,3 +182,33 @@ def _end(wait: Finish, pool: BufferPool, borrowed: Sequence[Scratch]) -> None:
     wait()
     for scratch in borrowed:
         pool.release(scratch)
+
+
+_dtype = attrgetter("dtype")
+
+
+def _are_dense_of(dtype: torch.dtype, tensors: Sequence[Any]) -> bool:
+    """True if none is None, and all are contiguous and of ``dtype``; in loops that run in C."""
+    there = all(map(is_not, tensors, repeat(None)))
+    return there and set(map(_dtype, tensors)) == {dtype} and all(map(Tensor.is_contiguous, tensors))
+
+
+def _typed_rows(key: tuple[str, int, int, torch.dtype], buffer: Tensor) -> tuple[Tensor, Tensor]:
+    """The first bytes of a buffer as numbers: flat, and by rank."""
+    _, world, num_bytes, dtype = key
+    flat = buffer[:num_bytes].view(dtype)
+    return flat, flat.view(world, -1)
+
+
+def _whole_slot(gradient: Tensor, slot: Slot) -> Tensor:
+    """``gradient`` padded to the world * chunk rows of its slot; itself if it is even and contiguous."""
+    if slot.is_replicated:
+        return gradient.expand(slot.world).contiguous()
+    if slot.is_even:
+        return gradient.contiguous()
+    dim = slot.dim
+    shape = list(gradient.shape)
+    shape[dim] = slot.world * slot.chunk_size
+    padded = gradient.new_zeros(shape)
+    padded.narrow(dim, 0, gradient.shape[dim]).copy_(gradient)
+    return padded

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.communicators import Communicator, SingleRank
-from shardwise.comm.gloo import GlooExchange
+from shardwise.comm.communicators import Communicator, GlooExchange, SingleRank
 from shardwise.dry_run.fake_model import checkpoint_blocks, make_fake, without_computation
 from shardwise.dry_run.fake_world import fake_world
 from shardwise.dry_run.memory_log import (

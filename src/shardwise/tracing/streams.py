@@ -38,15 +38,11 @@ class TracedStream:
         submitted = self.inner.submit(partial(self._transfers.start, work, start), users, awaited)
         self._transfers.submitted(work)
         wait = partial(self._transfers.wait, work, submitted.wait)
-        return CommWork(wait, submitted.synchronize, submitted.end)
+        return CommWork(wait, submitted.end)
 
     def copy_in(self, copy: Callable[[], _V]) -> _V:
         """As of ``inner``; tells when."""
         return self.inner.copy_in(partial(self._transfers.copy, self._group, copy))
-
-    def wait_for(self, other: Any, work: CommWork) -> None:
-        """As of ``inner``."""
-        self.inner.wait_for(other.inner, work)
 
 
 class TracedStreams(CommStreams):
@@ -76,8 +72,8 @@ class TracedCalls:
             places = [(own.all_gather, "all_gather"), (own.reduce_scatter, "reduce_scatter")]
             if own.post_forward is not None:
                 places.append((own.post_forward, "all_gather"))
-            if own.sum_over_replicas is not None:
-                places.append((own, "sum_over_replicas"))
+            if own.over_replicas is not None:
+                places.append((own.over_replicas, "all_reduce"))
             for owner, name in places:
                 call = getattr(owner, name)
                 traced = partial(transfers.issue, call)
