@@ -5,7 +5,6 @@ Sums that are not to go on to the replicas yet stay here, and are added to the n
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from operator import or_
 
 import torch
@@ -75,10 +74,8 @@ class BucketReduction:
             divisor = self._own_divisor
         return Reduction(
             self._reduce_scatter,
-            self._layout,
             divisor,
             streams,
-            partial(buffer_for, self._layout, self._mesh.device, is_filled=is_filled),
             is_filled=is_filled,
             agree=self._broadcast_copies if self._differ_over_shards else None,
             awaited=awaited,

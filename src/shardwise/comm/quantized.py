@@ -15,7 +15,6 @@ al., "1-Bit Stochastic Gradient Descent", 2014.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -35,27 +34,15 @@ _TINY = torch.finfo(torch.float32).tiny
 """Scales up to here have no reciprocal: such blocks are taken for zeros."""
 
 
-@dataclass(frozen=True)
 class Blocks:
-    """How rows of ``numel`` numbers are cut."""
+    """How rows of ``numel`` numbers are cut, and the message of each laid out."""
 
-    numel: int
-    block_size: int
-
-    @property
-    def count(self) -> int:
-        """Blocks of a row."""
-        return ceil_div(self.numel, self.block_size)
-
-    @property
-    def scales_at(self) -> int:
-        """Where in a message the scales begin."""
-        return round_up(self.numel, 4)
-
-    @property
-    def message_bytes(self) -> int:
-        """Size of a row's message."""
-        return self.scales_at + 4 * self.count
+    def __init__(self, numel: int, block_size: int) -> None:
+        self.numel = numel
+        self.block_size = block_size
+        self.count = ceil_div(numel, block_size)
+        self.scales_at = round_up(numel, 4)
+        self.message_bytes = self.scales_at + 4 * self.count
 
     def encode(self, rows: Tensor) -> Tensor:
         """Messages of ``rows``, float32 of shape (n, numel), as bytes of shape (n, message_bytes)."""

@@ -48,8 +48,8 @@ class ReduceScatter:
     ) -> None:
         """``part_bytes``: the smallest part; None: the default of the communicator."""
         self._comm = comm
-        self._layout = layout
-        self._device = device
+        self.layout = layout
+        self.device = device
         least = comm.smallest_part_bytes if part_bytes is None else part_bytes
         self.parts = self._plan_parts(math.inf if comm.packs_everything else least)
         self._chunked = {segment.start for segment in layout.packed_segments if self._is_chunked(segment)}
@@ -65,7 +65,7 @@ class ReduceScatter:
 
     def _is_chunked(self, segment: BufferSegment) -> bool:
         """True if ``segment`` holds only chunks of rows, and padding."""
-        slots = [self._layout.slots[index] for index in segment.slots]
+        slots = [self.layout.slots[index] for index in segment.slots]
         return all(
             slot.dim == 0 and not slot.is_strided and not slot.is_replicated and slot.chunk_numel > 0
             for slot in slots
@@ -76,17 +76,17 @@ class ReduceScatter:
         found = self._paddings.get((dtype, numel))
         if found is None:
             with torch.inference_mode(False):
-                found = torch.zeros(self._layout.world, numel, dtype=dtype, device=self._device)
+                found = torch.zeros(self.layout.world, numel, dtype=dtype, device=self.device)
             self._paddings[dtype, numel] = found
         return found
 
     def _plan_parts(self, least: float) -> list[GradientPart]:
-        slots, packed_segments = self._layout.slots, self._layout.packed_segments
+        slots, packed_segments = self.layout.slots, self.layout.packed_segments
         least = max(least, sum(slot.slot_bytes for slot in slots) / _MOST_PARTS)
         parts: list[GradientPart] = []
         direct: tuple[int, ...] = ()
         num_bytes = 0
-        for index in reversed(self._layout.direct):
+        for index in reversed(self.layout.direct):
             direct = (*direct, index)
             num_bytes += slots[index].slot_bytes
             if num_bytes >= least:
@@ -118,16 +118,16 @@ class ReduceScatter:
         for index in part.direct:
             gradient = gradients[index]
             if gradient is not None:
-                slot = self._layout.slots[index]
+                slot = self.layout.slots[index]
                 inputs.append(_whole_slot(gradient.to(slot.dtype), slot).view(-1))
                 end = slot.shard_offset + slot.chunk_bytes
                 outputs.append(typed_range(output, slot.shard_offset, end, slot.dtype))
         for segment in part.packed_segments:
             own = list(map(gradients.__getitem__, segment.slots))
             if segment.end > segment.start and not all(map(is_, own, repeat(None))):
-                num_bytes = self._layout.world * (segment.end - segment.start)
-                scratch = pool.acquire(num_bytes, self._device, segment.dtype)
-                key = ("reduce", self._layout.world, num_bytes, segment.dtype)
+                num_bytes = self.layout.world * (segment.end - segment.start)
+                scratch = pool.acquire(num_bytes, self.device, segment.dtype)
+                key = ("reduce", self.layout.world, num_bytes, segment.dtype)
                 flat, rows = scratch.views.get(key) or scratch.view(key, partial(_typed_rows, key))
                 self._pack(segment, own, rows)
                 borrowed.append(scratch)
@@ -138,7 +138,7 @@ class ReduceScatter:
 
     def _pack(self, segment: BufferSegment, own: Sequence[Tensor | None], target: Tensor) -> None:
         """Pack the small gradients ``own``: row r of ``target`` holds the shards of rank r."""
-        world, dtype = self._layout.world, target.dtype
+        world, dtype = self.layout.world, target.dtype
         is_chunked = segment.start in self._chunked and _are_dense_of(dtype, own)
         if is_chunked and segment.start in self._plain:
             tensor_impl.chunk_cat(own, 0, world, out=target)
@@ -146,14 +146,14 @@ class ReduceScatter:
         columns: list[Any] = []
         packed_numel = 0
         for index, gradient in zip(segment.slots, own, strict=True):
-            slot = self._layout.slots[index]
+            slot = self.layout.slots[index]
             if slot.is_strided:
                 continue
             if is_chunked:
                 columns.append(gradient)
             elif slot.chunk_bytes:
                 if gradient is None:
-                    gradient = torch.zeros(slot.shape, dtype=dtype, device=self._device)
+                    gradient = torch.zeros(slot.shape, dtype=dtype, device=self.device)
                 columns.append(_whole_slot(gradient, slot).view(world, -1))
             if padding := slot.padded_numel - slot.chunk_numel:
                 columns.append(self._padding(dtype, padding))
@@ -172,7 +172,7 @@ class ReduceScatter:
     ) -> None:
         target[:, packed_numel:].zero_()
         for index, gradient in zip(segment.slots, own, strict=True):
-            slot = self._layout.slots[index]
+            slot = self.layout.slots[index]
             if slot.is_strided and gradient is not None:
                 for piece, part in strided_pieces(slot, target.view(torch.uint8), segment.start, gradient):
                     piece.copy_(part)

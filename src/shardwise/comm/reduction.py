@@ -49,22 +49,17 @@ class SecondStage:
 class Reduction:
     """The reduction of one bucket, sent in one or several parts, and closed after the last.
 
-    ``allocate`` makes the memory for this rank's sums, with zeros wherever nothing will be written. It is
-    called on the reducing stream: memory that the optimizer reads goes back to that stream's pool, from which
-    only later reductions allocate, and those come after the optimizer. The computing stream may be far ahead
-    of an optimizer that runs on a stream of its own. ``is_filled``: every parameter will have a gradient.
-    ``agree`` gives scalars, which all ranks keep, the same bits on all of them: those among the parameters of
-    these indices, in a buffer of sums. It communicates as the reduce-scatter does, and so on its stream.
-    ``awaited``: what this rank waits for when it waits for this (see ``ranks``).
+    ``is_filled``: every parameter will have a gradient. ``agree`` gives scalars, which all ranks keep, the
+    same bits on all of them: those among the parameters of these indices, in a buffer of sums. It
+    communicates as the reduce-scatter does, and so on its stream. ``awaited``: what this rank waits for when
+    it waits for this (see ``ranks``).
     """
 
     def __init__(
         self,
         reduce: ReduceScatter,
-        layout: Layout,
         divisor: float,
         streams: CommStreams,
-        allocate: Callable[[], Tensor],
         *,
         is_filled: bool,
         agree: Agree | None = None,
@@ -72,14 +67,13 @@ class Reduction:
     ) -> None:
         self._reduce = reduce
         self._agree = agree
-        self._layout = layout
+        self._layout = reduce.layout
         self._divisor = divisor
         self._streams = streams
-        self._allocate = allocate
         self._awaited = awaited
         self.output: Tensor | None = None  # allocated when the first part is sent
         self._is_filled = is_filled
-        self.present = [is_filled] * len(layout.slots)
+        self.present = [is_filled] * len(reduce.layout.slots)
         """For each parameter, whether a gradient was or will be sent."""
         self._unreduced: deque[tuple[CommWork, Sequence[Tensor | None]]] = deque()  # parts not waited for
         self.held_bytes: deque[float] = deque()
@@ -120,9 +114,14 @@ class Reduction:
         self.held_bytes.append(part.num_bytes * self._reduce.reduce_memory_factor)
 
     def _sums(self) -> Tensor:
-        """The memory for this rank's sums; allocated for the first part."""
+        """The memory for this rank's sums, allocated for the first part.
+
+        On the reducing stream: memory that the optimizer reads goes back to that stream's pool, from which
+        only later reductions allocate, and those come after the optimizer. The computing stream may be far
+        ahead of an optimizer that runs on a stream of its own.
+        """
         if self.output is None:
-            self.output = self._allocate()
+            self.output = buffer_for(self._layout, self._reduce.device, is_filled=self._is_filled)
         return self.output
 
     def _start_alike(self, start: Callable[[], Finish], agree: Agree, indices: Sequence[int]) -> Finish:
