@@ -132,17 +132,11 @@ class InPlaceAllGather(AllGather):
         super().__init__(comm, layout, buffer)
         self._rank = rank
 
-    def start(self, stream: CommStream, inputs: Sequence[Tensor]) -> Finish:
-        """As ``AllGather.start``: copies its one input first."""
-        if not inputs:
-            self._buffer.allocate()
-            return nothing
-        (flat,) = inputs
-        return self.start_from(stream, lambda own: own.copy_(flat))
-
-    def start_from(self, stream: CommStream, fill: Callable[[Tensor], Any]) -> Finish:
+    def start_from(self, fill: Callable[[Tensor], Any]) -> Finish:
         """The all-gather of what ``fill`` writes to a buffer that is laid out as a flat shard."""
         self._buffer.allocate()
+        if not self._packed_bytes:
+            return nothing
         pool = self._comm.pool
         assert pool is not None
         scratch = pool.acquire(self._staging_bytes, self._device, self._dtype)

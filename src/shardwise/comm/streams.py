@@ -158,14 +158,13 @@ KEPT_STAGING_BYTES = 1 << 20
 transfer takes longer."""
 
 
-class _Stream:
-    """What streams of the host and of a device have in common: how work is submitted."""
+class CommStream:
+    """Where communication is submitted. Methods that only a device needs do nothing here."""
 
     _stream: Any = None  # of a device
     _host_copies: "HostCopies | None" = None
     last_event: Any = None
     """On a device, at the end of what was submitted last."""
-    _let_compute_wait: Callable[[Any, Sequence[Any]], None]  # on a device
 
     def submit(self, start: StartWork, users: Sequence[Any] = (), awaited: Wait | None = None) -> CommWork:
         """Issue the work.
@@ -195,8 +194,36 @@ class _Stream:
             self._host_copies.were_used(end)
         return CommWork(complete, end, awaited)
 
+    def _let_compute_wait(self, end: Any, users: Sequence[Any]) -> None:
+        raise NotImplementedError
 
-class HostStream(_Stream):
+    def wait_for_compute(self, event: Any = None, users: Sequence[Any] = ()) -> None:
+        """Order everything submitted later behind ``event``, or behind all work of the computing stream and
+        of ``users``. On the host it is done when the call returns."""
+
+    def wait_for_optimizer(self, event: Any = None) -> None:
+        """As ``wait_for_compute``, for ``copy_in`` as well: the optimizer may have written there."""
+
+    def copy_in(self, copy: Callable[[], _V]) -> _V:
+        """The result of ``copy``, which reads memory of the host, for the work that is being submitted."""
+        return copy()
+
+    def wait_until_host_was_read(self) -> None:
+        """Block the host until every ``copy_in`` is done, and for nothing else: it may write there now."""
+
+    def allocation_scope(self) -> AbstractContextManager[Any]:
+        """The context in which this stream's buffers are allocated and freed."""
+        return _NO_CONTEXT
+
+    def acquire(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
+        """A buffer of at least ``num_bytes``, with undefined contents, in memory of the current stream."""
+        return Scratch(torch.empty(num_bytes, dtype=torch.uint8, device=device))
+
+    def release(self, scratch: Scratch) -> None:
+        """Return the buffer: everything issued with it has been waited for."""
+
+
+class HostStream(CommStream):
     """Work of the back end's own threads. Only waiting orders it.
 
     Keeps a few scratch buffers for the next use: memory fresh from the system costs more in page
@@ -216,7 +243,7 @@ class HostStream(_Stream):
         self._largest_kept_bytes = max([KEPT_STAGING_BYTES, *sizes])
 
     def acquire(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
-        """A buffer of at least ``num_bytes``, with undefined contents."""
+        """The smallest buffer that is kept and large enough, or a new one."""
         for index, scratch in enumerate(self._kept):
             if num_bytes <= scratch.num_bytes and scratch.bytes.device == device:
                 del self._kept[index]
@@ -225,30 +252,13 @@ class HostStream(_Stream):
             return Scratch(torch.empty(num_bytes, dtype=torch.uint8, device=device))
 
     def release(self, scratch: Scratch) -> None:
-        """Return the buffer: everything issued with it has been waited for."""
+        """Keep the buffer, unless there are enough."""
         if scratch.num_bytes <= self._largest_kept_bytes:
             has_others = bool(self._kept)
             self._kept.append(scratch)
             if has_others:
                 self._kept.sort(key=_size)
                 del self._kept[: -self._MOST_KEPT]
-
-    def wait_for_compute(self, event: Any = None, users: Sequence[Any] = ()) -> None:
-        """Nothing to do: computation on the host is done when the call returns."""
-
-    def wait_for_optimizer(self, event: Any = None) -> None:
-        """Nothing to do: the optimizer has finished by now."""
-
-    def copy_in(self, copy: Callable[[], _V]) -> _V:
-        """The result of ``copy``, which reads memory of the host."""
-        return copy()
-
-    def wait_until_host_was_read(self) -> None:
-        """Nothing to do: a copy is done when the call returns."""
-
-    def allocation_scope(self) -> AbstractContextManager[Any]:
-        """The context in which this stream's buffers are allocated and freed."""
-        return _NO_CONTEXT
 
 
 class HostCopies:
@@ -306,38 +316,34 @@ class HostCopies:
             self._kept.clear()
 
 
-class DeviceStream(_Stream):
-    """Work on a stream of its own."""
+class DeviceStream(CommStream):
+    """Work on a stream of its own, in memory that torch caches: only this stream gets again what it frees."""
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self._current = partial(_own(device, "current_stream", torch.accelerator), device)
         self._make_stream = partial(_own(device, "Stream", torch), device, priority=priority)
         self._stream = self._make_stream()
 
-    def _let_compute_wait(self, done: Any, users: Sequence[Any]) -> None:
+    def _let_compute_wait(self, end: Any, users: Sequence[Any]) -> None:
         current = self._current()
-        current.wait_event(done)
+        current.wait_event(end)
         for user in users:
             if user != current:
-                user.wait_event(done)
+                user.wait_event(end)
 
     def copy_in(self, copy: Callable[[], _V]) -> _V:
-        """The result of ``copy``, which reads memory of the host, for the work that is being submitted.
-
-        It is made on a stream of its own, and belongs to the memory of that; see ``HostCopies``.
-        """
+        """On a stream of its own, to whose memory the result belongs: see ``HostCopies``."""
         if self._host_copies is None:
             self._host_copies = HostCopies(self._make_stream(), self._stream)
         return self._host_copies.run(copy)
 
     def wait_until_host_was_read(self) -> None:
-        """Block the host until every ``copy_in`` is done, and for nothing else: it may write there now."""
+        """By the event behind the last copy."""
         if self._host_copies is not None:
             self._host_copies.synchronize()
 
     def wait_for_compute(self, event: Any = None, users: Sequence[Any] = ()) -> None:
-        """Order everything submitted later behind ``event``, or behind all work of the computing stream and
-        of ``users``."""
+        """Queue the waits on this stream."""
         if event is not None:
             self._stream.wait_event(event)
             return
@@ -348,24 +354,14 @@ class DeviceStream(_Stream):
                 self._stream.wait_stream(user)
 
     def wait_for_optimizer(self, event: Any = None) -> None:
-        """As ``wait_for_compute``, for ``copy_in`` as well: the optimizer may have written there."""
+        """Queue them on the copying stream as well."""
         self.wait_for_compute(event)
         if self._host_copies is not None:
             self._host_copies.wait_for_user()
 
     def allocation_scope(self) -> AbstractContextManager[Any]:
-        """The context in which this stream's buffers are allocated and freed."""
+        """This stream is current."""
         return self._stream
-
-    def acquire(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
-        """A buffer with undefined contents, from the stream's own memory, which torch caches."""
-        return Scratch(torch.empty(num_bytes, dtype=torch.uint8, device=device))
-
-    def release(self, scratch: Scratch) -> None:
-        """Nothing to do: only this stream allocates again what it frees, in order."""
-
-
-CommStream = HostStream | DeviceStream
 
 
 def in_stream(function: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:
