@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.buffers import UnshardedBuffer, in_equal_steps, strided_pieces
-from shardwise.comm.communicators import BufferPool, Communicator
-from shardwise.comm.streams import CommStream, Finish, Scratch, nothing
+from shardwise.comm.communicators import Communicator
+from shardwise.comm.streams import BufferPool, CommStream, Finish, Scratch, nothing
 from shardwise.layout.slots import Layout
 from shardwise.torch_compat import foreach
 
@@ -49,7 +49,7 @@ class AllGather:
         pool: BufferPool = self._comm.pool or stream
         scratch = pool.acquire(self._staging_bytes, self._device, self._dtype)
         key = self._staging_key
-        staging: Staging = scratch.views.get(key) or scratch.view(key, self._stage)
+        staging: Staging = scratch.views.get(key) or scratch.make_view(key, self._stage)
         wait = self._comm.all_gather([*self._outputs, staging.flat], inputs)
         return partial(self._end, wait, staging, pool, scratch)
 
@@ -57,7 +57,7 @@ class AllGather:
         wait()
         if self._homes:
             foreach.copy_(self._homes, staging.ranges)
-        elif self._sizes:  # one kernel
+        elif self._sizes:
             torch.split_with_sizes_copy(staging.packed, self._sizes, dim=1, out=self._targets)
         for slot, full in self._strided:
             for piece, part in strided_pieces(slot, staging.rows, self._layout.packed_start, full):
@@ -73,15 +73,14 @@ class AllGather:
         return pieces
 
     def _plan_unpacking(self, layout: Layout, buffer: UnshardedBuffer) -> None:
-        """Columns of the staging buffer and their targets; padding in between is thrown away.
-
-        On the host, one copy unpacks all parameters of one size; on a device one kernel unpacks all.
-        """
+        """Columns of the staging buffer and their targets; padding in between is thrown away."""
         self._ranges: list[tuple[int, int, int, int]] = []
         """How many of one size, and bytes, pitch and start of their columns."""
         self._homes: list[Tensor] = []
-        if self._device.type == "cpu":
-            slots = [layout.slots[index] for index in layout.packed if layout.slots[index].chunk_bytes]
+        self._sizes: list[int] = []
+        self._targets: list[Tensor] = []
+        slots = [layout.slots[index] for index in layout.packed if layout.slots[index].chunk_bytes]
+        if self._device.type == "cpu":  # one copy unpacks all parameters of one size
             sizes = [slot.chunk_bytes for slot in slots]
             offsets = [(slot.shard_offset - layout.packed_start, slot.slot_offset) for slot in slots]
             for first, end, (pitch, slot_pitch) in in_equal_steps(sizes, offsets):
@@ -89,16 +88,13 @@ class AllGather:
                 self._ranges.append((length, num_bytes, pitch, start))
                 shape, stride = (length, self._world, num_bytes), (slot_pitch, num_bytes, 1)
                 self._homes.append(buffer.bytes.as_strided(shape, stride, slot_start))
-        self._sizes: list[int] = []
-        self._targets: list[Tensor] = []
-        for index in layout.packed:
-            slot = layout.slots[index]
-            if slot.chunk_bytes:
+        else:  # one kernel unpacks all
+            for slot in slots:
                 self._sizes.append(slot.chunk_bytes)
                 self._targets.append(buffer.slot(slot).view(self._world, -1))
-            if padding := slot.padded_bytes - slot.chunk_bytes:
-                self._sizes.append(padding)
-                self._targets.append(buffer.bytes.new_empty(self._world, padding))
+                if padding := slot.padded_bytes - slot.chunk_bytes:
+                    self._sizes.append(padding)
+                    self._targets.append(buffer.bytes.new_empty(self._world, padding))
         self._strided = [(layout.slots[i], buffer.unsharded_tensor(layout.slots[i])) for i in layout.strided]
         # All that `_stage` depends on: buckets of other layouts use the same buffers.
         self._staging_key = (
@@ -140,7 +136,8 @@ class InPlaceAllGather(AllGather):
         pool = self._comm.pool
         assert pool is not None
         scratch = pool.acquire(self._staging_bytes, self._device, self._dtype)
-        staging: Staging = scratch.view(self._staging_key, self._stage)
+        key = self._staging_key
+        staging: Staging = scratch.views.get(key) or scratch.make_view(key, self._stage)
         own = staging.rows[self._rank]
         fill(own)
         wait = self._comm.all_gather([staging.flat], [own])

@@ -3,27 +3,15 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.streams import Finish, Scratch, WaitThen, all_of, nothing, waiting_for
+from shardwise.comm.streams import BufferPool, Finish, WaitThen, all_of, nothing, waiting_for
 from shardwise.layout.slots import ALIGNMENT, Layout
 from shardwise.torch_compat import c10d, foreach
-
-
-class BufferPool(Protocol):
-    """A pool of byte buffers."""
-
-    def acquire(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
-        """A buffer of at least ``num_bytes``, with undefined contents, to hold numbers of ``dtype``."""
-        ...
-
-    def release(self, scratch: Scratch) -> None:
-        """Return a buffer to the pool."""
-        ...
 
 
 class Communicator:

@@ -15,11 +15,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.communicators import BackendCollectives, Communicator, factor_before_sum
-from shardwise.comm.streams import Finish, Scratch, WaitThen, current_stream, has_streams, waiting_for
+from shardwise.comm.streams import (
+    BufferPool,
+    Finish,
+    Scratch,
+    WaitThen,
+    current_stream,
+    has_streams,
+    waiting_for,
+)
 from shardwise.torch_compat import c10d, foreach
 
 
-class AllocatorPool:
+class AllocatorPool(BufferPool):
     """A pool over ``allocate(size, dtype=..., device=...)``, whose buffers are freed with their last
     reference."""
 
@@ -32,9 +40,6 @@ class AllocatorPool:
         self.dtype = dtype
         buffer = self._allocate((num_bytes // dtype.itemsize,), dtype=dtype, device=device)
         return Scratch(buffer.view(torch.uint8))
-
-    def release(self, scratch: Scratch) -> None:
-        """Nothing to do."""
 
 
 class CustomCollectives(Communicator):
@@ -82,7 +87,7 @@ class CustomCollectives(Communicator):
 _Buffers = WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, list[Scratch]]]
 
 
-class SymmetricMemoryPool:
+class SymmetricMemoryPool(BufferPool):
     """Buffers that all ranks of a process group can address.
 
     To set one up is collective, and the host waits for it, so they are kept for as long as the process

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.buffers import typed_view
+from shardwise.comm.buffers import typed_range
 from shardwise.comm.communicators import make_communicator
 from shardwise.comm.streams import Finish, waiting_for
 from shardwise.layout.chunks import round_up
@@ -271,7 +271,7 @@ def _gather_staged(route: _Route, parts: Sequence[_StagedRows]) -> None:
     offset = 0
     for part in parts:
         rows = part.local[part.start : part.start + part.rows]
-        typed_view(own, offset, rows.shape, part.dtype).copy_(rows)
+        _typed(own, offset, rows.shape, part.dtype).copy_(rows)
         offset += part.num_bytes
     split = parts[0].split
     whole = route.gather(own, split.mesh_dims)
@@ -283,8 +283,12 @@ def _gather_staged(route: _Route, parts: Sequence[_StagedRows]) -> None:
         for part in parts:
             region = part.region(coordinate)
             assert part.full is not None
-            part.full[region.slices].copy_(typed_view(sent, offset, region.sizes, part.dtype))
+            part.full[region.slices].copy_(_typed(sent, offset, region.sizes, part.dtype))
             offset += part.num_bytes
+
+
+def _typed(buffer: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return typed_range(buffer, offset, offset + prod(shape) * dtype.itemsize, dtype).view(shape)
 
 
 def _coordinate(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.buffers import strided_pieces, typed_range
-from shardwise.comm.communicators import BufferPool, Communicator
-from shardwise.comm.streams import CommStream, Finish, Scratch
+from shardwise.comm.communicators import Communicator
+from shardwise.comm.streams import BufferPool, CommStream, Finish, Scratch
 from shardwise.layout.slots import BufferSegment, Layout, Slot
 from shardwise.torch_compat import tensor_impl
 
@@ -51,25 +51,19 @@ class ReduceScatter:
         self.layout = layout
         self.device = device
         least = comm.smallest_part_bytes if part_bytes is None else part_bytes
+        # What packs everything gets it in one call, on a single rank as well, where all are direct.
         self.parts = self._plan_parts(math.inf if comm.packs_everything else least)
-        self._chunked = {segment.start for segment in layout.packed_segments if self._is_chunked(segment)}
-        self._plain = {
-            segment.start
-            for segment in layout.packed_segments
-            if segment.start in self._chunked
-            and all(layout.slots[i].padded_numel == layout.slots[i].chunk_numel for i in segment.slots)
-        }
+        self._chunked: set[int] = set()  # starts of segments of nothing but chunks of rows, and padding
+        self._plain: set[int] = set()  # of those, segments without padding
+        for segment in layout.packed_segments:
+            slots = [layout.slots[index] for index in segment.slots]
+            if all(s.dim == 0 and s.chunk_numel and not (s.is_strided or s.is_replicated) for s in slots):
+                self._chunked.add(segment.start)
+                if all(slot.padded_numel == slot.chunk_numel for slot in slots):
+                    self._plain.add(segment.start)
         self._paddings: dict[tuple[torch.dtype, int], Tensor] = {}
         self.reduce_memory_factor = comm.reduce_memory_factor
         """The memory that a part holds until it is waited for, in units of its gradients."""
-
-    def _is_chunked(self, segment: BufferSegment) -> bool:
-        """True if ``segment`` holds only chunks of rows, and padding."""
-        slots = [self.layout.slots[index] for index in segment.slots]
-        return all(
-            slot.dim == 0 and not slot.is_strided and not slot.is_replicated and slot.chunk_numel > 0
-            for slot in slots
-        )
 
     def _padding(self, dtype: torch.dtype, numel: int) -> Tensor:
         """Zeros behind each chunk of a parameter, one row for each rank; made once."""
@@ -128,7 +122,7 @@ class ReduceScatter:
                 num_bytes = self.layout.world * (segment.end - segment.start)
                 scratch = pool.acquire(num_bytes, self.device, segment.dtype)
                 key = ("reduce", self.layout.world, num_bytes, segment.dtype)
-                flat, rows = scratch.views.get(key) or scratch.view(key, partial(_typed_rows, key))
+                flat, rows = scratch.views.get(key) or scratch.make_view(key, partial(_typed_rows, key))
                 self._pack(segment, own, rows)
                 borrowed.append(scratch)
                 inputs.append(flat)
@@ -160,11 +154,10 @@ class ReduceScatter:
             packed_numel += slot.padded_numel
         if is_chunked:
             tensor_impl.chunk_cat(columns, 0, world, out=target)
-        elif packed_numel == target.shape[1]:
-            torch.cat(columns, dim=1, out=target)
-        else:
-            if columns:
-                torch.cat(columns, dim=1, out=target[:, :packed_numel])
+            return
+        if columns:
+            torch.cat(columns, dim=1, out=target[:, :packed_numel])
+        if packed_numel < target.shape[1]:
             self._pack_strided(segment, own, target, packed_numel)
 
     def _pack_strided(

@@ -139,14 +139,23 @@ class Scratch:
         self.num_bytes = whole.numel()
         self.views: dict[Hashable, Any] = {}
 
-    def view(self, key: Hashable, make: Callable[[torch.Tensor], _V]) -> _V:
-        """The result of ``make`` on the bytes, cached under ``key`` in ``views``."""
-        found = self.views.get(key)
-        if found is None:
-            if len(self.views) == self._MOST_VIEWS:
-                self.views.clear()
-            found = self.views[key] = make(self.bytes)
-        return found
+    def make_view(self, key: Hashable, make: Callable[[torch.Tensor], _V]) -> _V:
+        """The result of ``make`` on the bytes, kept under ``key`` in ``views``."""
+        if len(self.views) == self._MOST_VIEWS:
+            self.views.clear()
+        made = self.views[key] = make(self.bytes)
+        return made
+
+
+class BufferPool:
+    """Gives out buffers of bytes: here new ones, from memory of the current stream."""
+
+    def acquire(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
+        """A buffer of at least ``num_bytes``, with undefined contents, to hold numbers of ``dtype``."""
+        return Scratch(torch.empty(num_bytes, dtype=torch.uint8, device=device))
+
+    def release(self, scratch: Scratch) -> None:
+        """Take the buffer back: everything issued with it has been waited for."""
 
 
 _NO_CONTEXT = nullcontext()
@@ -158,7 +167,7 @@ KEPT_STAGING_BYTES = 1 << 20
 transfer takes longer."""
 
 
-class CommStream:
+class CommStream(BufferPool):
     """Where communication is submitted. Methods that only a device needs do nothing here."""
 
     _stream: Any = None  # of a device
@@ -214,13 +223,6 @@ class CommStream:
     def allocation_scope(self) -> AbstractContextManager[Any]:
         """The context in which this stream's buffers are allocated and freed."""
         return _NO_CONTEXT
-
-    def acquire(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
-        """A buffer of at least ``num_bytes``, with undefined contents, in memory of the current stream."""
-        return Scratch(torch.empty(num_bytes, dtype=torch.uint8, device=device))
-
-    def release(self, scratch: Scratch) -> None:
-        """Return the buffer: everything issued with it has been waited for."""
 
 
 class HostStream(CommStream):
