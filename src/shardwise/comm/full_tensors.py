@@ -11,7 +11,7 @@ a time into a staging buffer, from which each rank's rows are copied to where th
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -33,7 +33,6 @@ from shardwise.torch_compat import c10d, dtensor
 
 STAGING_BYTES = 8 << 20
 """The size of a staging buffer over all ranks, unless one row of a tensor needs more."""
-
 
 PACKED_BELOW = 64 << 10
 """Parts smaller than this travel together: each message costs as much as copying several times that."""
@@ -75,16 +74,11 @@ def own_region(tensor: Tensor) -> Region:
 # --- out of DTensors ------------------------------------------------------------------------------
 
 
-def full_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
-    """Bytes of the full tensor, in ``dtype`` if given."""
-    return tensor.numel() * (dtype or tensor.dtype).itemsize
-
-
 def batches(tensors: Sequence[Tensor], limit: int, dtypes: Sequence[torch.dtype]) -> Iterator[range]:
     """Stretches of ``tensors`` whose full bytes stay below ``limit``, or that are one tensor."""
     start = size = 0
     for index, (tensor, dtype) in enumerate(zip(tensors, dtypes, strict=True)):
-        num_bytes = full_bytes(tensor, dtype)
+        num_bytes = tensor.numel() * dtype.itemsize
         if index > start and size + num_bytes > limit:
             yield range(start, index)
             start, size = index, 0
@@ -152,9 +146,10 @@ class _Route:
         own = mesh.get_coordinate()
         assert own is not None
         self._own = tuple(own)
-        self._target = None if owner is None else _coordinate(mesh, owner)
+        found = [] if owner is None else (mesh.mesh == owner).nonzero().tolist()
+        self._target = tuple(found[0]) if found else None
         # An owner outside this mesh is served by the ranks that share a mesh with it.
-        is_elsewhere = owner is not None and self._target is None
+        is_elsewhere = owner is not None and not found
         self.receives = not is_elsewhere and self._target in (None, self._own)
         self.takes_part = not is_elsewhere and all(
             self._target is None or self._own[dim] == self._target[dim]
@@ -216,19 +211,14 @@ def gather_to(pg: dist.ProcessGroup, dst: int, own: Tensor, pieces: Sequence[Ten
 
 @dataclass(frozen=True, eq=False)
 class _StagedRows:
-    """A tensor on its way through the staging buffer, or some of its rows."""
+    """A tensor on its way through the staging buffer, and which rows of the largest part are there."""
 
     local: Tensor
     full: Tensor | None
     split: Split
     dtype: torch.dtype
     start: int = 0
-    end: int | None = None  # past the last of the local rows
-
-    @property
-    def rows(self) -> int:
-        """How many rows the largest part has here."""
-        return (self.split.largest[0] if self.end is None else self.end) - self.start
+    rows: int = 0
 
     @property
     def row_bytes(self) -> int:
@@ -258,7 +248,7 @@ def _ranges(parts: Sequence[_StagedRows], limit: int) -> Iterator[list[_StagedRo
                 batch, left = [], limit
                 continue
             rows = min(end - start, max(1, fitting))
-            batch.append(_StagedRows(part.local, part.full, part.split, part.dtype, start, start + rows))
+            batch.append(replace(part, start=start, rows=rows))
             left -= world * batch[-1].num_bytes
             start += rows
     if batch:
@@ -289,12 +279,6 @@ def _gather_staged(route: _Route, parts: Sequence[_StagedRows]) -> None:
 
 def _typed(buffer: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return typed_range(buffer, offset, offset + prod(shape) * dtype.itemsize, dtype).view(shape)
-
-
-def _coordinate(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
-    """Where global rank ``rank`` stands in ``mesh``."""
-    found = (mesh.mesh == rank).nonzero()
-    return tuple(found[0].tolist()) if len(found) else None
 
 
 def full_values(entries: Mapping[Any, Any], owner: int | None, cpu: bool) -> dict[Any, Any]:
