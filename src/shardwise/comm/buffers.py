@@ -26,7 +26,6 @@ class FlatShard:
     """This rank's shards of a bucket's parameters, back to back in one buffer."""
 
     def __init__(self, layout: Layout, rank: int, device: torch.device, *, is_pinned: bool = False) -> None:
-        self.layout = layout
         self.bytes = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)
         self.views = [with_own_storage(view) for view in local_views(self.bytes, layout, rank)]
 
