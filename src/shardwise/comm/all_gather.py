@@ -88,13 +88,12 @@ class AllGather:
                 self._ranges.append((length, num_bytes, pitch, start))
                 shape, stride = (length, self._world, num_bytes), (slot_pitch, num_bytes, 1)
                 self._homes.append(buffer.bytes.as_strided(shape, stride, slot_start))
-        else:  # one kernel unpacks all
-            for slot in slots:
-                self._sizes.append(slot.chunk_bytes)
-                self._targets.append(buffer.slot(slot).view(self._world, -1))
-                if padding := slot.padded_bytes - slot.chunk_bytes:
-                    self._sizes.append(padding)
-                    self._targets.append(buffer.bytes.new_empty(self._world, padding))
+        for slot in slots:  # for one kernel that unpacks all; on the host a dry run counts the memory
+            self._sizes.append(slot.chunk_bytes)
+            self._targets.append(buffer.slot(slot).view(self._world, -1))
+            if padding := slot.padded_bytes - slot.chunk_bytes:
+                self._sizes.append(padding)
+                self._targets.append(buffer.bytes.new_empty(self._world, padding))
         self._strided = [(layout.slots[i], buffer.unsharded_tensor(layout.slots[i])) for i in layout.strided]
         # All that `_stage` depends on: buckets of other layouts use the same buffers.
         self._staging_key = (
