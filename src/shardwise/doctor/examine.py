@@ -8,10 +8,11 @@ from pathlib import Path
 from shardwise.doctor.clocks import check_clocks
 from shardwise.doctor.devices import check_devices
 from shardwise.doctor.equality import check_environment, check_versions
-from shardwise.doctor.findings import Finding, listed, ok, wrong
+from shardwise.doctor.findings import Finding, ok, wrong
 from shardwise.doctor.folders import check_folder
 from shardwise.doctor.job import CannotGoOn, Hung, Job, NoAnswer, OtherRankFailed, Surroundings, by_value
 from shardwise.doctor.network import check_mesh
+from shardwise.layout.fqns import listed_ranks
 
 Check = Callable[[], list[Finding]]
 
@@ -50,7 +51,7 @@ def examine(job: Job, around: Surroundings, plan: ExaminationPlan) -> list[Findi
         error = _error_of(check, found, job)
         job.begin(f"errors {number}")
         failed = _causes(job, job.answers(error))
-        found += [wrong(subject, f"{listed(ranks)}: {text}") for text, ranks in failed.items()]
+        found += [wrong(subject, f"{listed_ranks(ranks)}: {text}") for text, ranks in failed.items()]
         if job.share(bool(failed)):
             break
     return found
