@@ -16,9 +16,9 @@ from hashlib import sha256
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from shardwise.layout.mesh import Axis, all_reduce_max
+from shardwise.ranks.model_ranks import gather_from_all
 
 T = TypeVar("T")
 
@@ -78,21 +78,10 @@ def run_on_all_ranks(
     all_reduce_max(extremes, axes)
     somebody_failed, highest, lowest = extremes.tolist()
     if somebody_failed:
-        raise _joint(_from_all(axes, failure), failure, error, says_rank) from error
+        raise _joint(gather_from_all(axes, failure), failure, error, says_rank) from error
     if highest != -lowest:
-        raise ValueError(_difference(caller, _from_all(axes, told)))
+        raise ValueError(_difference(caller, gather_from_all(axes, told)))
     return result
-
-
-def _from_all(axes: Sequence[Axis], own: T) -> dict[int, T]:
-    """Every rank's value, by global rank, in ascending order."""
-    found = {dist.get_rank(): own}
-    for axis in [*axes, *axes[-2::-1]]:  # there and back, as in all_reduce_max
-        everyone: list[Any] = [None] * axis.world
-        dist.all_gather_object(everyone, found, group=axis.pg)
-        for each in everyone:
-            found.update(each)
-    return dict(sorted(found.items()))
 
 
 def _failure_of(error: Exception, explain: Callable[[Exception], str]) -> Failure:

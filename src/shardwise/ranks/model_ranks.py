@@ -8,7 +8,7 @@ a broadcast goes along one dimension after the other, from the ranks that have t
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.layout.mesh import Axis, all_reduce_max, axes_of, default_device_type, device_of
 from shardwise.torch_compat import c10d
+
+T = TypeVar("T")
 
 
 def axes_of_model(model: nn.Module) -> list[Axis]:
@@ -56,14 +58,15 @@ def device_of_model(model: nn.Module) -> torch.device:
     return torch.device(default_device_type("shardwise"))
 
 
-def ranks_of_model(model: nn.Module) -> list[int]:
-    """Global ranks that hold ``model``, the first along all axes first. Collective."""
-    found = [own_rank()]
-    for axis in axes_of_model(model):
+def gather_from_all(axes: Sequence[Axis], own: T) -> dict[int, T]:
+    """The values of all ranks that ``axes`` connect, by global rank in ascending order. Collective."""
+    found = {own_rank(): own}
+    for axis in [*axes, *axes[-2::-1]]:  # there and back, as in all_reduce_max
         everyone: list[Any] = [None] * axis.world
         dist.all_gather_object(everyone, found, group=axis.pg)
-        found = [rank for ranks in everyone for rank in ranks if rank is not None]
-    return list(dict.fromkeys(found))
+        for each in everyone:
+            found.update(each)
+    return dict(sorted(found.items()))
 
 
 def is_first(axes: Sequence[Axis]) -> bool:
