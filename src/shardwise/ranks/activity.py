@@ -9,8 +9,7 @@ A thread of the monitor (failures.py) finds out from outside whether the rank wa
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,12 +96,12 @@ class RankActivity:
 
     # --- the training thread writes -----------------------------------------------------------------
 
-    def note_wait(self, wait: Wait, ranks: Iterable[int] | None = None) -> None:
-        """``wait`` may come from now on. All ``ranks`` that take part in it say so, in the same order."""
+    def note_wait(self, wait: Wait) -> None:
+        """``wait`` may come from now on. All ranks that take part in it say so, in the same order."""
         if not self.has_others or wait in self.waits:
             return
         # Counted for good: a model that is not used any more may live on some of the ranks.
-        key = wait.event, wait.name, frozenset(wait.ranks if ranks is None else ranks)
+        key = wait.event, wait.name, frozenset(wait.ranks)
         self._known[key] += 1
         wait.ordinal = self._known[key]
         self.waits.add(wait)
@@ -114,19 +113,6 @@ class RankActivity:
         self.issuing = None
         if wait.stream is not None:
             self._queued.append((weakref.ref(wait), wait.count, wait.stream.last_event))
-
-    @contextmanager
-    def exchange(self, wait: Wait, ranks: Iterable[int]) -> Iterator[None]:
-        """Around an exchange of ``ranks`` that is no collective of a back end, and is counted as one."""
-        self.note_wait(wait, ranks)
-        wait.number = self.issued + 1
-        wait.count += 1
-        around, self.waiting = self.waiting, wait
-        try:
-            yield
-            self.issued += 1
-        finally:
-            self.waiting = around
 
     def enter_forward(self) -> None:
         """A forward of a sharded model begins."""

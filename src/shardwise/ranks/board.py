@@ -56,24 +56,17 @@ class Board:
         """Remove the record at ``key``, if any."""
         self._store.delete_key(f"{self._prefix}/{key}")
 
-    def wait(self, *keys: str, check: Callable[[], None]) -> str:
-        """The first of ``keys`` that is there. ``check`` is called now and then, and may raise.
+    def take(self, key: str, check: Callable[[], None]) -> Any:
+        """Wait for the record at ``key``, and remove it. ``check`` is called now and then, and may raise.
 
         Asked for in short intervals: a wait of the store's own blocks it for other threads, and writes to
         stderr when it ends without a result.
         """
         pause_s = 0.0002
-        while True:
-            for key in keys:
-                if self._store.check([f"{self._prefix}/{key}"]):
-                    return key
+        while not self._store.check([f"{self._prefix}/{key}"]):
             check()
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    def take(self, key: str, check: Callable[[], None]) -> Any:
-        """Wait for the record at ``key``, and remove it."""
-        self.wait(key, check=check)
         record = self.read(key)
         self.remove(key)
         return record

@@ -212,17 +212,23 @@ class FailureMonitor(RankActivity):
 
     @contextmanager
     def collective(self, wait: Wait) -> Iterator[None]:
-        """Around a collective of a forward or backward that is of no group's parameters or gradients."""
+        """Around an exchange in a forward or backward that is of no group's parameters or gradients."""
         if not self.has_others:
             yield
             return
+        self.note_wait(wait)
+        wait.number = self.issued + 1
+        wait.count += 1
+        around, self.waiting = self.waiting, wait
         try:
-            with self.exchange(wait, wait.ranks):
-                yield
+            yield
+            self.issued += 1
         except RuntimeError as error:
             if c10d.is_communication_error(error):
                 raise self.explained(error, wait.event, wait.name, wait.axes()) from error
             raise
+        finally:
+            self.waiting = around
 
     # --- failures of other ranks --------------------------------------------------------------------
 
