@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.layout.mesh import Axis, all_reduce_max, axes_of, default_device_type, device_of
-from shardwise.torch_compat import c10d
+from shardwise.layout.mesh import Axis, all_reduce_max, axes_of, default_device_type, device_of, ranks_along
 
 T = TypeVar("T")
 
@@ -107,7 +106,7 @@ class Broadcast:
             all_reduce_max(extremes, axes)
         last, first = extremes[0].item(), -extremes[1].item()
         if last == nobody:
-            ranks = sorted({rank for axis in axes for rank in c10d.ranks_of(_group(axis))} | {own})
+            ranks = sorted({rank for axis in axes for rank in ranks_along(axis)} | {own})
             raise ValueError(
                 f"rank {src} does not hold this model: this rank ({own}) shares it with {ranks}, and those "
                 "with others perhaps. Name one of the ranks that were given the model, by its global rank."
@@ -139,8 +138,3 @@ class Broadcast:
 def own_rank() -> int:
     """The global rank of this process; 0 without a process group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _group(axis: Axis) -> dist.ProcessGroup:
-    assert axis.pg is not None
-    return axis.pg
