@@ -78,7 +78,7 @@ def _mesh(job: Job, sizes: tuple[int, ...], names: tuple[str, ...], wanted: str 
     if not dist.is_initialized():
         # Later than the job's own timeout, since NCCL's is the end of the process.
         later = timedelta(seconds=2 * job.timeout_s)
-        store = dist.PrefixStore("process_group", job.store)
+        store = dist.PrefixStore("shardwise/doctor/process_group", job.store)
         dist.init_process_group(store=store, rank=job.rank, world_size=job.world, timeout=later)
     return init_device_mesh(device.type, sizes, mesh_dim_names=names)
 
