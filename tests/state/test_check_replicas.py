@@ -69,13 +69,11 @@ def test_f05_replicas_of_other_seeds_are_refused_at_the_first_forward(world4: Wo
         wrapped(ranks[0][0]),
         """\
 RuntimeError: inlet.weight and 15 more: the values on ranks 2, 3
-differed from those on ranks 0, 1 when fully_shard cut them. Each rank
-keeps its own part, so the parameter would be put together from
-different models. Seed or load all ranks alike before fully_shard; or
-pass it (or shard_model) sync_module_states=True, which sends around
-the values of the first rank; or give all ranks their values between
-fully_shard and the first forward (load_full_state_dict,
-load_checkpoint). check_equal_weights=False compares nothing.""",
+differed from those on ranks 0, 1 when fully_shard cut them, so their
+shards are parts of different models. Seed or load all ranks alike
+before fully_shard, pass sync_module_states=True, or load the same
+values on all ranks before the first forward.
+check_equal_weights=False compares nothing.""",
     )
 
 

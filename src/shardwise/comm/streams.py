@@ -24,7 +24,7 @@ import torch
 
 from shardwise.layout.slots import Layout
 from shardwise.ranks.activity import Wait
-from shardwise.torch_compat import autograd, c10d
+from shardwise.torch_compat import autograd
 
 Finish = Callable[[], Any]
 StartWork = Callable[[], Finish]
@@ -110,7 +110,7 @@ class CommWork:
         try:
             complete()
         except RuntimeError as error:
-            _raise_explained(error, awaited)
+            monitor.raise_explained(error, awaited)
         finally:
             monitor.waiting = around
 
@@ -122,18 +122,11 @@ class CommWork:
             self.wait()
 
 
-def _raise_explained(error: RuntimeError, awaited: Wait) -> NoReturn:
-    """Raise the failure behind ``error`` if communication failed, or ``error`` itself."""
-    if not c10d.is_communication_error(error):
-        raise error
-    raise awaited.monitor.explained(error, awaited.event, awaited.name, awaited.axes()) from error
-
-
 def _refuse_to_start(error: BaseException, awaited: Wait) -> NoReturn:
     """Raise ``error``, or the failure behind it: work for which ``awaited`` was to wait has not begun."""
     awaited.monitor.issuing = None
     if isinstance(error, RuntimeError):
-        _raise_explained(error, awaited)
+        awaited.monitor.raise_explained(error, awaited)
     raise error
 
 

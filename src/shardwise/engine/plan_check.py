@@ -76,7 +76,7 @@ class _Agreement:
 
         def refuse_failed() -> None:
             if monitor.failure is not None:
-                raise monitor.explained(RuntimeError(), wait.event, wait.name, self._axes)
+                raise monitor.explained(RuntimeError(), wait)
 
         try:
             with monitor.collective(wait):

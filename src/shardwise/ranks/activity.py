@@ -40,6 +40,13 @@ class Wait:
         return kind if self.ordinal == 1 else f"{kind} ({self.ordinal})"
 
     @property
+    def subject(self) -> str:
+        """The beginning of a message about its failure."""
+        if self.event == "call":
+            return f"{self.name} failed"
+        return f"{self.name}: its {self.event} failed" if self.name else f"The {self.event} failed"
+
+    @property
     def ranks(self) -> list[int]:
         """Who takes part in it."""
         groups = [c10d.ranks_of(axis.pg) for axis in self.axes() if axis.pg is not None]

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
@@ -40,7 +40,7 @@ from shardwise.layout.mesh import Axis
 from shardwise.ranks.activity import RankActivity, RankStatus, Wait
 from shardwise.ranks.board import Board
 from shardwise.ranks.model_ranks import axes_of_given
-from shardwise.ranks.verdicts import Statuses, deadlock, disagreement_text, ended_text, subject_of
+from shardwise.ranks.verdicts import Statuses, deadlock, disagreement_text, ended_text
 from shardwise.ranks.watch import VARIABLE, StallReporter
 from shardwise.torch_compat import c10d, interpreter
 
@@ -108,8 +108,7 @@ class FailureMonitor(RankActivity):
         self._suspects: Counter[int] = Counter()  # in how many checks of this wait failures were not over
         self._unraised: FailureNote | None = None  # a failure that only the device has met
         self._heeded: set[int] = set()  # failures that were raised here
-        self._active: list[int] = []  # failures that are not over
-        self._newest = 0  # failure
+        self._oldest = 1  # failure that may not be over
         self._stuck: Statuses | None = None  # what ranks have posted, once this one has
         self._ended_looks = 0  # since a wait was ended that lasts all the same
         if not self.has_others:
@@ -199,14 +198,13 @@ class FailureMonitor(RankActivity):
             return
         self.begin()
         self.calls[caller] += 1
-        self.waiting = Wait("call", caller, axes, self.issued + 1, self.calls[caller])
+        wait = self.waiting = Wait("call", caller, axes, self.issued + 1, self.calls[caller])
         try:
             yield
         except Exception as error:
-            if c10d.is_communication_error(error):
-                raise self.explained(error, "call", caller, axes()) from error
-            self.report(error, caller)
-            raise
+            if not c10d.is_communication_error(error):
+                self.report(error, caller)
+            self.raise_explained(error, wait)
         finally:
             self.waiting = None
 
@@ -224,9 +222,7 @@ class FailureMonitor(RankActivity):
             yield
             self.issued += 1
         except RuntimeError as error:
-            if c10d.is_communication_error(error):
-                raise self.explained(error, wait.event, wait.name, wait.axes()) from error
-            raise
+            self.raise_explained(error, wait)
         finally:
             self.waiting = around
 
@@ -235,21 +231,25 @@ class FailureMonitor(RankActivity):
     def active_failures(self) -> list[FailureNote]:
         """Failures of ranks that have not continued since, the oldest first."""
         newest = self._board.count("failures", 0)
-        keys = [*self._active, *range(self._newest + 1, newest + 1)]
-        notes = {key: self._board.read(f"failures/{key}") for key in keys}  # None: it is about to be posted
-        self._newest = newest
-        self._active = [key for key, note in notes.items() if note is None or not note["is_over"]]
-        return [FailureNote(**notes[key]) for key in self._active if notes[key] is not None]
+        notes = {key: self._board.read(f"failures/{key}") for key in range(self._oldest, newest + 1)}
+        # None: it is about to be posted.
+        active = {key: note for key, note in notes.items() if note is None or not note["is_over"]}
+        self._oldest = min(active, default=newest + 1)
+        return [FailureNote(**note) for note in active.values() if note is not None]
 
-    def explained(self, error: Exception, event: str, name: str, axes: Sequence[Axis]) -> Exception:
-        """The exception to raise instead of ``error``, which a collective along ``axes`` has raised."""
-        if isinstance(error, CommunicationError) or not self.has_others:
+    def raise_explained(self, error: Exception, wait: Wait) -> NoReturn:
+        """Raise the failure behind ``error`` if communication failed in ``wait``, or ``error`` itself."""
+        if not c10d.is_communication_error(error):
+            raise error
+        raise self.explained(error, wait) from error
+
+    def explained(self, error: Exception, wait: Wait) -> Exception:
+        """The exception to raise instead of ``error``, with which ``wait`` has failed."""
+        if not self.has_others:
             return error
-        subject = subject_of(event, name)
         with self._lock:  # the thread may just be about to take a failure that it has posted
             try:
-                own = RankStatus(self.step, self.phase, event, name)
-                cause = self.failure or self._cause_of(error, own, axes)
+                cause = self.failure or self._cause_of(error, wait)
             except dist.DistError as lost:
                 cause = (
                     f", and the store of the job does not answer ({str(lost).splitlines()[0]}): the process "
@@ -257,16 +257,17 @@ class FailureMonitor(RankActivity):
                 )
             if isinstance(cause, FailureNote):
                 self._take(cause)
-                return CommunicationError(cause.text(subject))
-        return CommunicationError(subject + cause)
+                return CommunicationError(cause.text(wait.subject))
+        return CommunicationError(wait.subject + cause)
 
-    def _cause_of(self, error: Exception, own: RankStatus, axes: Sequence[Axis]) -> FailureNote | str:
+    def _cause_of(self, error: Exception, wait: Wait) -> FailureNote | str:
         """The failure behind ``error``, if a rank has posted one, else the end of this rank's message.
 
         Each rank posts what it waited for. If a connection was closed, a rank has ended: the one that posts
         nothing. If the timeout of the process group has passed, ranks most often disagree.
         """
-        groups = {axis.pg.group_name: c10d.ranks_of(axis.pg) for axis in axes if axis.pg is not None}
+        own = RankStatus(self.step, self.phase, wait.event, wait.name)
+        groups = {axis.pg.group_name: c10d.ranks_of(axis.pg) for axis in wait.axes() if axis.pg is not None}
         for group in groups:
             self._board.post(f"failed/{group}/{self.rank}", own)
         is_timeout, peer = c10d.is_timeout(error), getattr(error, "peer", None)
@@ -342,7 +343,7 @@ class FailureMonitor(RankActivity):
             self._ended_looks += 1
             if self._ended_looks == PATIENCE_LOOKS:
                 # Nothing can end the waits of some back ends: the log has to say why this one is in vain.
-                text = self.failure.text(subject_of(waiting.event, waiting.name))
+                text = self.failure.text(waiting.subject)
                 _log.error("%s\nThe back end does not let this wait end before its timeout.", text)
         return INTERVAL_S
 

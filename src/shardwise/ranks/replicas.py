@@ -256,26 +256,26 @@ def _table(claims: Sequence[Claim], device: torch.device) -> Tensor:
 
 
 def _find(claims: Sequence[Claim], own: Tensor, differs: Sequence[bool], axes: Sequence[Axis]) -> Findings:
-    rank = dist.get_rank()
-    names = dict.fromkeys(claim.name for claim, is_it in zip(claims, differs, strict=True) if is_it)
-    shown = set(list(names)[:_MOST_LOOKED_AT])
+    own_names = dict.fromkeys(claim.name for claim, is_it in zip(claims, differs, strict=True) if is_it)
+    shown = set(list(own_names)[:_MOST_LOOKED_AT])
+    own_numbers: dict[tuple[str, tuple[int, ...]], int] = {}
+    rows = zip(claims, differs, own[0].tolist(), own[1].tolist(), strict=True)
+    for claim, is_it, is_changed, number in rows:
+        if is_it and claim.name in shown and claim.takes_part and not is_changed:
+            own_numbers[claim.name, claim.ranks] = number
+    names: dict[str, None] = {}
     numbers: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
-    rows = zip(claims, differs, own[0].tolist(), own[1].tolist(), own[3].tolist(), strict=True)
-    for claim, is_it, is_changed, number, telling in rows:
-        if is_it and claim.name in shown and claim.takes_part and (not is_changed or telling != _LEAST):
-            numbers[claim.name, claim.ranks] = {rank: number}
-    for their_names, their_numbers in gather_from_all(axes, (names, numbers)).values():
-        names |= their_names
-        for key, by_rank in their_numbers.items():
-            numbers.setdefault(key, {}).update(by_rank)
+    for rank, (its_names, its_numbers) in gather_from_all(axes, (own_names, own_numbers)).items():
+        names |= its_names
+        for key, number in its_numbers.items():
+            numbers.setdefault(key, {})[rank] = number
     as_first: set[int] = set()
     unlike: set[int] = set()
     for by_rank in numbers.values():
         wanted = by_rank[min(by_rank)]
         as_first |= {other for other, number in by_rank.items() if number == wanted}
         unlike |= {other for other, number in by_rank.items() if number != wanted}
-    in_order = dict.fromkeys([*(claim.name for claim in claims if claim.name in names), *names])
-    return Findings(list(in_order), sorted(as_first), sorted(unlike))
+    return Findings(list(names), sorted(as_first), sorted(unlike))
 
 
 def _told(findings: Findings, of_these: str, on_ranks: str) -> str:
@@ -288,8 +288,8 @@ def _told(findings: Findings, of_these: str, on_ranks: str) -> str:
 def message_on_copies(findings: Findings) -> str:
     """The message about copies that differ."""
     return (
-        f"{_told(findings, 'the copies on', 'differ from those on')}. Replicas that start apart "
-        "stay apart: gradients are averaged, weights are not. Seed all ranks alike, or call "
+        f"{_told(findings, 'the copies on', 'differ from those on')}. Replicas that start apart stay apart: "
+        "gradients are averaged, weights are not. Seed all ranks alike, or call "
         "shardwise.init.sync_module_states(model) before the first forward."
     )
 
@@ -298,11 +298,9 @@ def message_on_initial_values(findings: Findings) -> str:
     """The message about parameters that ranks have sharded from different values."""
     told = _told(findings, "the values on", "differed from those on")
     return (
-        f"{told} when fully_shard cut them. Each rank keeps its own part, so the parameter would be put "
-        "together from different models. Seed or load all ranks alike before fully_shard; or pass it (or "
-        "shard_model) sync_module_states=True, which sends around the values of the first rank; or give all "
-        "ranks their values between fully_shard and the first forward (load_full_state_dict, "
-        "load_checkpoint). check_equal_weights=False compares nothing."
+        f"{told} when fully_shard cut them, so their shards are parts of different models. Seed or load all "
+        "ranks alike before fully_shard, pass sync_module_states=True, or load the same values on all ranks "
+        "before the first forward. check_equal_weights=False compares nothing."
     )
 
 
@@ -310,9 +308,8 @@ def message_on_edits(findings: Findings) -> str:
     """The message about full parameters that ranks have changed in different ways."""
     told = _told(findings, "what was made of it inside unsharded() on", "differs from what was made on")
     return (
-        f"{told}. Each rank writes its own rows back, so the parameter would be put together from "
-        "different ones; nothing was written. Make the same change on all ranks, or pass src_rank= to "
-        "take over that of one rank."
+        f"{told}. Nothing was written. Make the same change on all ranks, or pass src_rank= to take over "
+        "that of one rank."
     )
 
 

@@ -61,13 +61,6 @@ def deadlock(stuck: Statuses) -> str | None:
     )
 
 
-def subject_of(event: str, name: str) -> str:
-    """The beginning of a message about a wait for ``event`` of ``name``."""
-    if event == "call":
-        return f"{name} failed"
-    return f"{name}: its {event} failed" if name else f"The {event} failed"
-
-
 def disagreement_text(waits: Statuses) -> str:
     """The message that ranks waited for different things, with the usual cause."""
     told = _by_clause({r: _doing(wait) if wait else "in no call of shardwise" for r, wait in waits.items()})
