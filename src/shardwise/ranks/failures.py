@@ -47,7 +47,7 @@ from shardwise.torch_compat import c10d, interpreter
 INTERVAL_S = 0.25  # between two checks whether a wait still lasts
 STUCK_LOOKS = 8  # after so many checks of one wait, ranks tell each other what they wait for
 PATIENCE_LOOKS = 3  # in which the failed rank must not have continued; with what comes before, 1.5 s
-SEARCHES, SEARCH_S = 100, 0.01  # how often to look for the exception of a backward, and the time between
+SEARCH_LOOKS = 4  # how often to look for the exception of a backward
 # How long to wait for what others post after a failed wait:
 TIMEOUT_PATIENCE_S = 3.0  # a timeout hits them, too
 CLOSED_PATIENCE_S = 1.0  # all waiting ranks notice a closed connection at once
@@ -104,7 +104,7 @@ class FailureMonitor(RankActivity):
         self._lock = threading.RLock()  # a finalizer may report inside of it
         self._own: FailureNote | None = None  # posted, and not over
         self._failed_at = (-1, 0)  # collectives issued, and how many failures there
-        self._search: tuple[dict[int, Any], int] = {}, 0  # exceptions by thread before; looks that are left
+        self._search: tuple[dict[int, Any], int] = {}, 0  # exceptions by thread before; looks since
         self._suspects: Counter[int] = Counter()  # in how many checks of this wait failures were not over
         self._unraised: FailureNote | None = None  # a failure that only the device has met
         self._heeded: set[int] = set()  # failures that were raised here
@@ -153,7 +153,7 @@ class FailureMonitor(RankActivity):
         """Report a failed backward. Its exception is on its way to the caller, and not available yet."""
         with self._lock:
             if self._own is None:  # else an inner backward has failed before, for the same reason
-                self._search = interpreter.handled_exceptions(), SEARCHES
+                self._search = interpreter.handled_exceptions(), 0
                 self._post_new(where, "an exception; see its log", is_vague=True)
 
     def _find_exception(self) -> None:
@@ -161,15 +161,13 @@ class FailureMonitor(RankActivity):
         with self._lock:
             if self._own is None or not self._own.is_vague:
                 return
-            (before, left), now = self._search, interpreter.handled_exceptions()
-            self._search = before, left - 1
+            (before, looks), now = self._search, interpreter.handled_exceptions()
+            self._search = before, looks + 1
             new = [error for key, error in now.items() if error is not None and error is not before.get(key)]
-            if new and isinstance(new[0], CommunicationError):
-                self._post_own(is_over=True, is_vague=False)
-            elif new:
-                self._post_own(error=_text_of(new[0]), is_vague=False)
-            elif not left:
-                self._post_own(is_vague=False)
+            if new and not isinstance(new[0], CommunicationError):
+                self.report(new[0], self._own.where)
+            elif new or looks == SEARCH_LOOKS:
+                self._post_own(is_over=bool(new), is_vague=False)
 
     def _post_new(self, where: str, text: str, is_vague: bool = False) -> None:
         if self.has_others and self.failure is None:
@@ -307,11 +305,10 @@ class FailureMonitor(RankActivity):
 
     # --- the thread -----------------------------------------------------------------------------------
 
-    def look(self) -> float:
-        """One check of the thread. Returns the seconds until the next one."""
-        if self._own is not None and self._own.is_vague:
+    def look(self) -> None:
+        """One check of the thread."""
+        if (own := self._own) is not None and own.is_vague:
             self._find_exception()
-            return SEARCH_S
         waiting = self.count_look()
         try:
             if self.watch is not None:
@@ -327,7 +324,7 @@ class FailureMonitor(RankActivity):
             if self._stuck is not None:
                 self._stuck = None
                 self._board.post(f"stuck/{self.rank}", None)
-            return INTERVAL_S
+            return
         if self.wait_looks > 1 and self.failure is None:
             with self._lock:
                 self._look_at_failures(waiting)
@@ -345,7 +342,6 @@ class FailureMonitor(RankActivity):
                 # Nothing can end the waits of some back ends: the log has to say why this one is in vain.
                 text = self.failure.text(waiting.subject)
                 _log.error("%s\nThe back end does not let this wait end before its timeout.", text)
-        return INTERVAL_S
 
     def _look_at_failures(self, waiting: Wait) -> None:
         """Fail if a rank failed before it issued what this rank waits for, and has not continued since."""
@@ -416,12 +412,9 @@ def _started(pg: dist.ProcessGroup) -> FailureMonitor:
     own = weakref.ref(monitor, lambda _: has_ended.set())
 
     def look() -> None:
-        pause_s = INTERVAL_S
-        while not has_ended.wait(pause_s) and (looking := own()) is not None:
-            try:
-                pause_s = looking.look()
-            except dist.DistError:  # the store has ended, and the process will
-                pause_s = INTERVAL_S
+        while not has_ended.wait(INTERVAL_S) and (looking := own()) is not None:
+            with suppress(dist.DistError):  # the store has ended, and the process will
+                looking.look()
             del looking
 
     def at_exit() -> None:
