@@ -142,7 +142,7 @@ def raising_late_and_slow() -> tuple[list[str], int]:
     waited = threading.Event()
 
     def tell_when_stuck() -> None:
-        while own.wait_looks < 2 * failures.STUCK_LOOKS and not waited.wait(0.01):
+        while own.quiet_looks < 2 * failures.STUCK_LOOKS and not waited.wait(0.01):
             pass
         store().set("rank 0 has waited", "")
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from expecttest import assert_expected_inline
 
+from shardwise.layout.fqns import listed_ranks
 from shardwise.ranks.activity import RankStatus
 from shardwise.ranks.verdicts import deadlock, report_of
 
@@ -144,3 +145,11 @@ def test_ranks_that_a_slow_one_or_one_that_has_not_told_may_free_are_none() -> N
     slow = waits("layers.5", 9, issued={"all-gather layers.4": 12, "all-gather layers.5": 9})
     assert deadlock({0: replace(waits(), issued=slow.issued), 1: slow}) is None
     assert deadlock({0: waits(), 1: waits("layers.5", 9), 2: None}) is None
+
+
+def test_ranks_are_listed_as_ranges_and_only_the_first_few_of_many() -> None:
+    assert listed_ranks([3]) == "rank 3"
+    assert listed_ranks([5, 4]) == "ranks 4, 5"
+    assert listed_ranks([5, 2, 0, 1]) == "ranks 0-2, 5"
+    scattered = [rank for rank in range(60) if rank % 5]
+    assert listed_ranks(scattered, 3) == "ranks 1-4, 6-9, 11-14 and 36 more"

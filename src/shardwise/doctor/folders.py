@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardwise.doctor.findings import Finding, ok, wrong
-from shardwise.doctor.job import Job, by_value
-from shardwise.layout.fqns import listed_ranks
+from shardwise.doctor.job import Job
+from shardwise.layout.fqns import listed_ranks, ranks_by_value
 
 _SHARE_OF_TIMEOUT = 6
 """So much of the timeout (10 s of it by default) a shared file system may take to show a new file."""
@@ -46,7 +46,7 @@ def check_folder(job: Job, folder: Path) -> list[Finding]:
             each.rmdir()
     if errors is None or facts is None:
         return []
-    failed = by_value((rank, error) for rank, error in enumerate(errors) if error)
+    failed = ranks_by_value((rank, error) for rank, error in enumerate(errors) if error)
     found = [
         wrong(subject, f"{listed_ranks(ranks)} cannot save there: {error}.")
         for error, ranks in failed.items()

@@ -11,7 +11,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -180,11 +180,3 @@ class Job:
                 raise NoAnswer(f"no answer within {seconds:g} s")
 
         return check
-
-
-def by_value(values: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
-    """The ranks of each value, from values by rank."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in values:
-        ranks.setdefault(value, []).append(rank)
-    return ranks

@@ -93,10 +93,9 @@ class RankActivity:
         self.calls: Counter[str] = Counter()  # public calls that communicate, by name
         self.steps = 0  # backwards that have begun
         self.phase = ""  # "forward", "backward"; outside of both ""
-        self.quiet_looks = 0  # how often the monitor has looked since any of this has changed,
-        self.wait_looks = 0  # and since ``last_wait`` is the same
+        self.quiet_looks = 0  # how often the monitor has looked since any of this has changed
         self._known: Counter[tuple[str, str, frozenset[int]]] = Counter()  # waits, by event, name and ranks
-        self._last_look: tuple[object, object] = None, None
+        self._seen: object = None  # at the last look
         # On a device: a wait (which would keep its model alive), which of its kind, the event at its end.
         most = _MOST_QUEUED if has_others else 0
         self._queued: deque[tuple[weakref.ref[Wait], int, Any]] = deque(maxlen=most)
@@ -152,17 +151,14 @@ class RankActivity:
         return self.on_host or (self._queued[-1][0]() if self._queued else None)
 
     def count_look(self) -> Wait | None:
-        """Count one look of the monitor, at ``last_wait``, and return that. Looks are counted, not seconds: a
-        process that was stopped for an hour has not waited for one."""
-        last, waiting = self.last_wait, self.waiting
+        """Count one look of the monitor, and return ``last_wait``. Looks are counted, not seconds: a process
+        that was stopped for an hour has not waited for one."""
+        waiting = self.waiting
         # Waits by their ids: holding one would keep its model alive until the next look.
-        seen = id(last), last and last.number
-        mark = id(waiting), waiting and waiting.number, id(self.issuing), self.issued, self.steps, self.phase
-        seen_before, mark_before = self._last_look
-        self.wait_looks = self.wait_looks + 1 if last is not None and seen == seen_before else 0
-        self.quiet_looks = self.quiet_looks + 1 if mark == mark_before else 0
-        self._last_look = seen, mark
-        return last
+        seen = id(waiting), waiting and waiting.number, id(self.issuing), self.issued, self.steps, self.phase
+        self.quiet_looks = self.quiet_looks + 1 if seen == self._seen else 0
+        self._seen = seen
+        return self.last_wait
 
     def awaited(self) -> tuple[Wait, int, bool] | None:
         """What this rank waits for, which of its kind, and whether on a device; None if it computes, or does

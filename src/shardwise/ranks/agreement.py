@@ -19,6 +19,7 @@ import torch
 from shardwise.layout.fqns import listed_ranks
 from shardwise.layout.mesh import Axis, all_reduce_max
 from shardwise.ranks.model_ranks import gather_from_all
+from shardwise.ranks.replicas import are_fake
 
 T = TypeVar("T")
 
@@ -48,7 +49,7 @@ def run_on_all_ranks(
     that failed, as the built-in class nearest to its own.
 
     Args:
-        axes: connect the ranks, in the same order on all of them; none: this rank is alone.
+        axes: connect the ranks, in the same order on all of them; none, or fake ones: this rank is alone.
         device: where a tensor lies that ``axes`` can reduce.
         act: does not communicate.
         says_rank: begin an error of some ranks only with the first of them.
@@ -60,7 +61,7 @@ def run_on_all_ranks(
 
     Collective.
     """
-    if not axes:
+    if not axes or are_fake(axes, device):
         return act()
     failure: Failure | None = None
     error: Exception | None = None

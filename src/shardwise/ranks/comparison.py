@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from shardwise.layout.fqns import listed_ranks
+from shardwise.layout.fqns import listed_ranks, ranks_by_value
 from shardwise.ranks.board import Board
 from shardwise.torch_compat import c10d
 
@@ -137,13 +137,11 @@ def _follow(
 
 def wrong_device(devices: Mapping[int, OwnDevice]) -> str:
     """The first rank on a device that NCCL cannot use, and what to do; empty if there is none."""
-    users: dict[str, list[int]] = {}
     found = ""
     for rank, device in devices.items():
-        if device.identity:
-            users.setdefault(device.identity, []).append(rank)
         if device.bound not in ("", device.name) and not found:
             found = f"rank {rank} uses {device.name}, but its process group is bound to {device.bound}"
+    users = ranks_by_value((rank, each.identity) for rank, each in devices.items() if each.identity)
     for ranks in users.values():
         if len(ranks) > 1 and not found:
             found = f"{listed_ranks(ranks)} use the same device, {devices[ranks[0]].name}"
@@ -162,12 +160,10 @@ def first_difference(told: Sequence[tuple[Sequence[int], Facts]]) -> str:
     if not differing:
         return "the plans list the same facts in different orders"
     where, what = differing[0]
-    by_value: dict[str | None, list[int]] = {}
-    for ranks, facts in told:
-        by_value.setdefault(facts.get(differing[0]), []).extend(ranks)
+    values = ranks_by_value((rank, facts.get(differing[0])) for ranks, facts in told for rank in ranks)
     sides = ", ".join(
         f"{value if value is not None else 'missing'} on {listed_ranks(ranks)}"
-        for value, ranks in by_value.items()
+        for value, ranks in values.items()
     )
     more = f" ({len(differing) - 1} more differences follow)" if len(differing) > 1 else ""
     return f"{where}: {what} is {sides}{more}"

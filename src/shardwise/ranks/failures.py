@@ -58,6 +58,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+_UNKNOWN = "an exception; see its log"
+
+
 class CommunicationError(RuntimeError):
     """A collective has failed. The text says which rank has failed and what it raised, which rank has ended,
     or how the ranks disagree; this rank has done nothing wrong by itself."""
@@ -69,11 +72,10 @@ class FailureNote:
 
     rank: int
     where: str
-    error: str
+    error: str  # "": not known yet
     issued: int = 0
     ordinal: int = 1
     is_over: bool = False  # the rank has continued
-    is_vague: bool = False  # the exception is not known yet
     between: Sequence[int] = ()  # nobody has raised anything: these ranks wait for each other
     key: int = 0
 
@@ -82,8 +84,8 @@ class FailureNote:
         if self.between:
             return f"{subject}, because {self.error}"
         return (
-            f"{subject}, because rank {self.rank} has failed in {self.where}: {self.error}\nThis rank waited "
-            f"for what rank {self.rank} has not sent any more. "
+            f"{subject}, because rank {self.rank} has failed in {self.where}: {self.error or _UNKNOWN}\n"
+            f"This rank waited for what rank {self.rank} has not sent any more. "
             f"The traceback is in the log of rank {self.rank}."
         )
 
@@ -133,48 +135,53 @@ class FailureMonitor(RankActivity):
             unraised, self._unraised = self._unraised, None
             self.failure = self.issuing = None
             self._queued.clear()
-            if self._own is not None:
-                self._post_own(is_over=True)
-            self._own = None
+            self._end_own()
         if unraised is not None:
             raise CommunicationError(unraised.text("Communication on the device failed"))
 
     def report(self, error: BaseException, where: str) -> None:
         """Report an exception that leaves ``where`` on this rank. Never raises."""
-        if isinstance(error, CommunicationError):
-            return
-        with self._lock:
-            if self._own is None:
-                self._post_new(where, _text_of(error))
-            elif self._own.is_vague:
-                self._post_own(error=_text_of(error), is_vague=False)
+        if not isinstance(error, CommunicationError):
+            kind = type(error).__name__
+            self._report(where, f"{kind}: {error}"[:2000] if str(error) else kind)
 
     def report_backward(self, where: str) -> None:
         """Report a failed backward. Its exception is on its way to the caller, and not available yet."""
         with self._lock:
             if self._own is None:  # else an inner backward has failed before, for the same reason
                 self._search = interpreter.handled_exceptions(), 0
-                self._post_new(where, "an exception; see its log", is_vague=True)
+                self._report(where, "")
+
+    def _report(self, where: str, error: str) -> None:
+        with self._lock:
+            if self._own is None:
+                if not self.has_others or self.failure is not None:
+                    return
+                before, times = self._failed_at
+                self._failed_at = self.issued, times + 1 if before == self.issued else 1
+                self._own = FailureNote(self.rank, where, "", *self._failed_at)
+            if not self._own.error:
+                self._post_own(error=error)
 
     def _find_exception(self) -> None:
         """Complete the note on a backward with the exception, which some thread handles by now."""
         with self._lock:
-            if self._own is None or not self._own.is_vague:
+            if self._own is None or self._own.error:
                 return
             (before, looks), now = self._search, interpreter.handled_exceptions()
             self._search = before, looks + 1
             new = [error for key, error in now.items() if error is not None and error is not before.get(key)]
-            if new and not isinstance(new[0], CommunicationError):
+            if not new and looks == SEARCH_LOOKS:
+                self._post_own(error=_UNKNOWN)
+            elif new and isinstance(new[0], CommunicationError):
+                self._end_own()
+            elif new:
                 self.report(new[0], self._own.where)
-            elif new or looks == SEARCH_LOOKS:
-                self._post_own(is_over=bool(new), is_vague=False)
 
-    def _post_new(self, where: str, text: str, is_vague: bool = False) -> None:
-        if self.has_others and self.failure is None:
-            before, times = self._failed_at
-            self._failed_at = self.issued, times + 1 if before == self.issued else 1
-            self._own = FailureNote(self.rank, where, text, *self._failed_at, is_vague=is_vague)
-            self._post_own()
+    def _end_own(self) -> None:
+        if self._own is not None:
+            self._post_own(is_over=True)
+            self._own = None
 
     def _post_own(self, **changes: Any) -> None:
         assert self._own is not None
@@ -277,7 +284,7 @@ class FailureMonitor(RankActivity):
                 patience_s = PEER_PATIENCE_S
             is_late = time.monotonic() - started >= patience_s
             for note in self.active_failures():
-                if self._heeds(note) and (is_late or not note.is_vague):
+                if self._heeds(note) and (is_late or note.error):
                     return note
             for group, ranks in groups.items():
                 waits |= self._board.statuses(f"failed/{group}", ranks)
@@ -307,28 +314,22 @@ class FailureMonitor(RankActivity):
 
     def look(self) -> None:
         """One check of the thread."""
-        if (own := self._own) is not None and own.is_vague:
+        if (own := self._own) is not None and not own.error:
             self._find_exception()
         waiting = self.count_look()
-        try:
-            if self.watch is not None:
-                self.watch.look()
-        except dist.DistError:  # the store has ended
-            raise
-        except Exception:  # reports of waits are a help; failures are told without them, too
-            self.watch = None
-            _log.exception("Who waits for whom is not reported any more on this rank")
-        if waiting is None or self.wait_looks == 0:
+        if self.watch is not None:
+            self.watch.look()
+        if waiting is None or self.quiet_looks == 0:
             self._suspects.clear()
             self._ended_looks = 0
             if self._stuck is not None:
                 self._stuck = None
                 self._board.post(f"stuck/{self.rank}", None)
             return
-        if self.wait_looks > 1 and self.failure is None:
+        if self.quiet_looks > 1 and self.failure is None:
             with self._lock:
                 self._look_at_failures(waiting)
-                is_time = self.wait_looks >= STUCK_LOOKS and self.wait_looks % 2 == 0
+                is_time = self.quiet_looks >= STUCK_LOOKS and self.quiet_looks % 2 == 0
                 if self.failure is None and is_time and waiting is self.waiting:
                     self._look_for_deadlock(waiting)
         if self.failure is not None and waiting is self.last_wait:
@@ -352,7 +353,7 @@ class FailureMonitor(RankActivity):
                 return self._take(note)
             if note.rank in ranks and self._heeds(note) and note.issued < number:
                 self._suspects[note.key] += 1
-                if self._suspects[note.key] >= PATIENCE_LOOKS and not note.is_vague:
+                if self._suspects[note.key] >= PATIENCE_LOOKS and note.error:
                     self._take(note)
                 return
 
@@ -382,11 +383,6 @@ class FailureMonitor(RankActivity):
             self.report(error, "its program")
 
 
-def _text_of(error: BaseException) -> str:
-    kind = type(error).__name__
-    return f"{kind}: {error}"[:2000] if str(error) else kind
-
-
 NO_OTHERS = FailureMonitor(None, 0)
 """The monitor of a job without other ranks, or without a store."""
 
@@ -413,8 +409,12 @@ def _started(pg: dist.ProcessGroup) -> FailureMonitor:
 
     def look() -> None:
         while not has_ended.wait(INTERVAL_S) and (looking := own()) is not None:
-            with suppress(dist.DistError):  # the store has ended, and the process will
+            try:
                 looking.look()
+            except dist.DistError:  # the store has ended, and the process will
+                pass
+            except Exception:
+                _log.exception("Could not look for failures of other ranks")
             del looking
 
     def at_exit() -> None:

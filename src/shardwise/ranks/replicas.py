@@ -7,6 +7,7 @@ groups.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -316,8 +317,7 @@ def message_on_edits(findings: Findings) -> str:
 # --- make them equal ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """A rank's part of one tensor, by its coordinate on a mesh; None: a plain tensor, which it has whole."""
 
     coordinate: Sequence[int] | None
@@ -326,21 +326,16 @@ class TensorInfo:
 
     def fits(self, other: "TensorInfo") -> bool:
         """Whether both are parts of tensors of one shape and dtype."""
-        return (self.coordinate is None, self.shape, self.dtype) == (
-            other.coordinate is None,
-            other.shape,
-            other.dtype,
-        )
+        return (self.coordinate is None, *self[1:]) == (other.coordinate is None, *other[1:])
 
 
 def tensor_infos(named: Sequence[Named]) -> list[TensorInfo]:
     """This rank's parts of the tensors."""
-    return [
-        TensorInfo(
-            t.device_mesh.get_coordinate() if isinstance(t, DTensor) else None, tuple(t.shape), t.dtype
-        )
-        for _, t in named
-    ]
+    infos = []
+    for _, tensor in named:
+        coordinate = tensor.device_mesh.get_coordinate() if isinstance(tensor, DTensor) else None
+        infos.append(TensorInfo(coordinate, tuple(tensor.shape), tensor.dtype))
+    return infos
 
 
 def sends_copies(tensor: Tensor, coordinate: Sequence[int]) -> bool:

@@ -5,7 +5,7 @@ Facts and text only. Asked by failures.py, after two seconds and after a wait ha
 
 from collections.abc import Mapping, Sequence
 
-from shardwise.layout.fqns import listed_ranks
+from shardwise.layout.fqns import listed_ranks, ranks_by_value
 from shardwise.ranks.activity import RankStatus
 
 Statuses = Mapping[int, RankStatus | None]
@@ -177,7 +177,5 @@ def _undelivered(shown: Mapping[int, RankStatus], statuses: Statuses) -> list[st
 
 def _by_clause(clauses: Mapping[int, str]) -> list[str]:
     """One line for all ranks of which the same is told."""
-    ranks: dict[str, list[int]] = {}
-    for rank, clause in sorted(clauses.items()):
-        ranks.setdefault(clause, []).append(rank)
-    return [f"{listed_ranks(each)} {clause}" for clause, each in ranks.items()]
+    alike = ranks_by_value(sorted(clauses.items()))
+    return [f"{listed_ranks(ranks)} {clause}" for clause, ranks in alike.items()]
