@@ -27,8 +27,7 @@ from shardwise.buckets.unsharded_bucket import UnshardedBucket
 from shardwise.comm.buffers import FlatShard
 from shardwise.layout.chunks import shard_of
 from shardwise.layout.mesh import Axis, ShardMesh
-from shardwise.layout.packing import choose_direct
-from shardwise.layout.slots import ALIGNMENT, Layout, Slot, plan_layout
+from shardwise.layout.slots import ALIGNMENT, Layout, Slot, choose_direct, plan_layout
 from shardwise.params.parameter import PLACE, Param
 from shardwise.policies import CommPolicy
 from shardwise.torch_compat import dtensor

@@ -14,7 +14,8 @@ the local tensors that the bucket has made, which it knows by weak references: `
 
 import weakref
 from collections.abc import Callable, Sequence
-from operator import attrgetter, call, is_, itemgetter
+from functools import partial
+from operator import attrgetter, call, is_, is_not, itemgetter, sub
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,13 +23,14 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.buffers import LocalViews, typed_range
 from shardwise.layout.slots import Layout
-from shardwise.params.changes import all_start_at, is_not_none
 from shardwise.params.parameter import Param
 from shardwise.torch_compat import dtensor, tensor_impl
 
 _sharded, _gradient = attrgetter("sharded"), attrgetter("grad")
 _gradient_spec = attrgetter("gradient_spec")
 _ONLY_DTENSORS = {DTensor}
+is_not_none = partial(is_not, None)
+"""True for anything but None; a map over tensors with it runs in C, where ``in`` would compare them."""
 
 
 def _nowhere() -> Tensor | None:
@@ -64,7 +66,7 @@ class ShardedGradients:
         """Add ``buffer`` to ``.grad`` of the sharded parameters one by one, running their hooks."""
         for index, (param, local) in enumerate(zip(self.params, self._views.of(buffer), strict=True)):
             if present[index]:
-                param.gradient.add(local)
+                param.add_gradient(local)
                 gradient = param.sharded.grad
                 if type(gradient) is DTensor and dtensor.local_tensor(gradient) is local:
                     self._made[index], self._buffers[index] = weakref.ref(local), buffer.data_ptr()
@@ -162,3 +164,8 @@ def _are_in_place(
         for local, offset in zip(locals_, offsets, strict=True)
         if local.numel()
     )
+
+
+def all_start_at(tensors: Sequence[Tensor], offsets: Sequence[int], start: int) -> bool:
+    """True if tensor i lies ``offsets[i]`` bytes behind the address ``start``."""
+    return set(map(sub, map(Tensor.data_ptr, tensors), offsets)) <= {start}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from shardwise.buckets.sharded_gradients import all_start_at
 from shardwise.comm.all_gather import AllGather, InPlaceAllGather
 from shardwise.comm.buffers import UnshardedBuffer, bytes_of, cast_buffer, local_views
 from shardwise.comm.communicators import Communicator
@@ -14,7 +15,6 @@ from shardwise.comm.quantized import Int8AllGather
 from shardwise.comm.streams import CommStream, Finish, nothing
 from shardwise.layout.chunks import shard_of
 from shardwise.layout.slots import Layout
-from shardwise.params.changes import all_start_at
 
 if TYPE_CHECKING:
     from shardwise.buckets.bucket import Bucket

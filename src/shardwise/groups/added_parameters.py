@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.buckets.sharded_gradients import is_not_none
 from shardwise.layout.fqns import clean
-from shardwise.params.changes import is_not_none
 from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.torch_compat import nn_modules
 

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from shardwise.buckets.sharded_gradients import is_not_none
 from shardwise.comm.reduction import Reduction
 from shardwise.comm.streams import CommStreams, nothing
 from shardwise.groups.gradient_parts import PartQueue, QueuedPart
@@ -29,13 +30,15 @@ from shardwise.groups.states import (
     refuse_step,
 )
 from shardwise.groups.unsharded import Observer, Unsharded
-from shardwise.params.changes import are_all_there, take_gradients
 from shardwise.params.parameter import Param
 from shardwise.ranks.activity import Wait
-from shardwise.torch_compat import dynamo, functorch
+from shardwise.torch_compat import dynamo, functorch, tensor_impl
 from shardwise.torch_compat.functorch import outside_transforms
 
 _arrives_on_host = attrgetter("arrives_on_host")
+_gradient = attrgetter("grad")
+_layout = attrgetter("layout")
+_DENSE = {torch.strided}
 
 
 Tell = Callable[[], None]
@@ -183,7 +186,7 @@ class Gradients:
                 own = gradients
                 if bucket is not self._shards.buckets[-1]:
                     own, gradients = gradients[: len(bucket.params)], gradients[len(bucket.params) :]
-                reduction = self._open(number, is_filled=are_all_there(own))
+                reduction = self._open(number, is_filled=all(map(is_not_none, own)))
                 reduction.send(bucket.reduction.parts[0], own, self.made_on if self._made_on else ())
         self._close()
         self.state = state
@@ -223,7 +226,7 @@ class Gradients:
         if not fulls:
             return [self._zeros_for(param) if param.sharded.requires_grad else None for param in params]
         if not (self.settings.ranks_may_differ or self._shards.is_tensor_parallel):
-            plain = take_gradients(fulls)
+            plain = _take_dense(fulls)
             if plain is not None:
                 return plain
         gradients: list[Tensor | None] = []
@@ -305,7 +308,7 @@ class Gradients:
         """Add all results to ``.grad``; True if some wait for a sum over replicas."""
         is_some_left = False
         # Added plainly if shards have no hooks on gradients, and no ``.grad`` stands for deferred ones.
-        without_hooks = not self._has_deferred and self._shards.snapshot.has_no_gradient_hooks()
+        without_hooks = not self._has_deferred and self._shards.have_no_gradient_hooks()
         for number, reduction in enumerate(self._reductions):
             if reduction is not None:
                 bucket = self._shards.buckets[number]
@@ -353,7 +356,7 @@ class Gradients:
         self._has_deferred = True
         for param, is_left_for_later in zip(self._shards.params, self._left_for_later(), strict=True):
             if is_left_for_later:
-                param.gradient.defer()
+                param.defer_gradient()
 
     def _left_for_later(self) -> list[bool]:
         """For each parameter, whether it has a deferred gradient, unsharded or reduce-scattered."""
@@ -380,7 +383,7 @@ class Gradients:
 
     def _stands_for_any(self) -> bool:
         """True if ``.grad`` of some shards may stand for unreduced gradients."""
-        return any(param.gradient.is_deferred for param in self._shards.params)
+        return any(param.is_deferred for param in self._shards.params)
 
     def drop_cleared(self) -> None:
         """Drop deferred gradients of parameters whose ``.grad`` the caller has cleared since."""
@@ -389,7 +392,7 @@ class Gradients:
         fulls, index = self._unsharded.params, 0
         for bucket in self._shards.buckets:
             for own, param in enumerate(bucket.params):
-                if param.gradient.was_cleared():
+                if param.gradient_was_cleared():
                     if fulls:
                         fulls[index].grad = None
                     if bucket.reduction.has_earlier_for(own):
@@ -402,7 +405,7 @@ class Gradients:
         """Drop unsharded gradients, in flight or not."""
         self._free()
         for param in self._shards.params:
-            param.gradient.show_reduced()
+            param.show_reduced_gradient()
         if self.state is not EMPTY:
             self._step("drop")
 
@@ -444,6 +447,18 @@ class Gradients:
 
     def _refuse(self, event: str) -> NoReturn:
         refuse_step(GRADIENT_STATES, self.state, event, self._shards.name)
+
+
+def _take_dense(fulls: Sequence[nn.Parameter]) -> list[Tensor | None] | None:
+    """Take ``.grad`` of ``fulls`` away; None, and nothing taken, if one is sparse."""
+    with tensor_impl.plain_access():
+        gradients = list(map(_gradient, fulls))
+        layouts = set(map(_layout, filter(is_not_none, gradients)))
+        if not layouts <= _DENSE:
+            return None
+        for full in fulls:
+            full.grad = None
+    return gradients
 
 
 def _arrived(own: "weakref.ref[Gradients]", index: int, full: Tensor) -> None:

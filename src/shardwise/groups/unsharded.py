@@ -168,7 +168,7 @@ class Unsharded:
         if not self.params:
             self.unshard()
             return
-        if not self._shards.snapshot.is_as_trainable():
+        if not self._shards.are_as_trainable():
             self._adopt_freezing()
         self._start()
 
@@ -184,7 +184,7 @@ class Unsharded:
             return
         state = UNSHARD_STATES.get((self.state, "unshard")) or self._refuse("unshard")
         if self.state is SHARDED:  # from PARTLY, contents and versions are those of the all-gather before
-            self._versions = self._shards.snapshot.versions()
+            self._versions = self._shards.versions()
         if self.observer is not None:
             self.observer("unshard", self._shards.name)
         stream, buckets = self.streams.all_gather, self.buckets
@@ -360,7 +360,7 @@ class Unsharded:
 
     def shards_changed(self) -> list[str]:
         """Names of parameters whose shards have changed since the all-gather."""
-        if self._shards.snapshot.versions() == self._versions:
+        if self._shards.versions() == self._versions:
             return []
         rows = zip(self._shards.params, self._versions, strict=True)
         return [param.fqn for param, version in rows if param.version() != version]
