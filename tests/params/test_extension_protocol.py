@@ -328,7 +328,7 @@ def test_half_of_the_methods_or_lost_ones_are_an_error(world2: World) -> None:
         "\n".join(first),
         """\
 0.weight holds a Tensor, which has fsdp_pre_all_gather but no fsdp_post_all_gather; an all-gather needs both. Add it to the class, or to the tensor that has the other.
-0.weight: its shard was replaced by a Tensor without fsdp_pre_all_gather and fsdp_post_all_gather, by which its group unshards it. Methods that were put on a tensor stay with that tensor: put them on the new local tensor as well, or on its class.""",
+0.weight: its shard was replaced by a Tensor without fsdp_pre_all_gather and fsdp_post_all_gather. Methods that were put on a tensor stay with that tensor: put them on the new local tensor as well, or on its class.""",
     )
 
 

@@ -98,7 +98,7 @@ class Gradients:
 
     def attach_hooks(self) -> None:
         """Hook the trainable unsharded parameters, to be told when their gradients arrive."""
-        own, fulls = weakref.ref(self), self._unsharded.params
+        own, fulls = weakref.ref(self), self._unsharded.full_params
         trainable = [i for i, full in enumerate(fulls) if full.requires_grad]
         for index in trainable:
             if index not in self._hooked:
@@ -173,7 +173,7 @@ class Gradients:
                 return self.reduce()
         event = "join" if self.state is EMPTY and self.settings.ranks_may_differ else "reduce"
         state = GRADIENT_STATES.get((self.state, event)) or self._refuse(event)
-        if not self._unsharded.params:  # it has not run on this rank
+        if not self._unsharded.full_params:  # it has not run on this rank
             self.part_queue = self._plan_parts()
         queue = self.part_queue
         if queue is not None:
@@ -181,7 +181,7 @@ class Gradients:
                 queue.begin()
             self._send(queue.take_rest())
         else:
-            gradients = self._take(self._shards.params, self._unsharded.params)
+            gradients = self._take(self._shards.params, self._unsharded.full_params)
             for number, bucket in enumerate(self._shards.buckets):
                 own = gradients
                 if bucket is not self._shards.buckets[-1]:
@@ -194,7 +194,7 @@ class Gradients:
             self.observer("reduce", self._shards.name)
 
     def _send(self, parts: Iterable[QueuedPart]) -> None:
-        all_params, all_fulls = self._shards.params, self._unsharded.params
+        all_params, all_fulls = self._shards.params, self._unsharded.full_params
         for queued in parts:
             reduction = self._reductions[queued.bucket] or self._open(queued.bucket, is_filled=False)
             params = [all_params[index] for index in queued.indices]
@@ -322,7 +322,7 @@ class Gradients:
         """Finish the reductions of parts that began before the group's other gradients arrived."""
         self._close()
         self._accumulate()
-        there = [i for i in self._trainable if self._unsharded.params[i].grad is not None]
+        there = [i for i in self._trainable if self._unsharded.full_params[i].grad is not None]
         self._expect_all(there)
         if self.part_queue is not None:
             self.part_queue.begin(there)
@@ -342,7 +342,7 @@ class Gradients:
 
         No hook has told of them, since ``torch.autograd.grad`` returns gradients and accumulates none.
         """
-        if all(full.grad is None for full in self._unsharded.params):
+        if all(full.grad is None for full in self._unsharded.full_params):
             return
         if self.streams.are_device_streams:
             if self.state is EMPTY:
@@ -360,7 +360,7 @@ class Gradients:
 
     def _left_for_later(self) -> list[bool]:
         """For each parameter, whether it has a deferred gradient, unsharded or reduce-scattered."""
-        fulls = self._unsharded.params
+        fulls = self._unsharded.full_params
         sums = [
             bucket.reduction.has_earlier_for(i)
             for bucket in self._shards.buckets
@@ -375,7 +375,7 @@ class Gradients:
         """True if a reduction now would reduce deferred gradients."""
         if self.state is not DEFERRED:
             return False
-        if any(full.grad is not None for full in self._unsharded.params):
+        if any(full.grad is not None for full in self._unsharded.full_params):
             return True
         return self.settings.requires_all_reduce and any(
             bucket.reduction.earlier is not None for bucket in self._shards.buckets
@@ -389,7 +389,7 @@ class Gradients:
         """Drop deferred gradients of parameters whose ``.grad`` the caller has cleared since."""
         if self.state is not DEFERRED:
             return
-        fulls, index = self._unsharded.params, 0
+        fulls, index = self._unsharded.full_params, 0
         for bucket in self._shards.buckets:
             for own, param in enumerate(bucket.params):
                 if param.gradient_was_cleared():
@@ -423,7 +423,7 @@ class Gradients:
         for reduction in self.in_flight():
             reduction.drop()
         self._reductions = [None] * len(self._shards.buckets)
-        for full in self._unsharded.params:
+        for full in self._unsharded.full_params:
             full.grad = None
         for bucket in self._shards.buckets:
             bucket.reduction.drop_all_earlier()
@@ -433,7 +433,7 @@ class Gradients:
     @property
     def are_wanted(self) -> bool:
         """True if any parameter of the group is trainable."""
-        if self._unsharded.params:
+        if self._unsharded.full_params:
             return bool(self._trainable)
         return any(param.sharded.requires_grad for param in self._shards.params)
 
@@ -472,7 +472,7 @@ def _arrived(own: "weakref.ref[Gradients]", index: int, full: Tensor) -> None:
     gradients = own()
     if gradients is None:
         return
-    fulls = gradients._unsharded.params
+    fulls = gradients._unsharded.full_params
     if not fulls or fulls[index] is not full:
         gradients._raise_replaced(index)
     queue, streams = gradients.part_queue, gradients.streams

@@ -224,7 +224,7 @@ class ParameterGroup:
 
         True if any was, or if this is the first call.
         """
-        if self.shards.are_untouched(self.unsharded.params):
+        if self.shards.are_untouched(self.unsharded.full_params):
             return False
         self.adopt_replaced()
         if self.shards.are_elsewhere():
@@ -269,7 +269,7 @@ class ParameterGroup:
         """Copy shards that are stored elsewhere into new flat shards."""
         self.shards.refuse_meta()
         unsharded = self.unsharded
-        carried = [full.grad for full in unsharded.params]
+        carried = [full.grad for full in unsharded.full_params]
         is_planned_anew = [bucket.sync_flat_shard() for bucket in self.buckets]
         if not any(is_planned_anew):
             return
@@ -279,7 +279,7 @@ class ParameterGroup:
             self.gradients.attach_hooks()
             for bucket in unsharded.buckets:
                 bucket.buffer.free()
-            for full, gradient, param in zip(unsharded.params, carried, self.shards.params, strict=True):
+            for full, gradient, param in zip(unsharded.full_params, carried, self.shards.params, strict=True):
                 full.grad = None if gradient is None else gradient.to(param.precision.accumulated)
 
     # --- what is refused --------------------------------------------------------------------------
@@ -308,7 +308,7 @@ class ParameterGroup:
 
         ``names``: the name of every module of the tree.
         """
-        added = self.added.find_added(names, self.unsharded.params)
+        added = self.added.find_added(names, self.unsharded.full_params)
         if not added:
             return
         for where, tensor in added:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.buckets.unsharded_bucket import UnshardedBucket
+from shardwise.buckets.bucket import UnshardedBucket
 from shardwise.comm.streams import CommStream, CommStreams, CommWork, Finish
 from shardwise.groups.shards import Shards
 from shardwise.groups.states import (
@@ -111,7 +111,7 @@ class Unsharded:
     def drop(self) -> None:
         """Drop them; the next unshard makes new ones."""
         self.buckets: list[UnshardedBucket] = []
-        self.params: tuple[nn.Parameter, ...] = ()
+        self.full_params: tuple[nn.Parameter, ...] = ()
         self.is_made = False
         """Whether the next unshard finds them."""
         self._freed: tuple[nn.Parameter, ...] = ()  # those whose memory is freed by a reshard
@@ -135,14 +135,14 @@ class Unsharded:
             self.buckets = [bucket.make_unsharded() for bucket in shards.buckets]
         for bucket in self.buckets:
             bucket.buffer.keep_memory(self.keeps_storage)
-        self.params = tuple(full for bucket in self.buckets for full in bucket.params)
-        self._freed = tuple(full for b in self.buckets if not b.buffer.is_alias for full in b.params)
+        self.full_params = tuple(full for bucket in self.buckets for full in bucket.full_params)
+        self._freed = tuple(full for b in self.buckets if not b.buffer.is_alias for full in b.full_params)
         self._versions_of_freed = (FREED,) * len(self._freed)
-        self.are_shards = bool(self.params) and not self._freed
+        self.are_shards = bool(self.full_params) and not self._freed
         self.is_made = True
         self._places = [
             (site.module.__dict__, site.name, full)
-            for param, full in zip(shards.params, self.params, strict=True)
+            for param, full in zip(shards.params, self.full_params, strict=True)
             for site in param.sites
         ]
 
@@ -155,7 +155,7 @@ class Unsharded:
         if self.state is SHARDED:
             if self.streams.are_device_streams:
                 self._users = StreamUsers()
-            if not self.is_made or not self._shards.are_untouched(self.params):
+            if not self.is_made or not self._shards.are_untouched(self.full_params):
                 self._prepare()
         self._start()
 
@@ -165,7 +165,7 @@ class Unsharded:
         Uses the shards that forward used, even if others were assigned to the modules since. Autograd detects
         changes in place by their versions. Changes of ``requires_grad`` are followed.
         """
-        if not self.params:
+        if not self.full_params:
             self.unshard()
             return
         if not self._shards.are_as_trainable():
@@ -174,7 +174,7 @@ class Unsharded:
 
     def unshard_ahead(self) -> None:
         """As ``unshard_again``, for a prefetch in backward: ``requires_grad`` is followed when it is used."""
-        if not self.params:
+        if not self.full_params:
             self.unshard()
         else:
             self._start()
@@ -211,7 +211,7 @@ class Unsharded:
         self._finish_all_gather()
         if self._keeps_parts:
             self._free_parts()
-        autograd.set_versions(self.params, self._versions)  # their contents are those of the shards
+        autograd.set_versions(self.full_params, self._versions)  # their contents are those of the shards
         self.show()
         self.state = state
 
@@ -342,7 +342,7 @@ class Unsharded:
     def keep_storage(self, keep: bool) -> None:
         """Choose whether they keep their memory while they are resharded."""
         self.keeps_storage = keep
-        if not self.params:
+        if not self.full_params:
             return
         for bucket in self.buckets:
             bucket.buffer.keep_memory(keep)
@@ -356,7 +356,7 @@ class Unsharded:
     def sync_versions(self) -> None:
         """Take over the versions of the shards, whose contents are the same."""
         self._versions = [param.version() for param in self._shards.params]
-        autograd.set_versions(self.params, self._versions)
+        autograd.set_versions(self.full_params, self._versions)
 
     def shards_changed(self) -> list[str]:
         """Names of parameters whose shards have changed since the all-gather."""
@@ -379,7 +379,7 @@ class Unsharded:
         changed: list[str] = []
         for bucket in self.buckets:
             changed += bucket.relocated_params()
-        versions = list(map(tensor_impl.version, self.params))
+        versions = list(map(tensor_impl.version, self.full_params))
         if versions == self._versions:
             return changed
         for param, now, before in zip(self._shards.params, versions, self._versions, strict=True):
@@ -391,7 +391,7 @@ class Unsharded:
     @property
     def can_be_compared(self) -> bool:
         """False if they have to be unsharded again, whether or not the contents of the shards changed."""
-        return all(bucket.can_be_compared for bucket in self.buckets)
+        return self._shards.are_untouched(self.full_params) and all(b.can_be_compared for b in self.buckets)
 
     def differ(self) -> Tensor:
         """Whether this rank's shards changed since the all-gather, as a bool on the device."""
@@ -416,7 +416,7 @@ class Unsharded:
         """
         if self.state is not UNSHARDED:
             return False
-        if any(map(partial(is_, tensor), self.params)):
+        if any(map(partial(is_, tensor), self.full_params)):
             return True
         if isinstance(tensor, DTensor):
             tensor = dtensor.local_tensor(tensor)

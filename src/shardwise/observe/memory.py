@@ -235,7 +235,7 @@ def _summoned_params(group: ParameterGroup) -> list[Tensor]:
 
 
 def _full_gradients(group: ParameterGroup, summoned: list[Tensor]) -> Iterator[Tensor | None]:
-    for full in (*group.unsharded.params, *summoned):
+    for full in (*group.unsharded.full_params, *summoned):
         yield full.grad
     for reduction in group.gradients.in_flight():
         yield from reduction.gradients

@@ -221,16 +221,6 @@ class Param:
         """A number that grows with every in-place change of the sharded parameter that torch counts."""
         return self.version_base + tensor_impl.version(self.sharded) + tensor_impl.version(self.local)
 
-    def is_untouched(self) -> bool:
-        """True if the sharded parameter is the same object over the same memory, and equally trainable."""
-        sharded = self.sharded
-        for site in self.sites:
-            if nn_modules.parameters(site.module).get(site.name) is not sharded:
-                return False
-        if dtensor.local_tensor(sharded) is not self.local:
-            return False
-        return self.unsharded is None or self.unsharded.requires_grad == sharded.requires_grad
-
     def find_replacement(self) -> nn.Parameter | None:
         """The sharded parameter that is registered at the sites instead of ours, or None.
 
