@@ -209,7 +209,7 @@ def test_a_result_of_another_shape_is_refused(world2: World) -> None:
     assert first == second
     assert_expected_inline(
         first,
-        """0.weight: Scaled.fsdp_post_all_gather returned shape (12, 4), where a tensor of shape (6, 8) is expected, or one with more rows, which are cut off. Shards are parts along dim 1; outputs are those along dim 0. Return a tensor of the shape of the whole parameter.""",
+        """0.weight: Scaled.fsdp_post_all_gather returned shape (12, 4), where a tensor of shape (6, 8) is expected; or one with more rows, which are cut off, if it is sharded on dim 0. Return a tensor of the shape of the whole parameter.""",
     )
 
 

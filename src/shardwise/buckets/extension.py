@@ -234,20 +234,16 @@ class _UnshardedExtension(UnshardedBucket):
         self._param.make_unsharded(self._without_padding(full).detach(), keeps_class=True)
         return _ExtensionBuffer([*self._outputs, *inner])
 
-    def _without_padding(self, full: Any) -> Tensor:
+    def _without_padding(self, full: Tensor) -> Tensor:
         """``full`` without the padding rows at its end."""
-        shape = self._param.shape
-        if isinstance(full, Tensor) and full.shape == shape:
+        shape, found = self._param.shape, tuple(full.shape)
+        if found == shape:
             return full
-        is_longer = isinstance(full, Tensor) and full.dim() == len(shape) and full.shape[1:] == shape[1:]
-        if not (is_longer and self._param.dim == 0 and full.shape[0] > shape[0]):
-            found = f"shape {tuple(full.shape)}" if isinstance(full, Tensor) else repr(full)
-            dim = self._param.dim
-            hint = f" Shards are parts along dim {dim}; outputs are those along dim 0." if dim else ""
+        if self._param.dim != 0 or len(found) != len(shape) or found[1:] != shape[1:] or found < shape:
             raise RuntimeError(
-                f"{self._param.fqn}: {type(self._param.local).__name__}.{POST} returned {found}, where a "
-                f"tensor of shape {shape} is expected, or one with more rows, which are cut off.{hint} "
-                "Return a tensor of the shape of the whole parameter."
+                f"{self._param.fqn}: {type(self._param.local).__name__}.{POST} returned shape {found}, where "
+                f"a tensor of shape {shape} is expected; or one with more rows, which are cut off, if it is "
+                "sharded on dim 0. Return a tensor of the shape of the whole parameter."
             )
         # Classes that were written for torch's fully_shard have this operation: it is always called there.
         return full.as_strided(shape, full.stride())

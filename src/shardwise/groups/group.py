@@ -21,16 +21,15 @@ from torch import Tensor, nn
 from shardwise.buckets.bucket import Bucket
 from shardwise.buckets.extension import check_before_training, is_extension, split_off
 from shardwise.comm.streams import CommStreams, nothing
-from shardwise.groups.added_parameters import ModuleWatch
-from shardwise.groups.casts import Casts
 from shardwise.groups.gradients import Gradients
+from shardwise.groups.managed_modules import AddedParameters, SideTensors
 from shardwise.groups.settings import Settings
 from shardwise.groups.shards import Shards
-from shardwise.groups.side_tensors import SideTensors
 from shardwise.groups.states import EMPTY, PENDING, SHARDED, SUMMONED
 from shardwise.groups.unsharded import Observer, Unsharded, refuse_summoned
 from shardwise.layout.fqns import listed
 from shardwise.layout.mesh import Axis, ShardMesh
+from shardwise.layout.precision import Casts
 from shardwise.params.parameter import Param, Site
 from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.policies import CommPolicy
@@ -78,7 +77,7 @@ class ParameterGroup:
         self.ignored: list[nn.Parameter] = []
         self.choices: set[str] = set()  # which setters have chosen how to communicate
         self.partly_loaded: str | None = None  # why a load failed half-way
-        self.added = ModuleWatch(managed_modules)
+        self.added = AddedParameters(managed_modules)
         self.side_tensors = SideTensors(managed_modules)
         self.observer: Observer | None = None
         self.traced: Any = None  # what the last trace saw

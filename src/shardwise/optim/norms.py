@@ -33,7 +33,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardwise.buckets.bucket import Bucket, bucket_and_index
 from shardwise.comm.communicators import all_reduce
-from shardwise.groups.added_parameters import owner_of
+from shardwise.groups.managed_modules import owner_of
 from shardwise.layout.chunks import round_up
 from shardwise.optim.passed_parameters import PassedParameters
 from shardwise.params.deferred_gradient import DEFERRED, refuse_deferred
