@@ -1,4 +1,4 @@
-"""The modules of a group: whose their parameters are, what is added later, tensors that forward leaves there."""
+"""The modules of a group: whose their parameters are, what is added later, what forward leaves there."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
