@@ -351,21 +351,9 @@ class ParameterGroup:
     # --- questions --------------------------------------------------------------------------------
 
     @property
-    def replicates(self) -> bool:
-        """True if some of its shards are replicated."""
-        return self.shards.are_replicated
-
-    @property
     def max_in_flight(self) -> int:
         """How many reductions may be in flight at once: more overlap, for more memory."""
         return self.settings.max_reductions + self.shards.are_replicated
-
-    def axes(self) -> list[Axis]:
-        """The axes over which its parameters are sharded, the longest first."""
-        axes = {
-            id(axis.pg): axis for b in self.buckets for axis in b.mesh.axes() if axis is b.mesh.shard_axis
-        }
-        return sorted(axes.values(), key=lambda axis: -axis.world)
 
     def all_axes(self) -> list[Axis]:
         """The axes along which it communicates, the longest first."""
@@ -376,7 +364,7 @@ class ParameterGroup:
         """Keep communication in flight alive: the back end still writes into its memory."""
         own = vars(self)  # incomplete in a copy that failed
         if "gradients" in own:
-            under_way = [self.unsharded.in_flight, *self.gradients.in_flight()]
+            under_way = [self.unsharded.work, *self.gradients.in_flight()]
             if any(each is not None for each in under_way):
                 c10d.keep_until_exit(under_way)
 
@@ -402,5 +390,6 @@ def open_tie_message(fqn: str, other: str) -> str:
 
 def axes_of(groups: Sequence[ParameterGroup]) -> list[Axis]:
     """The axes over which the parameters of ``groups`` are sharded, the longest first."""
-    axes = {id(axis.pg): axis for group in groups for axis in group.axes() if not axis.is_alone}
+    every = [bucket.mesh.shard_axis for group in groups for bucket in group.buckets]
+    axes = {id(axis.pg): axis for axis in every if not axis.is_alone}
     return sorted(axes.values(), key=lambda axis: -axis.world)

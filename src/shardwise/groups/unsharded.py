@@ -6,7 +6,7 @@ Owns the state of the parameters (states.py). The root decides *when*.
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from operator import is_
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +32,8 @@ from shardwise.torch_compat import autograd, dtensor, tensor_impl
 from shardwise.torch_compat.functorch import innermost
 from shardwise.torch_compat.nn_modules import refresh_flat_weights
 
-
-class Observer(Protocol):
-    """Called with every event and the name of its group."""
-
-    def __call__(self, event: str, name: str, /) -> None:
-        """``event`` has happened to the group of this name."""
+Observer = Callable[[str, str], None]
+"""Called with every event and the name of its group."""
 
 
 class StreamUsers:
@@ -103,7 +99,8 @@ class Unsharded:
         self.observer: Observer | None = None
         self.awaited = Wait("all-gather", shards.name, list)
         self.keeps_storage = False
-        self._work: CommWork | None = None
+        self.work: CommWork | None = None
+        """The all-gather that nobody has waited for."""
         self._users = StreamUsers()
         self._keeps_parts = False  # of what a few ranks keep together
         self.drop()
@@ -195,7 +192,7 @@ class Unsharded:
             start = partial(_start_all_gathers, stream, buckets)
         if self.streams.are_labelled:
             start = autograd.labelled(f"shardwise.all-gather {self._shards.name}", start)
-        self._work = stream.submit(start, awaited=self.awaited)
+        self.work = stream.submit(start, awaited=self.awaited)
         self.state = state
 
     def wait(self) -> None:
@@ -216,22 +213,17 @@ class Unsharded:
         self.state = state
 
     def _finish_all_gather(self) -> None:
-        assert self._work is not None
-        self._work.wait()
+        assert self.work is not None
+        self.work.wait()
         if self.streams.are_device_streams:
-            self._users.gathered(self._work.end)
+            self._users.gathered(self.work.end)
         # Only now: after a failure the next wait for it does nothing, and the state goes on.
-        self._work = None
+        self.work = None
 
     def wait_if_on_the_way(self) -> None:
         """As ``wait``, unless they were resharded meanwhile."""
         if self.state in (UNSHARDING, UNSHARDED):
             self.wait()
-
-    @property
-    def in_flight(self) -> CommWork | None:
-        """The all-gather that nobody has waited for, if there is one."""
-        return self._work
 
     # --- what modules see -------------------------------------------------------------------------
 
@@ -256,14 +248,6 @@ class Unsharded:
                     del attributes[name]
             if self._shards.rnns:
                 refresh_flat_weights(self._shards.rnns)
-
-    def summon(self) -> None:
-        """Enter SUMMONED: the caller replaces the registered shards with full parameters."""
-        self._step("summon")
-
-    def end_summon(self) -> None:
-        """Leave SUMMONED: the shards are registered again."""
-        self._step("end_summon")
 
     # --- reshard ----------------------------------------------------------------------------------
 
@@ -306,7 +290,7 @@ class Unsharded:
             self._free(SHARDED)
 
     def _drop_parts(self) -> None:
-        self._step("reshard")
+        self.step("reshard")
         with self.streams.all_gather.allocation_scope():
             self._free_parts()
 
@@ -425,7 +409,8 @@ class Unsharded:
         address = innermost(tensor).data_ptr()
         return any(bucket.buffer.holds(address) for bucket in self.buckets)
 
-    def _step(self, event: str) -> None:
+    def step(self, event: str) -> None:
+        """Go to the next state; ``summon`` and ``end_summon`` are all that the caller does."""
         self.state = UNSHARD_STATES.get((self.state, event)) or self._refuse(event)
 
     def _refuse(self, event: str) -> NoReturn:
@@ -472,17 +457,13 @@ def _is_renormalised(param: Param) -> bool:
 
 
 def _refuse_changes(shards: Shards, changed: list[str]) -> NoReturn:
-    renormalised = [p.fqn for p in shards.params if p.fqn in changed and _is_renormalised(p)]
-    if renormalised:
-        raise RuntimeError(
-            f"{', '.join(renormalised)}: nn.Embedding(max_norm=...) renormalises rows of its weight in "
-            f"place in each forward, here those of an unsharded copy (group '{shards.name}'). The shard "
-            "would keep the rows as they were, and training would go another way than in plain PyTorch. "
-            "Set max_norm to None and renormalise the shard after each optimizer step, under "
-            "torch.no_grad(). A frozen weight is allowed: requires_grad_(False)."
+    what_to_do = "Change the sharded parameter outside of forward, under torch.no_grad()."
+    if any(param.fqn in changed and _is_renormalised(param) for param in shards.params):
+        what_to_do = (
+            "nn.Embedding(max_norm=...) renormalises rows of its weight in each forward: set max_norm to "
+            "None and renormalise the shard after each optimizer step, under torch.no_grad(); or freeze it."
         )
     raise RuntimeError(
-        f"{', '.join(changed)}: changed in place while unsharded (group '{shards.name}'). Inside "
-        "forward a module sees an unsharded copy, which is now freed, so the change would be "
-        "lost. Change the sharded parameter outside of forward, under torch.no_grad()."
+        f"{', '.join(changed)}: changed in place while unsharded (group '{shards.name}'). Inside forward a "
+        f"module sees an unsharded copy, which is now freed, so the change would be lost. {what_to_do}"
     )

@@ -177,13 +177,13 @@ class SummonedGroup:
         self._options = options
         self.summoned: list[_SummonedParam] = []
         group.adopt_changes()
-        group.unsharded.summon()
+        group.unsharded.step("summon")
         try:
             with torch.inference_mode(False), torch.no_grad():
                 for bucket in group.buckets:
                     self.summoned += self._summon(bucket)
         except BaseException:
-            group.unsharded.end_summon()
+            group.unsharded.step("end_summon")
             raise
         # A parameter that is deleted and registered again would come last in parameters().
         self._orders = {
@@ -235,7 +235,7 @@ class SummonedGroup:
         for module, names in self._orders.items():
             nn_modules.reorder(nn_modules.parameters(module), names)
         nn_modules.refresh_flat_weights(self._group.shards.rnns)
-        self._group.unsharded.end_summon()
+        self._group.unsharded.step("end_summon")
 
     def claims(self, checksums: Checksums) -> list[Claim]:
         """What has to be equal on all ranks so that the shards make up one parameter."""
