@@ -14,6 +14,7 @@ as experts are. A bucket knows *how*; its group knows whether and when.
 
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,7 +26,6 @@ from shardwise.buckets.communication import Communication
 from shardwise.buckets.sharded_gradients import BucketReduction, ShardedGradients, all_start_at
 from shardwise.comm.all_gather import AllGather, InPlaceAllGather
 from shardwise.comm.buffers import FlatShard, UnshardedBuffer, bytes_of, cast_buffer, local_views
-from shardwise.comm.communicators import Communicator
 from shardwise.comm.custom import PooledCollectives
 from shardwise.comm.quantized import Int8AllGather
 from shardwise.comm.streams import CommStream, Finish, nothing
@@ -84,10 +84,13 @@ class Bucket:
 
     def lay_out(self, device: torch.device) -> None:
         """Plan buffers and collectives for the parameters of now; the flat shard is not filled yet."""
-        self.stored = self._layout("stored")
-        self.computed = self._layout("computed")
-        self.reduced = self._layout("reduced")
-        self.kept = self._layout("kept")
+        axis = self.communication.options.post_forward_axis
+        forms = [self._dtypes(form) for form in ("stored", "computed", "reduced", "kept")]
+        own, few = self.mesh.shard_axis.world, None if axis is None else axis.world
+        layouts = {
+            dtypes: self._layout(dtypes, own, few) for dtypes in dict.fromkeys(forms)
+        }  # equal ones once
+        self.stored, self.computed, self.reduced, self.kept = map(layouts.__getitem__, forms)
         is_pinned = self.storage.is_pinned and device.type == "cpu"
         self.flat_shard = FlatShard(self.stored, self.mesh.shard_axis.rank, device, is_pinned=is_pinned)
         self.sharded_gradients = ShardedGradients(self.params, self.kept, self.mesh.shard_axis.rank)
@@ -102,19 +105,15 @@ class Bucket:
         )
         if before is not None:
             self.reduction.carry_earlier(before)
-        own = BucketRef(self)
+        ref = BucketRef(self)
         for index, param in enumerate(self.params):
-            param.mark((own, index))
+            param.mark((ref, index))
 
-    def _layout(self, form: str, world: int | None = None, slots_serve: int | None = None) -> Layout:
-        """The layout of the parameters in one of the dtypes of their Precision; equal layouts are shared."""
-        dtypes = [getattr(param.precision, form) for param in self.params]
-        if world is None and form != "stored":
-            for other in ("stored", "computed", "reduced"):
-                if other == form:
-                    break
-                if dtypes == [getattr(param.precision, other) for param in self.params]:
-                    return getattr(self, other)
+    def _dtypes(self, form: str) -> tuple[torch.dtype, ...]:
+        return tuple(getattr(param.precision, form) for param in self.params)
+
+    def _layout(self, dtypes: Sequence[torch.dtype], world: int, slots_serve: int | None) -> Layout:
+        """The layout of the parameters in these dtypes; the slots serve another number of ranks as well."""
         own = self.mesh.shard_axis.world
         slots = [
             Slot(
@@ -128,17 +127,15 @@ class Bucket:
             )
             for param, dtype in zip(self.params, dtypes, strict=True)
         ]
-        computed = [param.precision.computed.itemsize for param in self.params]
-        is_direct = self._are_direct(
-            [slot.chunk_numel * itemsize for slot, itemsize in zip(slots, computed, strict=True)]
-        )
-        if slots_serve is None and (axis := self.communication.options.post_forward_axis) is not None:
-            slots_serve = axis.world
-        return plan_layout(slots, own if world is None else world, is_direct, slots_serve)
+        chunk_bytes = [
+            slot.chunk_numel * param.precision.computed.itemsize
+            for slot, param in zip(slots, self.params, strict=True)
+        ]
+        return plan_layout(slots, world, self._are_direct(chunk_bytes), slots_serve)
 
     def post_forward_layout(self, axis: Axis) -> Layout:
         """The layout of the parameters as computed with, over the few ranks that keep them after forward."""
-        return self._layout("computed", axis.world, self.mesh.shard_axis.world)
+        return self._layout(self._dtypes("computed"), axis.world, self.mesh.shard_axis.world)
 
     def _are_direct(self, chunk_bytes: list[int]) -> list[bool]:
         """Whether parameters with shards of these sizes have collectives of their own, without copies."""
@@ -211,12 +208,16 @@ class UnshardedBucket:
 
     Where sharded parameters are stored in another dtype than they are computed in, or in host memory, the
     flat shard is first copied into a buffer to send from: one cast, one copy, for all parameters together.
+
+    Where a few ranks keep the parameters together between forward and backward, each has a post-forward
+    shard: its part of all of them, as computed with.
     """
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._device = bucket.mesh.device
-        self._post_forward: PostForwardShard | None = None
+        self._among_few: AllGather | None = None
+        self._post_forward_shard: Tensor | None = None
         self.buffer = self._make_params()
         self.full_params = [param.unsharded for param in bucket.params if param.unsharded is not None]
 
@@ -236,12 +237,12 @@ class UnshardedBucket:
             self._pieces = self._all_gather.cut(flat)
         comm, axis = bucket.communication.post_forward, bucket.communication.options.post_forward_axis
         if comm is not None and axis is not None:
-            layout = bucket.post_forward_layout(axis)
-            self._post_forward = PostForwardShard(comm, axis.rank, layout, buffer, self._device)
+            self._post_forward_rank, self._post_forward_layout = axis.rank, bucket.post_forward_layout(axis)
+            self._among_few = AllGather(comm, self._post_forward_layout, buffer)
         self._placed = [param for param, slot in zip(bucket.params, slots, strict=True) if slot.slot_bytes]
         self._contents = [param.unsharded_data() for param in self._placed]
         self._offsets = [slot.slot_offset for slot in slots if slot.slot_bytes]
-        self._choose_start()
+        self._start_from_flat_shard()
         return buffer
 
     def _make_all_gather(self, buffer: UnshardedBuffer) -> AllGather:
@@ -255,7 +256,7 @@ class UnshardedBucket:
     def start_all_gather(self, stream: CommStream) -> Finish:
         """Allocate the buffer and start to fill it; returns the function that waits.
 
-        ``_choose_start`` replaces it on the instance where the flat shard can be sent as it is: mostly.
+        Replaced on the instance where something can be sent as it is: mostly the flat shard.
         """
         self.buffer.allocate()
         flat = self._on_device(stream)
@@ -279,13 +280,9 @@ class UnshardedBucket:
 
         return finish
 
-    def _choose_start(self) -> None:
-        """Begin from the post-forward shard while there is one; else from the flat shard, if it can be sent
-        as it is."""
+    def _start_from_flat_shard(self) -> None:
         vars(self).pop("start_all_gather", None)
-        if self._post_forward is not None and self._post_forward.has_contents:
-            self.start_all_gather = self._post_forward.start_all_gather  # type: ignore[method-assign]
-        elif self._all_gather is not None and self._pieces is not None:
+        if self._all_gather is not None and self._pieces is not None:
             self.start_all_gather = partial(self._all_gather.start, inputs=self._pieces)  # type: ignore[method-assign]
 
     def _on_device(self, stream: CommStream) -> Tensor:
@@ -302,16 +299,21 @@ class UnshardedBucket:
         cast_buffer(flat, self._bucket.stored, target, self._bucket.computed)
 
     def keep_post_forward_shard(self) -> None:
-        """Keep this rank's post-forward shard, if there is a post-forward axis."""
-        if self._post_forward is not None:
-            self._post_forward.keep()
-            self._choose_start()
+        """Keep this rank's post-forward shard, from which the next all-gather begins, if a few ranks do."""
+        if self._among_few is None:
+            return
+        rank, layout = self._post_forward_rank, self._post_forward_layout
+        kept = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=self._device)
+        for view, slot in zip(local_views(kept, layout, rank), layout.slots, strict=True):
+            view.copy_(shard_of(self.buffer.unsharded_tensor(slot), slot, rank))
+        self._post_forward_shard = kept
+        self.start_all_gather = partial(self._among_few.start, inputs=self._among_few.cut(kept))  # type: ignore[method-assign]
 
     def drop_post_forward_shard(self) -> None:
         """Free the post-forward shard."""
-        if self._post_forward is not None:
-            self._post_forward.drop()
-            self._choose_start()
+        if self._post_forward_shard is not None:
+            self._post_forward_shard = None
+            self._start_from_flat_shard()
 
     # --- questions --------------------------------------------------------------------------------
 
@@ -347,51 +349,8 @@ class UnshardedBucket:
 
     def allocated_bytes(self) -> tuple[int, int]:
         """The memory that the buffer takes now, and the post-forward shard."""
-        part = 0 if self._post_forward is None else self._post_forward.allocated_bytes
-        return self.buffer.allocated_bytes, part
-
-
-class PostForwardShard:
-    """One rank's post-forward shard of a bucket: its part of every unsharded parameter, as computed with.
-
-    ``comm`` connects the few ranks that keep the parameters together between forward and backward.
-    """
-
-    def __init__(
-        self, comm: Communicator, rank: int, layout: Layout, buffer: UnshardedBuffer, device: torch.device
-    ) -> None:
-        self._rank = rank
-        self._layout = layout
-        self._buffer = buffer
-        self._device = device
-        self._all_gather = AllGather(comm, layout, buffer)
-        self._bytes: Tensor | None = None
-
-    @property
-    def has_contents(self) -> bool:
-        """True between ``keep`` and ``drop``."""
-        return self._bytes is not None
-
-    @property
-    def allocated_bytes(self) -> int:
-        """The memory that it takes now."""
-        return 0 if self._bytes is None else self._bytes.numel()
-
-    def keep(self) -> None:
-        """Copy this rank's part out of the unsharded buffer."""
-        self._bytes = torch.zeros(self._layout.shard_bytes, dtype=torch.uint8, device=self._device)
-        views = local_views(self._bytes, self._layout, self._rank)
-        for view, slot in zip(views, self._layout.slots, strict=True):
-            view.copy_(shard_of(self._buffer.unsharded_tensor(slot), slot, self._rank))
-
-    def drop(self) -> None:
-        """Free what was kept."""
-        self._bytes = None
-
-    def start_all_gather(self, stream: CommStream) -> Finish:
-        """Fill the unsharded buffer again, from these ranks alone."""
-        assert self._bytes is not None
-        return self._all_gather.start(stream, self._all_gather.cut(self._bytes))
+        part = self._post_forward_shard
+        return self.buffer.allocated_bytes, 0 if part is None else part.numel()
 
 
 # --- from a parameter to its bucket ----------------------------------------------------------------
