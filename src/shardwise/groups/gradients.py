@@ -88,9 +88,7 @@ class Gradients:
         """What may be reduced before all have arrived; None: all are reduced together."""
         self._hooked: set[int] = set()
         self._trainable: frozenset[int] = frozenset()
-        self._are_trainable: list[bool] = []  # for each parameter
-        self._is_missing: list[bool] = []  # the same: whether its gradient is yet to come
-        self._num_trainable = self._num_missing = 0
+        self._missing: set[int] = set()  # whose gradients are yet to come
         self._made_on: dict[Hashable, Any] = {}
         self._reductions: list[Reduction | None] = [None] * len(self._shards.buckets)
 
@@ -106,17 +104,13 @@ class Gradients:
                 fulls[index].register_post_accumulate_grad_hook(partial(_arrived, own, index))
                 self._hooked.add(index)
         self._trainable = frozenset(trainable)
-        self._are_trainable = [full.requires_grad for full in fulls]
-        self._num_trainable = len(trainable)
         self._expect_all()
         self.part_queue = self._plan_parts()
 
     def _expect_all(self, there: Iterable[int] = ()) -> None:
         """Count from now on: all gradients are to come but those that are ``there``."""
-        self._is_missing, self._num_missing = self._are_trainable[:], self._num_trainable
-        for index in there:
-            self._is_missing[index] = False
-            self._num_missing -= 1
+        self._missing = set(self._trainable)
+        self._missing.difference_update(there)
 
     def _plan_parts(self) -> PartQueue | None:
         """The parts in which gradients are reduced; None if they are reduced together."""
@@ -486,10 +480,8 @@ def _arrived(own: "weakref.ref[Gradients]", index: int, full: Tensor) -> None:
         gradients._finish_sent()  # this gradient is of another nested backward, and part of another sum
     elif gradients._tells_each:
         gradients._tell()  # one of a nested backward keeps the group unsharded for longer
-    if gradients._is_missing[index]:
-        gradients._is_missing[index] = False
-        gradients._num_missing -= 1
-    if not gradients._num_missing:
+    gradients._missing.discard(index)
+    if not gradients._missing:
         gradients._expect_all()  # for another call, which a nested backward may reach
         # Not by outside_transforms: the way to the reduction is a frame shorter.
         if functorch.is_in_transform():
