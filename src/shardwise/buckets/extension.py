@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.buckets.bucket import Bucket, ShardStorage, UnshardedBucket
+from shardwise.comm.buffers import bytes_of
 from shardwise.comm.streams import CommStream, Finish, nothing
 from shardwise.layout.chunks import round_up
 from shardwise.layout.mesh import ShardMesh
@@ -306,23 +307,17 @@ class _UnshardedExtension(UnshardedBucket):
 
     def _first_all_gather(self) -> tuple[list[Tensor], Any]:
         inputs, metadata = self._inputs()
-        self._shapes = self._shapes_of_all([tuple(tensor.shape) for tensor in inputs])
+        axis = self._bucket.mesh.shard_axis
+        own = [tuple(tensor.shape) for tensor in inputs]
+        self._shapes = [own] * axis.world  # of the inputs of all ranks
+        if not axis.is_alone and not self._bucket.stored.slots[0].is_even:
+            dist.all_gather_object(self._shapes, own, group=axis.pg)
         outputs = []
         for index, tensor in enumerate(inputs):
-            rows = sum(shapes[index][0] for shapes in self._shapes) if tensor.dim() else None
-            shape = (rows, *tensor.shape[1:]) if rows is not None else (self._bucket.mesh.shard_axis.world,)
-            outputs.append(tensor.new_empty(shape))
+            rows = sum(shapes[index][0] for shapes in self._shapes) if tensor.dim() else axis.world
+            outputs.append(tensor.new_empty((rows, *tensor.shape[1:])))
         self._start(inputs, outputs)()
         return outputs, metadata
-
-    def _shapes_of_all(self, own: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-        """The input shapes of all ranks; asked once, and only if they may differ."""
-        axis = self._bucket.mesh.shard_axis
-        if axis.is_alone or self._bucket.stored.slots[0].is_even:
-            return [own] * axis.world
-        found: list[Any] = [None] * axis.world
-        dist.all_gather_object(found, own, group=axis.pg)
-        return found
 
     def _start(self, inputs: list[Tensor], outputs: list[Tensor]) -> Finish:
         """All-gather each input into its output, padded in transit if ranks have different sizes."""
@@ -330,32 +325,25 @@ class _UnshardedExtension(UnshardedBucket):
             for output, source in zip(outputs, inputs, strict=True):
                 output.view(source.shape).copy_(source)
             return nothing
-        sends, receives, finishes = [], [], []
+        comm = self._bucket.communication.all_gather
+        waits, padded = [], []
         for index, (source, output) in enumerate(zip(inputs, outputs, strict=True)):
             sizes = [torch.Size(shapes[index]).numel() * source.itemsize for shapes in self._shapes]
-            raw = (
-                source.view(-1).view(torch.uint8) if source.numel() else source.new_empty(0).view(torch.uint8)
-            )
-            flat = output.view(-1).view(torch.uint8) if output.numel() else raw[:0]
-            is_even = min(sizes) == max(sizes) and sizes[0] % ALIGNMENT == 0
-            if is_even:
-                sends.append(raw)
-                receives.append(flat)
-            else:
-                room = round_up(max(sizes), ALIGNMENT)
-                sends.append(torch.nn.functional.pad(raw, (0, room - raw.numel())))
-                receives.append(raw.new_empty(room * len(sizes)))
-                finishes.append((receives[-1].view(len(sizes), room), sizes, flat))
-        some = [i for i, send in enumerate(sends) if send.numel()]
-        # One after the other: messages are told apart by their place in a shard buffer (see
-        # comm/gloo.py), which these do not have.
-        comm = self._bucket.communication.all_gather
-        waits = [comm.all_gather([receives[i]], [sends[i]]) for i in some]
+            send, receive = bytes_of(source), bytes_of(output)
+            if min(sizes) != max(sizes) or sizes[0] % ALIGNMENT:
+                room, target = round_up(max(sizes), ALIGNMENT), receive
+                receive = send.new_empty(room * len(sizes))
+                send = torch.nn.functional.pad(send, (0, room - send.numel()))
+                padded.append((receive.view(len(sizes), room), sizes, target))
+            if send.numel():
+                # One after the other: messages are told apart by their place in a shard buffer (see
+                # comm/gloo.py), which these do not have.
+                waits.append(comm.all_gather([receive], [send]))
 
         def finish() -> None:
             for wait in waits:
                 wait()
-            for rows, sizes, target in finishes:
+            for rows, sizes, target in padded:
                 torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)], out=target)
 
         return finish

@@ -56,7 +56,6 @@ class PrecisionRule:
     def __init__(self, policy: Any, modules: list[nn.Module], managed_modules: list[nn.Module]) -> None:
         self._policy = policy
         self._override: Any = getattr(policy, "param_dtype_override_fn", None)
-        self._overridden: dict[int, bool] = {}  # by the parameter's id: it is asked once
         self._predicate: Callable[..., bool] | None = None
         self.full_precision_modules: list[nn.Module] = []
         """The managed modules of the classes given, whose inputs have to fit their parameters."""
@@ -83,22 +82,15 @@ class PrecisionRule:
             TypeError: the policy's function returned what is no dtype.
             ValueError: it returned another dtype than those of the parameter and of the policy.
         """
-        is_overridden = self._is_overridden(places[0][0], param)
+        computes_as_stored = self._override is not None and self._asks_for_own(places[0][0], param)
         if any(self._is_full(name, module, param) for name, module in places):
             return None
-        return _computing_as_stored(self._policy) if is_overridden else self._policy
+        return _computing_as_stored(self._policy) if computes_as_stored else self._policy
 
     def _is_full(self, name: str, module: nn.Module, param: nn.Parameter) -> bool:
         if self._predicate is not None:
             return bool(self._predicate(name, module, param))
         return module in self._inside
-
-    def _is_overridden(self, name: str, param: nn.Parameter) -> bool:
-        if self._override is None:
-            return False
-        if id(param) not in self._overridden:
-            self._overridden[id(param)] = self._asks_for_own(name, param)
-        return self._overridden[id(param)]
 
     def _asks_for_own(self, name: str, param: nn.Parameter) -> bool:
         dtype = self._override(param)
