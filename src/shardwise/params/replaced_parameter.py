@@ -41,10 +41,8 @@ class ReplacedParameter(nn.Parameter):
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """Refused: it never gets a gradient."""
         raise RuntimeError(
-            f"{getattr(self, NAME, 'a parameter')}: this is the full parameter, as it was before "
-            "fully_shard or inside unsharded(); its shard, another parameter, stands in the module now, and "
-            "no gradient comes here any more. Was the optimizer built before fully_shard? Build it after, "
-            "from model.parameters()."
+            f"{_what_it_is(self)}, and no gradient comes here any more. Was the optimizer built before "
+            "fully_shard? Build it after, from model.parameters()."
         )
 
     @grad.setter
@@ -57,12 +55,18 @@ def _refuse_replaced(arguments: Any) -> None:
     for value in find_tensors(arguments):
         if isinstance(value, ReplacedParameter) and value.requires_grad:
             raise RuntimeError(
-                f"{getattr(value, NAME, 'a parameter')}: this is the full parameter, as it was before "
-                "fully_shard or inside unsharded(). Its shard stands in the module now, and what is computed "
-                "with this tensor would not train it. Does the module keep weights in a plain list, dict or "
-                "attribute? Read them from the modules that own them in each forward (self.layer.weight), or "
-                "keep the modules in an nn.ModuleList. To compute with the old values, detach() them."
+                f"{_what_it_is(value)}, and what is computed with this tensor would not train it. Does the "
+                "module keep weights in a plain list, dict or attribute? Read them from the modules that own "
+                "them in each forward (self.layer.weight). To compute with the old values, detach() them."
             )
+
+
+def _what_it_is(tensor: Tensor) -> str:
+    name = getattr(tensor, NAME, "a parameter")
+    return (
+        f"{name}: this is the full parameter, as it was before fully_shard or inside unsharded(). Its shard "
+        "stands in the module now"
+    )
 
 
 def name_of_replaced(param: nn.Parameter) -> str | None:
