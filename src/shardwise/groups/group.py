@@ -310,6 +310,12 @@ class ParameterGroup:
         added = self.added.find_added(names, self.unsharded.full_params)
         if not added:
             return
+        for where, tensor in added:
+            if ours := [param.fqn for param in self.shards.params if param.unsharded is tensor]:
+                raise RuntimeError(
+                    f"{where}: forward assigned the unsharded parameter {ours[0]} to this attribute. Its "
+                    "memory is freed after forward. Keep a copy (.clone())."
+                )
         shown = listed((where for where, _ in added), 4)
         were = "these parameters were" if len(added) > 1 else "this parameter was"
         raise RuntimeError(
