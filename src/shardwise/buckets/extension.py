@@ -283,7 +283,7 @@ class _UnshardedExtension(UnshardedBucket):
                 f"{self._param.fqn}: {type(local).__name__}.{PRE} returned inputs {inputs!r}; expected is a "
                 "tuple of plain tensors, which are what travels."
             )
-        # Tags depend on the offset in the storage, which must be equal on all ranks (see comm/gloo.py).
+        # Tags depend on the offset in the storage, which must be equal on all ranks (see ``GlooExchange``).
         return [t.clone() if t.storage_offset() else t.contiguous() for t in inputs], metadata
 
     def start_all_gather(self, stream: CommStream) -> Finish:
@@ -337,7 +337,7 @@ class _UnshardedExtension(UnshardedBucket):
                 padded.append((receive.view(len(sizes), room), sizes, target))
             if send.numel():
                 # One after the other: messages are told apart by their place in a shard buffer (see
-                # comm/gloo.py), which these do not have.
+                # ``GlooExchange``), which these do not have.
                 waits.append(comm.all_gather([receive], [send]))
 
         def finish() -> None:
