@@ -18,13 +18,13 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from shardwise.layout.slots import Layout
 from shardwise.ranks.activity import Wait
-from shardwise.torch_compat import autograd, c10d
+from shardwise.torch_compat import autograd
 
 Finish = Callable[[], Any]
 StartWork = Callable[[], Finish]
@@ -107,7 +107,7 @@ class CommWork:
         try:
             complete()
         except RuntimeError as error:
-            _raise_explained(error, awaited)
+            monitor.raise_explained(error, awaited)
         finally:
             monitor.waiting = around
 
@@ -117,13 +117,6 @@ class CommWork:
         if self.end is not None:
             self._complete = self.end.synchronize
             self.wait()
-
-
-def _raise_explained(error: RuntimeError, awaited: Wait) -> NoReturn:
-    """Raise the failure behind ``error`` if communication failed, or ``error`` itself."""
-    if not c10d.is_communication_error(error):
-        raise error
-    raise awaited.monitor.explained(error, awaited.event, awaited.name, awaited.axes()) from error
 
 
 _V = TypeVar("_V")
@@ -195,7 +188,7 @@ class CommStream(BufferPool):
             if awaited is not None:
                 awaited.monitor.issuing = None
                 if isinstance(error, RuntimeError):
-                    _raise_explained(error, awaited)
+                    awaited.monitor.raise_explained(error, awaited)
             raise
         if awaited is not None:
             awaited.monitor.issue(awaited)

@@ -192,7 +192,7 @@ def _about_gradients(group: ParameterGroup) -> str:
             "gradients are to stay unreduced (no_sync), but a graph reduces those of its backward. Leave "
             "synchronisation on: reduced gradients add up to the same"
         )
-    if not group.settings.requires_all_reduce and group.replicates:
+    if not group.settings.requires_all_reduce and group.shards.are_replicated:
         return (
             "set_requires_all_reduce(False), but a graph sums over replicas in each backward. Leave it on: "
             "the gradients add up to the same"

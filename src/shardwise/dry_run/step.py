@@ -246,7 +246,7 @@ class _Rehearsal:
                 self._log.set_kind([whole], UNSHARDED)
         for reduction in group.gradients.in_flight():
             self._log.set_kind(reduction.gradients, FULL_GRADIENTS)
-        self._log.set_kind((full.grad for full in group.unsharded.params), FULL_GRADIENTS)
+        self._log.set_kind((full.grad for full in group.unsharded.full_params), FULL_GRADIENTS)
         if event in ("forward", "backward"):
             self._log.mark(f"{event} {name}")
         else:

@@ -32,11 +32,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from shardwise.buckets.bucket import Bucket, bucket_and_index
-from shardwise.groups.added_parameters import owner_of
+from shardwise.groups.managed_modules import owner_of
 from shardwise.layout.chunks import round_up
 from shardwise.optim.passed_parameters import PassedParameters
+from shardwise.params.deferred_gradient import DEFERRED, refuse_deferred
 from shardwise.params.replaced_parameter import NAME
-from shardwise.params.sharded_gradient import DEFERRED, refuse_deferred
 from shardwise.torch_compat import dtensor, foreach, nn_modules
 
 # The host adds up float32 numbers one after the other: 10 million of them to 4e-4. In pieces of this size,
