@@ -1,13 +1,13 @@
 """What a sharded module knows: its parameter group, and the root that drives it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from shardwise.engine.backward import gradient_arrived, gradients_complete
+from shardwise.engine.backward import gradient_arrived, gradients_complete, graph_task
 from shardwise.engine.root import Root
 from shardwise.engine.unsharded_groups import IN_USE
 from shardwise.groups.gradients import Listener
@@ -83,13 +83,17 @@ def _take_over(root: Root, module_state: ModuleState) -> None:
         root.lazy_init.process_groups.take_over(other.lazy_init.process_groups)
     group.plan_changed = root.plan_check.plan_changed
     group.changes_adopted = root.plan_check.changes_adopted
+    # The first may be that of a backward that nothing has announced.
+    arrived: Callable[[], Any] = partial(graph_task, root)
+    if group.policy.backward_prefetch == "after":
+        arrived = partial(gradient_arrived, root, group)
     group.gradients.listener = Listener(
-        arrived=partial(gradient_arrived, root, group),
+        arrived=arrived,
         part_complete=partial(_send_ready, root, group),
         complete=partial(gradients_complete, root, group),
     )
     if group.unsharded.state is not SHARDED:
-        root.unsharded_groups.hold(group, other.unsharded_groups.reason(group) or IN_USE)
+        root.unsharded_groups.reasons[group] = other.unsharded_groups.reasons.get(group, IN_USE)
 
 
 def _send_ready(root: Root, group: ParameterGroup) -> None:

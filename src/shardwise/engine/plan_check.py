@@ -138,7 +138,8 @@ class PlanCheck:
         self._device = device
         self._groups = groups
         self._agreement = _Agreement(device)
-        self._is_agreed = False  # on the current plan, as far as this rank knows it
+        self.is_agreed = False
+        """Whether ranks have agreed on the current plan, as far as this rank knows it."""
         self.has_compared = False
         """Whether the initial values of the parameters were compared."""
         self._wait: Wait | None = None  # for that comparison
@@ -146,16 +147,16 @@ class PlanCheck:
     def plan_changed(self) -> None:
         """A group's parameters were replaced, frozen or unfrozen, or a setting has changed: have the next
         forward with gradients compare the plan again, if it differs."""
-        self._is_agreed = False
+        self.is_agreed = False
 
     def agree(self) -> None:
-        """Before training: check that the ranks have the same plan.
+        """Before a forward with gradients: check that the ranks have the same plan. Collective.
 
-        Collective, unless they have agreed on it before. Does nothing without gradients: replicas may then
-        run forwards that others do not, such as a dry run on one rank.
+        Not without gradients: replicas may then run forwards that others do not, such as a dry run on one
+        rank.
         """
-        if not self._is_agreed and torch.is_grad_enabled():
-            self._run()
+        self._agreement.run(self._groups[0].name, self._groups)
+        self.is_agreed = True
 
     def compare_initial_values(self) -> None:
         """Once, before training: check that ranks start from equal weights, replicas included. Collective."""
@@ -171,12 +172,8 @@ class PlanCheck:
 
         Collective: all ranks get here at the same group.
         """
-        if self._is_agreed or not self.has_compared:
+        if self.is_agreed or not self.has_compared:
             return
         self._agreement.look(self._groups)
         if torch.is_grad_enabled() or autograd.is_in_backward():
-            self._run()
-
-    def _run(self) -> None:
-        self._agreement.run(self._groups[0].name, self._groups)
-        self._is_agreed = True
+            self.agree()

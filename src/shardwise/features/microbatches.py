@@ -31,7 +31,6 @@ from shardwise.engine.root import Feature, Root
 from shardwise.engine.unsharded_groups import CALLER, IN_USE
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import SHARDED
-from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import autograd, dtensor
 
 
@@ -97,8 +96,8 @@ class Microbatches(Feature):
         root.finish_reductions()
         root.average_ignored()
         self.is_under_way = root.unsharded_groups.is_mid_accumulation = False
-        for group in root.unsharded_groups:
-            if root.unsharded_groups.reason(group) is not CALLER and group.settings.reshard_after_backward:
+        for group, reason in list(root.unsharded_groups.reasons.items()):
+            if reason is not CALLER and group.settings.reshard_after_backward:
                 root.unsharded_groups.reshard(group)
 
     def _gradients(self) -> list[Tensor]:
@@ -158,13 +157,13 @@ class Microbatches(Feature):
         for group in root.groups:
             if not root.reshards_after_forward(group) and group.unsharded.state is SHARDED:
                 root.unshard(group)
-                memory.hold(group, IN_USE)
+                memory.reasons[group] = IN_USE
         memory.is_mid_accumulation = True
 
     def reshard(self) -> None:
         """Reshard all groups, whose sums of gradients stay; what uses them next unshards them again."""
-        for group in self.root.unsharded_groups:
-            if self.root.unsharded_groups.reason(group) is not CALLER:
+        for group, reason in list(self.root.unsharded_groups.reasons.items()):
+            if reason is not CALLER:
                 self.root.unsharded_groups.reshard(group)
 
 
@@ -197,9 +196,9 @@ class WeightPass(BackwardPass):
             root.backward = None
             for group in root.groups:
                 group.gradients.defer_written()
-        root.unsharded_groups.hide_kept()
+        root.unsharded_groups.end_pass()
         root.unsharded_groups.is_mid_accumulation = True
-        monitor_of_job().leave()
+        root.monitor.phase = ""
 
     def _run(self, parts: list[dict[str, Any]], others: Sequence[Tensor]) -> None:
         # All ranks unshard the same groups, whatever the graph of each has used.

@@ -258,6 +258,7 @@ class FSDPModule(CommunicationSetters):
         """
         chosen = groups_to_prefetch(modules, "set_modules_to_backward_prefetch")
         module_state_of(self).group.configure(backward_prefetch=chosen)
+        module_state_of(self).root.tree_changed()
         module_state_of(self).root.plan_check.plan_changed()
 
     # --- gradients --------------------------------------------------------------------------------
