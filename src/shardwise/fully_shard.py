@@ -18,7 +18,7 @@ from shardwise.compile import traced
 from shardwise.compile.hooks import install_hooks
 from shardwise.engine.module_state import ModuleState, drive, set_module_state, sharded_module_states
 from shardwise.engine.root import Root
-from shardwise.fsdp_module.sharded_module import ShardedModule
+from shardwise.fsdp_module import ShardedModule
 from shardwise.groups.added_parameters import Owner, owner_of, set_owner
 from shardwise.groups.casts import Casts, cast_around
 from shardwise.groups.group import ParameterGroup

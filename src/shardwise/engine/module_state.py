@@ -13,7 +13,7 @@ from shardwise.engine.unsharded_groups import IN_USE
 from shardwise.groups.gradients import Listener
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import SHARDED
-from shardwise.torch_compat import dynamo
+from shardwise.torch_compat import dynamo, nn_modules
 
 _ATTRIBUTE = "_shardwise_state"
 
@@ -48,9 +48,18 @@ def set_module_state(module: nn.Module, module_state: ModuleState) -> None:
     module.__dict__[_ATTRIBUTE] = module_state
 
 
-def has_module_state(module: nn.Module) -> bool:
-    """True if ``module`` itself was given to ``fully_shard``."""
-    return _ATTRIBUTE in module.__dict__
+def under_compile(module: nn.Module) -> nn.Module:
+    """The sharded module inside what ``torch.compile`` returned for it, or the uncompiled module.
+
+    A wrapper that ``torch.compile`` returned may be sharded itself; then it is the sharded module.
+    """
+    inner = nn_modules.children(module).get(nn_modules.WRAPPED)
+    return module if inner is None or _ATTRIBUTE in module.__dict__ else under_compile(inner)
+
+
+def is_sharded(module: Any) -> bool:
+    """True if ``module``, or the module that ``torch.compile`` wrapped in it, is sharded."""
+    return isinstance(module, nn.Module) and _ATTRIBUTE in under_compile(module).__dict__
 
 
 def sharded_module_states(module: nn.Module) -> list[ModuleState]:

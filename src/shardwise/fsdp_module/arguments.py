@@ -5,8 +5,13 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine.module_state import ModuleState, module_state_of, sharded_module_states
-from shardwise.fsdp_module.identity import is_sharded, under_compile
+from shardwise.engine.module_state import (
+    ModuleState,
+    is_sharded,
+    module_state_of,
+    sharded_module_states,
+    under_compile,
+)
 from shardwise.groups.group import ParameterGroup
 
 _OF_MICROBATCH = ("set_requires_gradient_sync", "set_requires_all_reduce", "set_reshard_after_backward")
@@ -28,17 +33,31 @@ def groups_to_configure(module: Any, recurse: bool, caller: str) -> Iterator[Par
     return (module_state.group for module_state in module_states)
 
 
-def groups_to_prefetch(modules: Any, caller: str) -> tuple[ParameterGroup, ...]:
-    """The groups of ``modules``, which has to be a list of sharded modules."""
+def set_flag(
+    module: Any, caller: str, flag: str, value: bool, recurse: bool, *, setting: str | None = None
+) -> None:
+    """What most setters do: check ``flag``, and change the setting of this or another name."""
+    check_bool(caller, flag, value)
+    for group in groups_to_configure(module, recurse, caller):
+        group.configure(**{setting or flag: value})
+
+
+def set_prefetch(module: Any, setting: str, modules: Any) -> None:
+    """Have the group of ``module`` prefetch those of ``modules``, a list of sharded modules."""
+    caller = f"set_modules_to_{setting}"
     if isinstance(modules, (nn.Module, str)) or not isinstance(modules, Sequence):
         raise TypeError(f"{caller}: modules is a {type(modules).__name__}; pass a list of sharded modules.")
-    for index, module in enumerate(modules):
-        if not is_sharded(module):
+    for index, each in enumerate(modules):
+        if not is_sharded(each):
             raise ValueError(
-                f"{caller}: {type(module).__name__} at [{index}] is not sharded, so there is nothing to "
+                f"{caller}: {type(each).__name__} at [{index}] is not sharded, so there is nothing to "
                 "prefetch. Call fully_shard on it first, or leave it out."
             )
-    return tuple(module_state_of(under_compile(module)).group for module in modules)
+    module_state = module_state_of(module)
+    chosen = tuple(module_state_of(under_compile(each)).group for each in modules)
+    module_state.group.configure(**{setting: chosen})
+    module_state.root.tree_changed()
+    module_state.root.plan_check.plan_changed()
 
 
 def root_module_state(module: Any, caller: str) -> ModuleState:

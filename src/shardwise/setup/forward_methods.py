@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from shardwise.compile.hooks import wrap_method
-from shardwise.engine.module_state import module_state_of
+from shardwise.engine.module_state import is_sharded, module_state_of, under_compile
 from shardwise.fsdp_module import FSDPModule
-from shardwise.fsdp_module.identity import is_sharded, under_compile
 
 
 def share_comm_ctx(modules: "Sequence[FSDPModule]") -> None:

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from shardwise.buckets.bucket import ShardStorage
+from shardwise.engine.module_state import under_compile
 from shardwise.fsdp_module import FSDPModule
 from shardwise.fsdp_module.arguments import check_bool
-from shardwise.fsdp_module.identity import under_compile
 from shardwise.groups.added_parameters import owner_of
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.fqns import clean, uncompiled

@@ -28,9 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.module_state import sharded_module_states
-from shardwise.fsdp_module.identity import is_sharded
-from shardwise.fsdp_module.sharded_module import ShardedModule
+from shardwise.engine.module_state import is_sharded, sharded_module_states
+from shardwise.fsdp_module import ShardedModule
 from shardwise.fully_shard import fully_shard
 from shardwise.groups.added_parameters import owner_of
 from shardwise.layout.fqns import clean, names_in
