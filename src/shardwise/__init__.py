@@ -17,7 +17,7 @@ packages:
 """
 
 from shardwise.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from shardwise.compile.options import compile_options
+from shardwise.compile.overlap import compile_options
 from shardwise.engine.finalization import GradientReductionHandle
 from shardwise.fsdp_module import FSDPModule, UnshardHandle
 from shardwise.fully_shard import fully_shard

@@ -19,6 +19,7 @@ from shardwise.compile.hooks import install_hooks
 from shardwise.engine.module_state import ModuleState, drive, set_module_state, sharded_module_states
 from shardwise.engine.root import Root
 from shardwise.fsdp_module import ShardedModule
+from shardwise.fsdp_module.arguments import check_flags
 from shardwise.groups.added_parameters import Owner, owner_of, set_owner
 from shardwise.groups.casts import Casts, cast_around
 from shardwise.groups.group import ParameterGroup
@@ -47,7 +48,6 @@ from shardwise.setup.discovery import (
 from shardwise.setup.sharded_class import original_class, sharded_class
 from shardwise.setup.shared_parameters import leave_ties, resolve_ties
 from shardwise.setup.validation import (
-    check_flags,
     check_ignored,
     check_modules,
     check_offload,

@@ -23,16 +23,11 @@ class Call:
     group: ParameterGroup
     module: nn.Module
     enter: int
-    parent: "Call | None"
+    parent: "Call | None"  # None: no sharded module called it
     exit: int = 0
     input_nodes: Mapping[int, Any] | None = None  # of the graph, by id, while it runs
     frame: FrameType | None = None  # only of the outermost call; shows whether it still runs
     handled: BaseException | None = None  # the exception that was being handled when it was entered
-
-    @property
-    def is_outermost(self) -> bool:
-        """True if no sharded module called it."""
-        return self.parent is None
 
 
 class Outcome(Enum):

@@ -24,7 +24,6 @@ from shardwise.comm.streams import nothing
 from shardwise.engine.calls import Call, CallStack, Outcome
 from shardwise.engine.finalization import Finalization, GradientReductionHandle
 from shardwise.engine.lazy_init import LazyInit
-from shardwise.engine.optional_blocks import refuse_alone
 from shardwise.engine.plan_check import PlanCheck
 from shardwise.engine.prefetch import Prefetch
 from shardwise.engine.reduction_queue import ReductionQueue, room_for
@@ -151,7 +150,7 @@ class Root:
     def refuse_unfit(self) -> None:
         """Check that the model can run as it is. No communication."""
         self.lazy_init.refuse_unfit()
-        refuse_alone(self.groups, self.unsharded_groups.unsharded_with)
+        self.unsharded_groups.refuse_alone(self.groups)
 
     def make_ready(self) -> None:
         """Make streams and process groups, for a model that was found fit."""

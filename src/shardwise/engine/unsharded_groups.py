@@ -1,16 +1,16 @@
 """Which groups are unsharded or being unsharded, and why: one reason each."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardwise.buckets.bucket import Bucket
 from shardwise.buckets.optimizer_steps import add_step_listener
 from shardwise.comm.streams import is_captured
 from shardwise.engine.calls import Call
-from shardwise.engine.optional_blocks import Together, unsharded_together
 from shardwise.groups.group import ParameterGroup, axes_of
 from shardwise.groups.states import PARTLY, UNSHARDED, UNSHARDING
 from shardwise.layout.fqns import listed
@@ -42,8 +42,8 @@ class UnshardedGroups:
     def __init__(self) -> None:
         self.reasons: dict[ParameterGroup, Reason] = {}
         """Why each group is in memory: all that are not sharded are here."""
-        # Groups that are unsharded and freed with another, and are part of no order; see optional_blocks.py.
-        self.unsharded_with: Together = {}
+        # Groups that are unsharded and freed with another, and are part of no order: set_may_be_unused().
+        self.unsharded_with: Mapping[ParameterGroup, Sequence[ParameterGroup]] = {}
         self.accompanying: frozenset[ParameterGroup] = frozenset()
         self.announce: Callable[[ParameterGroup], None] | None = None
         """Called with each group that is about to be unsharded, unless it is already: see inference.py."""
@@ -60,8 +60,19 @@ class UnshardedGroups:
 
     def arrange(self, groups: Sequence[ParameterGroup], root: ParameterGroup | None) -> None:
         """Find again which of ``groups`` go together; ``root``: the outermost."""
-        self.unsharded_with = unsharded_together(groups, root)
         self.accompanying = frozenset(group for group in groups if group.settings.may_be_unused)
+        self.unsharded_with = _unsharded_together(groups, root) if self.accompanying and root else {}
+
+    def refuse_alone(self, groups: Sequence[ParameterGroup]) -> None:
+        """Refuse a group that may be unused if no group around it is run by all ranks."""
+        accompanied = {group for inside in self.unsharded_with.values() for group in inside}
+        for group in groups:
+            if group in self.accompanying and group not in accompanied:
+                raise RuntimeError(
+                    f"{group.name}: set_may_be_unused() was called on it, but no sharded module around it is "
+                    "run by all ranks, with which it could be unsharded. Call fully_shard on the module "
+                    "around it."
+                )
 
     # --- unshard ----------------------------------------------------------------------------------
 
@@ -207,9 +218,42 @@ class UnshardedGroups:
 
     def freed_by_exit(self, call: Call) -> Sequence[ParameterGroup]:
         """The groups whose unsharded parameters may go when ``call`` is over, or before the next one."""
-        if call.is_outermost:
+        if call.parent is None:
             return tuple(self.reasons)
         return (call.group, *self.unsharded_with.get(call.group, ()))
+
+
+def _unsharded_together(
+    groups: Sequence[ParameterGroup], root: ParameterGroup
+) -> dict[ParameterGroup, list[ParameterGroup]]:
+    """For groups that all ranks run: those inside that some ranks may skip.
+
+    All ranks unshard these with the group around them, at the same point. Their gradients are reduced at the
+    end of backward, with zeros from ranks that have none.
+    """
+    group_of = {module: group for group in groups for module in group.modules}
+    around: dict[ParameterGroup, ParameterGroup | None] = {}
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, nearest: ParameterGroup | None) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        own = group_of.get(module)
+        if own is not None and own.settings.may_be_unused:
+            around.setdefault(own, nearest)
+        elif own is not None:
+            nearest = own
+        for child in module.children():
+            visit(child, nearest)
+
+    for module in root.modules:
+        visit(module, None)
+    together: dict[ParameterGroup, list[ParameterGroup]] = {}
+    for group in groups:
+        if (nearest := around.get(group)) is not None:
+            together.setdefault(nearest, []).append(group)
+    return together
 
 
 def _changed_message(what: str, group: ParameterGroup) -> str:

@@ -18,15 +18,16 @@ _OF_MICROBATCH = ("set_requires_gradient_sync", "set_requires_all_reduce", "set_
 """Setters that are called from one microbatch to the next. Ranks do not compare these settings each time."""
 
 
-def check_bool(caller: str, name: str, value: object) -> None:
-    """Refuse what is neither True nor False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{caller}: {name} is {value!r}, a {type(value).__name__}; pass True or False.")
+def check_flags(caller: str, **flags: object) -> None:
+    """Refuse flags that are neither True nor False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{caller}: {name} is {value!r}, a {type(value).__name__}; pass True or False.")
 
 
 def groups_to_configure(module: Any, recurse: bool, caller: str) -> Iterator[ParameterGroup]:
     """The groups that the setter ``caller`` acts on."""
-    check_bool(caller, "recurse", recurse)
+    check_flags(caller, recurse=recurse)
     module_states = sharded_module_states(module) if recurse else [module_state_of(module)]
     for module_state in module_states if caller not in _OF_MICROBATCH else ():
         module_state.root.plan_check.plan_changed()
@@ -37,7 +38,7 @@ def set_flag(
     module: Any, caller: str, flag: str, value: bool, recurse: bool, *, setting: str | None = None
 ) -> None:
     """What most setters do: check ``flag``, and change the setting of this or another name."""
-    check_bool(caller, flag, value)
+    check_flags(caller, **{flag: value})
     for group in groups_to_configure(module, recurse, caller):
         group.configure(**{setting or flag: value})
 

@@ -12,7 +12,7 @@ from shardwise.comm.streams import has_streams, in_stream
 from shardwise.engine.finalization import GradientReductionHandle
 from shardwise.engine.module_state import module_state_of
 from shardwise.fsdp_module.arguments import (
-    check_bool,
+    check_flags,
     groups_to_configure,
     root_module_state,
     set_flag,
@@ -115,7 +115,7 @@ class FSDPModule:
             handle.wait()
             output = model(batch)
         """
-        check_bool("unshard", "async_op", async_op)
+        check_flags("unshard", async_op=async_op)
         module_state = module_state_of(self)
         module_state.root.unshard(module_state.group)
         handle = UnshardHandle(module_state.group)
@@ -194,7 +194,7 @@ class FSDPModule:
                 graphs need, until the group's dtypes, device or collectives change. False frees the memory
                 of groups that are sharded at once.
         """
-        check_bool("set_keep_unsharded_storage", "keep", keep)
+        check_flags("set_keep_unsharded_storage", keep=keep)
         for group in groups_to_configure(self, recurse, "set_keep_unsharded_storage"):
             group.unsharded.keep_storage(keep)
 
@@ -404,7 +404,7 @@ class FSDPModule:
             enable: True for back ends that cannot average. False (the initial state) averages where the back
                 end can.
         """
-        check_bool("set_force_sum_reduction_for_comms", "enable", enable)
+        check_flags("set_force_sum_reduction_for_comms", enable=enable)
         for bucket in module_state_of(self).group.buckets:
             bucket.communication.force_sums(enable)
 
@@ -492,7 +492,7 @@ class FSDPModule:
             RuntimeError: the group is unsharded, or has unreduced gradients.
         """
         method = "set_allocate_memory_from_process_group_for_comm"
-        check_bool(method, "enable", enable)
+        check_flags(method, enable=enable)
         allocate_from_process_group(self, method, enable)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
@@ -621,7 +621,7 @@ class FSDPModule:
         Args:
             is_last_backward: True or False.
         """
-        check_bool("set_is_last_backward", "is_last_backward", is_last_backward)
+        check_flags("set_is_last_backward", is_last_backward=is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Choose whether the caller ends backwards, with :meth:`finalize_backward`. For the root module.
@@ -640,7 +640,7 @@ class FSDPModule:
             RuntimeError: this is not the root module, a forward or backward is running, or an earlier
                 backward was not finalized.
         """
-        check_bool("set_manual_backward_finalization", "enabled", enabled)
+        check_flags("set_manual_backward_finalization", enabled=enabled)
         module_state = root_module_state(self, "set_manual_backward_finalization")
         module_state.root.end_by_hand(module_state.group, enabled)
 
@@ -672,7 +672,7 @@ class FSDPModule:
             model.set_requires_gradient_sync(True)
             model.finalize_backward()
         """
-        check_bool("finalize_backward", "async_op", async_op)
+        check_flags("finalize_backward", async_op=async_op)
         module_state = root_module_state(self, "finalize_backward")
         handle = module_state.root.finalize(module_state.group)
         if async_op:
