@@ -56,10 +56,8 @@ class Order:
 class Prefetch:
     """Which groups are unsharded ahead: those that the caller has chosen, or the next in order."""
 
-    def __init__(self, held: UnshardedGroups, groups: Sequence[ParameterGroup]) -> None:
-        """``groups``: the root's own list, which changes when the tree does."""
+    def __init__(self, held: UnshardedGroups) -> None:
         self._held = held
-        self._groups = groups
         self.forward_order = Order()
         self.backward_order = Order()
 
@@ -81,8 +79,6 @@ class Prefetch:
         if chosen is None:  # as order.upcoming, a frame shorter
             at = order.cursor
             chosen = order.planned[at : at + policy.prefetch] if order.is_followed else ()
-        else:
-            self._refuse_others(group, chosen)
         for each in chosen:
             if each.unsharded.state is SHARDED or each.unsharded.state is PARTLY:
                 found.append(each)
@@ -90,12 +86,3 @@ class Prefetch:
             num_ahead = list(self._held.reasons.values()).count(AHEAD)
             del found[max(0, policy.max_prefetched - num_ahead) :]
         return found
-
-    def _refuse_others(self, group: ParameterGroup, chosen: Sequence[ParameterGroup]) -> None:
-        for ahead in chosen:
-            if ahead not in self._groups:
-                raise RuntimeError(
-                    f"{group.name}: it was told to prefetch {ahead.name}, which is not part of the same "
-                    "sharded model, so that the two share no root. Call fully_shard on the module around "
-                    "both, or choose modules of this model."
-                )

@@ -92,7 +92,7 @@ class Root:
         self.plan_check = PlanCheck(device, self.groups)
         self.calls = CallStack()
         self.unsharded_groups = UnshardedGroups()
-        self.prefetch = Prefetch(self.unsharded_groups, self.groups)
+        self.prefetch = Prefetch(self.unsharded_groups)
         self.reductions = ReductionQueue(0.0)
         self.finalization = Finalization()
         self.forward: Any = None

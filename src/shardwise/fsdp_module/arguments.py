@@ -57,8 +57,7 @@ def set_prefetch(module: Any, setting: str, modules: Any) -> None:
     module_state = module_state_of(module)
     chosen = tuple(module_state_of(under_compile(each)).group for each in modules)
     module_state.group.configure(**{setting: chosen})
-    module_state.root.tree_changed()
-    module_state.root.plan_check.plan_changed()
+    module_state.root.start_over()
 
 
 def root_module_state(module: Any, caller: str) -> ModuleState:

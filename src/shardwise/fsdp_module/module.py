@@ -213,7 +213,7 @@ class FSDPModule:
         Raises:
             TypeError: ``modules`` is not a list or another sequence.
             ValueError: a module in it is not sharded.
-            RuntimeError: in forward: a module in it belongs to another model.
+            RuntimeError: in the next forward: a module in it belongs to another model.
 
         Example::
 
