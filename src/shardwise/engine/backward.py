@@ -33,7 +33,7 @@ from shardwise.engine.double_backward import CreatedNodes, Mark
 from shardwise.engine.root import Root
 from shardwise.engine.unsharded_groups import AHEAD, CALLER, FOR_BACKWARD, FOR_EARLIER_BACKWARD, IN_USE
 from shardwise.groups.group import ParameterGroup
-from shardwise.groups.states import DEFERRED, EMPTY, PENDING, REDUCING, UNSHARDED
+from shardwise.groups.states import DEFERRED, PENDING, REDUCING, UNSHARDED
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import autograd
 from shardwise.torch_compat.functorch import outside_transforms
@@ -200,7 +200,7 @@ class BackwardPass:
             return
         if any(group.gradients.are_wanted for group in root.groups):
             raise RuntimeError(
-                f"{root.label}: a pipeline schedule computes the gradients of this stage's inputs apart "
+                f"'{root.name}': a pipeline schedule computes the gradients of this stage's inputs apart "
                 "from those of its weights, as zero-bubble schedules do. torch's PipelineStage would look "
                 "for the weights among the shards, which are in no graph, and leave .grad None. Build the "
                 "stage as shardwise.interop.PipelineStage, which takes the same arguments."
@@ -370,14 +370,10 @@ class BackwardPass:
         elif (
             gradients.state is PENDING
             or gradients.have_sums_to_reduce
-            or (settings.ranks_may_differ and self._joins_anyway(group))
+            # It has none on this rank, but may have some on others.
+            or (settings.ranks_may_differ and gradients.are_wanted and group not in self.reduced)
         ):
             self.reduce(group)
-
-    def _joins_anyway(self, group: ParameterGroup) -> bool:
-        """True if ``group`` has no gradients on this rank, but other ranks may have some."""
-        state = group.gradients.state
-        return group.gradients.are_wanted and group not in self.reduced and state in (EMPTY, DEFERRED)
 
 
 # --- what autograd tells ------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class LazyInit:
 
     def module_names(self) -> dict[nn.Module, str]:
         """All modules of the tree, and their names in it."""
-        modules = self._groups[0].modules if self._groups else ()
+        modules = self._groups[0].modules
         return {inner: name for module in modules for name, inner in module.named_modules()}
 
     def run(self) -> None:

@@ -75,10 +75,11 @@ _F = TypeVar("_F", bound=Feature)
 class Root:
     """Drives the groups of one module tree. Replaced by its parent's when that is sharded."""
 
+    group: ParameterGroup  # of the outermost module; set by ``drive``
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.groups: list[ParameterGroup] = []
-        self.group: ParameterGroup | None = None
         self.last: ParameterGroup | None = None
         """The last group of the tree. It stays unsharded from forward to backward, which probably begins with
         it. Read from the tree, not observed in a forward: what ranks unshard in backward must not depend on
@@ -120,12 +121,7 @@ class Root:
     @property
     def name(self) -> str:
         """What messages call the model."""
-        return "the model" if self.group is None else self.group.name
-
-    @property
-    def label(self) -> str:
-        """The same, quoted where it is a name."""
-        return "the model" if self.name == "the model" else f"'{self.name}'"
+        return self.group.name
 
     def observe(self, observer: Observer | None) -> None:
         """Report every event of every group to ``observer``, as (event, name)."""
@@ -232,12 +228,12 @@ class Root:
         if error is None or self.calls.running or not self.ranks_run_alike:
             return
         if not autograd.is_in_backward():
-            monitor_of_job().report(error, f"the forward of {self.label}")
+            monitor_of_job().report(error, f"the forward of '{self.name}'")
 
     def tell_failed_backward(self) -> None:
         """Autograd has dropped a backward before its end."""
         self.monitor.phase = ""
-        self.monitor.report_backward(f"the backward of {self.label}")
+        self.monitor.report_backward(f"the backward of '{self.name}'")
 
     # --- gradients --------------------------------------------------------------------------------
 

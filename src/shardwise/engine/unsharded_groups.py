@@ -58,10 +58,10 @@ class UnshardedGroups:
         self._comparison = Wait("comparison of parameters that stayed unsharded", "", lambda: axes)
         add_step_listener(self)
 
-    def arrange(self, groups: Sequence[ParameterGroup], root: ParameterGroup | None) -> None:
+    def arrange(self, groups: Sequence[ParameterGroup], root: ParameterGroup) -> None:
         """Find again which of ``groups`` go together; ``root``: the outermost."""
         self.accompanying = frozenset(group for group in groups if group.settings.may_be_unused)
-        self.unsharded_with = _unsharded_together(groups, root) if self.accompanying and root else {}
+        self.unsharded_with = _unsharded_together(groups, root) if self.accompanying else {}
 
     def refuse_alone(self, groups: Sequence[ParameterGroup]) -> None:
         """Refuse a group that may be unused if no group around it is run by all ranks."""

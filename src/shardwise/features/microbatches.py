@@ -60,7 +60,7 @@ class Microbatches(Feature):
         root.refuse_at_work("a step of microbatches", root.groups[0], "afterwards")
         if self.is_under_way and any(group.gradients.have_sums_to_reduce for group in root.groups):
             raise RuntimeError(
-                f"{root.label}: the last step of microbatches was not ended, so its gradients are neither "
+                f"'{root.name}': the last step of microbatches was not ended, so its gradients are neither "
                 "reduced nor divided. If it failed, call zero_grad(). If the schedule was loaded from a "
                 "file, it needs a REDUCE_GRAD action for each stage."
             )
@@ -80,7 +80,7 @@ class Microbatches(Feature):
         root.refuse_at_work("the reduction of a step", root.groups[0], "afterwards")
         if self._adds_to_earlier and divisor != self._divisor:
             raise RuntimeError(
-                f"{root.label}: gradients of earlier steps were divided by {self._divisor} microbatches, "
+                f"'{root.name}': gradients of earlier steps were divided by {self._divisor} microbatches, "
                 f"those of this step are to be divided by {divisor}, and they are one sum by now. Accumulate "
                 "over steps of as many microbatches, or call zero_grad() before the number changes."
             )

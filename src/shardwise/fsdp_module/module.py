@@ -444,9 +444,9 @@ class FSDPModule:
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce the gradients of this module's own group with the caller's reduce-scatter.
 
-        All gradients of one dtype then travel packed in one call: this costs a buffer of the group's full
-        gradients, and a copy into it. The division by the number of ranks comes after the call (float16: in
-        part before it, lest the sum overflow).
+        The counterpart of :meth:`set_custom_all_gather`. All gradients of one dtype then travel packed in one
+        call: this costs a buffer of the group's full gradients, and a copy into it. The division by the
+        number of ranks comes after the call (float16: in part before it, lest the sum overflow).
 
         Args:
             comm: an object with ``allocate(size, *, dtype, device) -> Tensor``, which returns the input
@@ -457,18 +457,6 @@ class FSDPModule:
             TypeError: ``comm`` is a class, or lacks one of the two methods.
             ValueError: ``set_symm_mem_for_comm`` or ``register_comm_hook`` was called on this module.
             RuntimeError: the group is unsharded, or has unreduced gradients.
-
-        Example::
-
-            class ReduceScatter:
-                def allocate(self, size, *, dtype, device):
-                    return torch.empty(size, dtype=dtype, device=device)
-
-                def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-                    inputs = list(input_tensor.chunk(group.size()))
-                    return dist.reduce_scatter(output_tensor, inputs, op, group=group, async_op=async_op)
-
-            model.set_custom_reduce_scatter(ReduceScatter())
         """
         check_comm("set_custom_reduce_scatter", comm)
         check_choice(self, "set_custom_reduce_scatter", ["set_symm_mem_for_comm", "register_comm_hook"])
@@ -533,20 +521,16 @@ class FSDPModule:
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Choose whether reduce-scatters have a process group of their own, apart from the all-gathers.
 
-        On NCCL they have one by default, since collectives of one communicator run one after the other, in
-        the order of their calls: backward would wait for the all-gather of a block behind the reduce-scatter
-        of the block before. On other back ends they do not. The next forward creates the process group, which
-        is collective, and the next with gradients connects it: inference alone does not.
+        By default they have one on NCCL alone, whose collectives of one communicator run one after the other:
+        backward would wait for the all-gather of a block behind the reduce-scatter of the block before. The
+        next forward creates the process group, which is collective, and the next with gradients connects it.
 
-        A second communicator takes memory on each device, which ``torch.cuda.max_memory_allocated`` does not
-        count (``torch.cuda.mem_get_info`` does): buffers for each channel and peer, of hundreds of megabytes
-        by NCCL's defaults. Neither they nor the time that they buy have been measured yet. Where they do not
-        fit, set ``NCCL_BUFFSIZE`` or ``NCCL_MAX_CTAS`` lower, or share the communicator. All ranks call
-        both in one common order, also where their data take different routes through a block.
+        A second communicator takes memory on each device, hundreds of megabytes by NCCL's defaults, which
+        ``torch.cuda.mem_get_info`` shows and ``torch.cuda.max_memory_allocated`` does not. Neither that nor
+        the time that it buys has been measured yet. ``NCCL_BUFFSIZE`` and ``NCCL_MAX_CTAS`` make it smaller.
 
         Args:
-            enable: True (default) creates one; False shares that of the all-gathers, and saves the back
-                end's memory for a second.
+            enable: True (default) creates one; False shares that of the all-gathers.
 
         Raises:
             RuntimeError: in the next forward: ``unshard()`` has left a group unsharded that would change, or
