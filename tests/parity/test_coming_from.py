@@ -827,7 +827,7 @@ def text_of(act: Callable[[], None]) -> str:
     ("act", "words"),
     [
         (optimizer_before, ("inlet.weight", "optimizer built before")),
-        (submodule_alone, ("got mixed torch.Tensor and DTensor",)),
+        (submodule_alone, ("blocks.1.up.weight", "'blocks.1'", "register_fsdp_forward_method")),
         (change_between, ("modified by an inplace operation",)),
         (saved_reference, ("linear.weight", "keep weights in a plain list")),
         (renamed, ("outlet.weight", "removed after fully_shard")),
