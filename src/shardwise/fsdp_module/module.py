@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from shardwise.comm.custom import CustomAllGather, CustomReduceScatter
+from shardwise.comm.communicators import unless_alone
+from shardwise.comm.custom import CustomCollectives
 from shardwise.comm.streams import has_streams, in_stream
 from shardwise.engine.finalization import GradientReductionHandle
 from shardwise.engine.module_state import module_state_of
@@ -24,7 +24,6 @@ from shardwise.fsdp_module.comm_choices import (
     check_comm,
     check_of_device,
     communicate,
-    made,
     use_symmetric_memory,
 )
 from shardwise.groups.group import ParameterGroup
@@ -439,7 +438,7 @@ class FSDPModule:
         """
         check_comm("set_custom_all_gather", comm)
         check_choice(self, "set_custom_all_gather", ["set_symm_mem_for_comm"])
-        communicate(self, "set_custom_all_gather", make_all_gather=partial(made, CustomAllGather, comm))
+        communicate(self, "set_custom_all_gather", make_all_gather=unless_alone(CustomCollectives, comm))
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce the gradients of this module's own group with the caller's reduce-scatter.
@@ -461,7 +460,7 @@ class FSDPModule:
         check_comm("set_custom_reduce_scatter", comm)
         check_choice(self, "set_custom_reduce_scatter", ["set_symm_mem_for_comm", "register_comm_hook"])
         communicate(
-            self, "set_custom_reduce_scatter", make_reduce_scatter=partial(made, CustomReduceScatter, comm)
+            self, "set_custom_reduce_scatter", make_reduce_scatter=unless_alone(CustomCollectives, comm)
         )
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:

@@ -9,8 +9,8 @@ from torch import nn
 from shardwise.buckets.bucket import ShardStorage
 from shardwise.engine.module_state import under_compile
 from shardwise.fsdp_module import FSDPModule
-from shardwise.groups.added_parameters import owner_of
 from shardwise.groups.group import ParameterGroup
+from shardwise.groups.managed_modules import owner_of
 from shardwise.layout.fqns import clean, uncompiled
 from shardwise.layout.mesh import ShardMesh
 from shardwise.setup.sharded_class import original_class
