@@ -75,7 +75,7 @@ MUTANTS = [
         ("ForwardPass.begin", "_pass_of_call", "optimizer on a side stream"),
         (
             "UnshardedGroups.reshard_stale",
-            "ForwardPass.begin",
+            "ForwardPass._drop_kept",
             "optimizer of nobody's on a side stream, kept after backward",
         ),
         ("Root.hand_over", "unsharded", "optimizer on a side stream, summon"),

@@ -307,7 +307,7 @@ def uses_the_device_of_another_rank() -> str:
     def own_device(_: Any) -> OwnDevice:
         return OwnDevice("cuda:0", "", "GPU-a")
 
-    with mock.patch.object(plan_check._Agreement, "_own_device", own_device):
+    with mock.patch.object(plan_check.PlanCheck, "_own_device", own_device):
         return refusal(lambda: step(blocks_first(tower())))
 
 

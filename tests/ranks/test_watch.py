@@ -81,7 +81,7 @@ def test_both_ranks_report_a_long_wait_once(
     ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
 ) -> None:
     first, _ = ranks
-    first.activity.enter_forward()
+    first.activity.phase = "forward"
     with first.waiting():
         pass_seconds(ranks, 30)
         assert caplog.messages == []
@@ -108,12 +108,12 @@ def test_ranks_that_compute_long_or_are_at_a_prompt_are_not_reported(
     ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = ranks
-    first.activity.enter_forward()
+    first.activity.phase = "forward"
     for rank in ranks:
         with rank.waiting():
             pass_seconds(ranks, 1)
     pass_seconds(ranks, 10 * REPORT_S)
-    first.activity.leave()
+    first.activity.phase = ""
     first.queue()
     second.queue()
     for rank in ranks:
@@ -127,11 +127,12 @@ def test_a_wait_on_a_device_is_found_from_its_events(
 ) -> None:
     first, second = ranks
     for rank in ranks:
-        rank.activity.enter_backward()
+        rank.activity.steps += 1
+        rank.activity.phase = "backward"
         rank.queue()
         rank.stream.events[-1].has_come = True
     first.queue()
-    second.activity.leave()
+    second.activity.phase = ""
     pass_seconds(ranks, 2 * REPORT_S)
     assert_expected_inline(
         caplog.messages[0],
@@ -148,7 +149,7 @@ def test_a_collective_that_was_left_out_is_named(
     other = Wait("all-gather", "blocks.1", list)
     first.activity.note_wait(other)
     for rank in ranks:
-        rank.activity.enter_forward()
+        rank.activity.phase = "forward"
     first.activity.issue(other)
     with second.waiting():
         pass

@@ -31,7 +31,6 @@ from shardwise.engine.root import Feature, Root
 from shardwise.engine.unsharded_groups import CALLER, IN_USE
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import SHARDED
-from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import autograd, dtensor
 
 
@@ -61,7 +60,7 @@ class Microbatches(Feature):
         root.refuse_at_work("a step of microbatches", root.groups[0], "afterwards")
         if self.is_under_way and any(group.gradients.have_sums_to_reduce for group in root.groups):
             raise RuntimeError(
-                f"{root.label}: the last step of microbatches was not ended, so its gradients are neither "
+                f"'{root.name}': the last step of microbatches was not ended, so its gradients are neither "
                 "reduced nor divided. If it failed, call zero_grad(). If the schedule was loaded from a "
                 "file, it needs a REDUCE_GRAD action for each stage."
             )
@@ -81,7 +80,7 @@ class Microbatches(Feature):
         root.refuse_at_work("the reduction of a step", root.groups[0], "afterwards")
         if self._adds_to_earlier and divisor != self._divisor:
             raise RuntimeError(
-                f"{root.label}: gradients of earlier steps were divided by {self._divisor} microbatches, "
+                f"'{root.name}': gradients of earlier steps were divided by {self._divisor} microbatches, "
                 f"those of this step are to be divided by {divisor}, and they are one sum by now. Accumulate "
                 "over steps of as many microbatches, or call zero_grad() before the number changes."
             )
@@ -97,8 +96,8 @@ class Microbatches(Feature):
         root.finish_reductions()
         root.average_ignored()
         self.is_under_way = root.unsharded_groups.is_mid_accumulation = False
-        for group in root.unsharded_groups:
-            if root.unsharded_groups.reason(group) is not CALLER and group.settings.reshard_after_backward:
+        for group, reason in list(root.unsharded_groups.reasons.items()):
+            if reason is not CALLER and group.settings.reshard_after_backward:
                 root.unsharded_groups.reshard(group)
 
     def _gradients(self) -> list[Tensor]:
@@ -158,13 +157,13 @@ class Microbatches(Feature):
         for group in root.groups:
             if not root.reshards_after_forward(group) and group.unsharded.state is SHARDED:
                 root.unshard(group)
-                memory.hold(group, IN_USE)
+                memory.reasons[group] = IN_USE
         memory.is_mid_accumulation = True
 
     def reshard(self) -> None:
         """Reshard all groups, whose sums of gradients stay; what uses them next unshards them again."""
-        for group in self.root.unsharded_groups:
-            if self.root.unsharded_groups.reason(group) is not CALLER:
+        for group, reason in list(self.root.unsharded_groups.reasons.items()):
+            if reason is not CALLER:
                 self.root.unsharded_groups.reshard(group)
 
 
@@ -197,9 +196,9 @@ class WeightPass(BackwardPass):
             root.backward = None
             for group in root.groups:
                 group.gradients.defer_written()
-        root.unsharded_groups.hide_kept()
+        root.unsharded_groups.end_pass()
         root.unsharded_groups.is_mid_accumulation = True
-        monitor_of_job().leave()
+        root.monitor.phase = ""
 
     def _run(self, parts: list[dict[str, Any]], others: Sequence[Tensor]) -> None:
         # All ranks unshard the same groups, whatever the graph of each has used.

@@ -170,7 +170,7 @@ def memory_snapshot(model: nn.Module) -> MemorySnapshot:
 
 def _snapshot_of(module_state: ModuleState) -> GroupSnapshot:
     group, storages = module_state.group, _Storages()
-    state, reason = group.unsharded.state, module_state.root.unsharded_groups.reason(group)
+    state, reason = group.unsharded.state, module_state.root.unsharded_groups.reasons.get(group)
     here, kept = bytes_of_unsharded(group)
     summoned = _summoned_params(group)
     return GroupSnapshot(

@@ -120,19 +120,6 @@ class RankActivity:
         if wait.stream is not None:
             self._queued.append((weakref.ref(wait), wait.count, wait.stream.last_event))
 
-    def enter_forward(self) -> None:
-        """A forward of a sharded model begins."""
-        self.phase = "forward"
-
-    def enter_backward(self) -> None:
-        """A backward begins, and with it the next step."""
-        self.steps += 1
-        self.phase = "backward"
-
-    def leave(self, phase: str = "") -> None:
-        """A pass is over, or has failed; it ran inside of ``phase``."""
-        self.phase = phase
-
     # --- the monitor's thread reads -----------------------------------------------------------------
 
     @property

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.engine.module_state import ModuleState, sharded_module_states
+from shardwise.engine.module_state import ModuleState, is_sharded, sharded_module_states
 from shardwise.engine.root import Root
 from shardwise.features.inference import begin_inference, end_inference
-from shardwise.fsdp_module.identity import is_sharded
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.mesh import axes_of
 from shardwise.ranks.agreement import run_on_all_ranks
