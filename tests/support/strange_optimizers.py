@@ -141,7 +141,9 @@ class Replaces(Simple):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         for group in self.param_groups:
-            group["params"] = [nn.Parameter(p - 0.1 * p.grad) if p.grad is not None else p for p in group["params"]]
+            group["params"] = [
+                nn.Parameter(p - 0.1 * p.grad) if p.grad is not None else p for p in group["params"]
+            ]
 
 
 class Raises(Simple):
@@ -190,9 +192,12 @@ class ByAttribute(Simple):
         return grad * getattr(param, "factor", 1.0)
 
 
-class ByName(Simple):
-    """Steps parameters by their names, which torch keeps in the groups since 2.6."""
+class NormedByGroup(Simple):
+    """Divides by the norm of the gradients of a group, where the group says so."""
 
-    def prepare(self) -> None:
-        for group in self.param_groups:
-            group["fast"] = [name.endswith("weight") for name in group.get("param_names", [])].count(True)
+    def __init__(self, params: Any, lr: float = 0.1, normed: bool = False) -> None:
+        super().__init__(params, lr, normed=normed)
+
+    def update(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        norms = [each.grad.norm() for each in group["params"] if each.grad is not None]
+        return grad / torch.stack(norms).norm() if group["normed"] else grad

@@ -243,7 +243,7 @@ class OwnerExchange:
             for each in self._among:
                 try:
                     run_on_all_ranks(each.ranks.axes, each.ranks.device, partial(_raise, problem))
-                    found |= from_all(each.ranks.axes, own)
+                    found |= from_all(axes, own) if (axes := each.ranks.axes) else {}
                 except Exception as error:
                     problem = error
         if problem is not None:
@@ -321,7 +321,7 @@ class _RankExchange:
 
     def agree(self, caller: str, same: Mapping[str, Any], problem: Exception | None) -> None:
         """Raise on all ranks if there is a problem on any, or if they would not exchange the same."""
-        told = {"the tensors": self._digest, **same}
+        told = {**same, "the tensors": self._digest}
         run_on_all_ranks(
             self.ranks.axes, self.ranks.device, partial(_raise, problem), caller=caller, same=told
         )

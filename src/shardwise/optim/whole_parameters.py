@@ -232,6 +232,7 @@ class WholeParameters(Optimizer):
     def _forget_plan(self) -> None:
         self._exchange = None
         self._instances: dict[RoundKey, _Instance] = {}
+        self._state_beside = _beside_parameters(vars(self).get("state", {}))
         self._is_first_step = True
         self._waits_for_changes = True  # until a step has shown that the class does not change its groups
         self._problem: Exception | None = None
@@ -246,6 +247,7 @@ class WholeParameters(Optimizer):
                 for group in self.param_groups
             ],
             "single_owner": self._single_owner,
+            "parameters": self._names,  # of one shape, they may be in another order
         }
         made.agree(caller, range(len(self._params)), None, same)
 
@@ -253,7 +255,10 @@ class WholeParameters(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled and copied: all but the plan and its instances."""
-        kept = ("optimizer_class", "_options", "_single_owner", "_cost", "_batch_bytes", "_is_made")
+        kept = (
+            *("optimizer_class", "_options", "_single_owner", "_cost", "_batch_bytes", "_is_made"),
+            *("_owner_of", "_grad_dtypes"),  # who has which state now: a new plan might choose others
+        )
         return super().__getstate__() | {key: vars(self)[key] for key in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -361,7 +366,9 @@ class WholeParameters(Optimizer):
         for index in sorted(wholes):
             by_group.setdefault(numbers[id(self._params[index])], []).append(index)
         make = partial(self.optimizer_class, **self._options)
-        return _Instance(make, by_group, wholes, self._params, self.param_groups, self.state)
+        made = _Instance(make, by_group, wholes, self._params, self.param_groups, self.state)
+        made.optimizer.state.update(deepcopy(self._state_beside))
+        return made
 
     def _take_changes(self, changes: Changes) -> None:
         for number, values in changes.items():
@@ -419,16 +426,18 @@ class _Instance:
             index: nn.Parameter(values, requires_grad=params[index].requires_grad)
             for index, (values, _) in wholes.items()
         }
-        self._optimizer = make(
+        for index, own in self._own.items():
+            vars(own).update(vars(params[index]))  # what the caller says of it to the class
+        self.optimizer = make(
             [
                 _hyperparameters(groups[number]) | {"params": [self._own[index] for index in some]}
                 for number, some in by_group.items()
             ]
         )
-        self._step = optimizers.step_without_hooks(type(self._optimizer))
+        self._step = optimizers.step_without_hooks(type(self.optimizer))
         for index, own in self._own.items():
-            if own in self._optimizer.state:
-                state.setdefault(params[index], self._optimizer.state[own])
+            if own in self.optimizer.state:
+                state.setdefault(params[index], self.optimizer.state[own])
 
     def take(self, wholes: "Wholes", groups: Sequence[dict[str, Any]], state: Any) -> None:
         """Take values and gradients of parameters, hyperparameters and state for a step."""
@@ -438,9 +447,9 @@ class _Instance:
             if gradient is not None and gradient.dtype != own.dtype:
                 tensor_impl.set_grad_dtype(own, gradient.dtype)
             own.grad = gradient
-        for own_group, number in zip(self._optimizer.param_groups, self._groups, strict=True):
+        for own_group, number in zip(self.optimizer.param_groups, self._groups, strict=True):
             own_group.update(deepcopy(_hyperparameters(groups[number])))  # others change theirs
-        own_state = self._optimizer.state
+        own_state = self.optimizer.state
         for index, param in self._params.items():
             own_state.pop(self._own[index], None)
             if param in state:
@@ -453,10 +462,10 @@ class _Instance:
 
     def step(self, groups: Sequence[dict[str, Any]], closure: Callable[[], Any] | None = None) -> Changes:
         """Step; returns what the class has changed in its param groups."""
-        own_groups = self._optimizer.param_groups
+        own_groups = self.optimizer.param_groups
         params = [list(group["params"]) for group in own_groups]
-        self.loss = self._step(self._optimizer) if closure is None else self._step(self._optimizer, closure)
-        name = type(self._optimizer).__name__
+        self.loss = self._step(self.optimizer) if closure is None else self._step(self.optimizer, closure)
+        name = type(self.optimizer).__name__
         if [list(map(id, group["params"])) for group in own_groups] != [
             list(map(id, some)) for some in params
         ]:
@@ -482,8 +491,9 @@ class _Instance:
         for index, own in self._own.items():
             own.grad = None
             own.data = own.data.new_empty(0)
-            if own in self._optimizer.state:
-                state[self._params[index]] = self._optimizer.state[own]
+            if own in self.optimizer.state:
+                state[self._params[index]] = self.optimizer.state[own]
+        state.update(_beside_parameters(self.optimizer.state))
 
 
 class _Shards:
@@ -612,6 +622,11 @@ class _SharedClosure:
 # --- param groups ---------------------------------------------------------------------------------
 
 
+def _beside_parameters(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What a class keeps in its state under other keys: each instance has its own."""
+    return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+
+
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
@@ -680,19 +695,17 @@ def _looks_across(kind: Any, groups: Sequence[dict[str, Any]], options: Mapping[
     def stepped(scale: float) -> list[Tensor]:
         pairs = [[nn.Parameter(torch.eye(4) + 0.5) for _ in range(2)] for _ in groups]
         some = [_hyperparameters(group) | {"params": pair} for group, pair in zip(groups, pairs, strict=True)]
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # of the host alone: those of devices are the caller's
         optimizer = kind(deepcopy(some), **options)
         pairs = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group.update({"lr": 1e-3} if group.get("lr") == 0 else {})  # a schedule begins
         for step in range(3):
-            for number, (first, second) in enumerate(pairs):
+            for first, second in pairs:
                 first.grad = torch.sin(torch.arange(16.0) + step).view(4, 4)
                 second.grad = first.grad.cos() * scale
-                if number:
-                    first.grad *= scale
             optimizer.step()
-        return [pairs[0][0].detach()]
+        return [first.detach().nan_to_num() for first, _ in pairs]
 
     with torch.random.fork_rng(devices=[]):
         try:
