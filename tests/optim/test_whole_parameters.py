@@ -869,6 +869,15 @@ def a_sharded_state() -> Any:
     WholeParameters(torch.optim.AdamW, model.parameters()).load_state_dict(sharded.state_dict())
 
 
+def two_optimizers_over_one_parameter() -> Any:
+    model = Way(2).model()
+    first = WholeParameters(Shampoo, model.parameters())
+    second = WholeParameters(Lists, [model.inlet.weight])
+    set_gradients(model, 0)
+    first.step()
+    second.step()
+
+
 def sharded_after_it() -> Any:
     model = built("uneven")
     optimizer = WholeParameters(Shampoo, model.parameters())
@@ -902,7 +911,13 @@ REFUSED = [
         other_order_on_a_rank,
     ),
     *(alike_in_another_order_on_a_rank, fewer_on_a_rank, another_class_on_a_rank, another_group_on_a_rank),
-    *(gradients_on_one_rank, a_sharded_state, sharded_after_it, gradients_that_wait),
+    *(
+        gradients_on_one_rank,
+        a_sharded_state,
+        two_optimizers_over_one_parameter,
+        sharded_after_it,
+        gradients_that_wait,
+    ),
 ]
 
 

@@ -17,7 +17,9 @@ from torch import nn
 
 from shardwise import CommPolicy, MixedPrecisionPolicy, fully_shard, no_sync, shard_model
 from shardwise.engine import plan_check
+from shardwise.policies import LowPrecisionReduction
 from shardwise.ranks.comparison import OwnDevice, first_difference, wrong_device
+from shardwise.strategies import register_comm_hook
 
 
 def tower(hidden: int = 16) -> Any:
@@ -81,6 +83,12 @@ def kept_otherwise() -> Any:
     return model
 
 
+def reduced_otherwise() -> Any:
+    model = blocks_first(tower())
+    register_comm_hook(model, None, LowPrecisionReduction(torch.float16 if is_other() else torch.bfloat16))
+    return model
+
+
 def deeper() -> Any:
     model = tower()
     if is_other():
@@ -90,7 +98,7 @@ def deeper() -> Any:
 
 UNLIKE: tuple[Callable[[], Any], ...] = (
     *(frozen, of_another_width, wrapped_otherwise, of_another_strategy, zero1_and_zero2, of_another_dtype),
-    *(of_another_precision, sent_otherwise, kept_otherwise, deeper),
+    *(of_another_precision, sent_otherwise, kept_otherwise, reduced_otherwise, deeper),
 )
 
 
@@ -123,6 +131,7 @@ inlet.weight: dtype is float64 on rank 0, float32 on rank 1 (87 more differences
 inlet.weight: dtype of computation is float64 on rank 0, bfloat16 on rank 1 (43 more differences follow).
 Tower: comm_policy is CommPolicy(packing_limit_bytes=None, prefetch=1, backward_prefetch='before', max_prefetched=None, quantized_all_gather=None, part_bytes=None) on rank 0, CommPolicy(packing_limit_bytes=None, prefetch=2, backward_prefetch='before', max_prefetched=None, quantized_all_gather=None, part_bytes=None) on rank 1 (3 more differences follow).
 Tower: reshard_after_forward is None on rank 0, False on rank 1 (3 more differences follow).
+Tower: communication chosen by is LowPrecisionReduction(dtype=torch.bfloat16), register_comm_hook on rank 0, LowPrecisionReduction(dtype=torch.float16), register_comm_hook on rank 1 (3 more differences follow).
 the model: the order of its groups is Tower, blocks.0, blocks.1, blocks.2 on rank 0, Tower, blocks.0, blocks.1, blocks.2, blocks.3 on rank 1 (85 more differences follow).""",
     )
     assert_expected_inline(

@@ -5,7 +5,6 @@ Sums that are not to go on to the replicas yet stay here, and are added to the n
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from operator import or_
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 from shardwise.buckets.communication import Communication
 from shardwise.buckets.sharded_gradients import ShardedGradients
 from shardwise.comm.buffers import buffer_for, local_views
-from shardwise.comm.quantized import QuantizedExchange, QuantizedSum
 from shardwise.comm.reduce_scatter import ReduceScatter
 from shardwise.comm.reduction import Hook, Reduction, SecondStage
 from shardwise.comm.streams import CommStreams
@@ -45,8 +43,8 @@ class BucketReduction:
         self._reduce_scatter = ReduceScatter(communication.reduce_scatter, layout, mesh.device, part_bytes)
         self.parts = self._reduce_scatter.parts
         """Which gradients are reduced together; indices are those of the parameters."""
-        for each in (communication.reduce_scatter, communication.sum_over_replicas):
-            if isinstance(each, (QuantizedExchange, QuantizedSum)):
+        for each in (communication.reduce_scatter, communication.over_replicas):
+            if each is not None:
                 each.plan_for(layout)
         self._gradients = gradients
         # Copies are made equal behind the last sum: over the shards, or over replicas.
@@ -76,10 +74,8 @@ class BucketReduction:
             divisor = self._own_divisor
         return Reduction(
             self._reduce_scatter,
-            self._layout,
             divisor,
             streams,
-            partial(buffer_for, self._layout, self._mesh.device, is_filled=is_filled),
             is_filled=is_filled,
             agree=self._broadcast_copies if self._differ_over_shards else None,
             awaited=awaited,
@@ -90,13 +86,13 @@ class BucketReduction:
         self._covers_replicas = all_reduces or self._mesh.replicate_axis.is_alone
         self._has_sum = list(map(or_, self._has_sum, reduction.present))
         earlier, self.earlier = self.earlier, None
-        replica_sum, stage = None, self._to_gradients
+        replicas, stage = None, self._to_gradients
         if self._covers_replicas:
-            replica_sum = self._communication.sum_over_replicas
+            replicas = self._communication.over_replicas
         else:
             stage = SecondStage(self._layout, self._mesh.device)
         agree = self._broadcast_copies if self._differ_over_replicas else None
-        if replica_sum is not None or earlier is not None or hook is not None or agree is not None:
+        if replicas is not None or earlier is not None or hook is not None or agree is not None:
             summed = [
                 index
                 for index, (param, has_sum) in enumerate(zip(self._params, self._has_sum, strict=True))
@@ -105,11 +101,10 @@ class BucketReduction:
             stage = replace(
                 stage,
                 summed=frozenset(summed),
-                all_reduce=replica_sum,
+                all_reduce=None if replicas is None else replicas.all_reduce,
                 earlier=earlier,
                 hook=hook if self._covers_replicas else None,
                 agree=agree,
-                computes=True,
             )
         reduction.close(stage)
 
@@ -118,7 +113,7 @@ class BucketReduction:
         if self._mesh.shard_axis.is_alone or not any(slot.is_replicated for slot in self._layout.slots):
             return False
         comm, options = self._communication.reduce_scatter, self._communication.options
-        return not comm.sums_are_bitwise_equal or options.reducer is not None
+        return not comm.sums_are_bitwise_equal or options.make_all_reduce is not None
 
     def _broadcast_copies(self, output: Tensor, indices: Sequence[int]) -> None:
         """Broadcast the first rank's gradients of what all ranks keep of these parameters."""

@@ -314,7 +314,7 @@ class _UnshardedExtension(UnshardedBucket):
                 f"{self._param.fqn}: {type(local).__name__}.{PRE} returned inputs {inputs!r}; expected is a "
                 "tuple of plain tensors, which are what travels."
             )
-        # Tags depend on the offset in the storage, which must be equal on all ranks (see comm/gloo.py).
+        # Tags depend on the offset in the storage, which must be equal on all ranks (see ``GlooExchange``).
         return [t.clone() if t.storage_offset() else t.contiguous() for t in inputs], metadata
 
     def _checked(self, result: Any, method: str, expected: str) -> tuple[Any, Any]:
@@ -389,7 +389,7 @@ class _UnshardedExtension(UnshardedBucket):
                 finishes.append((receives[-1].view(len(sizes), room), sizes, flat))
         some = [i for i, send in enumerate(sends) if send.numel()]
         # One after the other: messages are told apart by their place in a shard buffer (see
-        # comm/gloo.py), which these do not have.
+        # ``GlooExchange``), which these do not have.
         comm = self._bucket.communication.all_gather
         waits = [comm.all_gather([receives[i]], [sends[i]]) for i in some]
 

@@ -46,7 +46,8 @@ class UnshardedBucket:
             param.make_unsharded(buffer.unsharded_tensor(slot))
         self._all_gather = None if self._is_alone else self._make_all_gather(buffer)
         self._pieces: list[Tensor] | None = None
-        if self._all_gather is not None and flat is not None:
+        in_place = isinstance(self._all_gather, InPlaceAllGather)
+        if self._all_gather is not None and flat is not None and not in_place:
             self._pieces = self._all_gather.cut(flat)
         comm, axis = bucket.communication.post_forward, bucket.communication.options.post_forward_axis
         if comm is not None and axis is not None:
@@ -78,7 +79,7 @@ class UnshardedBucket:
                 self._cast(flat, self.buffer.bytes)
             return nothing
         if isinstance(self._all_gather, InPlaceAllGather):
-            return self._all_gather.start_from(stream, partial(self._cast, flat))
+            return self._all_gather.start_from(partial(self._cast, flat))
         if self._bucket.computed is self._bucket.stored:
             return self._all_gather.start(stream, self._all_gather.cut(flat))
         num_bytes = self._bucket.computed.shard_bytes

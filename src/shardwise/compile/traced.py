@@ -225,7 +225,7 @@ def _about_bucket(bucket: Bucket) -> str:
     if type(bucket) is not Bucket:
         return "its parameters say themselves what is all-gathered of them, outside of graphs. Use plain ones"
     quantized = bucket.policy.quantized_all_gather
-    own = (options.make_all_gather, options.make_reduce_scatter, options.reducer, quantized)
+    own = (options.make_all_gather, options.make_reduce_scatter, options.make_all_reduce, quantized)
     if any(each is not None for each in own):  # torch 2.11 cannot trace whether a partial is true
         return (
             "it was given collectives or memory of its own (set_custom_all_gather, "

@@ -76,7 +76,7 @@ class ParameterGroup:
         self.casts = casts
         self.ties: list[Tie] = []
         self.ignored: list[nn.Parameter] = []
-        self.choices: set[str] = set()  # which setters have chosen how to communicate
+        self.choices: set[str] = set()  # setters and hooks that have chosen how to communicate
         self.partly_loaded: str | None = None  # why a load failed half-way
         self.added = ModuleWatch(managed_modules)
         self.side_tensors = SideTensors(managed_modules)

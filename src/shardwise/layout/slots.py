@@ -30,6 +30,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from shardwise.layout.chunks import chunk_range, chunk_size, round_up
 
@@ -47,7 +48,7 @@ class Slot:
     """
 
     shape: tuple[int, ...]
-    dtype: Hashable
+    dtype: Any
     itemsize: int
     kind: Hashable
     granule: int
@@ -123,7 +124,7 @@ class Slot:
 class BufferSegment:
     """The bytes [start, end) of the flat shard, in which all parameters are of one kind."""
 
-    dtype: Hashable
+    dtype: Any
     start: int
     end: int
     slots: tuple[int, ...]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.full_tensors import batches, full_bytes, gather_full
+from shardwise.comm.full_tensors import batches, gather_full
 from shardwise.layout.fqns import listed
 from shardwise.layout.mesh import Axis
 from shardwise.ranks.agreement import run_on_all_ranks
@@ -155,7 +155,7 @@ def _plan(tensors: dict[str, Tensor], dtypes: list[torch.dtype], limit: int) -> 
     files = []
     for index, cut in enumerate(cuts):
         name = SINGLE if len(cuts) == 1 else f"model-{index + 1:05}-of-{len(cuts):05}.safetensors"
-        num_bytes = sum(full_bytes(values[i], dtypes[i]) for i in cut)
+        num_bytes = sum(values[i].numel() * dtypes[i].itemsize for i in cut)
         files.append(_File(name, [names[i] for i in cut], [dtypes[i] for i in cut], num_bytes))
     return files
 
