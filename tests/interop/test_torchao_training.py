@@ -17,11 +17,11 @@ from harness import World
 from reference import full
 from refusals import wrapped
 from scenario import one_thread
+from shardwise.optim.compatibility import known
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import fully_shard, load_checkpoint, save_checkpoint
-from shardwise.optim.compatibility import known
 
 pytest.importorskip("torchao")
 

@@ -321,7 +321,7 @@ class _RankExchange:
 
     def agree(self, caller: str, same: Mapping[str, Any], problem: Exception | None) -> None:
         """Raise on all ranks if there is a problem on any, or if they would not exchange the same."""
-        told = {"the tensors": self._digest, **same}
+        told = {**same, "the tensors": self._digest}
         run_on_all_ranks(
             self.ranks.axes, self.ranks.device, partial(_raise, problem), caller=caller, same=told
         )

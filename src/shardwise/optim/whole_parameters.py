@@ -241,6 +241,7 @@ class WholeParameters(Optimizer):
     def _forget_plan(self) -> None:
         self._exchange = None
         self._instances: dict[RoundKey, _Instance] = {}
+        self._state_beside = _beside_parameters(vars(self).get("state", {}))
         self._is_first_step = True
         self._waits_for_changes = True  # until a step has shown that the class does not change its groups
         self._problem: Exception | None = None
@@ -255,6 +256,7 @@ class WholeParameters(Optimizer):
                 for group in self.param_groups
             ],
             "single_owner": self._single_owner,
+            "parameters": self._names,  # of one shape, they may be in another order
         }
         made.agree(caller, range(len(self._params)), None, same)
 
@@ -388,7 +390,8 @@ class WholeParameters(Optimizer):
         for index in sorted(wholes):
             by_group.setdefault(numbers[id(self._params[index])], []).append(index)
         make = partial(self.optimizer_class, **self._options)
-        return _Instance(make, by_group, wholes, self._params, self.param_groups, self.state)
+        beside = deepcopy(self._state_beside)
+        return _Instance(make, by_group, wholes, self._params, self.param_groups, self.state, beside)
 
     def _take_changes(self, changes: Changes) -> None:
         for number, values in changes.items():
@@ -428,6 +431,7 @@ class _Instance:
         params: of the caller, by index.
         groups: of the caller.
         state: by the parameters of the caller; gets what the instance has from the beginning.
+        beside: state under other keys.
     """
 
     def __init__(
@@ -438,6 +442,7 @@ class _Instance:
         params: Sequence[Tensor],
         groups: Sequence[dict[str, Any]],
         state: Any,
+        beside: Mapping[Any, Any],
     ) -> None:
         self.loss: Any = None
         self._groups = list(by_group)
@@ -446,12 +451,15 @@ class _Instance:
             index: nn.Parameter(values, requires_grad=params[index].requires_grad)
             for index, (values, _) in wholes.items()
         }
+        for index, own in self._own.items():
+            vars(own).update(vars(params[index]))  # what the caller says of it to the class
         self._optimizer = make(
             [
                 _hyperparameters(groups[number]) | {"params": [self._own[index] for index in some]}
                 for number, some in by_group.items()
             ]
         )
+        self._optimizer.state.update(beside)
         self._step = optimizers.step_without_hooks(type(self._optimizer))
         for index, own in self._own.items():
             if own in self._optimizer.state:
@@ -511,6 +519,7 @@ class _Instance:
             own.data = own.data.new_empty(0)
             if own in self._optimizer.state:
                 state[self._params[index]] = self._optimizer.state[own]
+        state.update(_beside_parameters(self._optimizer.state))
 
 
 class _Shards:
@@ -639,6 +648,11 @@ class _SharedClosure:
 # --- param groups ---------------------------------------------------------------------------------
 
 
+def _beside_parameters(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What a class keeps in its state under other keys: each instance has its own."""
+    return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+
+
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
@@ -707,19 +721,17 @@ def _looks_across(kind: Any, groups: Sequence[dict[str, Any]], options: Mapping[
     def stepped(scale: float) -> list[Tensor]:
         pairs = [[nn.Parameter(torch.eye(4) + 0.5) for _ in range(2)] for _ in groups]
         some = [_hyperparameters(group) | {"params": pair} for group, pair in zip(groups, pairs, strict=True)]
-        torch.default_generator.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # of the host alone: those of devices are the caller's
         optimizer = kind(deepcopy(some), **options)
         pairs = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group.update({"lr": 1e-3} if group.get("lr") == 0 else {})  # a schedule begins
         for step in range(3):
-            for number, (first, second) in enumerate(pairs):
+            for first, second in pairs:
                 first.grad = torch.sin(torch.arange(16.0) + step).view(4, 4)
                 second.grad = first.grad.cos() * scale
-                if number:
-                    first.grad *= scale
             optimizers.step_without_hooks(type(optimizer))(optimizer)
-        return [pairs[0][0].detach()]
+        return [first.detach().nan_to_num() for first, _ in pairs]
 
     with torch.random.fork_rng(devices=[]):
         try:
