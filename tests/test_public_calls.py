@@ -35,7 +35,7 @@ from shardwise import (
     unsharded,
 )
 from shardwise.init import check_replicas, sync_module_states
-from shardwise.optim import Muon, WholeMatrices, grad_norms_by_module, on_whole_matrices
+from shardwise.optim import Muon, WholeMatrices, WholeParameters, grad_norms_by_module, on_whole_matrices
 from shardwise.ranks import StopSignal
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.state import iter_full_parameters, load_full_optimizer_state_dict, save_safetensors
@@ -123,6 +123,10 @@ def _muon(job: Job) -> None:
     Muon(job.model.parameters(), is_matrix=lambda name, param: param.dim() == 2).step()
 
 
+def _whole_parameters(job: Job) -> Any:
+    return WholeParameters(torch.optim.SGD, job.model[0].parameters(), lr=0.1)
+
+
 def _stop_signal(job: Job) -> None:
     with StopSignal() as stop:
         stop.requested()
@@ -168,6 +172,11 @@ CALLS: dict[str, Callable[[Job], Any]] = {
     "optim.WholeMatrices.agree": lambda job: WholeMatrices(job.matrices).agree("caller", [0]),
     "optim.WholeMatrices.apply": lambda job: WholeMatrices(job.matrices).apply(job.matrices, negated),
     "optim.WholeMatrices.run": lambda job: WholeMatrices(job.matrices).apply(job.matrices, negated),
+    "optim.WholeParameters": _whole_parameters,
+    "optim.WholeParameters.add_param_group": lambda job: _whole_parameters(job).add_param_group(
+        {"params": list(job.model[1].parameters())}
+    ),
+    "optim.WholeParameters.step": lambda job: _whole_parameters(job).step(),
     "optim.grad_norms_by_module": lambda job: grad_norms_by_module(job.model),
     "optim.on_whole_matrices": lambda job: on_whole_matrices(job.matrices, negated),
     "state.iter_full_parameters": lambda job: list(iter_full_parameters(job.model)),
@@ -186,7 +195,12 @@ LOCAL = {
     *("register_fsdp_forward_method", "share_comm_ctx", "strategies.register_comm_hook"),
     *("optim.FlatOptimizer", "optim.FlatOptimizer.step", "optim.FlatOptimizer.stepped_parameters"),
     *("optim.Muon", "optim.Muon.add_param_group", "optim.WholeMatrices", "optim.WholeMatrices.axes"),
-    *("optim.is_hidden_matrix", "optim.newton_schulz", "optim.offload_optimizer_state"),
+    *(
+        "optim.WholeParameters.owns",
+        "optim.is_hidden_matrix",
+        "optim.newton_schulz",
+        "optim.offload_optimizer_state",
+    ),
     *("state.EMA", "state.EMA.load_state_dict", "state.EMA.state_dict", "state.EMA.swap", "state.EMA.update"),
     *("state.LoadReport", "state.rekey_optimizer_state_dict", "ranks.set_wait_limit"),
     *("interop.follow_unshard_actions", "interop.install", "interop.installed", "interop.uninstall"),
