@@ -169,9 +169,7 @@ CALLS: dict[str, Callable[[Job], Any]] = {
     "init.check_replicas": lambda job: check_replicas(job.model),
     "init.sync_module_states": lambda job: sync_module_states(job.model),
     "optim.Muon.step": _muon,
-    "optim.WholeMatrices.agree": lambda job: WholeMatrices(job.matrices).agree("caller", [0]),
     "optim.WholeMatrices.apply": lambda job: WholeMatrices(job.matrices).apply(job.matrices, negated),
-    "optim.WholeMatrices.run": lambda job: WholeMatrices(job.matrices).apply(job.matrices, negated),
     "optim.WholeParameters": _whole_parameters,
     "optim.WholeParameters.add_param_group": lambda job: _whole_parameters(job).add_param_group(
         {"params": list(job.model[1].parameters())}
@@ -194,13 +192,8 @@ LOCAL = {
     *("compile_options", "estimate", "explain", "latest_checkpoint", "merge_traces", "no_sync"),
     *("register_fsdp_forward_method", "share_comm_ctx", "strategies.register_comm_hook"),
     *("optim.FlatOptimizer", "optim.FlatOptimizer.step", "optim.FlatOptimizer.stepped_parameters"),
-    *("optim.Muon", "optim.Muon.add_param_group", "optim.WholeMatrices", "optim.WholeMatrices.axes"),
-    *(
-        "optim.WholeParameters.owns",
-        "optim.is_hidden_matrix",
-        "optim.newton_schulz",
-        "optim.offload_optimizer_state",
-    ),
+    *("optim.Muon", "optim.Muon.add_param_group", "optim.WholeMatrices", "optim.WholeParameters.owns"),
+    *("optim.is_hidden_matrix", "optim.newton_schulz", "optim.offload_optimizer_state"),
     *("state.EMA", "state.EMA.load_state_dict", "state.EMA.state_dict", "state.EMA.swap", "state.EMA.update"),
     *("state.LoadReport", "state.rekey_optimizer_state_dict", "ranks.set_wait_limit"),
     *("interop.follow_unshard_actions", "interop.install", "interop.installed", "interop.uninstall"),
@@ -296,9 +289,7 @@ unsharded: unsharded
 init.check_replicas: check_replicas
 init.sync_module_states: sync_module_states
 optim.Muon.step: Muon.step
-optim.WholeMatrices.agree: caller
 optim.WholeMatrices.apply: WholeMatrices
-optim.WholeMatrices.run: WholeMatrices
 optim.grad_norms_by_module: grad_norms_by_module
 optim.on_whole_matrices: WholeMatrices
 state.iter_full_parameters: iter_full_parameters
