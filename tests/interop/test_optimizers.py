@@ -4,7 +4,8 @@ The tables of docs/interop/optimizers.md are what these tests find. EXPECTTEST_A
 
     pytest -m slow tests/interop/test_optimizers.py
 
-A package that is not installed is skipped.
+A package that is not installed is skipped. Beside the extra `interop`: `pip install --no-deps timm`, since the torchvision
+that it asks for takes one build of torch only.
 """
 
 import inspect
