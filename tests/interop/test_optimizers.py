@@ -53,9 +53,11 @@ SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 OPTIONS: dict[str, dict[str, Any]] = {
     "torch.optim.SGD": {"momentum": 0.9, "nesterov": True},
     "torch.optim.LBFGS": {"max_iter": 3},
+    "pytorch_optimizer.AdaShift": {"keep_num": 3},
     "pytorch_optimizer.BSAM": {"num_data": 6},
     "pytorch_optimizer.FAdam": {"momentum_dtype": torch.float64, "fim_dtype": torch.float64},
     "pytorch_optimizer.Ranger21": {"num_iterations": STEPS},
+    "pytorch_optimizer.ScheduleFreeSGD": {"lr": 0.01},
     **{
         f"pytorch_optimizer.{name}": {"base_optimizer": torch.optim.SGD, "lr": 0.01, "momentum": 0.9}
         for name in ("FriendlySAM", "LookSAM", "SAM", "WSAM")
@@ -64,7 +66,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 MUONS = {"AdaGO", "AdaMuon", "DistributedMuon", "Muon", "MuonClip", "NorMuon"}
 BFLOAT16 = MUONS  # iterate in it, so that the order of sums shows
 MATRICES_ONLY = {"torch.optim.Muon", "pytorch_optimizer.SpectralSphere"}
-AROUND_ANOTHER = {"Lookahead", "OrthoGrad", "PCGrad", "SafeFP16Optimizer", "ScheduleFreeWrapper", "TRAC"}
+AROUND_ANOTHER = {"Lookahead", "OrthoGrad", "PCGrad", "ScheduleFreeWrapper", "TRAC"}
 WITH_CLOSURE = {"AliG", "BSAM", "FriendlySAM", "GSAM", "LBFGS", "LookSAM", "SAM", "WSAM"}
 UNTRIED = {
     "AdaLOMO": "no step: it changes parameters in backward",
@@ -73,6 +75,8 @@ UNTRIED = {
     "DeMo": "communicates by itself",
     "DistributedMuon": "communicates by itself; Muon does not",
     "LOMO": "no step: it changes parameters in backward",
+    "LayerWiseDummyOptimizer": "does nothing",
+    "SafeFP16Optimizer": "scales the loss and keeps masters by itself: `MixedPrecisionPolicy`, `GradScaler`",
     "SparseAdam": "takes sparse gradients only",
 }
 
@@ -83,6 +87,7 @@ def with_params_alone(spec: str, kind: Any) -> Any:
 
     def around_another(self: Any, params: Any, **options: Any) -> None:
         kind.__init__(self, SGD(params), **options)
+        getattr(self, "train", list)()  # schedule-free ones ask for it
 
     def with_module(self: Any, params: Any, **options: Any) -> None:
         kind.__init__(self, nn.Module(), params, **options)
@@ -212,8 +217,9 @@ def trained(table: str, name: str, way: str, rows: int) -> tuple[Weights, Weight
 
             def closure(x: Tensor = x) -> Any:
                 optimizer.zero_grad()
-                loss = model(x).square().sum()
-                (loss * share).backward()
+                with torch.enable_grad():
+                    loss = model(x).square().sum()
+                    (loss * share).backward()
                 return (None, loss.detach()) if name == "GSAM" else loss
 
             if name in ("GSAM", "LBFGS"):
