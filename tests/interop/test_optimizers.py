@@ -87,7 +87,8 @@ def with_params_alone(spec: str, kind: Any) -> Any:
 
     def around_another(self: Any, params: Any, **options: Any) -> None:
         kind.__init__(self, SGD(params), **options)
-        getattr(self, "train", list)()  # schedule-free ones ask for it
+        if hasattr(self, "train"):  # of schedule-free ones
+            self.train()
 
     def with_module(self: Any, params: Any, **options: Any) -> None:
         kind.__init__(self, nn.Module(), params, **options)
