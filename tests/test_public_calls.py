@@ -290,6 +290,9 @@ init.check_replicas: check_replicas
 init.sync_module_states: sync_module_states
 optim.Muon.step: Muon.step
 optim.WholeMatrices.apply: WholeMatrices
+optim.WholeParameters: WholeParameters
+optim.WholeParameters.add_param_group: WholeParameters, WholeParameters.add_param_group
+optim.WholeParameters.step: WholeParameters, WholeParameters.step
 optim.grad_norms_by_module: grad_norms_by_module
 optim.on_whole_matrices: WholeMatrices
 state.iter_full_parameters: iter_full_parameters

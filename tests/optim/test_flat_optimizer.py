@@ -1287,11 +1287,11 @@ def test_what_is_no_elementwise_optimizer_is_refused() -> None:
         "\n".join([*texts, refusal(FlatOptimizer, scheduled)]),
         """\
 TypeError: FlatOptimizer: optimizer is a Linear; pass a torch.optim.Optimizer.
-ValueError: FlatOptimizer: LBFGS does not treat each element of a parameter by itself: it looks at all parameters together. So parameters cannot be stepped as one flat tensor. Use it without FlatOptimizer.
-ValueError: FlatOptimizer: Adafactor does not treat each element of a parameter by itself: it keeps sums over rows and columns. So parameters cannot be stepped as one flat tensor. Use it without FlatOptimizer.
-ValueError: FlatOptimizer: Muon does not treat each element of a parameter by itself: it orthogonalises whole matrices. So parameters cannot be stepped as one flat tensor. Use it without FlatOptimizer.
-ValueError: FlatOptimizer: SparseAdam does not treat each element of a parameter by itself: it takes sparse gradients only. So parameters cannot be stepped as one flat tensor. Use it without FlatOptimizer.
-ValueError: FlatOptimizer: test_flat_optimizer.MyAdamW is not known to treat each element of a parameter by itself; one that looks at whole parameters (norms, matrices) would compute something else on flat shards. If it does, pass elementwise=True. Known are SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD of torch.optim.
+ValueError: FlatOptimizer: LBFGS does not treat each element of a parameter by itself: it looks at all parameters together. So they cannot be stepped as one flat tensor. WholeParameters steps them whole.
+ValueError: FlatOptimizer: Adafactor does not treat each element of a parameter by itself: it keeps sums over rows and columns. So they cannot be stepped as one flat tensor. WholeParameters steps them whole.
+ValueError: FlatOptimizer: Muon does not treat each element of a parameter by itself: it orthogonalises whole matrices. So they cannot be stepped as one flat tensor. WholeParameters steps them whole.
+ValueError: FlatOptimizer: SparseAdam does not treat each element of a parameter by itself: it takes sparse gradients only. So they cannot be stepped as one flat tensor. WholeParameters steps them whole.
+ValueError: FlatOptimizer: test_flat_optimizer.MyAdamW is not known to treat each element of a parameter by itself; one that looks at whole parameters (norms, matrices) would compute something else on flat shards: use WholeParameters. If it does, pass elementwise=True. Known are SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD of torch.optim.
 TypeError: FlatOptimizer: elementwise is 1; pass True or False.
 ValueError: FlatOptimizer: group 0 of AdamW is differentiable, but autograd does not see a step on flat shards. Use the optimizer without FlatOptimizer.
 TypeError: FlatOptimizer: this AdamW is a FlatOptimizer already.
