@@ -19,12 +19,11 @@ from shardwise.compile.hooks import install_hooks
 from shardwise.engine.module_state import ModuleState, drive, set_module_state, sharded_module_states
 from shardwise.engine.root import Root
 from shardwise.fsdp_module.sharded_module import ShardedModule
-from shardwise.groups.added_parameters import Owner, owner_of, set_owner
-from shardwise.groups.casts import Casts, cast_around
 from shardwise.groups.group import ParameterGroup
+from shardwise.groups.managed_modules import Owner, owner_of, set_owner
 from shardwise.layout.fqns import listed
 from shardwise.layout.mesh import resolve_mesh
-from shardwise.layout.precision import PrecisionRule, precision_of
+from shardwise.layout.precision import Casts, PrecisionRule, cast_around, precision_of
 from shardwise.params.initial_values import broadcast_initial_values, record_initial_values
 from shardwise.policies import (
     CommPolicy,

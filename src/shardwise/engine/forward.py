@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from shardwise.buckets.sharded_gradients import is_not_none
 from shardwise.comm.streams import is_captured
 from shardwise.engine.backward import Recomputation, graph_task
 from shardwise.engine.calls import ANNOUNCED, FAILED, NO_BACKWARD, UNANNOUNCED, Call, Outcome
@@ -39,7 +40,6 @@ from shardwise.engine.unsharded_groups import (
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import PARTLY, UNSHARDED, UNSHARDING
 from shardwise.layout.nested import NotAContainer, find_tensors, map_tensors, replace_tensors
-from shardwise.params.changes import is_not_none
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import autograd, dynamo, functorch, nn_modules, tensor_impl
 from shardwise.torch_compat.functorch import with_layers
@@ -415,7 +415,7 @@ def _replace(output: Any, copies: dict[int, Tensor], name: str) -> Any:
         return replace_tensors(output, copies)
     except NotAContainer as error:
         raise TypeError(
-            f"{name}: forward returned one of its own parameters inside a {error}. The parameter's "
+            f"{name}: forward returned one of its own parameters somewhere inside a {error}. The parameter's "
             "memory is freed after forward, so a copy must be returned, but this library does not know "
             "how to put one there. Return parameter.clone()."
         ) from None

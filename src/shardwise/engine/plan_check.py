@@ -17,7 +17,7 @@ from shardwise.layout.mesh import Axis, axes_of
 from shardwise.params.initial_values import refuse_unequal_initial_values
 from shardwise.params.parameter import Param
 from shardwise.ranks.activity import Wait
-from shardwise.ranks.comparison import Comparison, Facts, OwnDevice, Unequal, WrongDevice, digest_of
+from shardwise.ranks.comparison import Facts, OwnDevice, Unequal, compare, digest_of
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.ranks.replicas import are_fake
 from shardwise.torch_compat import autograd, c10d
@@ -76,16 +76,11 @@ class _Agreement:
 
         def refuse_failed() -> None:
             if monitor.failure is not None:
-                raise monitor.explained(RuntimeError(), wait.event, wait.name, self._axes)
+                raise monitor.explained(RuntimeError(), wait)
 
-        comparison = Comparison(
-            c10d.job_store(), ranks, dist.get_rank(), timeout, refuse_failed, self._own_device()
-        )
         try:
-            with monitor.exchange(wait, ranks):
-                comparison.run(facts)
-        except WrongDevice as error:
-            raise RuntimeError(str(error)) from None
+            with monitor.collective(wait):
+                compare(facts, ranks, self._own_device(), timeout, refuse_failed)
         except Unequal as error:
             self._trained = {}  # look again once the caller has fixed it
             if f": {FULL_LOAD} is " in str(error):

@@ -169,7 +169,7 @@ class Root:
 
     def _refuse_incomplete(self) -> None:
         """Refuse a pass while sums wait to be reduced that a failed backward has made incomplete."""
-        self._incomplete = [param for param in self._incomplete if param.gradient.is_deferred]
+        self._incomplete = [param for param in self._incomplete if param.is_deferred]
         if self._incomplete:
             names = listed((param.fqn for param in self._incomplete), 4)
             raise RuntimeError(
@@ -200,7 +200,7 @@ class Root:
         """Drop the passes that run, and all that they have come to."""
         if self.backward is not None and self.backward.has_gradients():
             params = [param for group in self.groups for param in group.shards.params]
-            self._incomplete = [param for param in params if param.gradient.is_deferred]
+            self._incomplete = [param for param in params if param.is_deferred]
         self.forward = self.backward = None
         self.calls.running.clear()
         self.unsharded_groups.reshard_after_failure()

@@ -103,7 +103,7 @@ class Microbatches(Feature):
 
     def _gradients(self) -> list[Tensor]:
         """What waits to be reduced, and what nobody reduces."""
-        fulls = [full for group in self.root.groups for full in group.unsharded.params]
+        fulls = [full for group in self.root.groups for full in group.unsharded.full_params]
         return [dtensor.plain(p.grad) for p in (*fulls, *self._others) if p.grad is not None]
 
     @property
@@ -137,7 +137,7 @@ class Microbatches(Feature):
 
     def weights(self) -> list[Tensor]:
         """The trainable parameters as the graphs of forwards know them."""
-        fulls = [full for group in self.root.groups for full in group.unsharded.params]
+        fulls = [full for group in self.root.groups for full in group.unsharded.full_params]
         return [weight for weight in (*fulls, *self._others) if weight.requires_grad]
 
     def compute_weights(self, parts: list[dict[str, Any]]) -> None:
@@ -204,7 +204,9 @@ class WeightPass(BackwardPass):
     def _run(self, parts: list[dict[str, Any]], others: Sequence[Tensor]) -> None:
         # All ranks unshard the same groups, whatever the graph of each has used.
         groups = [group for group in reversed(self._root.groups) if group.gradients.are_wanted]
-        weights = {group: [full for full in group.unsharded.params if full.requires_grad] for group in groups}
+        weights = {
+            group: [full for full in group.unsharded.full_params if full.requires_grad] for group in groups
+        }
         owner = {get_gradient_edge(full).node: group for group in groups for full in weights[group]}
         owners = [{owner.get(node) for node in autograd.nodes_of_part(part)} for part in parts]
         keeps_graph = any(map(autograd.begins_at_several_nodes, parts))

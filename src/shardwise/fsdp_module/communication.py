@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from shardwise.comm.custom import CustomAllGather, CustomReduceScatter
+from shardwise.comm.communicators import unless_alone
+from shardwise.comm.custom import CustomCollectives
 from shardwise.comm.streams import has_streams, in_stream
 from shardwise.engine.module_state import module_state_of
 from shardwise.fsdp_module.arguments import check_bool, groups_to_configure
@@ -17,7 +17,6 @@ from shardwise.fsdp_module.comm_choices import (
     check_comm,
     check_of_device,
     communicate,
-    made,
     use_symmetric_memory,
 )
 
@@ -168,7 +167,7 @@ class CommunicationSetters:
         """
         check_comm("set_custom_all_gather", comm)
         check_choice(self, "set_custom_all_gather", ["set_symm_mem_for_comm"])
-        communicate(self, "set_custom_all_gather", make_all_gather=partial(made, CustomAllGather, comm))
+        communicate(self, "set_custom_all_gather", make_all_gather=unless_alone(CustomCollectives, comm))
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce the gradients of this module's own group with the caller's reduce-scatter.
@@ -202,7 +201,7 @@ class CommunicationSetters:
         check_comm("set_custom_reduce_scatter", comm)
         check_choice(self, "set_custom_reduce_scatter", ["set_symm_mem_for_comm", "register_comm_hook"])
         communicate(
-            self, "set_custom_reduce_scatter", make_reduce_scatter=partial(made, CustomReduceScatter, comm)
+            self, "set_custom_reduce_scatter", make_reduce_scatter=unless_alone(CustomCollectives, comm)
         )
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:

@@ -33,9 +33,9 @@ from shardwise.layout.regions import Region, Split
 from shardwise.layout.slots import ALIGNMENT
 from shardwise.optim.owners import Block, BlockCost, BlockKey, BlockPiece, OwnerPlan, Pieces, Placed, Round
 from shardwise.params.replaced_parameter import name_of_replaced
-from shardwise.ranks.agreement import from_all, run_on_all_ranks
+from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitor_of_job
-from shardwise.ranks.model_ranks import own_rank
+from shardwise.ranks.model_ranks import gather_from_all, own_rank
 from shardwise.torch_compat import c10d, dtensor, foreach
 
 T = TypeVar("T")
@@ -243,7 +243,7 @@ class OwnerExchange:
             for each in self._among:
                 try:
                     run_on_all_ranks(each.ranks.axes, each.ranks.device, partial(_raise, problem))
-                    found |= from_all(each.ranks.axes, own)
+                    found |= gather_from_all(each.ranks.axes, own)
                 except Exception as error:
                     problem = error
         if problem is not None:

@@ -17,17 +17,20 @@ found before anything is written.
 """
 
 import inspect
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.buckets.bucket import bucket_and_index
 from shardwise.layout.regions import Region
 from shardwise.optim.flat_optimizer import FlatOptimizer
 from shardwise.optim.muon import Muon
@@ -39,10 +42,12 @@ from shardwise.optim.owner_exchange import (
     Stack,
     Travel,
     check_divisible,
+    known_name,
     local_gradient,
     names_of,
 )
 from shardwise.optim.owners import Block, BlockKey
+from shardwise.params.parameter import Param
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.ranks.model_ranks import own_rank
 from shardwise.ranks.rank_group import RankGroup
@@ -54,6 +59,9 @@ Changes = dict[int, dict[str, Any]]
 """What a step has changed in param groups, by their numbers; a number for each group that was stepped."""
 
 STEP = "WholeParameters.step"
+
+
+_stepped_by: "WeakKeyDictionary[Param, weakref.ref[WholeParameters]]" = WeakKeyDictionary()
 
 
 class WholeParameters(Optimizer):
@@ -80,9 +88,10 @@ class WholeParameters(Optimizer):
         ValueError: a parameter cannot be put together, by name; the class needs ``single_owner``; ranks pass
             different classes, options or parameters. All ranks raise.
 
-    Collective over the ranks that share parameters, as are ``add_param_group`` and ``step``. A step raises on
-    all of them where some have a gradient that others lack; where the class raises in the first step, no
-    parameter has changed. Random numbers, if the class draws any, are drawn by each instance.
+    Collective over the ranks that share parameters, as are ``add_param_group`` and ``step``, in which the
+    host waits once for a device. A step raises on all ranks where some have a gradient that others lack;
+    where the class raises in the first step, no parameter has changed. Random numbers, if the class draws
+    any, are drawn by each instance.
 
     ``state`` and ``state_dict()`` have what this rank owns, as plain full tensors; ``load_state_dict`` keeps
     what it owns of what it is given, so that the state of the plain class in one process may be loaded on
@@ -254,18 +263,22 @@ class WholeParameters(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled and copied: all but the plan and its instances."""
         kept = ("optimizer_class", "_options", "_single_owner", "_cost", "_batch_bytes", "_is_made")
-        return super().__getstate__() | {key: vars(self)[key] for key in kept}
+        owners = [self._owner_of[param] for param in self._params]
+        return super().__getstate__() | {key: vars(self)[key] for key in kept} | {"owners": owners}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Go on with another state: loaded, or unpickled."""
-        vars(self).setdefault("_owner_of", {})
-        vars(self).setdefault("_grad_dtypes", {})
-        super().__setstate__(state)
-        self._forget_plan()
-        self._plan([param for group in self.param_groups for param in group["params"]])
-        for param, values in self.state.items():
+        others = dict(state)
+        owners = others.pop("owners", None)
+        for param, values in others.get("state", {}).items():
             if isinstance(param, Tensor):
-                _check_plain(values, self._names[self._index[param]], self.optimizer_class.__name__)
+                _check_plain(values, known_name(param) or f"a parameter of shape {tuple(param.shape)}")
+        super().__setstate__(others)
+        params = [param for group in self.param_groups for param in group["params"]]
+        if owners is not None:
+            self._owner_of = dict(zip(params, owners, strict=True))
+            self._grad_dtypes = {}
+        self._plan(params)
         kept = {k: v for k, v in self.state.items() if not isinstance(k, Tensor) or self.owns(k)}
         self.state = defaultdict(dict, kept)
 
@@ -301,6 +314,7 @@ class WholeParameters(Optimizer):
         exchange, problem = self._made(), self._problem
         shards: _Shards | None = None
         try:
+            self._refuse_other_optimizers()
             shards = _Shards(self._params, self._names)
         except Exception as error:
             problem = problem or error
@@ -308,6 +322,19 @@ class WholeParameters(Optimizer):
         assert shards is not None
         self._step_rounds(exchange, shards)
         return loss
+
+    def _refuse_other_optimizers(self) -> None:
+        for param, name in zip(self._params, self._names, strict=True):
+            if param.grad is None or (found := bucket_and_index(param)) is None:
+                continue
+            record = found[0].params[found[1]]
+            other = _stepped_by.get(record, lambda: None)()
+            if other not in (None, self):
+                raise ValueError(
+                    f"{name}: another WholeParameters, which is still there, has stepped it. Delete that one "
+                    "and what holds it, such as a scheduler, or leave the parameter out of one of them."
+                )
+            _stepped_by[record] = weakref.ref(self)
 
     def _step_rounds(self, exchange: OwnerExchange, shards: "_Shards") -> None:
         waits = self._waits_for_changes
@@ -680,7 +707,7 @@ def _looks_across(kind: Any, groups: Sequence[dict[str, Any]], options: Mapping[
     def stepped(scale: float) -> list[Tensor]:
         pairs = [[nn.Parameter(torch.eye(4) + 0.5) for _ in range(2)] for _ in groups]
         some = [_hyperparameters(group) | {"params": pair} for group, pair in zip(groups, pairs, strict=True)]
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         optimizer = kind(deepcopy(some), **options)
         pairs = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
@@ -691,7 +718,7 @@ def _looks_across(kind: Any, groups: Sequence[dict[str, Any]], options: Mapping[
                 second.grad = first.grad.cos() * scale
                 if number:
                     first.grad *= scale
-            optimizer.step()
+            optimizers.step_without_hooks(type(optimizer))(optimizer)
         return [pairs[0][0].detach()]
 
     with torch.random.fork_rng(devices=[]):
@@ -736,12 +763,12 @@ def _check_class(kind: Any, single_owner: Any) -> None:
         )
 
 
-def _check_plain(values: Any, name: str, kind: str) -> None:
+def _check_plain(values: Any, name: str) -> None:
     for key, value in values.items() if isinstance(values, Mapping) else ():
         if isinstance(value, DTensor):
             raise ValueError(
-                f"{name}: {key!r} in the state of {kind} is a DTensor, where the owner has it whole. Load "
-                "sharded states with shardwise.load_checkpoint, or full ones."
+                f"{name}: {key!r} in its state is a DTensor, where WholeParameters has state whole, on one "
+                "rank. Load sharded states with shardwise.load_checkpoint, or full ones."
             )
 
 

@@ -10,8 +10,8 @@ from shardwise.buckets.bucket import ShardStorage
 from shardwise.fsdp_module import FSDPModule
 from shardwise.fsdp_module.arguments import check_bool
 from shardwise.fsdp_module.identity import under_compile
-from shardwise.groups.added_parameters import owner_of
 from shardwise.groups.group import ParameterGroup
+from shardwise.groups.managed_modules import owner_of
 from shardwise.layout.fqns import clean, uncompiled
 from shardwise.layout.mesh import ShardMesh
 from shardwise.setup.sharded_class import original_class

@@ -271,7 +271,7 @@ def _agreed(caller: str, module: Any, check: Callable[[], T], same: dict[str, An
     """
     params = list(module.parameters()) if isinstance(module, nn.Module) else []
     device = mesh_device(module) if params else None
-    axes = [] if device is None or are_fake(axes_of(params), device) else axes_of(params)
+    axes = [] if device is None else axes_of(params)
     with monitor_of_job().call(caller, lambda: axes_of_given(module)):
         return run_on_all_ranks(axes, device or torch.device("cpu"), check, caller=caller, same=same)
 

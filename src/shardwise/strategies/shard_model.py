@@ -32,7 +32,7 @@ from shardwise.engine.module_state import sharded_module_states
 from shardwise.fsdp_module.identity import is_sharded
 from shardwise.fsdp_module.sharded_module import ShardedModule
 from shardwise.fully_shard import fully_shard
-from shardwise.groups.added_parameters import owner_of
+from shardwise.groups.managed_modules import owner_of
 from shardwise.layout.fqns import clean, names_in
 from shardwise.layout.mesh import resolve_mesh
 from shardwise.layout.precision import PrecisionRule
