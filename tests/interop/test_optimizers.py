@@ -58,10 +58,17 @@ OPTIONS: dict[str, dict[str, Any]] = {  # the class's own, but where they do not
     "torch_optimizer.LARS": {"weight_decay": 0.1},
     "pytorch_optimizer.AdaShift": {"keep_num": 3},
     "pytorch_optimizer.BSAM": {"num_data": 6},
-    **{f"{table}.{name}": {"delta": 10.0} for table in ("pytorch_optimizer", "torch_optimizer") for name in ("AdamP", "SGDP")},
+    **{
+        f"{table}.{name}": {"delta": 10.0}
+        for table in ("pytorch_optimizer", "torch_optimizer", "timm.optim")
+        for name in ("AdamP", "SGDP")
+    },
     "pytorch_optimizer.FAdam": {"momentum_dtype": torch.float64, "fim_dtype": torch.float64},
     "pytorch_optimizer.Ranger21": {"num_iterations": STEPS},
-    "pytorch_optimizer.ScalableShampoo": {"start_preconditioning_step": 2, "preconditioning_compute_steps": 1},
+    "pytorch_optimizer.ScalableShampoo": {
+        "start_preconditioning_step": 2,
+        "preconditioning_compute_steps": 1,
+    },
     "pytorch_optimizer.ScheduleFreeSGD": {"lr": 0.01},
     **{
         f"pytorch_optimizer.{name}": {"base_optimizer": torch.optim.SGD, "lr": 0.01, "momentum": 0.9}
@@ -183,7 +190,7 @@ def optimizer_of(table: str, name: str, model: nn.Module, way: str) -> Any:
     kind = with_params_alone(spec, kinds_of(table)[name])
     options = OPTIONS.get(spec, {})
     if table == "timm.optim" and name not in AROUND_ANOTHER:
-        options = {"lr": 0.01}
+        options = {"lr": 0.01, **options}
     params = groups_of(name, model)
     if way in ("WholeParameters", "single_owner"):
         return WholeParameters(kind, params, single_owner=way == "single_owner", **options)
