@@ -358,14 +358,14 @@ def _check_kind(kind: type[Optimizer], elementwise: bool) -> None:
     if whys:
         raise ValueError(
             f"FlatOptimizer: {kind.__name__} does not treat each element of a parameter by itself: "
-            f"{whys[0]}. So parameters cannot be stepped as one flat tensor. WholeParameters steps them whole."
+            f"{whys[0]}. So they cannot be stepped as one flat tensor. WholeParameters steps them whole."
         )
     if kind not in ELEMENTWISE and not elementwise:
         raise ValueError(
             f"FlatOptimizer: {kind.__module__}.{kind.__qualname__} is not known to treat each element of a "
             "parameter by itself; one that looks at whole parameters (norms, matrices) would compute "
-            "something else on flat shards: see WholeParameters. If it does, pass elementwise=True. Known are "
-            f"{', '.join(each.__name__ for each in ELEMENTWISE)} of torch.optim."
+            "something else on flat shards: use WholeParameters. If it does, pass elementwise=True. Known "
+            f"are {', '.join(each.__name__ for each in ELEMENTWISE)} of torch.optim."
         )
 
 

@@ -250,7 +250,7 @@ class Muon(Optimizer):
         if self._plan is None or not self._plan.is_of(self._matrix_groups()):
             self._plan = self._make_plan()
         matrices = MatrixStep(self._plan, self._own_state, self._orthogonalize)
-        with monitor_of_job().call("Muon.step", self._plan.whole.axes):
+        with monitor_of_job().call("Muon.step", self._plan.exchange.axes):
             if self._adamw is not None:  # first: it refuses before it changes anything
                 optimizers.step_without_hooks(type(self._adamw))(self._adamw)
             matrices.run()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.optim.hidden_matrices import Coefficients, newton_schulz_cost
 from shardwise.optim.owner_exchange import local_gradient, names_of
 from shardwise.optim.owners import Block, BlockKey
-from shardwise.optim.whole_matrices import WholeMatrices
+from shardwise.optim.whole_matrices import WholeMatrices, on_stacks
 from shardwise.torch_compat import dtensor, foreach
 
 RowBlocks = Callable[[str, Tensor], Sequence[int] | None]
@@ -36,21 +36,21 @@ class MuonPlan:
             if row_blocks is not None and (found := row_blocks(name, param)) is not None:
                 blocks[index] = found
         steps = max((group["ns_steps"] for group in groups), default=1)
-        self.whole = WholeMatrices(
+        self.exchange = WholeMatrices(
             self.params,
             row_blocks=blocks,
             dtype=dtype,
             cost=partial(newton_schulz_cost, max(1, steps)),
             batch_bytes=limit,
             names=self.names,
-        )
+        ).exchange
 
     def is_of(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether it still is the plan for ``groups``."""
         params = [param for group in groups for param in group["params"]]
         owners = [group for group in groups for _ in group["params"]]
         is_same = len(params) == len(self.params) and all(map(is_, params, self.params))
-        return is_same and all(map(is_, owners, self.groups)) and self.whole.is_of(params)
+        return is_same and all(map(is_, owners, self.groups)) and self.exchange.is_of(params)
 
 
 class MatrixStep:
@@ -65,11 +65,11 @@ class MatrixStep:
         try:
             for index, (param, name) in enumerate(zip(plan.params, plan.names, strict=True)):
                 if param.grad is not None:
-                    self._gradients[index] = local_gradient(param, name, "Muon")
+                    self._gradients[index] = local_gradient(param, name, "Muon needs whole matrices")
                     _check_buffer((state.get(param) or {}).get(BUFFER), param, name)
         except Exception as error:
             problem = error
-        plan.whole.agree("Muon.step", self._gradients, problem)
+        plan.exchange.agree("Muon.step", self._gradients, problem)
 
     def run(self) -> None:
         """Average gradients, decay weights, and add what the owners have orthogonalised."""
@@ -79,7 +79,7 @@ class MatrixStep:
             foreach.lerp_([self._buffers[i] for i in some], [self._gradients[i] for i in some], key)
         for key, some in self._by(lambda group: 1 - float(group["lr"]) * group["weight_decay"]).items():
             foreach.mul_([self._locals[i] for i in some], key)
-        self._plan.whole.run(self._update, self._orthogonalized, self._add, self._gradients)
+        self._plan.exchange.run(self._update, on_stacks(self._orthogonalized), self._add, self._gradients)
 
     def _by(self, value: Callable[[dict[str, Any]], float]) -> dict[float, list[int]]:
         """The matrices by a value of their groups."""
@@ -104,10 +104,10 @@ class MatrixStep:
             self._gradients[index] = self._gradients[index].to(local.dtype)
         return local
 
-    def _update(self, index: int) -> Tensor:
+    def _update(self, index: int) -> tuple[Tensor]:
         """What this rank has of the matrix that is to be orthogonalised."""
         group, buffer = self._plan.groups[index], self._buffers[index]
-        return self._gradients[index].lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        return (self._gradients[index].lerp(buffer, group["momentum"]) if group["nesterov"] else buffer,)
 
     def _orthogonalized(self, matrices: Tensor, keys: list[BlockKey]) -> Tensor:
         alike: dict[Any, list[int]] = {}

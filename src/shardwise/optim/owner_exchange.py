@@ -46,7 +46,7 @@ BATCH_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Travel:
-    """What travels of a tensor: the dtypes of what its owner gets and sends back, and where the owner has it."""
+    """What travels of a tensor: dtypes of what its owner gets and sends back, and where the owner has it."""
 
     there: tuple[torch.dtype, ...]
     back: torch.dtype
@@ -64,7 +64,7 @@ RoundKey = tuple[int, int]
 """A round: which of the sets of ranks that share tensors, and which of its rounds."""
 
 Function = Callable[[RoundKey, list[Stack]], list[Tensor]]
-"""Takes the blocks of a round that are complete on this rank; returns a result for each stack, of its shape."""
+"""Takes the blocks of a round that this rank owns; returns a result for each stack, of its shape."""
 
 Read = Callable[[int], Sequence[Tensor]]
 """This rank's part of what travels of the tensor at an index."""
@@ -587,16 +587,16 @@ def check_divisible(tensor: Tensor, name: str) -> None:
             raise ValueError(f"{name}: {error}") from None
 
 
-def local_gradient(param: Tensor, name: str, user: str) -> Tensor:
+def local_gradient(param: Tensor, name: str, why: str) -> Tensor:
     """This rank's part of the gradient, as the parameter is placed.
 
     Raises:
-        TypeError: it has none for ``user``, the optimizer.
+        TypeError: nothing says what that is; ``why`` it must, of a sparse one.
     """
     gradient = param.grad
     assert gradient is not None
     if dtensor.plain(gradient).layout is not torch.strided:
-        raise TypeError(f"{name}: .grad is sparse, and {user} needs it whole. Use a dense gradient.")
+        raise TypeError(f"{name}: .grad is sparse, and {why}. Use a dense gradient.")
     if not isinstance(param, DTensor):
         if isinstance(gradient, DTensor):
             raise TypeError(

@@ -22,7 +22,6 @@ an owner is sent the parts by its own copy, and sends the results to all.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from shardwise.layout.regions import Region, Split
@@ -120,14 +119,6 @@ class OwnerPlan:
             for index, placed in tensors.items()
         }
         self.owners = self._choose_owners(cost, fixed)
-
-    @cached_property
-    def loads(self) -> dict[int, list[BlockKey]]:
-        """What each member owns."""
-        owned: dict[int, list[BlockKey]] = {member: [] for member in range(self.world)}
-        for key, owner in self.owners.items():
-            owned[owner].append(key)
-        return owned
 
     def _choose_owners(self, cost: BlockCost, fixed: Mapping[BlockKey, int]) -> dict[BlockKey, int]:
         everything = [block for blocks in self.blocks.values() for block in blocks]

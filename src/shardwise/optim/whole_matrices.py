@@ -3,7 +3,7 @@
 Who has to do with which matrix is in owners.py, and how matrices travel in owner_exchange.py.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.layout.mesh import Axis, device_of
+from shardwise.layout.mesh import device_of
 from shardwise.layout.regions import Region
 from shardwise.optim.owner_exchange import (
     BATCH_BYTES,
@@ -19,7 +19,6 @@ from shardwise.optim.owner_exchange import (
     RoundKey,
     Stack,
     Travel,
-    Write,
     check_divisible,
     form_of,
     known_name,
@@ -32,10 +31,7 @@ Cost = Callable[[int, int], float]
 """What a matrix of so many rows and columns costs its owner, in any unit."""
 
 MatrixFunction = Callable[[Tensor, list[BlockKey]], Tensor]
-"""Takes matrices of one shape, ``[count, rows, columns]``, and which they are; returns as many of that shape."""
-
-ReadOne = Callable[[int], Tensor]
-"""This rank's part of the tensor at an index."""
+"""Takes matrices of one shape, ``[count, rows, columns]``, and their keys; returns as many of that shape."""
 
 
 def on_whole_matrices(
@@ -127,11 +123,8 @@ class WholeMatrices:
         batch_bytes: int = BATCH_BYTES,
         names: Sequence[str] | None = None,
     ) -> None:
-        names = (
-            list(names)
-            if names is not None
-            else [known_name(t) or f"tensor {i}" for i, t in enumerate(tensors)]
-        )
+        if names is None:
+            names = [known_name(tensor) or f"tensor {i}" for i, tensor in enumerate(tensors)]
         if isinstance(batch_bytes, bool) or not isinstance(batch_bytes, int) or batch_bytes < 1:
             raise ValueError(
                 f"WholeMatrices: batch_bytes is {batch_bytes!r}; pass a number of bytes above 0."
@@ -141,7 +134,7 @@ class WholeMatrices:
         blocks = row_blocks or {}
         for tensor, name in zip(tensors, names, strict=True):
             check_matrix(tensor, name)
-        self._exchange = OwnerExchange(
+        self.exchange = OwnerExchange(
             tensors,
             names,
             [
@@ -156,11 +149,7 @@ class WholeMatrices:
     @property
     def owned(self) -> list[BlockKey]:
         """The keys of the matrices that this rank owns."""
-        return self._exchange.owned
-
-    def is_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether ``tensors`` have the shapes and placements that the plan was made for."""
-        return self._exchange.is_of(tensors)
+        return self.exchange.owned
 
     @torch.no_grad()
     def apply(self, tensors: Sequence[Tensor], function: MatrixFunction) -> list[Tensor]:
@@ -174,60 +163,23 @@ class WholeMatrices:
 
         Collective, with the same tensors in the same order.
         """
-        active = range(len(self._exchange.names))
-        self.agree("WholeMatrices", active, self._unlike(tensors))
+        active = range(len(self.exchange.names))
+        self.exchange.agree("WholeMatrices", active, self._unlike(tensors))
         locals_ = [dtensor.plain(tensor).detach() for tensor in tensors]
         results = [torch.empty_like(local) for local in locals_]
 
         def write(matrix: Block, index: tuple[slice, ...], values: Tensor) -> None:
             results[matrix.key.tensor][index].copy_(values)
 
-        self.run(locals_.__getitem__, function, write, active)
+        with monitor_of_job().call("WholeMatrices", self.exchange.axes):
+            self.exchange.run(lambda index: (locals_[index],), on_stacks(function), write, active)
         return [
             dtensor.make_dtensor(result, dtensor.spec_of(tensor)) if isinstance(tensor, DTensor) else result
             for result, tensor in zip(results, tensors, strict=True)
         ]
 
-    def agree(self, caller: str, active: Collection[int], problem: Exception | None = None) -> None:
-        """Raise on all ranks if there is a problem on any, or if they would not exchange the same matrices.
-
-        Args:
-            caller: the public function, for messages.
-            active: which tensors are to be treated next, by index.
-            problem: what is wrong on this rank.
-
-        Raises:
-            ValueError: ranks have different tensors, or different ones are active; besides ``problem``.
-
-        Collective. On a device the host waits, for what is queued there.
-        """
-        self._exchange.agree(caller, active, problem)
-
-    def run(self, read: ReadOne, function: MatrixFunction, write: Write, active: Collection[int]) -> None:
-        """Apply ``function`` to the tensors at the indices ``active``, reading and writing batch by batch.
-
-        Args:
-            read: gives this rank's part of the tensor at an index, when its first matrix is about to travel.
-            function: as for :func:`on_whole_matrices`.
-            write: takes a matrix, an index into this rank's part of its tensor, and the rows and columns of
-                the result that go there. Called once for each matrix that this rank has a part of.
-            active: the same on all ranks; :meth:`agree` checks it.
-
-        Collective.
-        """
-
-        def on_stacks(_: RoundKey, stacks: list[Stack]) -> list[Tensor]:
-            return [_applied(function, stack) for stack in stacks]
-
-        with monitor_of_job().call("WholeMatrices", self.axes):
-            self._exchange.run(lambda index: (read(index),), on_stacks, write, active)
-
-    def axes(self) -> list[Axis]:
-        """What connects this rank with those that share tensors with it."""
-        return self._exchange.axes()
-
     def _unlike(self, tensors: Sequence[Tensor]) -> Exception | None:
-        names, forms = self._exchange.names, self._exchange.forms
+        names, forms = self.exchange.names, self.exchange.forms
         if len(tensors) != len(names):
             return ValueError(
                 f"WholeMatrices: {len(tensors)} tensors were passed, and the plan is of {len(names)}. "
@@ -240,6 +192,11 @@ class WholeMatrices:
                     f"{_form_text(form)}. Make another plan for others."
                 )
         return None
+
+
+def on_stacks(function: MatrixFunction) -> Callable[[RoundKey, list[Stack]], list[Tensor]]:
+    """``function`` of matrices, for an exchange."""
+    return lambda _, stacks: [_applied(function, stack) for stack in stacks]
 
 
 def _applied(function: MatrixFunction, stack: Stack) -> Tensor:

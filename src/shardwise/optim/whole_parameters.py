@@ -1,8 +1,8 @@
 """Any optimizer class on sharded parameters: each parameter is stepped whole, by the rank that owns it.
 
-In a step gradients and parameters travel to their owners, round by round; there an instance of the class steps
-plain tensors, and rows of the new values travel back (owner_exchange.py). Between steps an owner has the
-state of what it owns, and nothing else:
+In a step gradients and parameters travel to their owners, round by round; there an instance of the class
+steps plain tensors, and rows of the new values travel back (owner_exchange.py). Between steps an owner has
+the state of what it owns, and nothing else:
 
     rank        0                          1
     owns        A, C                       B, D
@@ -18,8 +18,9 @@ found before anything is written.
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,6 +126,7 @@ class WholeParameters(Optimizer):
         self._cost = cost
         self._batch_bytes = batch_bytes
         self._owner_of: dict[Tensor, int] = {}
+        self._grad_dtypes: dict[Tensor, torch.dtype] = {}  # where they are not those of parameters
         self._forget_plan()
         self._is_made = False
         super().__init__(params, {})
@@ -154,9 +156,9 @@ class WholeParameters(Optimizer):
             self.optimizer_class, completed.param_groups, self._options
         ):
             raise ValueError(
-                f"WholeParameters: {self.optimizer_class.__name__} with these options steps a parameter by what "
-                "it finds in others (a norm of all gradients, an estimate over all), of which each owner has "
-                "some. Pass single_owner=True, which gives all of them to one rank."
+                f"WholeParameters: {self.optimizer_class.__name__} with these options steps a parameter by "
+                "what it finds in others (norms, estimates over all), of which each owner "
+                "has some. Pass single_owner=True, which gives all of them to one rank."
             )
         self.defaults = completed.defaults
         for group, full in zip(groups, completed.param_groups, strict=True):
@@ -167,20 +169,30 @@ class WholeParameters(Optimizer):
 
     def owns(self, param: Tensor) -> bool:
         """Whether this rank owns ``param``, and has its state. Local."""
-        found = self._index.get(param) if self._exchange is not None or self._made() else None
-        return found is not None and found in self._owned
+        self._made()
+        return self._index.get(param) in self._owned
 
     def _made(self) -> OwnerExchange:
-        """The exchange for the parameters as they are."""
+        """The exchange for the parameters, and the dtypes of gradients, as they are."""
         params = [param for group in self.param_groups for param in group["params"]]
-        if self._exchange is None or list(map(id, params)) != list(map(id, self._params)):
-            self._exchange = None
-        if self._exchange is None or not self._exchange.is_of(params):
-            self._plan(params)
-        assert self._exchange is not None
-        return self._exchange
+        others = {
+            p: p.grad.dtype for p in params if p.grad is not None and p.grad.dtype != self._grad_dtype(p)
+        }
+        made = self._exchange
+        if (
+            made is None
+            or others
+            or list(map(id, params)) != list(map(id, self._params))
+            or not made.is_of(params)
+        ):
+            self._grad_dtypes |= others
+            made = self._plan(params)
+        return made
 
-    def _plan(self, params: list[Tensor]) -> None:
+    def _grad_dtype(self, param: Tensor) -> torch.dtype:
+        return self._grad_dtypes.get(param, param.dtype)
+
+    def _plan(self, params: list[Tensor]) -> OwnerExchange:
         names = names_of(self.param_groups)
         for param, name in zip(params, names, strict=True):
             check_divisible(param, name)
@@ -195,7 +207,7 @@ class WholeParameters(Optimizer):
             names,
             [[Region((0,) * param.dim(), tuple(param.shape))] for param in params],
             [
-                Travel((param.dtype, _grad_dtype(param)), param.dtype, dtensor.plain(param).device)
+                Travel((param.dtype, self._grad_dtype(param)), param.dtype, dtensor.plain(param).device)
                 for param in params
             ],
             cost=lambda block: float(block.numel) if cost is None else cost(block.shape),
@@ -205,20 +217,20 @@ class WholeParameters(Optimizer):
         )
         if self._single_owner and len(made.sharing) > 1:
             raise ValueError(
-                f"WholeParameters: single_owner=True, but not all parameters are on the same ranks: "
-                f"{_not_among(params, names)}. No rank could own all of them. Leave some to another optimizer."
+                "WholeParameters: single_owner=True, but not all parameters are on the same ranks: "
+                f"{_not_among(params, names)} are not. Leave some to another optimizer."
             )
         self._forget_plan()
         self._exchange = made
-        self._params = params
+        self._params: list[Tensor] = params
         self._names = names
         self._index = {param: index for index, param in enumerate(params)}
         self._owned = {key.tensor for key in made.owned}
         self._owner_of = {params[key.tensor]: owner for key, owner in made.owners.items()}
+        return made
 
     def _forget_plan(self) -> None:
         self._exchange = None
-        self._params: list[Tensor] = []
         self._instances: dict[RoundKey, _Instance] = {}
         self._is_first_step = True
         self._waits_for_changes = True  # until a step has shown that the class does not change its groups
@@ -247,6 +259,7 @@ class WholeParameters(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Go on with another state: loaded, or unpickled."""
         vars(self).setdefault("_owner_of", {})
+        vars(self).setdefault("_grad_dtypes", {})
         super().__setstate__(state)
         self._forget_plan()
         self._plan([param for group in self.param_groups for param in group["params"]])
@@ -257,7 +270,11 @@ class WholeParameters(Optimizer):
         self.state = defaultdict(dict, kept)
 
     def __repr__(self) -> str:
-        return f"WholeParameters of {self.optimizer_class.__name__}{super().__repr__().removeprefix('WholeParameters')}"
+        return (
+            super()
+            .__repr__()
+            .replace("WholeParameters", f"WholeParameters of {self.optimizer_class.__name__}", 1)
+        )
 
     # --- the step ---------------------------------------------------------------------------------
 
@@ -282,19 +299,25 @@ class WholeParameters(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         exchange, problem = self._made(), self._problem
-        gradients: dict[int, Tensor] = {}
+        shards: _Shards | None = None
         try:
-            gradients = self._local_gradients()
+            shards = _Shards(self._params, self._names)
         except Exception as error:
             problem = problem or error
-        exchange.agree(STEP, gradients, problem)
-        waits = self._waits_for_changes or self._single_owner
+        exchange.agree(STEP, shards.gradients if shards else (), problem)
+        assert shards is not None
+        self._step_rounds(exchange, shards)
+        return loss
+
+    def _step_rounds(self, exchange: OwnerExchange, shards: "_Shards") -> None:
+        waits = self._waits_for_changes
         changes: Changes = {}
         problems: list[Exception] = []
 
         def stepped(key: RoundKey, stacks: list[Stack]) -> list[Tensor]:
             try:
-                _join(changes, self._step_round(key, stacks, gradients), self.optimizer_class, own_rank())
+                own = self._step_round(key, shards.wholes(stacks))
+                _join(changes, own, self.optimizer_class, own_rank())
             except Exception as error:
                 if not waits:
                     raise
@@ -308,19 +331,9 @@ class WholeParameters(Optimizer):
                 _join(joint, theirs, self.optimizer_class, rank)
             self._take_changes(joint)
 
-        locals_ = [dtensor.plain(param).detach() for param in self._params]
-        travelling = range(len(locals_)) if self._is_first_step else gradients
-
-        def read(index: int) -> Sequence[Tensor]:
-            gradient = gradients.get(index)
-            return locals_[index], torch.zeros_like(locals_[index]) if gradient is None else gradient
-
-        def write(block: Block, index: tuple[slice, ...], values: Tensor) -> None:
-            if block.key.tensor in gradients:
-                locals_[block.key.tensor][index].copy_(values)
-
+        travelling = range(len(self._params)) if self._is_first_step else shards.gradients
         with monitor_of_job().call(STEP, exchange.axes):
-            exchange.run(read, stepped, write, travelling, check if waits else None)
+            exchange.run(shards.read, stepped, shards.write, travelling, check if waits else None)
         self._is_first_step = False
         if not waits and any(changes.values()):
             self._problem = RuntimeError(
@@ -328,25 +341,13 @@ class WholeParameters(Optimizer):
                 "which it did not in the first: instances may have changed them differently. Pass "
                 "single_owner=True."
             )
-        return loss
 
-    def _local_gradients(self) -> dict[int, Tensor]:
-        """This rank's parts of gradients, by index."""
-        found = {}
-        for index, (param, name) in enumerate(zip(self._params, self._names, strict=True)):
-            if param.grad is not None:
-                found[index] = local_gradient(param, name, "WholeParameters")
-        return found
-
-    def _step_round(self, key: RoundKey, stacks: list[Stack], gradients: Mapping[int, Any]) -> Changes:
-        """Step what this rank owns of a round; ``gradients`` tells what has any."""
-        wholes = _wholes(stacks, gradients)
+    def _step_round(self, key: RoundKey, wholes: "Wholes") -> Changes:
+        """Step what this rank owns of a round."""
         if key not in self._instances:
             if not wholes:
                 return {}
-            self._instances[key] = self._make_instance(
-                {index: values for index, (values, _) in wholes.items()}
-            )
+            self._instances[key] = self._make_instance(wholes)
         instance = self._instances[key]
         try:
             instance.take(wholes, self.param_groups, self.state)
@@ -354,14 +355,13 @@ class WholeParameters(Optimizer):
         finally:
             instance.give(wholes, self.state)
 
-    def _make_instance(self, values: Mapping[int, Tensor]) -> "_Instance":
+    def _make_instance(self, wholes: "Wholes") -> "_Instance":
         numbers = {id(param): n for n, group in enumerate(self.param_groups) for param in group["params"]}
-        made: dict[int, dict[int, Tensor]] = {}
-        for index in sorted(values):
-            made.setdefault(numbers[id(self._params[index])], {})[index] = values[index]
-        return _Instance(
-            self.optimizer_class, self._options, made, self._params, self.param_groups, self.state
-        )
+        by_group: dict[int, list[int]] = {}
+        for index in sorted(wholes):
+            by_group.setdefault(numbers[id(self._params[index])], []).append(index)
+        make = partial(self.optimizer_class, **self._options)
+        return _Instance(make, by_group, wholes, self._params, self.param_groups, self.state)
 
     def _take_changes(self, changes: Changes) -> None:
         for number, values in changes.items():
@@ -369,9 +369,7 @@ class WholeParameters(Optimizer):
             for key, value in values.items():
                 old = group.get(key)
                 group[key] = value.to(old.device) if isinstance(old, Tensor) else value
-        self._waits_for_changes = any(changes.values())
-
-    # --- a closure that the class calls -----------------------------------------------------------
+        self._waits_for_changes = self._single_owner or any(changes.values())
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         """The owner of all runs the step of the class; the others evaluate with it, until it is over."""
@@ -379,45 +377,27 @@ class WholeParameters(Optimizer):
         exchange.agree(STEP, range(len(self._params)), self._problem)
         with monitor_of_job().call(STEP, exchange.axes):
             shared = _SharedClosure(exchange, self._params, self._names, closure)
-            stacks = shared.gather()
-            if self._owned:
-                outcome = self._step_own(shared, stacks)
-            else:
+            wholes = shared.gather()
+            if not self._owned:
                 outcome = shared.evaluate_with_owner()
+            else:
+                if (0, 0) not in self._instances:
+                    self._instances[0, 0] = self._make_instance(wholes)
+                outcome = shared.step(self._instances[0, 0], wholes, self.param_groups, self.state)
         if isinstance(outcome, Exception):
             raise outcome
         loss, changes = outcome
         self._take_changes(changes)
-        self._is_first_step = False
         return loss
-
-    def _step_own(self, shared: "_SharedClosure", stacks: list[Stack]) -> Any:
-        wholes = shared.wholes(stacks)
-        if (0, 0) not in self._instances:
-            self._instances[0, 0] = self._make_instance(
-                {index: values for index, (values, _) in wholes.items()}
-            )
-        instance = self._instances[0, 0]
-        outcome: Any
-        try:
-            instance.take(wholes, self.param_groups, self.state)
-            changes = instance.step(self.param_groups, lambda: shared.evaluate(stacks, instance))
-            outcome = instance.loss, changes
-        except Exception as error:
-            if shared.has_failed:  # the others are not where they would hear of it
-                raise
-            outcome = error
-        finally:
-            instance.give(wholes, self.state)
-        shared.end(stacks, outcome)
-        return outcome
 
 
 class _Instance:
     """An instance of the class, over what this rank owns in one round.
 
     Args:
-        values: of the parameters, by param group and index, as views of the memory of a round.
+        make: the class, with its options.
+        by_group: the indices of parameters, by param group.
+        wholes: the parameters.
         params: of the caller, by index.
         groups: of the caller.
         state: by the parameters of the caller; gets what the instance has from the beginning.
@@ -425,37 +405,32 @@ class _Instance:
 
     def __init__(
         self,
-        optimizer_class: Any,
-        options: Mapping[str, Any],
-        values: Mapping[int, Mapping[int, Tensor]],
+        make: Callable[[Any], Any],
+        by_group: Mapping[int, Sequence[int]],
+        wholes: "Wholes",
         params: Sequence[Tensor],
         groups: Sequence[dict[str, Any]],
         state: Any,
     ) -> None:
         self.loss: Any = None
-        self._groups = list(values)
+        self._groups = list(by_group)
+        self._params = {index: params[index] for index in wholes}
         self._own = {
-            index: nn.Parameter(whole, requires_grad=params[index].requires_grad)
-            for some in values.values()
-            for index, whole in some.items()
+            index: nn.Parameter(values, requires_grad=params[index].requires_grad)
+            for index, (values, _) in wholes.items()
         }
-        self._params = {index: params[index] for index in self._own}
-        own_groups = [
-            _hyperparameters(groups[number]) | {"params": [self._own[index] for index in some]}
-            for number, some in values.items()
-        ]
-        self._optimizer = optimizer_class(own_groups, **options)
-        self._step = optimizers.step_without_hooks(optimizer_class)
+        self._optimizer = make(
+            [
+                _hyperparameters(groups[number]) | {"params": [self._own[index] for index in some]}
+                for number, some in by_group.items()
+            ]
+        )
+        self._step = optimizers.step_without_hooks(type(self._optimizer))
         for index, own in self._own.items():
             if own in self._optimizer.state:
                 state.setdefault(params[index], self._optimizer.state[own])
 
-    def take(
-        self,
-        wholes: Mapping[int, tuple[Tensor, Tensor | None]],
-        groups: Sequence[dict[str, Any]],
-        state: Any,
-    ) -> None:
+    def take(self, wholes: "Wholes", groups: Sequence[dict[str, Any]], state: Any) -> None:
         """Take values and gradients of parameters, hyperparameters and state for a step."""
         for index, (values, gradient) in wholes.items():
             own = self._own[index]
@@ -471,14 +446,10 @@ class _Instance:
             if param in state:
                 own_state[self._own[index]] = state[param]
 
-    def set_gradients(self, wholes: Mapping[int, tuple[Tensor, Tensor | None]]) -> None:
+    def set_gradients(self, wholes: "Wholes") -> None:
         """Go on in a step with other gradients."""
         for index, (_, gradient) in wholes.items():
             self._own[index].grad = gradient
-
-    def values(self, index: int) -> Tensor:
-        """The parameter as it is in a step."""
-        return self._own[index].detach()
 
     def step(self, groups: Sequence[dict[str, Any]], closure: Callable[[], Any] | None = None) -> Changes:
         """Step; returns what the class has changed in its param groups."""
@@ -499,16 +470,64 @@ class _Instance:
             for number, group in zip(self._groups, own_groups, strict=True)
         }
 
-    def give(self, wholes: Mapping[int, tuple[Tensor, Tensor | None]], state: Any) -> None:
+    def leave_values(self, wholes: "Wholes") -> None:
+        """Have the values of parameters where they were taken from: a class may have moved them."""
+        for index, (values, _) in wholes.items():
+            if self._own[index].data_ptr() != values.data_ptr():
+                values.copy_(self._own[index])
+
+    def give(self, wholes: "Wholes", state: Any) -> None:
         """Leave values where they were taken from, and the state; keep nothing else."""
+        self.leave_values(wholes)
         for index, own in self._own.items():
-            values, _ = wholes.get(index, (None, None))
-            if values is not None and own.data_ptr() != values.data_ptr():
-                values.copy_(own)
             own.grad = None
             own.data = own.data.new_empty(0)
             if own in self._optimizer.state:
                 state[self._params[index]] = self._optimizer.state[own]
+
+
+class _Shards:
+    """This rank's parts of parameters, and of the gradients that there are now.
+
+    Raises:
+        TypeError: a gradient is not placed as its parameter can be, by name.
+    """
+
+    def __init__(self, params: Sequence[Tensor], names: Sequence[str]) -> None:
+        self._locals = [dtensor.plain(param).detach() for param in params]
+        self.gradients = {
+            index: local_gradient(param, name, "WholeParameters needs it whole")
+            for index, (param, name) in enumerate(zip(params, names, strict=True))
+            if param.grad is not None
+        }
+
+    def read(self, index: int) -> Sequence[Tensor]:
+        """What travels to the owner."""
+        gradient = self.gradients.get(index)
+        return self._locals[index], torch.zeros_like(self._locals[index]) if gradient is None else gradient
+
+    def write(self, block: Block, index: tuple[slice, ...], values: Tensor) -> None:
+        """Take what comes back of parameters with gradients."""
+        if block.key.tensor in self.gradients:
+            self.write_any(block, index, values)
+
+    def write_any(self, block: Block, index: tuple[slice, ...], values: Tensor) -> None:
+        """Take what comes back."""
+        self._locals[block.key.tensor][index].copy_(values)
+
+    def wholes(self, stacks: Sequence[Stack]) -> "Wholes":
+        """What the owner has got."""
+        return {
+            stack.blocks[0].key.tensor: (
+                stack.tensors[0][0],
+                stack.tensors[1][0] if stack.blocks[0].key.tensor in self.gradients else None,
+            )
+            for stack in stacks
+        }
+
+
+Wholes = dict[int, tuple[Tensor, Tensor | None]]
+"""Parameters, and gradients where there are any, by index."""
 
 
 class _SharedClosure:
@@ -523,89 +542,71 @@ class _SharedClosure:
     ) -> None:
         (ranks,) = exchange.sharing
         self._exchange = exchange
-        self._params = params
-        self._names = names
+        self._make_shards = partial(_Shards, params, names)
         self._closure = closure
-        self._locals = [dtensor.plain(param).detach() for param in params]
         self._rank_group = RankGroup(ranks.axes[0].pg if ranks.axes else None)
-        self.has_failed = False
+        self._is_evaluating = False
 
-    def gather(self) -> list[Stack]:
-        """Parameters and gradients as they are, on the owner."""
-        return self._exchange.gather(self._read)
+    def gather(self) -> Wholes:
+        """Parameters and gradients as they are; on other ranks than the owner nothing."""
+        self._shards = self._make_shards()
+        self._stacks = self._exchange.gather(self._shards.read)
+        return self._shards.wholes(self._stacks)
 
-    def wholes(self, stacks: Sequence[Stack]) -> dict[int, tuple[Tensor, Tensor | None]]:
-        """Parameters and gradients that were gathered, by index."""
-        return _wholes(stacks, {i for i, param in enumerate(self._params) if param.grad is not None})
+    def step(self, instance: _Instance, wholes: Wholes, groups: Sequence[dict[str, Any]], state: Any) -> Any:
+        """On the owner: step. Returns the loss and what has changed in param groups, or an error."""
+        outcome: Any
+        told: Any
+        stacks = self._stacks
 
-    def evaluate(self, stacks: list[Stack], instance: _Instance) -> Any:
-        """On the owner: evaluate everywhere with the parameters of ``instance``, which gets the gradients."""
-        try:
-            self._rank_group.broadcast_object(None, 0)
-            self._scatter(stacks, instance)
+        def evaluate() -> Any:
+            self._is_evaluating = True
+            instance.leave_values(wholes)
+            self._tell(None, stacks)
             loss = self._evaluated()
-            instance.set_gradients(self.wholes(self.gather()))
-        except Exception:
-            self.has_failed = True
-            raise
-        return loss
+            instance.set_gradients(self.gather())
+            self._is_evaluating = False
+            return loss
+
+        try:
+            instance.take(wholes, groups, state)
+            changes = instance.step(groups, evaluate)
+            outcome = told = instance.loss, changes
+        except Exception as error:
+            if self._is_evaluating:  # the others are not where they would hear of it
+                raise
+            outcome = error
+            told = RuntimeError(f"{STEP}: on the owner of all: {type(error).__name__}: {error}")
+        finally:
+            instance.give(wholes, state)
+        self._tell(told, stacks)
+        return outcome
 
     def evaluate_with_owner(self) -> Any:
         """On the others: until the owner has made its step. Returns its outcome."""
         while True:
-            outcome = self._rank_group.broadcast_object(None, 0)
-            self._exchange.scatter([], [], self._write)
+            outcome = self._tell(None, [])
             if outcome is not None:
                 return outcome
             self._evaluated()
             self.gather()
 
-    def end(self, stacks: list[Stack], outcome: Any) -> None:
-        """On the owner, when it has made its step."""
-        told = outcome
-        if isinstance(outcome, Exception):  # some cannot be pickled
-            told = RuntimeError(
-                f"{STEP}: on the rank that owns all parameters: {type(outcome).__name__}: {outcome}"
-            )
-        self._rank_group.broadcast_object(told, 0)
-        self._exchange.scatter(stacks, [stack.tensors[0] for stack in stacks], self._write)
-
-    def _scatter(self, stacks: list[Stack], instance: _Instance) -> None:
-        for index, (values, _) in _wholes(stacks, ()).items():
-            if (own := instance.values(index)).data_ptr() != values.data_ptr():
-                values.copy_(own)
-        self._exchange.scatter(stacks, [stack.tensors[0] for stack in stacks], self._write)
-
-    def _read(self, index: int) -> Sequence[Tensor]:
-        param, local = self._params[index], self._locals[index]
-        if param.grad is None:
-            return local, torch.zeros_like(local)
-        return local, local_gradient(param, self._names[index], "WholeParameters")
-
-    def _write(self, block: Block, index: tuple[slice, ...], values: Tensor) -> None:
-        self._locals[block.key.tensor][index].copy_(values)
+    def _tell(self, outcome: Any, stacks: list[Stack]) -> Any:
+        """Have all ranks know the outcome, None before the end, and the values of parameters."""
+        told = self._rank_group.broadcast_object(outcome, 0)
+        self._exchange.scatter(stacks, [stack.tensors[0] for stack in stacks], self._shards.write_any)
+        return told
 
     def _evaluated(self) -> Any:
+        """The loss; the mean over ranks where it is a number in a tensor."""
         with torch.enable_grad():
             loss = self._closure()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             return loss
-        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
-        loss = loss.detach().clone()
-        if (pg := self._rank_group.pg) is not None:
-            dist.all_reduce(loss, group=pg)
+        loss = (loss.full_tensor() if isinstance(loss, DTensor) else loss).detach().clone()
+        if self._rank_group.pg is not None:
+            dist.all_reduce(loss, group=self._rank_group.pg)
         return loss / self._rank_group.size
-
-
-def _wholes(stacks: Sequence[Stack], active: Collection[int]) -> dict[int, tuple[Tensor, Tensor | None]]:
-    """The parameters in ``stacks`` by index, with gradients where there are any."""
-    return {
-        block.key.tensor: (values, gradient if block.key.tensor in active else None)
-        for stack in stacks
-        for block, values, gradient in zip(
-            stack.blocks, *(each.unbind() for each in stack.tensors), strict=True
-        )
-    }
 
 
 # --- param groups ---------------------------------------------------------------------------------
@@ -628,8 +629,8 @@ def _join(joint: Changes, changes: Changes, kind: type[Optimizer], rank: int) ->
                 raise ValueError(
                     f"{STEP}: {kind.__name__} has changed {key!r} of param group {number} to "
                     f"{values.get(key)} on rank {rank}, and to {known.get(key)} for other parameters: it "
-                    "computes this over all parameters, of which each owner has some. Pass single_owner=True, "
-                    "which gives all of them to one. No parameter has changed."
+                    "computes this over all parameters, of which each owner has some. Pass "
+                    "single_owner=True, which gives all of them to one. No parameter has changed."
                 )
 
 
@@ -711,10 +712,6 @@ def _described(values: Mapping[str, Any]) -> str:
         return repr(value) if isinstance(value, plain) else type(value).__qualname__
 
     return ", ".join(f"{key}={text(value)}" for key, value in values.items()) or "no options"
-
-
-def _grad_dtype(param: Tensor) -> torch.dtype:
-    return param.dtype if param.grad is None else param.grad.dtype
 
 
 # --- what is refused ------------------------------------------------------------------------------
