@@ -15,9 +15,9 @@ from shardwise.optim import WholeParameters
 
 BATCH = 12  # on 1, 3 and 4 ranks alike
 OPTIONS: dict[str, dict[str, Any]] = {
-    "Shampoo here": {"lr": 0.02, "period": 2},
-    "SOAP": {"lr": 0.02, "precondition_frequency": 2},
-    "Shampoo": {"lr": 0.02, "preconditioning_compute_steps": 2},
+    "Shampoo here": {"lr": 0.05, "period": 2},
+    "SOAP": {"lr": 0.05, "precondition_frequency": 2},
+    "Shampoo": {"lr": 0.05, "preconditioning_compute_steps": 2},
 }
 
 
@@ -28,16 +28,21 @@ def optimizer_class(name: str) -> Any:
 
 
 def network() -> nn.Module:
-    """Rows that 3 and 4 do not divide, vectors, and more matrices than ranks."""
+    """Rows that 3 and 4 do not divide, and more matrices than ranks.
+
+    They are square, so that gradients have full rank: which eigenvectors of the eigenvalue 0 SOAP gets is up
+    to rounding, and steps depend on it. In one process as well, losses of rectangular ones are 1 % apart
+    where gradients are summed in another order.
+    """
     torch.manual_seed(1)
-    layers = [nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6, bias=False), nn.Tanh(), nn.Linear(6, 7)]
-    return nn.Sequential(*layers, nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    layers = [layer for _ in range(5) for layer in (nn.Linear(7, 7), nn.Tanh())]
+    return nn.Sequential(*layers[:-1]).double()
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step % 2)  # two batches, in turns
-    inputs = torch.randn(BATCH, 5, generator=generator, dtype=torch.float64)
-    return inputs, torch.stack([inputs[:, 0].sin(), inputs[:, 1:].mean(1)], 1)
+    inputs = torch.randn(BATCH, 7, generator=generator, dtype=torch.float64)
+    return inputs, inputs.sin().cumsum(1)
 
 
 def losses_of(model: nn.Module, optimizer: Any, steps: range, share: slice) -> list[float]:
@@ -86,7 +91,7 @@ def test_a_run_of_four_ranks_goes_on_on_three_as_in_one_process(
 ) -> None:
     """Losses are those of the class in one process, before and after; roots fall due on both sides."""
     expected = plain_losses(name, 20)
-    assert expected[-2] < 0.8 * expected[0]  # of one batch
+    assert expected[-2] < 0.95 * expected[0]  # of one batch
     path = str(tmp_path / "checkpoint")
     before = world4.run(sharded_losses, name, range(11), path)
     after = world3.run(sharded_losses, name, range(11, 20), path, goes_on=True)
@@ -106,7 +111,7 @@ def test_a_run_of_four_ranks_goes_on_on_three_as_in_one_process(
 
 def test_shampoo_preconditions_by_the_fourth_roots_of_both_sums() -> None:
     """Against the matrix powers of the paper, in float64."""
-    gradients = [batch(step)[0][:4] for step in range(2)]
+    gradients = [batch(step)[0][:4, :5] for step in range(2)]
     param = nn.Parameter(torch.zeros(4, 5, dtype=torch.float64))
     optimizer = Shampoo([param], lr=1.0, eps=1e-2)
     left, right = (1e-2 * torch.eye(size, dtype=torch.float64) for size in (4, 5))
