@@ -13,8 +13,8 @@ all variants get the same new gradients. The first round makes the state and is 
 SOAP and Shampoo compute their roots anew, which has columns of its own, as it takes seconds and is rare in
 training.
 
-Refuted by a ratio above the claim by more than the noise (`--noise`: a second replicated one). Parameters that
-differ at the end exit with 1.
+Refuted by a ratio above the claim by more than the noise (`--noise`: a second replicated one). Exits with 1
+where parameters differ at the end.
 
     python bench/whole_parameters.py --processes 2
     python bench/whole_parameters.py --processes 4 --layers 4
@@ -255,7 +255,7 @@ def refuse_differences(
     for old, a, b in zip(before, one, other, strict=True):
         apart = max(apart, float((a - b).abs().max()))
         change = max(change, float((a - old).abs().max()))
-    if not 0 < change or not apart <= TOLERANCE * change:
+    if not change > 0 or not apart <= TOLERANCE * change:
         raise SystemExit(
             f"{name}: parameters have changed by {change:.2g} at most, and differ by {apart:.2g}: the times "
             "compare nothing."
@@ -321,7 +321,7 @@ def main() -> None:
     """Measure, print the table, write the record."""
     options = parse()
     if "soap" in options.optimizers and not importlib.util.find_spec(LIBRARY):
-        print(f"SOAP is left out: it is that of {LIBRARY}, which is not installed (pip install pytorch-optimizer)")
+        print(f"SOAP is left out: it is that of {LIBRARY}, which is not installed.")
     rows = launch(on_gloo, options)
     print_table(rows, COLUMNS)
     write_json(options.json, "whole_parameters", vars(options), rows)

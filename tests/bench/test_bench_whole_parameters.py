@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -131,8 +132,6 @@ def _inverse_fourth_root(matrix: Tensor) -> Tensor:
 
 
 def test_rounds_with_roots_and_the_first_are_not_among_the_usual_ones() -> None:
-    import numpy
-
     times = {"replicated": numpy.array([99.0, 10, 20, 50]), "ours": numpy.array([1.0, 5, 10, 10])}
     row = _row("SOAP", "ours", times, {"replicated": 8.0, "ours": 2.0}, has_roots=True)
     assert Spread(**row["step_to_replicated"]).median == 0.5
