@@ -1,10 +1,11 @@
 """Whether a number got worse: the short benchmarks, against the ratios recorded in recorded.json.
 
-Runs host_instructions.py, host_overhead.py, memory.py and step_time.py with few steps, each as a program of
-its own, and compares what shardwise takes of the peer's time, memory, copies and instructions, and how many
-calls of its own a step takes, with what was recorded. A figure that is above the recorded one by more than
-its margin is worse; its benchmark is run once more then and the smaller figure counts, since other programs
-only ever add time. Exits with 1 where one is worse, or is no longer measured, with 2 where a benchmark fails.
+Runs host_instructions.py, host_overhead.py, memory.py, step_time.py and whole_parameters.py with few steps,
+each as a program of its own, and compares what shardwise takes of the peer's time, memory, copies and
+instructions, of the time and state of an optimizer that every rank steps whole, and how many calls of its own
+a step takes, with what was recorded. A figure above the recorded one by more than its margin is worse; its
+benchmark is run once more then and the smaller figure counts, since other programs only ever add time. Exits
+with 1 where one is worse, or is no longer measured, with 2 where a benchmark fails.
 
 Ratios to the peer, taken in turns within one run, carry over to other days of the same machine; to other
 machines and versions of torch less well. The record says where it is from. After a change that was meant,
@@ -82,6 +83,11 @@ WATCHED = {
         "--steps 8 --warmup 2 --variants plain peer ours",
         (),
         {"ratio_to_peer": 0.2, COPIED: 0.05},
+    ),
+    "whole_parameters": Watched(
+        "--optimizers reference --layers 4 --width 256 --steps 8",
+        ("optimizer",),
+        {"step_to_replicated": 0.2, "state_to_replicated": 0.03},
     ),
 }
 COUNTS = {"host_calls", "host_instructions"}

@@ -2,7 +2,8 @@
 
 Claim: with torch's own `fully_shard` (`--peer torch`) the losses are the same but for rounding; with
 gradients and weights sent in fewer bytes (`--send-gradients`, `--send-weights`) validation is as good as
-exact, within what another seed makes; with Muon it is better than with AdamW at the same learning rate.
+exact, within what another seed makes; with Muon and with SOAP it is better than with AdamW at the same
+learning rate.
 
 How: the example's model, weights, batches and schedule, in a loop that takes either implementation, so that
 neither leans on the other. Takes the example's options, but for what its loop alone does (checkpoints,
@@ -12,12 +13,13 @@ optimizers.svg from them, and `compression.py` reads the loss.
 Refuted by: losses of `--peer torch` further than 1e-3 from ours; compression.py has the rest.
 
     torchrun --nproc-per-node 2 bench/loss_curves.py --steps 200 --eval-every 25 --optimizer muon
+    torchrun --nproc-per-node 2 bench/loss_curves.py --steps 100 --eval-every 25 --optimizer soap
     torchrun --nproc-per-node 2 bench/loss_curves.py --send-gradients int8
     torchrun --nproc-per-node 2 bench/loss_curves.py --peer torch
 """
 
 import argparse
-import importlib
+import importlib.util
 import sys
 import time
 from pathlib import Path
@@ -54,7 +56,7 @@ def parse_settings(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.description = "Train the example's GPT in another way."
     add = parser.add_argument
     add("--peer", choices=["shardwise", "torch"], default="shardwise", help="whose fully_shard")
-    add("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: for matrices of blocks")
+    add("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="muon: for matrices of blocks")
     add("--send-gradients", choices=["as-is", "bf16", "int8"], default="as-is", help="on the wire")
     add("--send-weights", choices=["as-is", "int8"], default="as-is", help="on the wire")
     settings = train_gpt.parse_settings(parser, arguments)
@@ -70,8 +72,12 @@ def check(settings: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is for examples/train_gpt.py, and not done here")
     if settings.accumulate != 1:
         raise ValueError("--accumulate is for examples/train_gpt.py, and not done here")
-    if settings.peer == "torch" and settings.optimizer == "muon":
-        raise ValueError("--optimizer muon is shardwise's, and --peer torch leaves it out; choose one")
+    if settings.peer == "torch" and settings.optimizer != "adamw":
+        raise ValueError(
+            f"--optimizer {settings.optimizer} needs shardwise, and --peer torch leaves it out; choose one"
+        )
+    if settings.optimizer == "soap" and importlib.util.find_spec("pytorch_optimizer") is None:
+        raise ValueError("--optimizer soap needs pytorch_optimizer: pip install pytorch-optimizer")
     chosen = (settings.strategy, settings.send_gradients, settings.send_weights)
     if settings.peer == "torch" and chosen != ("zero3", "as-is", "as-is"):
         raise ValueError("--peer torch goes with strategy zero3, and sends everything as it is")
@@ -90,7 +96,7 @@ def ours(settings: argparse.Namespace) -> tuple[GPT, torch.optim.Optimizer]:
         register_comm_hook(model, None, LowPrecisionReduction(torch.bfloat16))
     elif settings.send_gradients == "int8":
         register_comm_hook(model, None, QuantizedReduction())
-    return model, muon(model, settings.lr) if settings.optimizer == "muon" else build_adamw(model, settings)
+    return model, OPTIMIZERS[settings.optimizer](model, settings)
 
 
 def peer(settings: argparse.Namespace) -> tuple[GPT, torch.optim.Optimizer]:
@@ -118,10 +124,11 @@ def build_adamw(model: GPT, settings: argparse.Namespace) -> torch.optim.Optimiz
     return train_gpt.build_optimizer(model, settings.lr)
 
 
-def muon(model: GPT, lr: float) -> torch.optim.Optimizer:
+def build_muon(model: GPT, settings: argparse.Namespace) -> torch.optim.Optimizer:
     """Muon for the matrices of blocks, AdamW for the rest."""
     from shardwise.optim import Muon
 
+    lr = settings.lr
     return Muon(
         model.named_parameters(),
         lr=lr,
@@ -129,6 +136,22 @@ def muon(model: GPT, lr: float) -> torch.optim.Optimizer:
         adamw={"lr": lr, "betas": (0.9, 0.95), "weight_decay": 0.0, "fused": True},
         row_blocks=rows_of_fused_matrices,
     )
+
+
+def build_soap(model: GPT, settings: argparse.Namespace) -> torch.optim.Optimizer:
+    """SOAP for all parameters, each stepped by its owner; the weights of the example's AdamW decay."""
+    from pytorch_optimizer import SOAP
+
+    from shardwise.optim import WholeParameters
+
+    groups = [
+        {"params": group["params"], "weight_decay": group["weight_decay"]}
+        for group in build_adamw(model, settings).param_groups
+    ]
+    return WholeParameters(SOAP, groups, lr=settings.lr, betas=(0.9, 0.95))
+
+
+OPTIMIZERS = {"adamw": build_adamw, "muon": build_muon, "soap": build_soap}
 
 
 def rows_of_fused_matrices(name: str, param: torch.Tensor) -> list[int] | None:

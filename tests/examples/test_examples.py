@@ -220,6 +220,17 @@ def test_muon_trains_the_gpt_on_two_processes_as_on_one(world1: World, world2: W
         assert_same(got[:2], expected[:2], rel=1e-3)
 
 
+@pytest.mark.slow
+def test_soap_trains_the_gpt_on_two_processes_as_on_one(world1: World, world2: World) -> None:
+    """To rounding, which decides the eigenvectors of rows that no batch has touched."""
+    pytest.importorskip("pytorch_optimizer")
+    (expected,) = world1.run(curve_of_bench, ["--optimizer", "soap"], timeout=300)
+    (adamw,) = world1.run(curve_of_bench, [], timeout=300)
+    assert expected[0][-1] != pytest.approx(adamw[0][-1], rel=1e-2)
+    for got in world2.run(curve_of_bench, ["--optimizer", "soap"], timeout=300):
+        assert_same(got[:2], expected[:2], rel=5e-3)
+
+
 def test_the_peer_trains_the_same_gpt(world2: World) -> None:
     for got, expected in zip(
         world2.run(curve_of_bench, ["--peer", "torch"]), world2.run(curve_of_bench, []), strict=True

@@ -18,7 +18,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardwise.layout.regions import Split, cuts_in_order
 from shardwise.optim import WholeMatrices, on_whole_matrices
-from shardwise.optim.matrix_plan import MatrixKey, MatrixPlan, Placed
+from shardwise.optim.owners import BlockKey, OwnerPlan, Placed, Round
+from shardwise.optim.whole_matrices import matrices_in
 
 SHAPES = [(7, 5), (5, 7), (4, 4), (1, 6), (3, 5, 4), (7, 5)]
 
@@ -74,7 +75,7 @@ def inverse_like(matrices: Tensor) -> Tensor:
 def results(lay: Lay, batch_bytes: int) -> Any:
     shapes: list[Any] = []
 
-    def function(matrices: Tensor, keys: list[MatrixKey]) -> Tensor:
+    def function(matrices: Tensor, keys: list[BlockKey]) -> Tensor:
         shapes.extend(zip(keys, [tuple(matrices.shape[1:])] * len(keys), strict=True))
         assert len(matrices) == len(keys)
         return inverse_like(matrices)
@@ -93,7 +94,7 @@ def test_each_matrix_goes_through_the_function_once(
 ) -> None:
     want = [inverse_like(whole) for whole in wholes() if whole.dim() > lay.least]
     given = [
-        (MatrixKey(index, number), tuple(whole.shape[-2:]))
+        (BlockKey(index, number), tuple(whole.shape[-2:]))
         for index, whole in enumerate(each for each in wholes() if each.dim() > lay.least)
         for number in range(len(whole) if whole.dim() == 3 else 1)
     ]
@@ -126,7 +127,7 @@ class Shampoo:
     def __init__(self, params: list[Tensor], lr: float) -> None:
         self.params, self.lr = params, lr
         self.whole = WholeMatrices(params)
-        self.statistics: dict[MatrixKey, tuple[Tensor, Tensor]] = {}
+        self.statistics: dict[BlockKey, tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
     def step(self) -> None:
@@ -134,10 +135,10 @@ class Shampoo:
         for param, update in zip(self.params, updates, strict=True):
             param.sub_(self.lr * update)
 
-    def preconditioned(self, gradients: Tensor, keys: list[MatrixKey]) -> Tensor:
+    def preconditioned(self, gradients: Tensor, keys: list[BlockKey]) -> Tensor:
         return torch.stack([self.one(gradient, key) for gradient, key in zip(gradients, keys, strict=True)])
 
-    def one(self, gradient: Tensor, key: MatrixKey) -> Tensor:
+    def one(self, gradient: Tensor, key: BlockKey) -> Tensor:
         eye = [1e-2 * torch.eye(n, dtype=gradient.dtype) for n in gradient.shape]
         left, right = self.statistics.get(key, eye)
         left, right = left + gradient @ gradient.T, right + gradient.T @ gradient
@@ -172,19 +173,26 @@ def test_shampoo_in_a_page_is_the_same_on_shards(world3: World) -> None:
 # --- who owns what --------------------------------------------------------------------------------
 
 
-def plan(world: int, shapes: list[tuple[int, ...]], dim: int = 0, replicas: int = 1) -> MatrixPlan:
+def plan(world: int, shapes: list[tuple[int, ...]], dim: int = 0, replicas: int = 1) -> OwnerPlan:
     seats = tuple((i // world, i % world) for i in range(replicas * world))
     cuts = cuts_in_order([(1, dim, 1)], (replicas, world))
-    tensors = {i: Placed(Split(shape, (replicas, world), cuts), seats) for i, shape in enumerate(shapes)}
-    return MatrixPlan(tensors, replicas * world, lambda rows, columns: rows * columns * min(rows, columns))
+    tensors = {
+        i: Placed(Split(shape, (replicas, world), cuts), seats, tuple(matrices_in(shape, None)))
+        for i, shape in enumerate(shapes)
+    }
+    return OwnerPlan(tensors, replicas * world, lambda block: block.numel * min(block.shape[-2:]), {})
 
 
-def loads(of: MatrixPlan) -> list[float]:
+def rounds(of: OwnerPlan, active: set[int], own: int, limit: int) -> list[Round]:
+    """``limit`` in elements."""
+    return [of.round(owned, active, own) for owned in of.owned_in_rounds(lambda block: block.numel, limit)]
+
+
+def loads(of: OwnerPlan) -> list[float]:
     found = [0.0] * of.world
-    for matrices in of.matrices.values():
-        for matrix in matrices:
-            rows, columns = matrix.shape
-            found[of.owners[matrix.key]] += rows * columns * min(rows, columns)
+    for blocks in of.blocks.values():
+        for block in blocks:
+            found[of.owners[block.key]] += block.numel * min(block.shape)
     return found
 
 
@@ -198,34 +206,34 @@ def test_owners_have_the_same_to_do(world: int, replicas: int) -> None:
 
 def test_experts_stay_where_they_are() -> None:
     of = plan(4, [(8, 16, 16)] * 3)
-    assert [of.owners[MatrixKey(0, expert)] for expert in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert not any(each.travels_there or each.travels_back for each in of.rounds([0, 1, 2], 1, 1 << 20))
+    assert [of.owners[BlockKey(0, expert)] for expert in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert not any(each.travels_there or each.travels_back for each in rounds(of, {0, 1, 2}, 1, 1 << 20))
 
 
 def test_replicas_share_experts_and_send_results_only() -> None:
     of = plan(2, [(4, 16, 16)], replicas=2)
     assert sorted(of.owners.values()) == [0, 1, 2, 3]
-    (found,) = {(each.travels_there, each.travels_back) for each in of.rounds([0], 1, 1 << 20)}
+    (found,) = {(each.travels_there, each.travels_back) for each in rounds(of, {0}, 1, 1 << 20)}
     assert found == (False, True)
 
 
 def test_owners_do_not_depend_on_what_has_gradients() -> None:
     of = plan(3, [(9, 9)] * 6)
-    owned = [each.key for some in of.rounds([1, 4], 1, 1 << 20) for each in some.owned]
+    owned = [each.key for some in rounds(of, {1, 4}, 1, 1 << 20) for each in some.owned]
     assert owned == [key for key, owner in of.owners.items() if owner == 1 and key.tensor in (1, 4)]
 
 
 def test_both_ends_expect_the_same_pieces() -> None:
     of = plan(3, [(7, 5), (5, 7), (2, 9), (3, 4, 5)], replicas=2)
-    rounds = [of.rounds(range(4), member, 40) for member in range(6)]
-    for number in range(len(rounds[0])):
+    of_all = [rounds(of, {0, 1, 2, 3}, member, 40) for member in range(6)]
+    for number in range(len(of_all[0])):
         for sender in range(6):
             for receiver in range(6):
-                mine, theirs = rounds[sender][number], rounds[receiver][number]
+                mine, theirs = of_all[sender][number], of_all[receiver][number]
                 for sent, received in (("sent_there", "received_there"), ("sent_back", "received_back")):
                     out, into = getattr(mine, sent)[receiver], getattr(theirs, received)[sender]
-                    assert [p.matrix.key for p in out] == [p.matrix.key for p in into]
-                    assert [p.in_matrix for p in out] == [p.in_matrix for p in into]
+                    assert [p.block.key for p in out] == [p.block.key for p in into]
+                    assert [p.in_block for p in out] == [p.in_block for p in into]
 
 
 # --- what it costs --------------------------------------------------------------------------------
@@ -258,7 +266,7 @@ def largest_live(count: int) -> int:
     tensors = [distribute_tensor(torch.ones(width, width), mesh, (Shard(0),)) for _ in range(count)]
     most = 0
 
-    def function(matrices: Tensor, keys: list[MatrixKey]) -> Tensor:
+    def function(matrices: Tensor, keys: list[BlockKey]) -> Tensor:
         nonlocal most
         most = max(most, len(matrices))
         return matrices
@@ -328,4 +336,4 @@ def disagreement() -> str:
 
 def test_ranks_with_other_matrices_are_told(world2: World) -> None:
     for text in world2.run(disagreement):
-        assert re.match(r"ValueError: WholeMatrices: ranks disagree on the matrices: rank 0 has '1 mat", text)
+        assert re.match(r"ValueError: WholeMatrices: ranks disagree on the tensors: rank 0 has '1 in 1", text)

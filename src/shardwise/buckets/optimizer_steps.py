@@ -1,7 +1,5 @@
 """Notices the steps of optimizers: counts what they change, and tells who keeps unsharded parameters.
 
-Code that must run before each step registers here as well (`before_steps`).
-
 Where parameters are DTensors, steps over lists (``foreach=True``, the default on devices) and fused steps
 change the contents but not the version counter, by which autograd refuses a backward whose weights have
 changed since the forward (2.11 to 2.15). So the versions are increased here. Only steps of optimizers derived
@@ -10,7 +8,7 @@ from ``torch.optim.Optimizer`` are seen.
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
@@ -58,11 +56,6 @@ _listeners: "weakref.WeakSet[StepListener]" = weakref.WeakSet()
 _lock = threading.Lock()  # ranks may be threads
 _handles: list[Any] = []  # of the hooks, once there are any
 
-OtherArguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a step is called with instead: positional arguments, ``self`` among them, and others."""
-
-_before: list[Callable[[torch.optim.Optimizer, Any, Any], OtherArguments | None]] = []
-
 
 def install_step_hooks() -> None:
     """Notice the steps of all optimizers from now on. The hooks are of the process, and stay."""
@@ -72,30 +65,18 @@ def install_step_hooks() -> None:
             _handles.append(register_optimizer_step_post_hook(_stepped))
 
 
-def before_steps(prepare: Callable[[torch.optim.Optimizer, Any, Any], OtherArguments | None]) -> None:
-    """Call ``prepare`` with an optimizer and its arguments before each step, once the hooks are installed.
-
-    It may raise, before anything has changed, or return other arguments.
-    """
-    _before.append(prepare)
-
-
 def add_step_listener(listener: StepListener) -> None:
     """Tell ``listener`` of every step, for as long as it lives, once the hooks are installed."""
     with _lock:
         _listeners.add(listener)
 
 
-def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> OtherArguments | None:
+def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     # Not with a closure, which may run the last backward.
     if DEFERRED and not any(map(callable, (*args[1:], *kwargs.values()))):
         for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             if param.grad is not None:
                 refuse_deferred(param.grad)
-    for prepare in _before:
-        if (others := prepare(optimizer, args, kwargs)) is not None:
-            return others
-    return None
 
 
 def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:

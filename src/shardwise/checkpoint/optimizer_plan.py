@@ -19,6 +19,9 @@ from shardwise.state.named_state import (
     are_equal,
     blank,
     check_parameters,
+    has_whole_state,
+    is_elsewhere,
+    kind_of,
     parameters_of,
     scalar_keys,
 )
@@ -70,7 +73,7 @@ def check_optimizers(
         )
     for optimizer in optimizers:
         check_parameters(optimizer, names)
-    own_kinds = [type(each).__name__ for each in optimizers]
+    own_kinds = list(map(kind_of, optimizers))
     if kinds is not None and not set(own_kinds) <= set(kinds):
         raise ValueError(
             f"{manifest.path} holds the state of {listed(kinds)}, and is to be loaded into "
@@ -94,9 +97,10 @@ def check_optimizers(
             existing = optimizer.state.get(param, {})
             if name is None:
                 plan.kept[number] = dict(existing)
-            elif name in saved:
+            elif name in saved and not is_elsewhere(optimizer, param):
                 plan.state[number] = by_first(saved[name])
-                _fill_blanks(manifest, plan, name, number, param, existing, scalars)
+                is_whole = has_whole_state(optimizer)
+                _fill_blanks(manifest, plan, name, number, param, existing, scalars, is_whole)
         plans.append(plan)
     return plans
 
@@ -109,6 +113,7 @@ def _fill_blanks(
     param: Tensor,
     existing: dict[str, Any],
     scalars: set[str],
+    is_whole: bool,
 ) -> None:
     for state, entries in plan.state[number].items():
         for place, key in entries.items():
@@ -117,7 +122,7 @@ def _fill_blanks(
                 plan.blanks[key] = None
                 continue
             there = existing.get(state) if not place else None
-            plan.blanks[key] = blank(param, there, md.size, md.properties.dtype, state in scalars)
+            plan.blanks[key] = blank(param, there, md.size, md.properties.dtype, state in scalars, is_whole)
             if plan.blanks[key] is None:
                 raise ValueError(
                     f"{manifest.path}: '{state}' of {name} has shape {tuple(md.size)}, and the parameter "

@@ -38,6 +38,7 @@ from shardwise.ranks.rank_group import RankGroup
 from shardwise.ranks.replicas import Checksums
 from shardwise.state.named_state import (
     as_optimizers,
+    kind_of,
     parameter_names,
     staged,
     state_of,
@@ -183,7 +184,7 @@ def _state(
     for what in state:
         refuse_unreadable(what, state[what])
     state["shared"] = _extras("shared", shared)
-    kinds = [type(each).__name__ for each in optimizers]
+    kinds = list(map(kind_of, optimizers))
     state[INFO] = {"world_size": rank_group.size, "optimizers": kinds, HAS_DIGESTS: True}
     if per_rank is not None:
         state["per_rank"] = {str(rank_group.rank): {"": rank_group.rank} | _extras("per_rank", per_rank)}

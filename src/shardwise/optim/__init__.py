@@ -1,6 +1,7 @@
 """Optimizers, norms and clipping, loss scaling.
 
 FlatOptimizer              any elementwise optimizer, stepping neighbouring shards as one tensor
+WholeParameters            any optimizer, stepping each parameter whole on the rank that owns it
 Muon                       matrices orthogonalised as a whole, on one rank each; AdamW for the rest
 on_whole_matrices          a function of whole matrices, on tensors that are sharded; for methods like Muon
 WholeMatrices              the plan of that, for many calls
@@ -12,7 +13,6 @@ grad_norms_by_module       where that norm comes from
 GradScaler                 loss scaling that all ranks agree on
 """
 
-import shardwise.optim.compatibility.before_steps  # noqa: F401 for what it does before steps
 from shardwise.optim.clipping import clip_grad_norm_, grad_norms_by_module
 from shardwise.optim.flat_optimizer import FlatOptimizer
 from shardwise.optim.hidden_matrices import is_hidden_matrix, newton_schulz
@@ -20,12 +20,14 @@ from shardwise.optim.loss_scaling import GradScaler
 from shardwise.optim.muon import Muon
 from shardwise.optim.offload import offload_optimizer_state
 from shardwise.optim.whole_matrices import WholeMatrices, on_whole_matrices
+from shardwise.optim.whole_parameters import WholeParameters
 
 __all__ = [
     "FlatOptimizer",
     "GradScaler",
     "Muon",
     "WholeMatrices",
+    "WholeParameters",
     "clip_grad_norm_",
     "grad_norms_by_module",
     "is_hidden_matrix",

@@ -23,8 +23,6 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.buckets.optimizer_steps import SteppedParameters
 from shardwise.comm.buffers import with_own_storage
-from shardwise.optim.compatibility.elementwise import depends_on_shapes
-from shardwise.optim.compatibility.known import FLATTENING, LOW_BIT, REFUSED, is_in
 from shardwise.optim.flat_runs import (
     MAX_GAP,
     ParamState,
@@ -76,14 +74,13 @@ class FlatOptimizer(Optimizer):
             is returned.
         elementwise: True admits another class, which you know to treat each element of a parameter by
             itself, by the same numbers in the whole param group, and to keep state that has the form of the
-            parameter, or is a number. A closure is called before it. A few steps of small tensors check
-            it: what shows only on larger ones, or after many steps, is yours to know.
+            parameter, or is a number. A closure is called before it.
 
     Raises:
         TypeError: ``optimizer`` is no ``torch.optim.Optimizer``, or one already.
-        ValueError: it is not elementwise, or not known to be; ``elementwise`` says that it is, and small
-            tensors show that it is not; it is ``differentiable``; it steps by another optimizer; its
-            ``step`` was wrapped before, as a learning rate scheduler does: make schedulers afterwards.
+        ValueError: it is not elementwise, or not known to be; it is ``differentiable``; it steps by another
+            optimizer; its ``step`` was wrapped before, as a learning rate scheduler does: make schedulers
+            afterwards.
 
     Parameters may also be plain tensors, DTensors of other origin, frozen, or without gradient. A parameter
     that is not in a flat shard, or whose gradient was replaced, is stepped on its local tensor. Where torch
@@ -354,31 +351,21 @@ def _check(optimizer: Any, elementwise: Any) -> None:
             "another optimizer. Make that one a FlatOptimizer, before it is wrapped."
         )
     _check_groups(optimizer)
-    if type(optimizer) not in ELEMENTWISE and depends_on_shapes(optimizer):
-        raise ValueError(
-            f"FlatOptimizer: {type(optimizer).__name__} with these options does not treat each element of a "
-            "parameter by itself, or draws random numbers: the same elements came out differently in tensors "
-            "of other shapes. Use it without FlatOptimizer."
-        )
 
 
 def _check_kind(kind: type[Optimizer], elementwise: bool) -> None:
     whys = [why for name, why in NOT_ELEMENTWISE.items() if issubclass(kind, getattr(torch.optim, name, ()))]
-    if is_in(REFUSED, kind) or is_in(FLATTENING, kind):
-        whys.append("it looks at whole parameters")
-    if is_in(LOW_BIT, kind):
-        whys.append("it keeps state in blocks with a scale each")
     if whys:
         raise ValueError(
             f"FlatOptimizer: {kind.__name__} does not treat each element of a parameter by itself: "
-            f"{whys[0]}. So parameters cannot be stepped as one flat tensor. Use it without FlatOptimizer."
+            f"{whys[0]}. So they cannot be stepped as one flat tensor. WholeParameters steps them whole."
         )
     if kind not in ELEMENTWISE and not elementwise:
         raise ValueError(
             f"FlatOptimizer: {kind.__module__}.{kind.__qualname__} is not known to treat each element of a "
             "parameter by itself; one that looks at whole parameters (norms, matrices) would compute "
-            "something else on flat shards. If it does, pass elementwise=True. Known are "
-            f"{', '.join(each.__name__ for each in ELEMENTWISE)} of torch.optim."
+            "something else on flat shards: use WholeParameters. If it does, pass elementwise=True. Known "
+            f"are {', '.join(each.__name__ for each in ELEMENTWISE)} of torch.optim."
         )
 
 
@@ -405,13 +392,6 @@ def _check_group(kind: str, index: int, group: dict[str, Any]) -> None:
 
 
 # --- the class ------------------------------------------------------------------------------------
-
-
-def become_flat(optimizer: Any) -> None:
-    """Turn ``optimizer``, known to be elementwise, into a FlatOptimizer, whoever has wrapped its step."""
-    _check_groups(optimizer)
-    _extend(optimizer, FlatOptimizer)
-    FlatOptimizer.__init__(optimizer, optimizer)
 
 
 def _extend(optimizer: Any, flat: Any) -> None:

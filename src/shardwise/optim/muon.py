@@ -16,8 +16,9 @@ from torch import Tensor
 from shardwise.layout.fqns import clean
 from shardwise.optim.flat_optimizer import FlatOptimizer
 from shardwise.optim.hidden_matrices import Coefficients, is_hidden_matrix, newton_schulz
-from shardwise.optim.muon_step import MatrixStep, MuonPlan, Orthogonalize, RowBlocks, known_name, names_in
-from shardwise.optim.whole_matrices import BATCH_BYTES, check_matrix
+from shardwise.optim.muon_step import MatrixStep, MuonPlan, Orthogonalize, RowBlocks
+from shardwise.optim.owner_exchange import BATCH_BYTES, known_name, names_in
+from shardwise.optim.whole_matrices import check_matrix
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import optimizers
 
@@ -249,7 +250,7 @@ class Muon(Optimizer):
         if self._plan is None or not self._plan.is_of(self._matrix_groups()):
             self._plan = self._make_plan()
         matrices = MatrixStep(self._plan, self._own_state, self._orthogonalize)
-        with monitor_of_job().call("Muon.step", self._plan.whole.axes):
+        with monitor_of_job().call("Muon.step", self._plan.exchange.axes):
             if self._adamw is not None:  # first: it refuses before it changes anything
                 optimizers.step_without_hooks(type(self._adamw))(self._adamw)
             matrices.run()

@@ -3,17 +3,17 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.layout.fqns import clean
 from shardwise.optim.hidden_matrices import Coefficients, newton_schulz_cost
-from shardwise.optim.matrix_plan import Matrix, MatrixKey
-from shardwise.optim.whole_matrices import WholeMatrices
-from shardwise.params.replaced_parameter import name_of_replaced
+from shardwise.optim.owner_exchange import local_gradient, names_of
+from shardwise.optim.owners import Block, BlockKey
+from shardwise.optim.whole_matrices import WholeMatrices, on_stacks
 from shardwise.torch_compat import dtensor, foreach
 
 RowBlocks = Callable[[str, Tensor], Sequence[int] | None]
@@ -30,46 +30,27 @@ class MuonPlan:
     ) -> None:
         self.params: list[Tensor] = [param for group in groups for param in group["params"]]
         self.groups = [group for group in groups for _ in group["params"]]
-        self.names = [
-            name or f"parameter {place} of group {index}"
-            for index, group in enumerate(groups)
-            for place, name in enumerate(names_in(group))
-        ]
-        self._forms = list(map(_form, self.params))
+        self.names = names_of(groups)
         blocks: dict[int, Sequence[int]] = {}
         for index, (param, name) in enumerate(zip(self.params, self.names, strict=True)):
             if row_blocks is not None and (found := row_blocks(name, param)) is not None:
                 blocks[index] = found
         steps = max((group["ns_steps"] for group in groups), default=1)
-        self.whole = WholeMatrices(
+        self.exchange = WholeMatrices(
             self.params,
             row_blocks=blocks,
             dtype=dtype,
             cost=partial(newton_schulz_cost, max(1, steps)),
             batch_bytes=limit,
             names=self.names,
-        )
+        ).exchange
 
     def is_of(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether it still is the plan for ``groups``."""
-        now = [(param, group) for group in groups for param in group["params"]]
-        return (
-            len(now) == len(self.params)
-            and all(
-                a is param and b is group
-                for (a, b), param, group in zip(now, self.params, self.groups, strict=True)
-            )
-            and all(map(_is_same_form, map(_form, self.params), self._forms))
-        )
-
-
-def _form(param: Tensor) -> Any:
-    """What the plan depends on."""
-    return dtensor.spec_of(param) if isinstance(param, DTensor) else (param.shape, param.device)
-
-
-def _is_same_form(new: Any, old: Any) -> bool:
-    return new is old or bool(new == old)
+        params = [param for group in groups for param in group["params"]]
+        owners = [group for group in groups for _ in group["params"]]
+        is_same = len(params) == len(self.params) and all(map(is_, params, self.params))
+        return is_same and all(map(is_, owners, self.groups)) and self.exchange.is_of(params)
 
 
 class MatrixStep:
@@ -84,11 +65,11 @@ class MatrixStep:
         try:
             for index, (param, name) in enumerate(zip(plan.params, plan.names, strict=True)):
                 if param.grad is not None:
-                    self._gradients[index] = _local_gradient(param, name)
+                    self._gradients[index] = local_gradient(param, name, "Muon needs whole matrices")
                     _check_buffer((state.get(param) or {}).get(BUFFER), param, name)
         except Exception as error:
             problem = error
-        plan.whole.agree("Muon.step", self._gradients, problem)
+        plan.exchange.agree("Muon.step", self._gradients, problem)
 
     def run(self) -> None:
         """Average gradients, decay weights, and add what the owners have orthogonalised."""
@@ -98,7 +79,7 @@ class MatrixStep:
             foreach.lerp_([self._buffers[i] for i in some], [self._gradients[i] for i in some], key)
         for key, some in self._by(lambda group: 1 - float(group["lr"]) * group["weight_decay"]).items():
             foreach.mul_([self._locals[i] for i in some], key)
-        self._plan.whole.run(self._update, self._orthogonalized, self._add, self._gradients)
+        self._plan.exchange.run(self._update, on_stacks(self._orthogonalized), self._add, self._gradients)
 
     def _by(self, value: Callable[[dict[str, Any]], float]) -> dict[float, list[int]]:
         """The matrices by a value of their groups."""
@@ -123,12 +104,12 @@ class MatrixStep:
             self._gradients[index] = self._gradients[index].to(local.dtype)
         return local
 
-    def _update(self, index: int) -> Tensor:
+    def _update(self, index: int) -> tuple[Tensor]:
         """What this rank has of the matrix that is to be orthogonalised."""
         group, buffer = self._plan.groups[index], self._buffers[index]
-        return self._gradients[index].lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        return (self._gradients[index].lerp(buffer, group["momentum"]) if group["nesterov"] else buffer,)
 
-    def _orthogonalized(self, matrices: Tensor, keys: list[MatrixKey]) -> Tensor:
+    def _orthogonalized(self, matrices: Tensor, keys: list[BlockKey]) -> Tensor:
         alike: dict[Any, list[int]] = {}
         for place, key in enumerate(keys):
             group = self._plan.groups[key.tensor]
@@ -141,9 +122,9 @@ class MatrixStep:
             results[places] = self._orthogonalize(matrices[places], *settings)
         return results
 
-    def _add(self, matrix: Matrix, index: tuple[int | slice, ...], rows: Tensor) -> None:
+    def _add(self, matrix: Block, index: tuple[slice, ...], rows: Tensor) -> None:
         group, local = self._plan.groups[matrix.key.tensor], self._locals[matrix.key.tensor]
-        lr = _adjusted(float(group["lr"]), group["adjust_lr_fn"], *matrix.shape)
+        lr = _adjusted(float(group["lr"]), group["adjust_lr_fn"], *matrix.shape[-2:])
         local[index].add_(rows.to(local.device), alpha=-lr)
 
 
@@ -154,29 +135,6 @@ def _adjusted(lr: float, how: str | None, rows: int, columns: int) -> float:
     if how == "spectral_unclamped":
         return lr * math.sqrt(rows / columns)
     return lr * math.sqrt(max(1, rows / columns))
-
-
-def _local_gradient(param: Tensor, name: str) -> Tensor:
-    """This rank's part of the gradient, as the parameter is placed."""
-    gradient = param.grad
-    assert gradient is not None
-    if dtensor.plain(gradient).layout is not torch.strided:
-        raise TypeError(f"{name}: .grad is sparse, and Muon needs whole matrices. Use a dense gradient.")
-    if not isinstance(param, DTensor):
-        if isinstance(gradient, DTensor):
-            raise TypeError(
-                f"{name}: .grad is a DTensor, where a plain one is expected, as the parameter is."
-            )
-        return gradient.detach()
-    if not isinstance(gradient, DTensor):
-        raise TypeError(
-            f"{name}: .grad is a plain {type(gradient).__name__}, where a DTensor is expected, as the "
-            "parameter is one: nothing says which part of the whole this rank has. Assign only DTensors to "
-            ".grad of sharded parameters, or None."
-        )
-    if gradient.placements != param.placements or gradient.device_mesh != param.device_mesh:
-        gradient = gradient.redistribute(param.device_mesh, param.placements)
-    return dtensor.local_tensor(gradient).detach()
 
 
 def _check_buffer(buffer: Any, param: Tensor, name: str) -> None:
@@ -197,13 +155,3 @@ def _placed_as(param: Tensor, local: Tensor) -> Tensor:
     if local.dtype != param.dtype:
         spec = dtensor.sharded_spec(param.device_mesh, tuple(param.placements), param.shape, local.dtype)
     return dtensor.make_dtensor(local, spec)
-
-
-def known_name(param: Any) -> str:
-    """The name that ``fully_shard`` has given a parameter; "" where there is none."""
-    return (name_of_replaced(param) if isinstance(param, Tensor) else None) or ""  # type: ignore[arg-type]
-
-
-def names_in(group: dict[str, Any]) -> list[str]:
-    """Of the parameters of a group; "" where nothing is known."""
-    return [*map(clean, group.get("param_names") or map(known_name, group["params"]))]

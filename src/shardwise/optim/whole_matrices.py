@@ -1,30 +1,42 @@
 """A function of whole matrices, applied once to each of them, on tensors that are sharded.
 
-Who has to do with which matrix is in matrix_plan.py, and how matrices travel in matrix_exchange.py.
+Who has to do with which matrix is in owners.py, and how matrices travel in owner_exchange.py.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.full_tensors import sharding_of
-from shardwise.layout.mesh import Axis
-from shardwise.optim.matrix_exchange import Exchange, Function, Read, SharingRanks, Write
-from shardwise.optim.matrix_plan import Cost, Matrix, MatrixKey, MatrixPlan, Placed
-from shardwise.params.replaced_parameter import name_of_replaced
+from shardwise.layout.mesh import device_of
+from shardwise.layout.regions import Region
+from shardwise.optim.owner_exchange import (
+    BATCH_BYTES,
+    OwnerExchange,
+    RoundKey,
+    Stack,
+    Travel,
+    check_divisible,
+    form_of,
+    known_name,
+)
+from shardwise.optim.owners import Block, BlockKey
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import dtensor
 
-BATCH_BYTES = 64 << 20
-"""Bytes of whole matrices that an owner has at once, unless one matrix is larger."""
+Cost = Callable[[int, int], float]
+"""What a matrix of so many rows and columns costs its owner, in any unit."""
+
+MatrixFunction = Callable[[Tensor, list[BlockKey]], Tensor]
+"""Takes matrices of one shape, ``[count, rows, columns]``, and their keys; returns as many of that shape."""
 
 
 def on_whole_matrices(
     tensors: Sequence[Tensor],
-    function: Function,
+    function: MatrixFunction,
     *,
     row_blocks: Mapping[int, Sequence[int]] | None = None,
     dtype: torch.dtype | None = None,
@@ -111,7 +123,8 @@ class WholeMatrices:
         batch_bytes: int = BATCH_BYTES,
         names: Sequence[str] | None = None,
     ) -> None:
-        self._names = list(names) if names is not None else [_name(t, i) for i, t in enumerate(tensors)]
+        if names is None:
+            names = [known_name(tensor) or f"tensor {i}" for i, tensor in enumerate(tensors)]
         if isinstance(batch_bytes, bool) or not isinstance(batch_bytes, int) or batch_bytes < 1:
             raise ValueError(
                 f"WholeMatrices: batch_bytes is {batch_bytes!r}; pass a number of bytes above 0."
@@ -119,29 +132,27 @@ class WholeMatrices:
         if dtype is None:
             dtype = tensors[0].dtype if len(tensors) else torch.float32
         blocks = row_blocks or {}
-        shared: list[tuple[SharingRanks, dict[int, Placed]]] = []
-        for index, (tensor, name) in enumerate(zip(tensors, self._names, strict=True)):
+        for tensor, name in zip(tensors, names, strict=True):
             check_matrix(tensor, name)
-            own_blocks = checked_blocks(tensor, name, blocks.get(index))
-            found = next((each for each in shared if each[0].share(tensor)), None)
-            if found is None:
-                shared.append(found := (SharingRanks(tensor), {}))
-            found[1][index] = found[0].placed(tensor, own_blocks)
-        self._forms = [_form(tensor) for tensor in tensors]
-        limit = max(1, batch_bytes // dtype.itemsize)
-        self._exchanges = [
-            Exchange(ranks, MatrixPlan(some, len(ranks.ranks), cost or _products), dtype, limit)
-            # In an order that ranks have in common; ranks that are part of others first: see agree.
-            for ranks, some in sorted(shared, key=lambda each: (len(each[0].ranks), each[0].ranks))
-        ]
+        self.exchange = OwnerExchange(
+            tensors,
+            names,
+            [
+                matrices_in(tensor.shape, checked_blocks(tensor, name, blocks.get(index)))
+                for index, (tensor, name) in enumerate(zip(tensors, names, strict=True))
+            ],
+            [Travel((dtype,), dtype, _device(tensor)) for tensor in tensors],
+            cost=lambda block: (cost or _products)(*block.shape[-2:]),
+            batch_bytes=batch_bytes,
+        )
 
     @property
-    def owned(self) -> list[MatrixKey]:
+    def owned(self) -> list[BlockKey]:
         """The keys of the matrices that this rank owns."""
-        return [key for exchange in self._exchanges for key in exchange.owned]
+        return self.exchange.owned
 
     @torch.no_grad()
-    def apply(self, tensors: Sequence[Tensor], function: Function) -> list[Tensor]:
+    def apply(self, tensors: Sequence[Tensor], function: MatrixFunction) -> list[Tensor]:
         """Apply ``function`` to the matrices of ``tensors``, placed as those that the plan was made of.
 
         Returns:
@@ -152,100 +163,78 @@ class WholeMatrices:
 
         Collective, with the same tensors in the same order.
         """
-        active = range(len(self._names))
-        self.agree("WholeMatrices", active, self._unlike(tensors))
+        active = range(len(self.exchange.names))
+        self.exchange.agree("WholeMatrices", active, self._unlike(tensors))
         locals_ = [dtensor.plain(tensor).detach() for tensor in tensors]
         results = [torch.empty_like(local) for local in locals_]
 
-        def write(matrix: Matrix, index: tuple[int | slice, ...], values: Tensor) -> None:
+        def write(matrix: Block, index: tuple[slice, ...], values: Tensor) -> None:
             results[matrix.key.tensor][index].copy_(values)
 
-        self.run(locals_.__getitem__, function, write, active)
+        with monitor_of_job().call("WholeMatrices", self.exchange.axes):
+            self.exchange.run(lambda index: (locals_[index],), on_stacks(function), write, active)
         return [
             dtensor.make_dtensor(result, dtensor.spec_of(tensor)) if isinstance(tensor, DTensor) else result
             for result, tensor in zip(results, tensors, strict=True)
         ]
 
-    def agree(self, caller: str, active: Collection[int], problem: Exception | None = None) -> None:
-        """Raise on all ranks if there is a problem on any, or if they would not exchange the same matrices.
-
-        Args:
-            caller: the public function, for messages.
-            active: which tensors are to be treated next, by index.
-            problem: what is wrong on this rank.
-
-        Raises:
-            ValueError: ranks have different tensors, or different ones are active; besides ``problem``.
-
-        Collective. On a device the host waits, for what is queued there.
-        """
-        chosen = set(active)
-        left_out = [name for index, name in enumerate(self._names) if index not in chosen]
-        with monitor_of_job().call(caller, self.axes):
-            for exchange in self._exchanges:  # what is wrong among some ranks is told to all they share with
-                try:
-                    exchange.agree(caller, left_out, problem)
-                except Exception as error:
-                    problem = error
-        if problem is not None:
-            raise problem
-
-    def run(self, read: Read, function: Function, write: Write, active: Collection[int]) -> None:
-        """Apply ``function`` to the tensors at the indices ``active``, reading and writing batch by batch.
-
-        Args:
-            read: gives this rank's part of the tensor at an index, when its first matrix is about to travel.
-            function: as for :func:`on_whole_matrices`.
-            write: takes a matrix, an index into this rank's part of its tensor, and the rows and columns of
-                the result that go there. Called once for each matrix that this rank has a part of.
-            active: the same on all ranks; :meth:`agree` checks it.
-
-        Collective.
-        """
-        with monitor_of_job().call("WholeMatrices", self.axes):
-            for exchange in self._exchanges:
-                exchange.run(read, function, write, active)
-
-    def axes(self) -> list[Axis]:
-        """What connects this rank with those that share tensors with it."""
-        return [axis for exchange in self._exchanges for axis in exchange.axes]
-
     def _unlike(self, tensors: Sequence[Tensor]) -> Exception | None:
-        if len(tensors) != len(self._names):
+        names, forms = self.exchange.names, self.exchange.forms
+        if len(tensors) != len(names):
             return ValueError(
-                f"WholeMatrices: {len(tensors)} tensors were passed, and the plan is of {len(self._names)}. "
+                f"WholeMatrices: {len(tensors)} tensors were passed, and the plan is of {len(names)}. "
                 "Make another plan for others."
             )
-        for tensor, name, form in zip(tensors, self._names, self._forms, strict=True):
-            if _form(tensor) != form:
+        for tensor, name, form in zip(tensors, names, forms, strict=True):
+            if form_of(tensor) != form:
                 return ValueError(
-                    f"{name} has {_form_text(_form(tensor))}, where the plan was made for "
+                    f"{name} has {_form_text(form_of(tensor))}, where the plan was made for "
                     f"{_form_text(form)}. Make another plan for others."
                 )
         return None
+
+
+def on_stacks(function: MatrixFunction) -> Callable[[RoundKey, list[Stack]], list[Tensor]]:
+    """``function`` of matrices, for an exchange."""
+    return lambda _, stacks: [_applied(function, stack) for stack in stacks]
+
+
+def _applied(function: MatrixFunction, stack: Stack) -> Tensor:
+    (whole,) = stack.tensors
+    matrices = whole.flatten(0, -3)
+    result = function(matrices, [block.key for block in stack.blocks])
+    if not isinstance(result, Tensor) or result.shape != matrices.shape:
+        got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise ValueError(
+            f"the function of whole matrices returned {got} for {len(matrices)} matrices of shape "
+            f"{tuple(matrices.shape[1:])}; it has to return as many of that shape: {tuple(matrices.shape)}."
+        )
+    return result.reshape(whole.shape)
+
+
+def matrices_in(shape: Sequence[int], row_blocks: tuple[int, ...] | None) -> list[Region]:
+    """The matrices in a tensor, those of the first expert first."""
+    *stacked, rows, columns = shape
+    found = []
+    for place in product(*map(range, stacked)):
+        start = 0
+        for size in row_blocks or (rows,):
+            found.append(Region((*place, start, 0), (*(1 for _ in place), size, columns)))
+            start += size
+    return found
+
+
+def _device(tensor: Tensor) -> torch.device:
+    return device_of(tensor.device_mesh) if isinstance(tensor, DTensor) else tensor.device
 
 
 def _products(rows: int, columns: int) -> float:
     return float(rows * columns * min(rows, columns))
 
 
-def _form(tensor: Tensor) -> tuple[Any, ...]:
-    is_placed = isinstance(tensor, DTensor)
-    return (
-        tuple(tensor.shape),
-        tuple(tensor.placements) if is_placed else None,  # type: ignore[attr-defined]
-        tensor.device_mesh if is_placed else None,  # type: ignore[attr-defined]
-    )
-
-
 def _form_text(form: tuple[Any, ...]) -> str:
-    shape, placements, mesh = form
-    return f"shape {shape}" + ("" if mesh is None else f", placements {placements} on {mesh}")
-
-
-def _name(tensor: Tensor, index: int) -> str:
-    name = name_of_replaced(tensor) if isinstance(tensor, torch.nn.Parameter) else None
-    return name or f"tensor {index}"
+    shape, place, mesh = form
+    return f"shape {shape}" + ("" if mesh is None else f", placements {place} on {mesh}")
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -264,24 +253,7 @@ def check_matrix(tensor: Tensor, name: str) -> None:
         )
     if tensor.is_complex() or not tensor.is_floating_point():
         raise ValueError(f"{name} has dtype {tensor.dtype}; only matrices of floating numbers are supported.")
-    local = dtensor.plain(tensor)
-    if type(local) not in (Tensor, torch.nn.Parameter):
-        raise ValueError(
-            f"{name} holds a {type(local).__name__}, a class of its own, which cannot be packed with other "
-            "matrices. Leave it out."
-        )
-    if local.layout is not torch.strided:
-        raise ValueError(f"{name} has the layout {local.layout}; only dense tensors have whole matrices.")
-    if isinstance(tensor, DTensor):
-        if tensor.device_mesh.get_coordinate() is None:
-            raise ValueError(
-                f"{name} is on a mesh of the ranks {tensor.device_mesh.mesh.flatten().tolist()}, which this "
-                "rank is none of, so that it has no part of it. Leave it out here."
-            )
-        try:
-            sharding_of(tensor)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+    check_divisible(tensor, name)
 
 
 def checked_blocks(tensor: Tensor, name: str, given: Sequence[int] | None) -> tuple[int, ...] | None:

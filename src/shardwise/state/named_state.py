@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.layout.fqns import clean, listed
 from shardwise.optim.offload import _StateMover
+from shardwise.optim.whole_parameters import WholeParameters
 from shardwise.state.names import parameters_of as named_parameters
 from shardwise.torch_compat import dtensor, optimizers, tensor_impl
 
@@ -54,6 +55,22 @@ def as_optimizers(optimizer: Any) -> Optimizers:
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The parameters in the order in which `optimizer.state_dict()` numbers them."""
     return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """The class whose state it is, by name."""
+    kind = optimizer.optimizer_class if isinstance(optimizer, WholeParameters) else type(optimizer)
+    return kind.__name__
+
+
+def has_whole_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether each state is on one rank, the owner of its parameter, rather than sharded."""
+    return isinstance(optimizer, WholeParameters)
+
+
+def is_elsewhere(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
+    """Whether another rank has the state of ``param``."""
+    return isinstance(optimizer, WholeParameters) and not optimizer.owns(param)
 
 
 def state_of(optimizers: Optimizers, names: Names) -> dict[str, Any]:
@@ -118,14 +135,14 @@ def check_parameters(optimizer: torch.optim.Optimizer, names: Names) -> None:
 
 def _check_whole(optimizer: Any, name: str, key: Any, value: Any, param: Tensor) -> None:
     """Refuse state that is this rank's part of something without saying which part."""
-    if not isinstance(param, DTensor):
+    if not isinstance(param, DTensor) or has_whole_state(optimizer):
         return
     for _, part in leaves(value):
         if isinstance(part, Tensor) and part.dim() and not isinstance(part, DTensor):
             raise ValueError(
                 f"{name}: {type(optimizer).__name__} keeps '{key}' of it as a plain tensor of shape "
                 f"{tuple(part.shape)}, but the parameter is sharded: nothing says which part of the whole "
-                "this rank has. Optimizers whose state has the form of the parameters can be saved."
+                "this rank has. shardwise.optim.WholeParameters keeps such state whole, and it can be saved."
             )
         if isinstance(part, DTensor) and any(each.is_partial() for each in part.placements):
             raise ValueError(
@@ -200,23 +217,23 @@ def scalar_keys(states: Iterable[Mapping[str, Sequence[int]]]) -> set[str]:
 
 
 def blank(
-    param: Tensor, existing: Any, size: torch.Size, dtype: torch.dtype, is_scalar: bool
+    param: Tensor, existing: Any, size: torch.Size, dtype: torch.dtype, is_scalar: bool, is_whole: bool
 ) -> Tensor | None:
     """Where to read a tensor of a parameter's state: what is there already, or memory of the same form.
 
-    None: nothing says how a tensor of this size would be laid out.
+    None: nothing says how a tensor of this size would be laid out. ``is_whole``: it is not.
     """
     if isinstance(existing, Tensor) and existing.shape == size and existing.dtype == dtype:
         if not dtensor.plain(existing).is_meta or dtensor.plain(param).is_meta:
             return existing
         if not is_scalar:
             return with_memory(existing, dtensor.plain(param).device)
-    if isinstance(param, DTensor) and size == param.shape and not is_scalar:
+    if isinstance(param, DTensor) and size == param.shape and not is_scalar and not is_whole:
         local = torch.empty_like(dtensor.plain(param), dtype=dtype)
         return dtensor.make_dtensor(
             local, dtensor.spec_of(param) if dtype == param.dtype else _with_dtype(param, dtype)
         )
-    if not size or not isinstance(param, DTensor):
+    if is_whole or not size or not isinstance(param, DTensor):
         device = torch.device("cpu") if is_scalar else dtensor.plain(param).device
         return torch.empty(size, dtype=dtype, device=device)
     return None

@@ -9,7 +9,7 @@ first brought into the order of the optimizer at hand. By name is what ``torch.d
 and reads.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,14 +19,17 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.full_tensors import BUCKET_BYTES, full_values
 from shardwise.layout.fqns import clean, listed
+from shardwise.layout.mesh import Axis
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitored
-from shardwise.ranks.model_ranks import Broadcast, axes_of_model, device_of_model, own_rank
+from shardwise.ranks.model_ranks import Broadcast, axes_of_model, device_of_model, gather_from_all, own_rank
 from shardwise.state.loading import LoadTargets, ShapeAndDtype, load_from_one
 from shardwise.state.named_state import (
     StatePath,
     blank,
     check_parameters,
+    has_whole_state,
+    is_elsewhere,
     leaves,
     load_into,
     mapped,
@@ -57,11 +60,37 @@ def full_optimizer_state(
         _names_by_group(model, optimizer, "full_state_dict")
         return state_of([optimizer], parameter_names(model))
 
-    sharded = run_on_all_ranks(axes_of_model(model), device_of_model(model), own)
+    axes, device = axes_of_model(model), device_of_model(model)
+    sharded = run_on_all_ranks(axes, device, own)
+    if has_whole_state(optimizer):
+        sharded["state"] = _from_owners(sharded["state"], axes, device)
     full = full_values(dict(leaves(sharded)), owner, cpu)
     if owner not in (None, own_rank()):
         return {}
     return mapped(sharded, lambda place, _: full[place])
+
+
+def _from_owners(owned: State, axes: Sequence[Axis], device: torch.device) -> State:
+    """The state of all parameters, of which each rank has some. Collective."""
+    outlines = gather_from_all(axes, _outline_of(owned))
+    joint: State = {}
+    for rank, outline in outlines.items():
+        missing = {name: values for name, values in outline.items() if name not in joint}
+        broadcast = Broadcast(axes, rank, device)
+
+        def sent(place: StatePath, leaf: Any, broadcast: Broadcast = broadcast) -> Any:
+            if not isinstance(leaf, _TensorOutline):
+                return leaf
+            assert leaf.facts.shape is not None
+            if broadcast.is_source:
+                whole = dict(leaves(owned))[place].detach().to(device).contiguous()
+            else:
+                whole = torch.empty(leaf.facts.shape, dtype=leaf.facts.dtype, device=device)
+            broadcast.tensor(whole)
+            return whole
+
+        joint |= mapped(missing, sent)
+    return joint
 
 
 @monitored
@@ -319,16 +348,22 @@ def _full_by_name(state: Any, model: nn.Module, optimizer: torch.optim.Optimizer
     return named
 
 
-def _outline(named: State) -> State:
-    """The state without its tensors; tensors among hyperparameters stay."""
+def _outline_of(state: State) -> State:
+    """State by parameter without its tensors."""
 
     def slot(place: StatePath, value: Any) -> Any:
         return _TensorOutline(_label(place), ShapeAndDtype.of(value)) if isinstance(value, Tensor) else value
 
+    return mapped(state, slot)  # type: ignore[no-any-return]
+
+
+def _outline(named: State) -> State:
+    """The state without its tensors; tensors among hyperparameters stay."""
+
     def on_host(_: StatePath, value: Any) -> Any:
         return value.detach().cpu() if isinstance(value, Tensor) else value
 
-    return {"state": mapped(named["state"], slot), "param_groups": mapped(named["param_groups"], on_host)}
+    return {"state": _outline_of(named["state"]), "param_groups": mapped(named["param_groups"], on_host)}
 
 
 def _tensors_of(named: State) -> Iterator[tuple[str, Tensor]]:
@@ -349,11 +384,11 @@ class _OptimizerLoad:
 
     def __init__(self, outline: State, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         names = parameter_names(model)
-        params = {names[param][0]: param for param in parameters_of(optimizer)}
+        self._params = params = {names[param][0]: param for param in parameters_of(optimizer)}
         self._outline = outline
         self._own = state_of([optimizer], names)
         problems = _other_kind(outline["state"], self._own["state"])
-        self._tensors = _blanks(outline["state"], self._own["state"], params, problems)
+        self._tensors = _blanks(outline["state"], self._own["state"], params, optimizer, problems)
         if problems:
             raise RuntimeError(f"{LOAD}: {'; '.join(problems)}.")
         entries = {name: StateEntry(name, name, tensor, True) for name, tensor in self._tensors.items()}
@@ -374,14 +409,24 @@ class _OptimizerLoad:
             for own, saved in zip(optimizer.param_groups, self._outline["param_groups"], strict=True)
         ]
         state = self._own["state"] | mapped(self._outline["state"], filled)
+        state = {
+            name: each for name, each in state.items() if not is_elsewhere(optimizer, self._params[name])
+        }
         by_id = _by_id({"state": state, "param_groups": groups})
         load_into(optimizer, by_id["state"], by_id["param_groups"], convert_dtype=False)
 
 
 def _blanks(
-    outline: State, own: State, params: Mapping[str, Tensor], problems: list[str]
+    outline: State,
+    own: State,
+    params: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    problems: list[str],
 ) -> dict[str, Tensor]:
-    """Memory for this rank's part of each tensor, laid out as the existing state or the parameter."""
+    """Memory for this rank's part of each tensor, laid out as the existing state or the parameter.
+
+    On the meta device for what another rank has whole: all ranks take part in sending it.
+    """
     existing = {place: value for place, value in leaves(own) if isinstance(value, Tensor)}
     slots = {place: leaf for place, leaf in leaves(outline) if isinstance(leaf, _TensorOutline)}
     shapes: dict[str, dict[str, Any]] = {}
@@ -389,6 +434,7 @@ def _blanks(
         shapes.setdefault(place[0], {})[_key(place)] = slot.facts.shape
     scalars = scalar_keys(shapes.values())
     made: dict[str, Tensor] = {}
+    is_whole = has_whole_state(optimizer)
     unlike, unplaced = [], []
     for place, slot in slots.items():
         shape, there = slot.facts.shape, existing.get(place)
@@ -397,7 +443,9 @@ def _blanks(
             unlike.append(
                 f"{slot.name} has shape {shape} there, where this optimizer has {tuple(there.shape)}"
             )
-        elif (found := _blank(params[place[0]], there, slot.facts, _key(place) in scalars)) is None:
+        elif is_elsewhere(optimizer, params[place[0]]):
+            made[slot.name] = torch.empty(shape or (), dtype=slot.facts.dtype, device="meta")
+        elif (found := _blank(params[place[0]], there, slot.facts, _key(place) in scalars, is_whole)) is None:
             unplaced.append(f"{slot.name} of shape {shape}")
         else:
             made[slot.name] = found
@@ -406,12 +454,14 @@ def _blanks(
     return made
 
 
-def _blank(param: Tensor, there: Tensor | None, facts: ShapeAndDtype, is_scalar: bool) -> Tensor | None:
+def _blank(
+    param: Tensor, there: Tensor | None, facts: ShapeAndDtype, is_scalar: bool, is_whole: bool
+) -> Tensor | None:
     assert facts.shape is not None
     assert facts.dtype is not None
     # The state that there is stays as it is, should the load fail.
     like = None if there is None else torch.zeros_like(there, dtype=facts.dtype)
-    return blank(param, like, torch.Size(facts.shape), facts.dtype, is_scalar)
+    return blank(param, like, torch.Size(facts.shape), facts.dtype, is_scalar, is_whole)
 
 
 def _unplaced(names: list[str]) -> str:

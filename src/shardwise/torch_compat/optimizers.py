@@ -17,12 +17,6 @@ def step_post_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]
     return list(optimizer._optimizer_step_post_hooks.values())
 
 
-def forget_step_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Remove all that ``register_step_pre_hook`` and ``register_step_post_hook`` have registered."""
-    optimizer._optimizer_step_pre_hooks.clear()
-    optimizer._optimizer_step_post_hooks.clear()
-
-
 def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     """``kind.step`` without the hooks that torch puts around it when the first of a class is made."""
     step: Any = kind.step

@@ -1,1 +1,0 @@
-"""What is known of optimizers that DTensors do not suit, and what is done about it before they step."""

@@ -1,0 +1,614 @@
+"""How blocks of sharded tensors travel to their owners, and results back, while others are computed.
+
+They travel in rounds, their pieces packed into one buffer of bytes, by an exchange between all ranks that
+share them:
+
+    communication   there 0 | there 1            back 0, there 2           back 1, there 3 ...
+    computation             | function, round 0 | function, round 1       | function, round 2 ...
+
+An exchange is queued before the computation beside which it travels, and all ranks queue them in one order.
+Buffers of two rounds live at a time.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from hashlib import sha256
+from math import prod
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwise.comm.buffers import typed_range
+from shardwise.comm.full_tensors import sharding_of
+from shardwise.comm.streams import Finish, nothing, waiting_for
+from shardwise.layout.chunks import round_up
+from shardwise.layout.fqns import clean
+from shardwise.layout.mesh import Axis, device_of
+from shardwise.layout.regions import Region, Split
+from shardwise.layout.slots import ALIGNMENT
+from shardwise.optim.owners import Block, BlockCost, BlockKey, BlockPiece, OwnerPlan, Pieces, Placed, Round
+from shardwise.params.replaced_parameter import name_of_replaced
+from shardwise.ranks.agreement import run_on_all_ranks
+from shardwise.ranks.failures import monitor_of_job
+from shardwise.ranks.model_ranks import gather_from_all, own_rank
+from shardwise.torch_compat import c10d, dtensor, foreach
+
+T = TypeVar("T")
+
+BATCH_BYTES = 64 << 20
+"""Bytes of whole blocks that an owner has at once, unless one block is larger."""
+
+
+@dataclass(frozen=True)
+class Travel:
+    """What travels of a tensor: dtypes of what its owner gets and sends back, and where the owner has it."""
+
+    there: tuple[torch.dtype, ...]
+    back: torch.dtype
+    device: torch.device
+
+
+class Stack(NamedTuple):
+    """Whole blocks of one shape, ``[count, *shape]`` in each of ``tensors``."""
+
+    blocks: list[Block]
+    tensors: tuple[Tensor, ...]
+
+
+RoundKey = tuple[int, int]
+"""A round: which of the sets of ranks that share tensors, and which of its rounds."""
+
+Function = Callable[[RoundKey, list[Stack]], list[Tensor]]
+"""Takes the blocks of a round that this rank owns; returns a result for each stack, of its shape."""
+
+Read = Callable[[int], Sequence[Tensor]]
+"""This rank's part of what travels of the tensor at an index."""
+
+Write = Callable[[Block, tuple[slice, ...], Tensor], None]
+"""Takes a block, an index into this rank's part of its tensor, and what of the result goes there."""
+
+
+class SharingRanks:
+    """The ranks of a mesh in ascending order; this one alone, for a plain tensor. Several meshes may be of
+    them."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.ranks, self.device = _ranks_and_device(tensor)
+        self.own = self.ranks.index(own_rank())
+        self._mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        self._seats: dict[Any, Any] = {}
+
+    def share(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is on a mesh of them."""
+        return _ranks_and_device(tensor) == (self.ranks, self.device)
+
+    def placed(self, tensor: Tensor, regions: Sequence[Region]) -> Placed:
+        """How ``tensor`` lies on them; ``regions`` of its blocks."""
+        split, places = Split(tuple(tensor.shape), (1,), ()), [(0,)]
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh.mesh
+            found = [tuple(place) for place in torch.ones_like(mesh).nonzero().tolist()]
+            split, places = sharding_of(tensor), sorted(found, key=lambda place: int(mesh[place]))
+        seats = tuple(places)
+        return Placed(split, self._seats.setdefault(seats, seats), tuple(regions))
+
+    @cached_property
+    def axes(self) -> list[Axis]:
+        """What connects them, made when it is first asked for; nothing for a single rank."""
+        if len(self.ranks) == 1:
+            return []
+        assert self._mesh is not None
+        is_flat = self._mesh.ndim == 1 and self._mesh.mesh.tolist() == list(self.ranks)
+        pg = self._mesh.get_group(0) if is_flat else _group_of(self.ranks, self.device)
+        return [Axis(pg, len(self.ranks), self.own)]
+
+
+def _ranks_and_device(tensor: Tensor) -> tuple[tuple[int, ...], torch.device]:
+    if not isinstance(tensor, DTensor):
+        return (own_rank(),), tensor.device
+    mesh = tensor.device_mesh
+    return tuple(sorted(mesh.mesh.flatten().tolist())), device_of(mesh)
+
+
+_groups: "WeakKeyDictionary[Any, dict[Any, dist.ProcessGroup]]" = WeakKeyDictionary()
+
+
+def _group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup:
+    """A process group of all ``ranks``: that of the job, or one that is made once."""
+    world = dist.group.WORLD
+    assert world is not None
+    everyone = c10d.ranks_of(world)
+    if tuple(everyone) == ranks:
+        return world
+    made = _groups.setdefault(world, {})
+    if (ranks, device) not in made:
+        made[ranks, device] = c10d.subgroup(world, [everyone.index(rank) for rank in ranks], device, "owners")
+    return made[ranks, device]
+
+
+class OwnerExchange:
+    """Takes blocks of tensors to their owners, and what the owners make of them back.
+
+    Args:
+        tensors: DTensors on any meshes with any placements but partial ones, or plain tensors, which each
+            rank owns. Only their forms matter; they are not kept.
+        names: for messages.
+        regions: of the blocks of each tensor.
+        travels: of each tensor.
+        cost: of a block, to balance owners by.
+        batch_bytes: of whole blocks that an owner has at once; None: all in one round.
+        alike: what blocks in one stack have in common, besides their shape and what travels.
+        fixed: owners that are known before, as members of the ranks that share a tensor.
+
+    Making it is local; ``agree`` makes a process group where no mesh has one of all its ranks.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        names: Sequence[str],
+        regions: Sequence[Sequence[Region]],
+        travels: Sequence[Travel],
+        *,
+        cost: BlockCost,
+        batch_bytes: int | None = BATCH_BYTES,
+        alike: Callable[[Block], Any] = lambda _: None,
+        fixed: Mapping[BlockKey, int] | None = None,
+    ) -> None:
+        self.names = list(names)
+        self.forms = list(map(form_of, tensors))
+        shared: list[tuple[SharingRanks, dict[int, Placed]]] = []
+        for index, tensor in enumerate(tensors):
+            found = next((each for each in shared if each[0].share(tensor)), None)
+            if found is None:
+                shared.append(found := (SharingRanks(tensor), {}))
+            found[1][index] = found[0].placed(tensor, regions[index])
+        self._among = [
+            _RankExchange(
+                ranks, OwnerPlan(some, len(ranks.ranks), cost, fixed or {}), travels, batch_bytes, alike
+            )
+            # In an order that ranks have in common; ranks that are part of others first: see agree.
+            for ranks, some in sorted(shared, key=lambda each: (len(each[0].ranks), each[0].ranks))
+        ]
+
+    @property
+    def owned(self) -> list[BlockKey]:
+        """The blocks that this rank owns."""
+        return [key for each in self._among for key, owner in each.plan.owners.items() if owner == each.own]
+
+    @property
+    def owners(self) -> dict[BlockKey, int]:
+        """The owners of all blocks, as members of the ranks that share a tensor."""
+        return {key: owner for each in self._among for key, owner in each.plan.owners.items()}
+
+    @property
+    def sharing(self) -> list[SharingRanks]:
+        """The sets of ranks that share tensors with this one."""
+        return [each.ranks for each in self._among]
+
+    def axes(self) -> list[Axis]:
+        """What connects this rank with those that share tensors with it."""
+        return [axis for each in self._among for axis in each.ranks.axes]
+
+    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether ``tensors`` have the forms that it was made for."""
+        return len(tensors) == len(self.forms) and list(map(form_of, tensors)) == self.forms
+
+    def agree(
+        self,
+        caller: str,
+        active: Collection[int],
+        problem: Exception | None = None,
+        same: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raise on all ranks if there is a problem on any, or if they would not exchange the same blocks.
+
+        Args:
+            caller: the public function, for messages.
+            active: which tensors are to be treated next, by index.
+            problem: what is wrong on this rank.
+            same: what else has to be equal.
+
+        Raises:
+            ValueError: ranks have different tensors, or different ones are active; besides ``problem``.
+
+        Collective. On a device the host waits, for what is queued there.
+        """
+        chosen = set(active)
+        told = {"what to leave out": [name for i, name in enumerate(self.names) if i not in chosen]}
+        with monitor_of_job().call(caller, self.axes):
+            for each in self._among:  # what is wrong among some ranks is told to all they share with
+                try:
+                    each.agree(caller, {**told, **(same or {})}, problem)
+                except Exception as error:
+                    problem = error
+        if problem is not None:
+            raise problem
+
+    def tell(self, caller: str, own: T, problem: Exception | None) -> dict[int, T]:
+        """What each rank that shares tensors with this one has to say, by global rank.
+
+        Raises:
+            Exception: there is a ``problem`` on any of them.
+
+        Collective.
+        """
+        found = {own_rank(): own}
+        with monitor_of_job().call(caller, self.axes):
+            for each in self._among:
+                try:
+                    run_on_all_ranks(each.ranks.axes, each.ranks.device, partial(_raise, problem))
+                    found |= gather_from_all(each.ranks.axes, own)
+                except Exception as error:
+                    problem = error
+        if problem is not None:
+            raise problem
+        return found
+
+    def run(
+        self,
+        read: Read,
+        function: Function,
+        write: Write,
+        active: Collection[int],
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        """Apply ``function`` to the blocks of the tensors at the indices ``active``, round by round.
+
+        Args:
+            read: called when the first block of a tensor is about to travel.
+            function: called on all ranks in every round, also where they own nothing of it.
+            write: called once for each block that this rank has a part of.
+            active: the same on all ranks; :meth:`agree` checks it.
+            check: called after all rounds, before anything is sent back; it may raise. Results are kept until
+                then, where otherwise those of two rounds live at a time.
+
+        Collective.
+        """
+        computed: Any = (
+            back for i, each in enumerate(self._among) for back in each.run(i, read, function, active)
+        )
+        if check is not None:
+            computed = list(computed)
+            check()
+        leaving: Finish = nothing
+        for send_back in computed:
+            sent = send_back(write)
+            leaving()
+            leaving = sent
+        leaving()
+
+    def gather(self, read: Read) -> list[Stack]:
+        """What this rank owns of all tensors, where the same ranks share them, in one round. Collective."""
+        (among,) = self._among
+        wait, stacks = among.send_there(among.only_round, read)
+        wait()
+        return stacks
+
+    def scatter(self, stacks: Sequence[Stack], results: Sequence[Tensor], write: Write) -> None:
+        """Send back what was made of what was gathered. Collective."""
+        (among,) = self._among
+        among.send_back(among.only_round, stacks, results, write)()
+
+
+class _RankExchange:
+    """The blocks that the same ranks share."""
+
+    def __init__(
+        self,
+        ranks: SharingRanks,
+        plan: OwnerPlan,
+        travels: Sequence[Travel],
+        batch_bytes: int | None,
+        alike: Callable[[Block], Any],
+    ) -> None:
+        self.ranks = ranks
+        self.plan = plan
+        self.own = ranks.own
+        self._travels = travels
+        self._batch_bytes = batch_bytes
+        self._alike = alike
+        self._owned = plan.owned_in_rounds(self._size, batch_bytes)
+        self._rounds: tuple[frozenset[int], list[Round]] | None = None
+
+    def _size(self, block: Block) -> int:
+        return block.numel * self._travels[block.key.tensor].there[0].itemsize
+
+    def agree(self, caller: str, same: Mapping[str, Any], problem: Exception | None) -> None:
+        """Raise on all ranks if there is a problem on any, or if they would not exchange the same."""
+        told = {**same, "the tensors": self._digest}
+        run_on_all_ranks(
+            self.ranks.axes, self.ranks.device, partial(_raise, problem), caller=caller, same=told
+        )
+
+    @cached_property
+    def _digest(self) -> str:
+        """Differs where the plans of two ranks do."""
+        plan = self.plan
+        travels = [(each.there, each.back) for each in map(self._travels.__getitem__, plan.blocks)]
+        what = sorted(plan.owners.items()), list(plan.blocks.values()), travels, self._batch_bytes
+        return (
+            f"{len(plan.blocks)} in {len(plan.owners)} parts, {sha256(repr(what).encode()).hexdigest()[:12]}"
+        )
+
+    def run(
+        self, number: int, read: Read, function: Function, active: Collection[int]
+    ) -> Iterator[Callable[[Write], Finish]]:
+        """Compute round after round, and yield for each what sends its results back."""
+        rounds = self._rounds_of(frozenset(active))
+        arriving = self.send_there(rounds[0], read) if rounds else None
+        for index, current in enumerate(rounds):
+            assert arriving is not None
+            wait, stacks = arriving
+            arriving = self.send_there(rounds[index + 1], read) if index + 1 < len(rounds) else None
+            wait()
+            results = function((number, index), stacks)
+            yield partial(self.send_back, current, stacks, results)
+            del stacks, results
+
+    @property
+    def only_round(self) -> Round:
+        """The round of all blocks."""
+        (found,) = self._rounds_of(frozenset(self.plan.blocks))
+        return found
+
+    def _rounds_of(self, active: frozenset[int]) -> list[Round]:
+        if self._rounds is None or self._rounds[0] != active:
+            self._rounds = active, [self.plan.round(owned, active, self.own) for owned in self._owned]
+        return self._rounds[1]
+
+    # --- one round --------------------------------------------------------------------------------
+
+    def send_there(self, current: Round, read: Read) -> tuple[Finish, list[Stack]]:
+        """Send this rank's pieces to their owners; its own blocks are complete after the wait."""
+        stacks = self._stacks(current.owned)
+        views = {
+            block.key: views
+            for stack in stacks
+            for block, *views in zip(stack.blocks, *(each.unbind() for each in stack.tensors), strict=True)
+        }
+        values = _ReadOnce(read)
+
+        def targets(pieces: Sequence[BlockPiece]) -> list[Tensor]:
+            return [view[piece.in_block] for piece in pieces for view in views[piece.block.key]]
+
+        own = current.sent_there[self.own]
+        _copy(targets(own), [value for piece in own for value in values(piece)])
+        if not current.travels_there:
+            return nothing, stacks
+        send = self._packed(current.sent_there, values, self._dtypes_there)
+        received, wait = self._exchanged(send, current.sent_there, current.received_there, self._dtypes_there)
+
+        def finish() -> None:
+            wait()
+            pieces = self._of_others(current.received_there)
+            _copy(targets(pieces), _unpacked(received, pieces, self._dtypes_there))
+
+        return finish, stacks
+
+    def _stacks(self, blocks: Sequence[Block]) -> list[Stack]:
+        """Memory for whole blocks, those that are alike together."""
+        alike: dict[Any, list[Block]] = {}
+        for block in blocks:
+            alike.setdefault((block.shape, self._travels[block.key.tensor], self._alike(block)), []).append(
+                block
+            )
+        return [
+            Stack(
+                some,
+                tuple(
+                    torch.empty((len(some), *shape), dtype=dtype, device=travel.device)
+                    for dtype in travel.there
+                ),
+            )
+            for (shape, travel, _), some in alike.items()
+        ]
+
+    def send_back(
+        self, current: Round, stacks: Sequence[Stack], results: Sequence[Tensor], write: Write
+    ) -> Finish:
+        """Send results to the ranks that have parts of them; what comes back is written at the end."""
+        result_of = {
+            block.key: view
+            for stack, result in zip(stacks, results, strict=True)
+            for block, view in zip(stack.blocks, result.unbind(), strict=True)
+        }
+
+        def values(piece: BlockPiece) -> Sequence[Tensor]:
+            return (result_of[piece.block.key][piece.in_block],)
+
+        own = current.sent_back[self.own]
+        received, wait = None, nothing
+        if current.travels_back:
+            send = self._packed(current.sent_back, values, self._dtypes_back)
+            received, wait = self._exchanged(
+                send, current.sent_back, current.received_back, self._dtypes_back
+            )
+
+        def finish() -> None:
+            wait()
+            for piece in own:
+                dtype = self._travels[piece.block.key.tensor].back
+                write(piece.block, piece.in_local, values(piece)[0].to(dtype))
+            if received is not None:
+                others = self._of_others(current.received_back)
+                for piece, part in zip(others, _unpacked(received, others, self._dtypes_back), strict=True):
+                    write(piece.block, piece.in_local, part)
+
+        return finish
+
+    def _dtypes_there(self, piece: BlockPiece) -> Sequence[torch.dtype]:
+        return self._travels[piece.block.key.tensor].there
+
+    def _dtypes_back(self, piece: BlockPiece) -> Sequence[torch.dtype]:
+        return (self._travels[piece.block.key.tensor].back,)
+
+    def _of_others(self, pieces: Pieces) -> list[BlockPiece]:
+        """The pieces that travel, in the order in which they are packed."""
+        return [piece for member, some in enumerate(pieces) if member != self.own for piece in some]
+
+    def _packed(
+        self, pieces: Pieces, values: Callable[[BlockPiece], Sequence[Tensor]], dtypes: "_Dtypes"
+    ) -> Tensor:
+        """What goes to other ranks, one rank's after another's."""
+        travelling = self._of_others(pieces)
+        buffer = torch.empty(_num_bytes(travelling, dtypes), dtype=torch.uint8, device=self.ranks.device)
+        _copy(
+            _unpacked(buffer, travelling, dtypes), [value for piece in travelling for value in values(piece)]
+        )
+        return buffer
+
+    def _exchanged(
+        self, send: Tensor, sent: Pieces, expected: Pieces, dtypes: "_Dtypes"
+    ) -> tuple[Tensor, Finish]:
+        """Start an exchange; the tensor is complete once it was waited for."""
+
+        def sizes(pieces: Pieces) -> list[int]:
+            return [0 if i == self.own else _num_bytes(some, dtypes) for i, some in enumerate(pieces)]
+
+        expected_sizes = sizes(expected)
+        received = send.new_empty(sum(expected_sizes))
+        (axis,) = self.ranks.axes
+        work = dist.all_to_all_single(
+            received, send, expected_sizes, sizes(sent), group=axis.pg, async_op=True
+        )
+        wait = waiting_for([work])
+
+        def finish() -> None:
+            nonlocal send
+            wait()
+            del send  # it had to live as long
+
+        return received, finish
+
+
+def _raise(problem: Exception | None) -> None:
+    if problem is not None:
+        raise problem
+
+
+class _ReadOnce:
+    """Parts of this rank's tensors, each read once in a round."""
+
+    def __init__(self, read: Read) -> None:
+        self._read = read
+        self._found: dict[int, Sequence[Tensor]] = {}
+
+    def __call__(self, piece: BlockPiece) -> list[Tensor]:
+        index = piece.block.key.tensor
+        if index not in self._found:
+            self._found[index] = self._read(index)
+        return [value[piece.in_local] for value in self._found[index]]
+
+
+_Dtypes = Callable[[BlockPiece], Sequence[torch.dtype]]
+"""Of what travels of a piece."""
+
+
+def _num_bytes(pieces: Sequence[BlockPiece], dtypes: _Dtypes) -> int:
+    return sum(
+        round_up(prod(piece.shape) * dtype.itemsize, ALIGNMENT) for piece in pieces for dtype in dtypes(piece)
+    )
+
+
+def _unpacked(buffer: Tensor, pieces: Sequence[BlockPiece], dtypes: _Dtypes) -> list[Tensor]:
+    """What is in a buffer, piece by piece."""
+    found, start = [], 0
+    for piece in pieces:
+        for dtype in dtypes(piece):
+            size = prod(piece.shape) * dtype.itemsize
+            found.append(typed_range(buffer, start, start + size, dtype).view(piece.shape))
+            start += round_up(size, ALIGNMENT)
+    return found
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    if targets:
+        foreach.copy_(list(targets), list(sources))
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+
+def form_of(tensor: Tensor) -> Any:
+    """What owners and pieces depend on."""
+    if isinstance(tensor, DTensor):
+        return tuple(tensor.shape), tuple(tensor.placements), tensor.device_mesh
+    return tuple(tensor.shape), tensor.device, None
+
+
+def known_name(tensor: Any) -> str:
+    """The name that ``fully_shard`` has given a parameter; "" where there is none."""
+    return (name_of_replaced(tensor) if isinstance(tensor, torch.nn.Parameter) else None) or ""
+
+
+def names_in(group: Mapping[str, Any]) -> list[str]:
+    """Of the parameters of a group; "" where nothing is known."""
+    return [*map(clean, group.get("param_names") or map(known_name, group["params"]))]
+
+
+def names_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of the parameters of all groups."""
+    return [
+        name or f"parameter {place} of group {index}"
+        for index, group in enumerate(groups)
+        for place, name in enumerate(names_in(group))
+    ]
+
+
+def check_divisible(tensor: Tensor, name: str) -> None:
+    """Refuse ``tensor`` if blocks of it cannot be put together.
+
+    Raises:
+        ValueError: naming it ``name``.
+    """
+    local = dtensor.plain(tensor)
+    if type(local) not in (Tensor, torch.nn.Parameter):
+        raise ValueError(
+            f"{name} holds a {type(local).__name__}, a class of its own, which cannot be packed with others. "
+            "Leave it out."
+        )
+    if local.layout is not torch.strided:
+        raise ValueError(f"{name} has the layout {local.layout}; only dense tensors can be put together.")
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh.get_coordinate() is None:
+            raise ValueError(
+                f"{name} is on a mesh of the ranks {tensor.device_mesh.mesh.flatten().tolist()}, which this "
+                "rank is none of, so that it has no part of it. Leave it out here."
+            )
+        try:
+            sharding_of(tensor)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
+
+def local_gradient(param: Tensor, name: str, why: str) -> Tensor:
+    """This rank's part of the gradient, as the parameter is placed.
+
+    Raises:
+        TypeError: nothing says what that is; ``why`` it must, of a sparse one.
+    """
+    gradient = param.grad
+    assert gradient is not None
+    if dtensor.plain(gradient).layout is not torch.strided:
+        raise TypeError(f"{name}: .grad is sparse, and {why}. Use a dense gradient.")
+    if not isinstance(param, DTensor):
+        if isinstance(gradient, DTensor):
+            raise TypeError(
+                f"{name}: .grad is a DTensor, where a plain one is expected, as the parameter is."
+            )
+        return gradient.detach()
+    if not isinstance(gradient, DTensor):
+        raise TypeError(
+            f"{name}: .grad is a plain {type(gradient).__name__}, where a DTensor is expected, as the "
+            "parameter is one: nothing says which part of the whole this rank has. Assign only DTensors to "
+            ".grad of sharded parameters, or None."
+        )
+    if gradient.placements != param.placements or gradient.device_mesh != param.device_mesh:
+        gradient = gradient.redistribute(param.device_mesh, param.placements)
+    return dtensor.local_tensor(gradient).detach()
