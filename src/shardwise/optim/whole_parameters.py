@@ -718,7 +718,7 @@ def _looks_across(kind: Any, groups: Sequence[dict[str, Any]], options: Mapping[
     where the class cannot step small matrices.
     """
 
-    def stepped(scale: float) -> list[Tensor]:
+    def stepped(scale: float) -> Tensor:
         pairs = [[nn.Parameter(torch.eye(4).double() + 0.5) for _ in range(2)] for _ in groups]
         some = [_hyperparameters(group) | {"params": pair} for group, pair in zip(groups, pairs, strict=True)]
         torch.default_generator.manual_seed(0)  # of the host alone: those of devices are the caller's
@@ -731,7 +731,7 @@ def _looks_across(kind: Any, groups: Sequence[dict[str, Any]], options: Mapping[
                 first.grad = torch.sin(torch.arange(16.0).double() + step).view(4, 4)
                 second.grad = first.grad.cos() * scale
             optimizers.step_without_hooks(type(optimizer))(optimizer)
-        return [first.detach().nan_to_num() for first, _ in pairs]
+        return torch.stack([first.detach().nan_to_num() for first, _ in pairs])
 
     with torch.random.fork_rng(devices=[]):
         try:
