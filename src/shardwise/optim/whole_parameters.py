@@ -738,7 +738,7 @@ def _looks_across(kind: Any, groups: Sequence[dict[str, Any]], options: Mapping[
             calm, *stirred = map(stepped, (1.0, 1e6, 0.0))  # 0.0: where each gradient is normalised before
         except Exception:
             return False
-    return not all(all(map(torch.equal, calm, each)) for each in stirred)
+    return not all(torch.equal(calm, each) for each in stirred)
 
 
 def _described(values: Mapping[str, Any]) -> str:
