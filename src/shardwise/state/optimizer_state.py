@@ -72,6 +72,7 @@ def full_optimizer_state(
 
 def _from_owners(owned: State, axes: Sequence[Axis], device: torch.device) -> State:
     """The state of all parameters, of which each rank has some. Collective."""
+    owned = {name: values for name, values in owned.items() if values}  # a look at it makes empty ones
     outlines = gather_from_all(axes, _outline_of(owned))
     joint: State = {}
     for rank, outline in outlines.items():
